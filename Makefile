@@ -1,0 +1,33 @@
+# Two commands do everything on a fresh machine:
+#   make demo   installs what is missing and trains a real model, as a job on the local target
+#   make test   installs what is missing and runs every test
+
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test check build bench golden clean
+
+demo: $(VENV)/.installed-demo
+	$(BIN)/accel submit --target local --procs-per-node 2 --follow examples/digits/train.py
+	$(BIN)/accel status @last
+
+test: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+build: $(VENV)/.installed-dev
+	scripts/build $(VENV)
+
+bench: $(VENV)/.installed-dev
+	$(BIN)/python -m benchmarks
+
+$(VENV)/.installed-%: pyproject.toml constraints.txt scripts/install
+	scripts/install $(VENV) $*
+	touch $@
+
+clean:
+	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
