@@ -1,0 +1,244 @@
+"""The nouns of a job: what to run (`JobSpec`), where it stands (`Status`) and what it printed (`LogLine`)."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from .errors import SpecError
+
+Entry = Literal["script", "module", "command"]
+
+_ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
+
+
+def _at_least(name: str, value: int | None, least: int) -> None:
+    if value is not None and value < least:
+        raise SpecError(f"{name} must be {least} or more, not {value!r}")
+
+
+class State(enum.Enum):
+    """Where a job is. `queued` and `running` may alternate (one lap is one attempt); the last three are final."""
+
+    SUBMITTING = "submitting"  # the intent is on disk, the backend has not confirmed it
+    QUEUED = "queued"
+    RUNNING = "running"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+    @property
+    def final(self) -> bool:
+        return self in (State.SUCCEEDED, State.FAILED, State.CANCELLED)
+
+    def may_become(self, new: State) -> bool:
+        """A final state never changes; a job that has left `submitting` never goes back to it."""
+        return new is self or (not self.final and new is not State.SUBMITTING)
+
+
+class Reason(enum.Enum):
+    """Why a job is where it is; orthogonal to `State`, so that no backend's own states reach a caller."""
+
+    NONE = "none"
+    EXIT_CODE = "exit_code"
+    OUT_OF_MEMORY = "out_of_memory"
+    TIME_LIMIT = "time_limit"
+    PREEMPTED = "preempted"
+    NODE_FAILURE = "node_failure"
+    SETUP = "setup"
+    RENDEZVOUS = "rendezvous"
+    NO_CAPACITY = "no_capacity"
+    DEPENDENCY = "dependency"  # waits for, or did not get, a job named in `after`
+    USER = "user"
+    LOST = "lost"  # the backend forgot it and it left no result
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resources:
+    """What ONE node must have. Everything else is the target's business (`JobSpec.options`)."""
+
+    gpus: int = 0
+    cpus: int | None = None
+    memory_gb: float | None = None
+    shm_gb: float | None = None
+    accelerator: str | None = None
+
+    def __post_init__(self) -> None:
+        _at_least("gpus", self.gpus, 0)
+        _at_least("cpus", self.cpus, 1)
+        for name in ("memory_gb", "shm_gb"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise SpecError(f"{name} must be more than 0, not {value!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retry:
+    """How often the whole gang is started again after a failure. A restart is a new attempt of the same job."""
+
+    max_restarts: int = 0
+
+    def __post_init__(self) -> None:
+        _at_least("max_restarts", self.max_restarts, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobSpec:
+    """What to run, said once for every target. Frozen and JSON-round-trippable, so it can be stored and replayed.
+
+    argv:           the script and its arguments, bit for bit; never a shell string.
+    entry:          what argv[0] is: a Python script, a Python module (`-m`), or a command that is not Python.
+    procs_per_node: None means one per accelerator, or one where there is none.
+    secrets:        NAME -> reference (`env:HF_TOKEN`, `file:/run/token`), never a value.
+    code, workdir:  the directory that holds the program, and the directory inside it that argv runs in.
+    setup:          argvs run once on every node before the ranks start.
+    time_limit_s:   seconds from the start of an attempt's first rank; None means the target's own limit.
+    grace_s:        seconds between the warning (SIGTERM) and the kill.
+    after:          ids of jobs that must succeed first.
+    options:        what only the target understands; it validates them.
+
+    Raises SpecError for values that no target can run.
+    """
+
+    argv: tuple[str, ...]
+    entry: Entry = "script"
+    name: str = "job"
+    nodes: int = 1
+    procs_per_node: int | None = None
+    resources: Resources = Resources()
+    env: Mapping[str, str] = field(default_factory=dict)
+    secrets: Mapping[str, str] = field(default_factory=dict)
+    code: str = "."
+    workdir: str = "."
+    image: str | None = None
+    setup: tuple[tuple[str, ...], ...] = ()
+    time_limit_s: float | None = None
+    grace_s: float = 30.0
+    retry: Retry = Retry()
+    after: tuple[str, ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.argv or not self.argv[0]:
+            raise SpecError("nothing to run: give a script, -m MODULE, or --no-python COMMAND")
+        for word in self.argv:
+            if "\0" in word:
+                raise SpecError(f"an argument holds a NUL byte, which no process can be given: {word!r}")
+        if not self.name or not self.name.isprintable():
+            raise SpecError(f"name must be one printable line, not {self.name!r}")
+        _at_least("nodes", self.nodes, 1)
+        _at_least("procs_per_node", self.procs_per_node, 1)
+        if self.time_limit_s is not None and not 0 < self.time_limit_s < float("inf"):
+            raise SpecError(f"time_limit must be more than 0 seconds, not {self.time_limit_s!r}")
+        if not 0 <= self.grace_s < float("inf"):
+            raise SpecError(f"grace must be 0 seconds or more, not {self.grace_s!r}")
+        _check_environment(self.env, self.secrets)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain dicts, lists, strings and numbers, in the order of the fields."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: object) -> JobSpec:
+        """The spec that `to_json` gave. Raises SpecError, naming the place, for anything else."""
+        import msgspec
+
+        try:
+            return msgspec.convert(data, cls)
+        except msgspec.ValidationError as error:
+            raise SpecError(f"not a job spec: {error}") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Status:
+    """Where a job was when its backend last answered.
+
+    exit_code:   of the first rank that failed (128 + N for signal N); 0 when it succeeded; None while unknown.
+    attempt:     0 for the first run, one more for every restart.
+    message:     one line for people: the first error of the first failing rank, or what is being waited for.
+    observed_at: seconds since the epoch; a backend that cannot be asked leaves the last status, and this, as it was.
+    """
+
+    state: State
+    reason: Reason = Reason.NONE
+    exit_code: int | None = None
+    attempt: int = 0
+    message: str = ""
+    native_state: str = ""
+    observed_at: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self) | {"state": self.state.value, "reason": self.reason.value}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Status:
+        """Reads what `to_json` gave and ignores keys that it does not know. Raises ValueError or KeyError."""
+        known = {f.name for f in dataclasses.fields(cls)} - {"state", "reason"}
+        rest = {key: value for key, value in data.items() if key in known}
+        return cls(state=State(data["state"]), reason=Reason(data.get("reason", "none")), **rest)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogLine:
+    """One line of a job's output.
+
+    rank:     who printed it; None is the launcher or the backend itself.
+    attempt:  the attempt it belongs to.
+    stream:   "output" where a target keeps stdout and stderr as one stream, in the order they were written.
+    text:     the line with its own ending (`\\n`, `\\r`, or nothing at the end of a file). Bytes that are not UTF-8
+              are surrogate escapes: joining the texts and encoding with `surrogateescape` gives the exact bytes.
+    source:   the log stream, and `position` the point in it just after this line: see `Cursor`.
+    """
+
+    rank: int | None
+    attempt: int = 0
+    stream: str = "output"
+    text: str
+    source: str
+    position: str
+
+
+class Cursor:
+    """How far a reader has come in each of a job's log streams; `logs(since=cursor)` goes on exactly from there."""
+
+    def __init__(self, positions: Mapping[str, str] | None = None) -> None:
+        self._positions = dict(positions or {})
+
+    def position(self, source: str) -> str | None:
+        return self._positions.get(source)
+
+    def advance(self, line: LogLine) -> None:
+        self._positions[line.source] = line.position
+
+    def __str__(self) -> str:
+        return ",".join(f"{source}={position}" for source, position in sorted(self._positions.items()))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Cursor) and self._positions == other._positions
+
+    __hash__ = None  # type: ignore[assignment]  # mutable
+
+    @classmethod
+    def parse(cls, text: str) -> Cursor:
+        """The cursor that `str(cursor)` gave. Raises SpecError."""
+        pairs = [pair.partition("=") for pair in text.split(",") if pair]
+        for source, equals, position in pairs:
+            if not (source and equals and position):
+                raise SpecError(f"not a log cursor: {text!r}")
+        return cls({source: position for source, _, position in pairs})
+
+
+def _check_environment(env: Mapping[str, str], secrets: Mapping[str, str]) -> None:
+    for name in (*env, *secrets):
+        if not _ENV_NAME.match(name):
+            raise SpecError(f"{name!r} is not a name for an environment variable (letters, digits, underscore)")
+    for name, value in env.items():
+        if "\0" in value:
+            raise SpecError(f"the value of {name} holds a NUL byte")
+    for name in secrets:
+        if name in env:
+            raise SpecError(f"{name} is given both as --env and as --secret; keep one")

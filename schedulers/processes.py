@@ -1,0 +1,223 @@
+"""Processes by identity instead of by number, and how to end all of them. Used on a node: by supervisors and launcher."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+
+_POLL_S = 0.02
+
+
+@dataclass(frozen=True)
+class Identity:
+    """A process that cannot be mistaken for a later one with the same number, nor for one before a reboot."""
+
+    pid: int
+    started: str
+
+    @classmethod
+    def of(cls, pid: int) -> Identity | None:
+        """The identity of a live process; None when there is none (a zombie has ended)."""
+        started = _started(pid)
+        return None if started is None else cls(pid, started)
+
+    @classmethod
+    def parse(cls, text: str) -> Identity:
+        pid, _, started = text.partition(" ")
+        return cls(int(pid), started)
+
+    def __str__(self) -> str:
+        return f"{self.pid} {self.started}"
+
+    def alive(self) -> bool:
+        return _started(self.pid) == self.started
+
+    def send(self, signum: int) -> bool:
+        """Signals the process; False when it has ended. No other process is ever hit."""
+        with self.opened() as handle:
+            if handle is None:
+                return False
+            return handle.send(signum)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Waits for the end of the process, which need not be a child; True when it has ended."""
+        with self.opened() as handle:
+            return handle is None or handle.wait(timeout_s)
+
+    def opened(self) -> _Opened:
+        return _Opened(self)
+
+
+class _Opened:
+    """A pidfd that is known to belong to the identity, where the kernel has them; else the identity itself."""
+
+    def __init__(self, identity: Identity) -> None:
+        self._identity = identity
+        self._fd: int | None = None
+
+    def __enter__(self) -> _Opened | None:
+        if sys.platform == "linux":
+            try:
+                self._fd = os.pidfd_open(self._identity.pid)
+            except OSError:
+                return None
+        # Asked after opening: from here on the number cannot come to mean another process.
+        if self._identity.alive():
+            return self
+        self.__exit__()
+        return None
+
+    def __exit__(self, *_: object) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def send(self, signum: int) -> bool:
+        try:
+            if sys.platform == "linux" and self._fd is not None:
+                signal.pidfd_send_signal(self._fd, signum)
+            else:
+                os.kill(self._identity.pid, signum)
+        except ProcessLookupError:
+            return False
+        return True
+
+    def wait(self, timeout_s: float) -> bool:
+        if self._fd is not None:
+            return bool(select.select([self._fd], [], [], timeout_s)[0])
+        deadline = time.monotonic() + timeout_s
+        while self._identity.alive():
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_POLL_S)
+        return True
+
+
+def _started(pid: int) -> str | None:
+    if sys.platform == "linux":
+        try:
+            with open(f"/proc/{pid}/stat", "rb") as file:
+                fields = file.read().rpartition(b")")[2].split()
+        except OSError:
+            return None
+        return None if fields[0] in b"ZX" else f"{_boot()}.{fields[19].decode()}"
+    import psutil
+
+    try:
+        process = psutil.Process(pid)
+        return None if process.status() == psutil.STATUS_ZOMBIE else repr(process.create_time())
+    except psutil.NoSuchProcess:
+        return None
+
+
+def _boot() -> str:
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return file.read().strip()
+
+
+def python_module(name: str, *arguments: str) -> list[str]:
+    """The command that runs one of this project's modules, from wherever the project was imported.
+
+    Neither the working directory nor the environment has a say in which file that is, and none is changed for it.
+    """
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    code = f"import sys, runpy; sys.path[:1] = [{root!r}]; runpy.run_module({name!r}, run_name='__main__', alter_sys=True)"
+    return [sys.executable, "-c", code, *arguments]
+
+
+def die_with_parent(signum: int = signal.SIGKILL, parent: int | None = None) -> None:
+    """Asks the kernel to send `signum` to this process when its parent's thread ends (Linux: PR_SET_PDEATHSIG).
+
+    `parent` is the pid that the caller was started by: if that has ended before this call, the process ends now.
+    """
+    _prctl(PR_SET_PDEATHSIG, signum)
+    if parent is not None and os.getppid() != parent:
+        os._exit(128 + signum)
+
+
+def adopt_orphans() -> None:
+    """Makes this process the parent of every descendant whose own parent ends (Linux: PR_SET_CHILD_SUBREAPER)."""
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        import ctypes
+
+        if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
+            raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
+
+
+def descendants(pid: int) -> list[int]:
+    """Every live process below `pid`, itself not included."""
+    import psutil
+
+    try:
+        below = psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+    return [process.pid for process in below if _started(process.pid) is not None]
+
+
+def in_sessions(sessions: Iterable[int]) -> list[int]:
+    """Every live process of these sessions. A session outlives its leader, and its number is not given out again."""
+    wanted = set(sessions)
+    return [pid for pid in _pids() if _session(pid) in wanted and _started(pid) is not None]
+
+
+def with_variable(name: str, value: str) -> list[int]:
+    """Every live process that was started (by exec) with `name=value` in its environment."""
+    import psutil
+
+    return [pid for pid in _pids() if _variable(psutil, pid, name) == value and _started(pid) is not None]
+
+
+def end_all(find: Callable[[], Iterable[int]], *, grace_s: float, reap: Callable[[], object] = lambda: None) -> None:
+    """SIGTERM to all that `find` gives, `grace_s` seconds, then SIGKILL until it gives none.
+
+    `reap` is called between rounds, so that a caller whose children are among them can collect them.
+    """
+    deadline = time.monotonic() + grace_s
+    told: set[int] = set()
+    while left := set(find()):
+        late = time.monotonic() >= deadline
+        for pid in left if late else left - told:
+            _kill(pid, signal.SIGKILL if late else signal.SIGTERM)
+        told |= left
+        time.sleep(_POLL_S)
+        reap()
+
+
+def _kill(pid: int, signum: int) -> None:
+    try:
+        os.kill(pid, signum)
+    except (ProcessLookupError, PermissionError):  # gone, or a set-user-id program that only root may end
+        return
+
+
+def _pids() -> Iterator[int]:
+    import psutil
+
+    yield from psutil.pids()
+
+
+def _session(pid: int) -> int | None:
+    try:
+        return os.getsid(pid)
+    except OSError:
+        return None
+
+
+def _variable(psutil: object, pid: int, name: str) -> str | None:
+    try:
+        return psutil.Process(pid).environ().get(name)  # type: ignore[attr-defined, no-any-return]
+    except (OSError, psutil.Error):  # type: ignore[attr-defined]
+        return None

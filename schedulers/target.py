@@ -1,0 +1,139 @@
+"""`Target`: one place where jobs can run. `Plan`: exactly what it will do, as data. And how targets are found."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, runtime_checkable
+
+from .errors import ConfigError, UnknownTarget, nearest
+from .job import Cursor, JobSpec, LogLine, Status
+
+ENTRY_POINT_GROUP = "accel.targets"
+
+BUILT_IN: Mapping[str, str] = {
+    "local": "schedulers.local.target:LocalTarget",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Exactly what `submit` will do. `str(plan)` is the dry run; golden files hold it in the tests.
+
+    files:    path inside the job's directory -> text, written before any action.
+    actions:  what is run, each an argv (or, for an API, the call in words that begin with its verb).
+    settings: what the target's own `submit` needs beside them; plain JSON values.
+    """
+
+    target: str
+    kind: str
+    job_id: str
+    files: Mapping[str, str] = field(default_factory=dict)
+    actions: tuple[tuple[str, ...], ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: object) -> Plan:
+        """The plan that `to_json` gave. Raises ConfigError for anything else."""
+        import msgspec
+
+        try:
+            return msgspec.convert(data, cls)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"not a plan: {error}") from None
+
+    def __str__(self) -> str:
+        lines = [f"# job {self.job_id} on target {self.target} ({self.kind})"]
+        lines += [f"# warning: {warning}" for warning in self.warnings]
+        for path, text in self.files.items():
+            lines += [f"# file {path}", text.rstrip("\n")]
+        lines += [f"$ {shlex.join(action)}" for action in self.actions]
+        return "\n".join(lines) + "\n"
+
+
+class Target(Protocol):
+    """One place where jobs can run. Holds no state: all it needs is in its options, the plan or the native id.
+
+    A class that implements it has an `Options` dataclass (the keys that `accel.yaml` and `JobSpec.options` may
+    hold, with their types and defaults) and is made with a `TargetContext`.
+    """
+
+    name: str
+    Options: ClassVar[type]
+
+    def plan(self, spec: JobSpec, job_id: str) -> Plan:
+        """Pure: no network, no subprocess, no clock. Raises SpecError for what this target cannot do."""
+
+    def submit(self, plan: Plan) -> str:
+        """Does what the plan says and returns the native id. Idempotent per job id: finds an earlier submit first."""
+
+    def poll(self, native_ids: Sequence[str]) -> Mapping[str, Status]:
+        """One query to the backend for all ids. An id that is missing from the answer is unknown to the backend,
+        not failed. Raises Unreachable when the backend cannot be asked."""
+
+    def logs(self, native_id: str, since: Cursor | None = None) -> Iterator[LogLine]:
+        """The lines there are now, per rank, from the cursor on. A line without its ending is held back while the
+        job may still write to it. Following is written once, above the targets."""
+
+    def cancel(self, native_id: str) -> None:
+        """Asks for an orderly end (the job's grace, then the kill). Cancelling what is gone is no error."""
+
+
+@runtime_checkable
+class Waits(Protocol):
+    """A target that is told when a job ends, instead of asking again and again."""
+
+    def wait(self, native_id: str, timeout_s: float) -> None:
+        """Returns when the job may have reached a final state, or after `timeout_s` seconds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetContext:
+    """What a target is made with: its name in `accel.yaml`, its validated options, and where job directories are."""
+
+    name: str
+    options: Any
+    jobs: Path
+
+
+def kinds() -> dict[str, str]:
+    """Every kind of target: name -> `module:class`. An entry point may add a name and never takes one."""
+    import importlib.metadata
+
+    found = {point.name: point.value for point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)}
+    return found | dict(BUILT_IN)
+
+
+def refused_entry_points() -> list[str]:
+    """One line for every installed entry point that tried to take a built-in name."""
+    import importlib.metadata
+
+    return [
+        f"entry point {point.name} = {point.value} is ignored: {point.name!r} is a built-in kind of target"
+        for point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
+        if BUILT_IN.get(point.name, point.value) != point.value
+    ]
+
+
+def load_kind(kind: str, where: str = "--target") -> type[Any]:
+    """The class that implements `kind`. Raises UnknownTarget, or ConfigError when a plug-in cannot be imported."""
+    import importlib
+
+    path = BUILT_IN.get(kind) or kinds().get(kind)
+    if path is None:
+        raise UnknownTarget(f"{where}: no kind of target {kind!r}{nearest(kind, kinds())} (kinds: {', '.join(kinds())})")
+    module, _, name = path.partition(":")
+    try:
+        loaded = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{where}: the target kind {kind!r} ({path}) cannot be loaded: {error}") from error
+    if not isinstance(loaded, type):
+        raise ConfigError(f"{where}: the target kind {kind!r} ({path}) is not a class")
+    return loaded

@@ -1,0 +1,77 @@
+"""`Topology`: which node this is, how many there are and where node 0 answers. Read on the node, by `accel launch`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from .errors import SpecError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology:
+    """The one thing that all targets must agree on. The rest of the world (ranks, ports, logs) follows from it.
+
+    node_rank: 0 … nodes - 1.
+    master:    a name or address of node 0 that every node can reach.
+    attempt:   how often the backend has started the whole gang before.
+    """
+
+    node_rank: int
+    nodes: int
+    master: str
+    attempt: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.node_rank < self.nodes:
+            raise SpecError(f"node rank {self.node_rank} is not one of 0 … {self.nodes - 1}")
+        if not self.master:
+            raise SpecError("no address for node 0")
+
+    def environment(self) -> dict[str, str]:
+        """The variables from which `from_env` reads this topology back."""
+        return {
+            "ACCEL_NODE_RANK": str(self.node_rank),
+            "ACCEL_NODES": str(self.nodes),
+            "ACCEL_MASTER": self.master,
+            "ACCEL_ATTEMPT": str(self.attempt),
+        }
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str]) -> Topology:
+        """The topology that the scheduler gave this node; one node when no rule's marker is set.
+
+        The first rule of `RULES` whose marker is in `env` decides. Raises SpecError, naming the variable, when
+        one that the rule needs is missing or is not a number: a wrong world is never guessed.
+        """
+        for marker, rule in RULES.items():
+            if marker in env:
+                return rule(env)
+        return cls(node_rank=0, nodes=1, master="127.0.0.1")
+
+
+def _accel(env: Mapping[str, str]) -> Topology:
+    return Topology(
+        node_rank=number(env, "ACCEL_NODE_RANK"),
+        nodes=number(env, "ACCEL_NODES"),
+        master=env.get("ACCEL_MASTER", ""),
+        attempt=number(env, "ACCEL_ATTEMPT", default=0),
+    )
+
+
+RULES: Mapping[str, Callable[[Mapping[str, str]], Topology]] = {
+    "ACCEL_NODE_RANK": _accel,
+}
+
+
+def number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+    """The whole number that variable `name` holds. Raises SpecError."""
+    text = env.get(name)
+    if text is None:
+        if default is None:
+            raise SpecError(f"the environment says this is one node of several, but {name} is not set")
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise SpecError(f"environment: {name} must be a whole number, not {text!r}") from None
