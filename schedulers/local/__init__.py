@@ -1,0 +1,1 @@
+"""This machine as a target: jobs that outlive the terminal, and queue for its GPUs and processors."""

@@ -1,0 +1,100 @@
+"""What a local job keeps in its directory beside the store's own files.
+
+    local/settings.json     the supervisor's instructions, as planned
+    local/supervisor        the supervisor's identity; held under a lock while it lives
+    local/launcher          the identity of `accel launch`
+    local/progress.json     what the supervisor is doing, for people: waiting for what, running since when
+    exit.json               how it ended: written once, whole or not at all
+    logs/                   see `schedulers.logfiles`; and launch.jsonl, in which `accel launch` tells of attempts
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from .. import disk
+from ..errors import StoreError
+from ..job import Reason, State, Status
+from ..processes import Identity
+
+SCHEMA = 1
+
+
+class JobFiles:
+    """The files of one job. Reading gives None for what is not there."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.logs = directory / "logs"
+
+    def write(self, name: str, text: str) -> None:
+        """Writes a file whole: a reader sees the old text or the new."""
+        path = self.directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f".{path.name}.{os.getpid()}")
+        with open(partial, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+
+    def read(self, name: str) -> str | None:
+        try:
+            return (self.directory / name).read_text()
+        except FileNotFoundError:
+            return None
+
+    def settings(self) -> dict[str, Any]:
+        settings: dict[str, Any] = json.loads((self.directory / "local/settings.json").read_text())
+        return settings
+
+    def supervisor(self) -> Identity | None:
+        return self._identity("local/supervisor")
+
+    def launcher(self) -> Identity | None:
+        return self._identity("local/launcher")
+
+    def progress(self) -> Status:
+        """What the live supervisor last said, with the attempt that the launcher is at."""
+        import dataclasses
+        import time
+
+        text = self.read("local/progress.json")
+        status = Status.from_json(json.loads(text)) if text else Status(state=State.QUEUED)
+        return dataclasses.replace(status, attempt=self.attempt(), observed_at=time.time())
+
+    def set_progress(self, status: Status) -> None:
+        self.write("local/progress.json", json.dumps({"schema": SCHEMA, **status.to_json()}))
+
+    def exit(self) -> Status | None:
+        """How the job ended. A result that cannot be read is a result: the job has ended, and how is lost."""
+        try:
+            document = disk.read_document(str(self.directory / "exit.json"))
+            return None if document is None else Status.from_json(document)
+        except (StoreError, KeyError, ValueError, TypeError) as error:
+            return Status(state=State.FAILED, reason=Reason.LOST, message=f"its result cannot be read: {error}")
+
+    def launch_events(self) -> list[dict[str, Any]]:
+        """What `accel launch` told, in order. A line that was cut short by a crash is left out."""
+        events = []
+        for line in (self.read("logs/launch.jsonl") or "").splitlines():
+            try:
+                events.append(json.loads(line))
+            except ValueError:
+                continue
+        return events
+
+    def attempt(self) -> int:
+        return max((event["attempt"] for event in self.launch_events() if event["event"] == "attempt"), default=0)
+
+    def failure(self) -> dict[str, Any] | None:
+        """The last failure that the launcher reported."""
+        reports = [event["failure"] for event in self.launch_events() if event["event"] == "failure"]
+        return reports[-1] if reports else None
+
+    def _identity(self, name: str) -> Identity | None:
+        text = self.read(name)
+        return Identity.parse(text) if text else None

@@ -1,0 +1,311 @@
+"""The process that a local job belongs to: it waits for the job's turn, runs `accel launch`, and writes how it ended.
+
+It has left the terminal's session, holds no file of the submitting process, and is the adoptive parent of everything
+that the job starts. When it is killed, `accel launch` is told by the kernel (PR_SET_PDEATHSIG) and ends the ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+from ..errors import SchedulerError
+from ..job import Reason, State, Status
+from ..processes import Identity, adopt_orphans, descendants, die_with_parent, end_all
+from ..store import Store
+from .files import JobFiles
+from .slots import Slots, Want
+
+_KILL_ALLOWANCE_S = 6.0
+
+
+class Cancelled(Exception):
+    """The job was told to end before its ranks were started."""
+
+
+class Supervisor:
+    """One job's life on this machine."""
+
+    def __init__(self, files: JobFiles) -> None:
+        self._files = files
+        self._settings = files.settings()
+        home = files.directory.parent.parent
+        self._record = Store(home).record(self._settings["job_id"])
+        self._slots = Slots(home, self._settings["job_id"])
+        self._cancelled = False
+        self._waiting = False
+        self._woken, waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(signum, self._on_cancel)
+
+    def run(self) -> Status:
+        """Takes the job from its place in the queue to its final status, which is on disk when this returns."""
+        try:
+            self._waiting = True
+            self._await_dependencies()
+            env = self._await_slots()
+            self._waiting = False
+            status = self._set_up(env) or self._launch(env)
+        except Cancelled:
+            status = Status(state=State.CANCELLED, reason=Reason.USER, message="cancelled before it started")
+        except _NotStarted as problem:
+            status = problem.status
+        except (SchedulerError, OSError) as error:
+            status = Status(state=State.FAILED, reason=Reason.SETUP, message=str(error))
+        except Exception as error:  # a defect of ours must not lose the job
+            traceback.print_exc()
+            where = self._files.logs / "supervisor.txt"
+            status = Status(state=State.FAILED, reason=Reason.SETUP, message=f"defect in accel: {error!r} (see {where})")
+        self._finish(status)
+        return status
+
+    def _on_cancel(self, signum: int, _: FrameType | None) -> None:
+        self._cancelled = True
+        if self._waiting:
+            self._waiting = False
+            raise Cancelled
+
+    def _say(self, state: State, message: str = "", reason: Reason = Reason.NONE) -> None:
+        status = Status(state=state, reason=reason, message=message, observed_at=time.time())
+        self._files.set_progress(status)
+        self._record.update(status)
+
+    def _await_dependencies(self) -> None:
+        for job_id in self._settings["after"]:
+            from ..handle import find
+
+            self._say(State.QUEUED, f"waits for job {job_id} to succeed", Reason.DEPENDENCY)
+            status = find(job_id).wait()
+            if status.state is not State.SUCCEEDED:
+                why = f"job {job_id}, which it was to run after, {status.state.value}"
+                raise _NotStarted(Status(state=State.CANCELLED, reason=Reason.DEPENDENCY, message=why))
+
+    def _await_slots(self) -> dict[str, str]:
+        """Waits for its turn, its GPUs and its processors. The environment that makes only those GPUs visible."""
+        from .target import find_devices
+
+        devices = find_devices()
+        wants = wanted(self._settings, devices)
+        try:
+            got = self._slots.acquire(wants, lambda why: self._say(State.QUEUED, why, Reason.NO_CAPACITY))
+        except SchedulerError as error:
+            raise _NotStarted(Status(state=State.FAILED, reason=Reason.NO_CAPACITY, message=str(error))) from None
+        gpus = next((names for want, names in zip(wants, got, strict=True) if want.what == "GPUs"), [])
+        if not gpus:
+            return {}
+        variable = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}[devices["kind"]]
+        return {variable: ",".join(name.removeprefix("gpu-") for name in gpus)}
+
+    def _environment(self, visible: dict[str, str]) -> dict[str, str]:
+        env = {**os.environ, **visible, **self._settings["env"]}
+        for name, reference in self._settings["secrets"].items():
+            env[name] = _secret(name, reference)
+        env["ACCEL_JOB_ID"] = self._settings["job_id"]
+        env["ACCEL_JOB_DIR"] = str(self._files.directory)
+        return env
+
+    def _directory(self) -> Path:
+        code = Path(self._settings["code"])
+        packed = self._files.read("local/snapshot")
+        if packed is not None:
+            from .. import snapshot
+
+            code = self._files.directory / "code"
+            snapshot.unpack(Path(packed), code)
+        return code / self._settings["workdir"]
+
+    def _set_up(self, visible: dict[str, str]) -> Status | None:
+        """Runs the setup commands; the final status if one fails."""
+        for argv in self._settings["setup"]:
+            with open(self._files.logs / "setup.log", "ab") as log:
+                ended = self._watch(subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                                                     cwd=self._directory(), env=self._environment(visible)), None)  # fmt: skip
+            if ended != 0:
+                message = f"the setup command {argv[0]!r} failed with exit code {ended}"
+                return Status(state=State.FAILED, reason=Reason.SETUP, exit_code=_as_exit_code(ended), message=message)
+        return None
+
+    def _launch(self, visible: dict[str, str]) -> Status:
+        command = [word.replace("{logs}", str(self._files.logs)) if word == "{logs}" else word
+                   for word in self._settings["command"]]  # fmt: skip
+        directory, env, own_pid = self._directory(), self._environment(visible), os.getpid()
+        with open(self._files.logs / "node-0.log", "ab") as log:
+            launcher = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=directory, env=env,
+                preexec_fn=lambda: die_with_parent(signal.SIGTERM, own_pid),
+            )  # fmt: skip
+        identity = Identity.of(launcher.pid)
+        if identity is not None:
+            self._files.write("local/launcher", str(identity))
+        self._say(State.RUNNING)
+        code = self._watch(launcher, self._settings["time_limit_s"])
+        end_all(lambda: descendants(os.getpid()), grace_s=min(self._settings["grace_s"], 2.0), reap=_reap)
+        return self._outcome(code)
+
+    def _watch(self, process: subprocess.Popen[bytes], limit_s: float | None) -> int:
+        """Waits for the end of the process; ends it in order when the job is cancelled or its time is up."""
+        grace_s = self._settings["grace_s"]
+        limit = None if limit_s is None else time.monotonic() + limit_s
+        kill_at: float | None = None
+        self._timed_out = False
+        while (code := process.poll()) is None:
+            now = time.monotonic()
+            if kill_at is None and (self._cancelled or (limit is not None and now >= limit)):
+                self._timed_out = not self._cancelled
+                kill_at = now + grace_s + _KILL_ALLOWANCE_S
+                process.terminate()
+            if kill_at is not None and now >= kill_at:
+                process.kill()
+            until = kill_at if kill_at is not None else limit
+            select.select([self._woken], [], [], None if until is None else max(0.01, until - now))
+            self._drain()
+        return code
+
+    def _drain(self) -> None:
+        try:
+            os.read(self._woken, 4096)
+        except BlockingIOError:
+            return
+
+    def _outcome(self, code: int) -> Status:
+        failure = self._files.failure()
+        attempt = self._files.attempt()
+        if self._cancelled:
+            return Status(state=State.CANCELLED, reason=Reason.USER, exit_code=_as_exit_code(code), attempt=attempt,
+                          message="cancelled")  # fmt: skip
+        if self._timed_out:
+            message = f"its time limit of {self._settings['time_limit_s']:g} s was reached"
+            return Status(state=State.FAILED, reason=Reason.TIME_LIMIT, exit_code=_as_exit_code(code), attempt=attempt,
+                          message=message)  # fmt: skip
+        if code == 0:
+            return Status(state=State.SUCCEEDED, exit_code=0, attempt=attempt)
+        if failure is not None and failure["exit_code"] == _as_exit_code(code):
+            return Status(state=State.FAILED, reason=Reason(failure["reason"]), exit_code=failure["exit_code"],
+                          attempt=attempt, message=_message(failure))  # fmt: skip
+        message = self._last_words() or f"accel launch ended with exit code {code}"
+        return Status(state=State.FAILED, reason=self._refusal(), exit_code=_as_exit_code(code), attempt=attempt,
+                      message=message.removeprefix("accel launch: "))  # fmt: skip
+
+    def _refusal(self) -> Reason:
+        """Why a launch failed that blames no rank: its ranks never started, or never met."""
+        events = self._files.launch_events()
+        refused = [event["reason"] for event in events if event["event"] == "refused"]
+        if refused:
+            return Reason(refused[-1])
+        return Reason.EXIT_CODE if any(event["event"] == "attempt" for event in events) else Reason.SETUP
+
+    def _last_words(self) -> str:
+        try:
+            lines = (self._files.logs / "node-0.log").read_text(errors="replace").strip().splitlines()
+        except OSError:
+            return ""
+        return lines[-1][:500] if lines else ""
+
+    def _finish(self, status: Status) -> None:
+        status = dataclasses.replace(status, observed_at=time.time())
+        self._record.write_exit({**status.to_json(), "failure": self._files.failure()})
+        self._record.update(status)
+        self._slots.release()
+
+
+class _NotStarted(Exception):
+    def __init__(self, status: Status) -> None:
+        super().__init__(status.message)
+        self.status = status
+
+
+def wanted(settings: dict[str, Any], devices: dict[str, Any]) -> list[Want]:
+    """The slots that a job takes: its GPUs, or a processor for each process; and a place, where places are counted.
+
+    On a machine with GPUs a job that names no number of them, nor of processes, takes all, as `accel launch` would.
+    """
+    wants = []
+    on_gpus = devices["kind"] in ("cuda", "xpu") and not settings["cpu_only"]
+    if on_gpus or settings["gpus"]:
+        here = [f"gpu-{name}" for name in devices["ids"]] if on_gpus else []
+        count = settings["gpus"] or settings["procs_per_node"] or len(here)
+        wants.append(Want(what="GPUs", count=count, of=here))
+    processors = [f"cpu-{number}" for number in range(devices["cpus"])]
+    if settings["cpus"] is not None:
+        wants.append(Want(what="processors", count=settings["cpus"], of=processors))
+    elif not wants and settings["concurrency"] is None:
+        # More processes than processors is slow and not wrong: such a job takes the whole machine.
+        wants.append(Want(what="processors", count=min(settings["procs_per_node"] or 1, len(processors)), of=processors))
+    if settings["concurrency"] is not None:
+        places = [f"place-{number}" for number in range(settings["concurrency"])]
+        wants.append(Want(what="places", count=1, of=places))
+    return wants
+
+
+def _message(failure: dict[str, Any]) -> str:
+    who = f"rank {failure['rank']}" if failure["rank"] is not None else "launcher"
+    message = str(failure["message"])
+    text = message if message.startswith(who) else f"{who}: {message}"
+    return f"{text} ({failure['cause']})" if failure["cause"] else text
+
+
+def _as_exit_code(code: int) -> int:
+    return code if code >= 0 else 128 - code
+
+
+def _secret(name: str, reference: str) -> str:
+    kind, _, where = reference.partition(":")
+    if kind == "env":
+        value = os.environ.get(where)
+        if value is None:
+            raise SchedulerError(f"secret {name}: {where} is not set where the job was submitted")
+        return value
+    try:
+        return Path(where).expanduser().read_text().rstrip("\n")
+    except OSError as error:
+        raise SchedulerError(f"secret {name}: {where}: {error.strerror}") from None
+
+
+def _reap() -> None:
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        return
+
+
+def main(directory: str) -> NoReturn:
+    """Leaves a supervisor for the job behind and ends; with an error when there cannot be one."""
+    files = JobFiles(Path(directory))
+    ready, tell = os.pipe()
+    if os.fork() != 0:
+        os.close(tell)
+        os._exit(0 if os.read(ready, 1) else 1)
+    os.close(ready)
+    (files.directory / "local").mkdir(exist_ok=True)
+    lock = os.open(files.directory / "local/supervisor.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:  # the job has its supervisor: a submit that was repeated
+        os.write(tell, b"1")
+        os._exit(0)
+    adopt_orphans()
+    supervisor = Supervisor(files)
+    files.write("local/supervisor", str(Identity.of(os.getpid())))
+    os.write(tell, b"1")
+    os.close(tell)
+    supervisor.run()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,226 @@
+"""The local target: `accel launch` on this machine, under a supervisor that has nothing to do with the terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from .. import logfiles
+from ..errors import SpecError, SubmitError
+from ..job import Cursor, JobSpec, LogLine, Reason, State, Status
+from ..processes import python_module
+from ..target import Plan, TargetContext
+from .files import JobFiles
+
+_SECRET_KINDS = ("env", "file")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalOptions:
+    """What `accel.yaml` may say of a local target.
+
+    concurrency: how many jobs may run at once on this machine; without it, as many as its GPUs and processors allow.
+    snapshot:    run in a copy of the code as it was at the submit, instead of in place.
+    cpu:         train on the CPU even where there is a GPU.
+    python:      the interpreter of another environment that has accel installed.
+    """
+
+    concurrency: int | None = None
+    snapshot: bool = False
+    cpu: bool = False
+    python: str | None = None
+
+
+class LocalTarget:
+    """Runs each job detached from the terminal. A job's native id is its job id."""
+
+    Options: ClassVar[type] = LocalOptions
+
+    def __init__(self, context: TargetContext) -> None:
+        self.name = context.name
+        self._options: LocalOptions = context.options
+        self._jobs = context.jobs
+        if self._options.concurrency is not None and self._options.concurrency < 1:
+            raise SpecError(f"target {self.name}: concurrency must be 1 or more, not {self._options.concurrency}")
+
+    def plan(self, spec: JobSpec, job_id: str) -> Plan:
+        """The supervisor's instructions and the command that starts it. Raises SpecError."""
+        _check(spec)
+        command = self._launch_command(spec)
+        settings = {
+            "job_id": job_id,
+            "command": command,
+            "code": spec.code,
+            "workdir": spec.workdir,
+            "snapshot": self._options.snapshot,
+            "env": dict(spec.env),
+            "secrets": dict(spec.secrets),
+            "setup": [list(argv) for argv in spec.setup],
+            "after": list(spec.after),
+            "gpus": spec.resources.gpus,
+            "cpus": spec.resources.cpus,
+            "procs_per_node": spec.procs_per_node,
+            "cpu_only": self._options.cpu,
+            "concurrency": self._options.concurrency,
+            "time_limit_s": spec.time_limit_s,
+            "grace_s": spec.grace_s,
+        }
+        return Plan(
+            target=self.name,
+            kind="local",
+            job_id=job_id,
+            files={"local/settings.json": json.dumps(settings, indent=2) + "\n"},
+            actions=(("python", "-m", "schedulers.local.supervisor", job_id), tuple(command)),
+            warnings=_warnings(spec),
+        )
+
+    def submit(self, plan: Plan) -> str:
+        """Starts the supervisor, unless this job has one or has had one. Raises SubmitError."""
+        files = JobFiles(self._jobs / plan.job_id)
+        if files.exit() is None and files.supervisor() is None:
+            for path, text in plan.files.items():
+                files.write(path, text)
+            settings = json.loads(plan.files["local/settings.json"])
+            if settings["gpus"]:
+                _check_gpus(settings["gpus"])
+            if settings["snapshot"]:
+                self._pack(settings["code"], files)
+            _start_supervisor(files)
+        return plan.job_id
+
+    def poll(self, native_ids: Sequence[str]) -> Mapping[str, Status]:
+        """Asks the job directories; a supervisor that died without a result left a lost job."""
+        found = {native_id: self._status(JobFiles(self._jobs / native_id)) for native_id in native_ids}
+        return {native_id: status for native_id, status in found.items() if status is not None}
+
+    def logs(self, native_id: str, since: Cursor | None = None) -> Iterator[LogLine]:
+        files = JobFiles(self._jobs / native_id)
+        # Asked before reading: what is written after this is read the next time.
+        complete = files.exit() is not None or not _alive(files)
+        yield from logfiles.read(files.logs, since, complete=complete)
+
+    def cancel(self, native_id: str) -> None:
+        """Tells the supervisor, which ends the job in order: SIGTERM, the job's grace, SIGKILL."""
+        import signal
+
+        files = JobFiles(self._jobs / native_id)
+        supervisor = files.supervisor()
+        if supervisor is not None:
+            supervisor.send(signal.SIGTERM)
+
+    def wait(self, native_id: str, timeout_s: float) -> None:
+        """Sleeps on the supervisor's end, not on a clock."""
+        files = JobFiles(self._jobs / native_id)
+        started = time.monotonic()
+        for identity in (files.supervisor(), files.launcher()):
+            if identity is not None:
+                identity.wait(max(0.0, timeout_s - (time.monotonic() - started)))
+
+    def _launch_command(self, spec: JobSpec) -> list[str]:
+        command = [*_accel(self._options.python), "launch"]
+        processes = spec.procs_per_node or spec.resources.gpus
+        if processes:
+            command += ["--num_processes", str(processes)]
+        if self._options.cpu:
+            command += ["--cpu"]
+        if spec.retry.max_restarts:
+            command += ["--max_restarts", str(spec.retry.max_restarts)]
+        command += ["--shutdown_timeout", f"{spec.grace_s:g}", "--log_dir", "{logs}"]
+        command += {"script": [], "module": ["-m"], "command": ["--no_python"]}[spec.entry]
+        return [*command, "--", *spec.argv]
+
+    def _pack(self, code: str, files: JobFiles) -> None:
+        from .. import snapshot
+
+        packed = snapshot.pack(Path(code), self._jobs.parent)
+        files.write("local/snapshot", str(packed.path))
+
+    def _status(self, files: JobFiles) -> Status | None:
+        for _ in range(2):
+            ended = files.exit()
+            if ended is not None:
+                return ended
+            supervisor = files.supervisor()
+            if supervisor is None:
+                return None
+            if supervisor.alive():
+                return files.progress()
+            # Dead, perhaps after writing its result just now: look once more.
+        launcher = files.launcher()
+        now = time.time()
+        if launcher is not None and launcher.alive():
+            return Status(state=State.RUNNING, message="its supervisor has died; the ranks are being ended", observed_at=now)
+        message = f"its supervisor (process {supervisor.pid}) was killed, or the machine restarted, and it left no result"
+        return Status(state=State.FAILED, reason=Reason.LOST, message=message, attempt=files.attempt(), observed_at=now)
+
+
+def _alive(files: JobFiles) -> bool:
+    return any(identity is not None and identity.alive() for identity in (files.supervisor(), files.launcher()))
+
+
+def _accel(python: str | None) -> list[str]:
+    """How the command `accel` is started with this interpreter.
+
+    The installed script, where there is one: `python -m accel` would look for packages in the job's directory first.
+    """
+    interpreter = python or sys.executable
+    script = os.path.join(os.path.dirname(interpreter), "accel")
+    return [script] if os.path.exists(script) else [interpreter, "-m", "accel"]
+
+
+def _check(spec: JobSpec) -> None:
+    if spec.nodes != 1:
+        raise SpecError(f"the local target is one machine; {spec.nodes} nodes need another target (accel targets)")
+    if spec.image is not None:
+        raise SpecError("the local target runs on this machine as it is; --image needs another target")
+    for name, reference in spec.secrets.items():
+        kind = reference.partition(":")[0]
+        if kind not in _SECRET_KINDS:
+            raise SpecError(f"--secret {name}: the local target reads env:NAME and file:PATH, not {kind}:…")
+    if spec.resources.accelerator is not None:
+        raise SpecError("the local target has the accelerators that this machine has; --accelerator needs another target")
+
+
+def _warnings(spec: JobSpec) -> tuple[str, ...]:
+    unkept = [name for name in ("memory_gb", "shm_gb") if getattr(spec.resources, name) is not None]
+    return tuple(f"{name} is not enforced on the local target" for name in unkept)
+
+
+def _check_gpus(wanted: int) -> None:
+    devices = find_devices()
+    here = len(devices["ids"]) if devices["kind"] != "cpu" else 0
+    if wanted > here:
+        raise SubmitError(f"--gpus {wanted}: this machine shows {here}")
+
+
+def find_devices() -> dict[str, Any]:
+    """What `accel launch` would find here, asked of it in a process of its own."""
+    import subprocess
+
+    answer = subprocess.run(python_module("accel.launch.devices"), stdout=subprocess.PIPE, check=True)
+    found: dict[str, Any] = json.loads(answer.stdout)
+    return found
+
+
+def _start_supervisor(files: JobFiles) -> None:
+    import subprocess
+
+    from ..environment import outside_any_job
+
+    files.logs.mkdir(exist_ok=True)
+    with open(files.logs / "supervisor.txt", "ab") as log:
+        process = subprocess.Popen(
+            python_module("schedulers.local.supervisor", str(files.directory)),
+            stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, cwd=files.directory,
+            env=outside_any_job(os.environ),
+        )  # fmt: skip
+    # The process forks the supervisor, waits until it stands, and ends.
+    if process.wait() != 0:
+        said = (files.logs / "supervisor.txt").read_text(errors="replace").strip().splitlines()
+        raise SubmitError(f"the job's supervisor did not start: {said[-1] if said else 'it said nothing'}")
