@@ -1,0 +1,250 @@
+"""torch's elastic agent, with ranks that are forked, signals that are passed on, and failures that end the whole gang.
+
+The agent keeps what it is good at: rendezvous, ranks, restarts. `GangAgent` fills in how workers are started, watched
+and ended, through the fork server, and decides which failure was the first.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import RunResult, SimpleElasticAgent, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from .forkserver import ForkServer, ServerGone
+from .rendezvous import GangRendezvous
+from .report import Exit, Failure, diagnose, error_in_log, first, oom_kill_count
+
+_PEER_CHECK_S = 0.5
+_KILL_ALLOWANCE_S = 5.0
+_ECHO_WAIT_S = 3.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSettings:
+    """What the agent must know to start one rank beside what the rendezvous says."""
+
+    env: Mapping[str, str]
+    log_of: Callable[[int, int], str | None]  # (rank, attempt) -> path
+    spawn: bool
+    grace_s: float
+
+
+class GangAgent(SimpleElasticAgent):
+    """One node's agent. `observe(event, **facts)` is told of every attempt's start and failure.
+
+    `interrupted` is called wherever the agent waits; it raises SignalException when the gang is to end.
+    """
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        server: ForkServer,
+        settings: RankSettings,
+        *,
+        observe: Callable[..., None],
+        interrupted: Callable[[], None],
+        poll_s: float,
+    ) -> None:
+        super().__init__(spec, exit_barrier_timeout=0)
+        self._server = server
+        self._settings = settings
+        self._observe = observe
+        self._interrupted = interrupted
+        self._poll_s = poll_s
+        self._exits: dict[int, Exit] = {}
+        self._alive: set[int] = set()
+        self._ended_at = float("inf")
+        self._next_peer_check = 0.0
+        self._finished = False
+        self._oom_kills = 0
+        self._attempt = -1
+        self.failure: Failure | None = None
+
+    # What the elastic agent asks for.
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self._attempt += 1
+        self._exits, self._finished, self._ended_at = {}, False, float("inf")
+        self._oom_kills = oom_kill_count()
+        pids: dict[int, Any] = {}
+        self._observe("attempt", attempt=self._attempt)
+        for worker in worker_group.workers:
+            env = {**self._settings.env, **self._rank_environment(worker_group, worker)}
+            log = self._settings.log_of(worker.global_rank, self._attempt)
+            self._server.start_rank(worker.local_rank, env, log, self._settings.spawn)
+            self._alive.add(worker.local_rank)
+        while len(pids) < len(worker_group.workers) and self._alive - pids.keys():
+            for event in self._server.events(self._poll_s):
+                if event["event"] == "started":
+                    pids[event["local_rank"]] = event["pid"]
+                else:
+                    self._note(event)
+            self._interrupted()
+        return {worker.local_rank: pids.get(worker.local_rank, 0) for worker in worker_group.workers}
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        """Waits up to the poll interval for news, then says how the gang stands."""
+        try:
+            for event in self._server.events(self._poll_s):
+                self._note(event)
+        except ServerGone as gone:
+            return self._fail(self._launcher_failure(str(gone)))
+        self._interrupted()
+        if any(one.code != 0 for one in self._exits.values()):
+            return self._fail(self._end_after_failure())
+        if not self._alive and not self._finished:
+            self._finished = True
+            self._gang(GangRendezvous.announce_success)
+        return self._ask_peers()
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        self._end_ranks(signal.SIGTERM, self._settings.grace_s)
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        self._end_ranks(death_sig, self._settings.grace_s)
+
+    def _exit_barrier(self) -> None:
+        """Nothing to wait for: success is only reported once every node has succeeded."""
+
+    # How the gang stands.
+
+    def _ask_peers(self) -> RunResult:
+        now = time.monotonic()
+        if not self._finished and now < self._next_peer_check:
+            return RunResult(WorkerState.HEALTHY)
+        self._next_peer_check = now + _PEER_CHECK_S
+        elsewhere = self._gang(GangRendezvous.failure_elsewhere)
+        if elsewhere:
+            return self._fail(Failure.from_json(elsewhere))
+        if self._finished and (self._gang(GangRendezvous.all_succeeded) is not False):
+            return RunResult(WorkerState.SUCCEEDED, return_values={w.global_rank: None for w in self._worker_group.workers})
+        if self._finished:
+            time.sleep(self._poll_s)
+        return RunResult(WorkerState.HEALTHY)
+
+    def _gang(self, ask: Callable[..., Any], *args: Any) -> Any:
+        """Asks the rendezvous, when it is ours; a node 0 that is gone has its say through the ranks' errors."""
+        handler = self._worker_group.spec.rdzv_handler
+        if not isinstance(handler, GangRendezvous):
+            return None
+        try:
+            return ask(handler, *args)
+        except RuntimeError as error:  # DistStoreError and its kin
+            return self._launcher_failure(f"node 0 is gone: {error}").to_json()
+
+    def _fail(self, failure: Failure) -> RunResult:
+        agreed = self._gang(GangRendezvous.announce_failure, failure.to_json())
+        elsewhere = agreed is not None and (agreed["node"], agreed["rank"]) != (failure.node, failure.rank)
+        self.failure = Failure.from_json(agreed) if agreed and elsewhere else failure
+        self._observe("failure", failure=self.failure)
+        return RunResult(WorkerState.FAILED, failures=self._process_failures())
+
+    def _end_after_failure(self) -> Failure:
+        """Ends this node's ranks because of one that failed, and tells the other nodes which.
+
+        A rank whose peer died fails too, and on another node that may be seen first: so a failure that is not an
+        echo is told at once, and one that is waits a moment for the cause to be told.
+        """
+        failure, echo = self._own_failure()
+        if not echo:
+            self._gang(GangRendezvous.announce_failure, failure.to_json())
+        self._end_ranks(signal.SIGTERM, self._settings.grace_s)
+        deadline = time.monotonic() + _ECHO_WAIT_S
+        while echo and not self._gang(GangRendezvous.failure_elsewhere) and time.monotonic() < deadline:
+            if self._worker_group.group_world_size in (None, 1):
+                break
+            time.sleep(0.05)
+        return self._own_failure()[0]
+
+    def _own_failure(self) -> tuple[Failure, bool]:
+        """What failed first on this node, and whether that is only an echo of something else."""
+        one = first(self._exits.values(), self._ended_at)
+        group = self._worker_group
+        ended = [other for other in self._exits.values() if other.local_rank != one.local_rank]
+        failure = diagnose(one, node=group.group_rank or 0, host=socket.gethostname(), attempt=self._attempt,
+                           oom_kills=oom_kill_count() - self._oom_kills, others=_fate(ended))  # fmt: skip
+        return failure, one.echo
+
+    def _launcher_failure(self, message: str) -> Failure:
+        return Failure(rank=None, node=self._worker_group.group_rank or 0, host=socket.gethostname(), attempt=self._attempt,
+                       exit_code=1, reason="node_failure", how="failed", message=message, time=time.time())  # fmt: skip
+
+    def _process_failures(self) -> dict[int, ProcessFailure]:
+        return {
+            one.rank: ProcessFailure(local_rank=one.local_rank, pid=one.pid, exitcode=one.code, error_file="")
+            for one in self._exits.values()
+            if one.code != 0
+        }
+
+    def _note(self, event: dict[str, Any]) -> None:
+        if event["event"] != "exited":
+            return
+        local_rank = event["local_rank"]
+        worker = self._worker_group.workers[local_rank]
+        self._alive.discard(local_rank)
+        log = self._settings.log_of(worker.global_rank, self._attempt)
+        error = event["error"] or (error_in_log(log) if event["code"] > 0 else None)
+        self._exits[local_rank] = Exit(
+            rank=worker.global_rank, local_rank=local_rank, pid=event["pid"], code=event["code"], time=event["time"],
+            error=error, log=log,
+        )  # fmt: skip
+
+    def _end_ranks(self, signum: int, grace_s: float) -> None:
+        """Ends the gang's ranks on this node and all they have started; returns when none is left."""
+        if self._ended_at == float("inf"):
+            self._ended_at = time.time()
+        try:
+            self._server.end(signum, grace_s)
+            deadline = time.monotonic() + grace_s + _KILL_ALLOWANCE_S
+            while time.monotonic() < deadline:
+                events = self._server.events(self._poll_s)
+                for event in events:
+                    self._note(event)
+                if any(event["event"] == "ended" for event in events):
+                    return
+        except ServerGone:  # its ranks died with it; the launcher's own sweep ends the rest
+            self._alive.clear()
+
+    def _rank_environment(self, group: WorkerGroup, worker: Any) -> dict[str, str]:
+        """torchrun's variables (https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables)."""
+        spec = group.spec
+        return {
+            "RANK": str(worker.global_rank),
+            "LOCAL_RANK": str(worker.local_rank),
+            "WORLD_SIZE": str(worker.world_size),
+            "LOCAL_WORLD_SIZE": str(spec.local_world_size),
+            "GROUP_RANK": str(group.group_rank),
+            "GROUP_WORLD_SIZE": str(group.group_world_size),
+            "NODE_RANK": str(group.group_rank),
+            "ROLE_RANK": str(worker.role_rank),
+            "ROLE_WORLD_SIZE": str(worker.role_world_size),
+            "ROLE_NAME": spec.role,
+            "MASTER_ADDR": str(group.master_addr),
+            "MASTER_PORT": str(group.master_port),
+            "TORCHELASTIC_RESTART_COUNT": str(self._attempt),
+            "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts),
+            "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
+            "TORCHELASTIC_USE_AGENT_STORE": str(spec.rdzv_handler.use_agent_store),
+        }
+
+
+def _fate(others: list[Exit]) -> str:
+    """What became of the ranks beside the one that failed first, in a few words."""
+    groups: dict[str, list[int]] = {}
+    for one in others:
+        if one.code == 0:
+            fate = "had finished"
+        elif one.code == -signal.SIGTERM:
+            fate = "ended by SIGTERM"
+        elif one.code == -signal.SIGKILL:
+            fate = "killed after the grace"
+        else:
+            fate = one.how()
+        groups.setdefault(fate, []).append(one.rank)
+    return "; ".join(f"rank {', '.join(map(str, sorted(ranks)))} {fate}" for fate, ranks in groups.items())

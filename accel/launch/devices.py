@@ -1,0 +1,153 @@
+"""Which devices this machine has, without importing torch. `python -m accel.launch.devices` prints them as JSON."""
+
+from __future__ import annotations
+
+import ctypes
+import glob
+import os
+import platform
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["cuda", "xpu", "mps", "cpu"]
+
+# The variable by which a process is shown only some of the machine's devices.
+VISIBLE: Mapping[Kind, str] = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Devices:
+    """The devices that a process started here may use.
+
+    ids:  what names them, one by one, in the variable that makes only some visible; of `cpu` there is one, since a
+          machine without accelerators runs one process unless more are asked for.
+    cpus: processors that this process may run on (its affinity, not the machine's total).
+    """
+
+    kind: Kind
+    ids: tuple[str, ...]
+    cpus: int
+
+    @property
+    def count(self) -> int:
+        return len(self.ids)
+
+
+def find(env: Mapping[str, str] = os.environ) -> Devices:
+    """The best kind of device here, in torch's own order, after the variable that hides some of them."""
+    cpus = available_cpus()
+    kinds: tuple[tuple[Kind, list[str]], ...] = (("cuda", _cuda(env)), ("xpu", _xpu(env)), ("mps", _mps()))
+    for kind, ids in kinds:
+        if ids:
+            return Devices(kind=kind, ids=tuple(ids), cpus=cpus)
+    return only_cpu()
+
+
+def only_cpu() -> Devices:
+    return Devices(kind="cpu", ids=("cpu",), cpus=available_cpus())
+
+
+def available_cpus() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _cuda(env: Mapping[str, str]) -> list[str]:
+    return visible(env.get(VISIBLE["cuda"]), _nvml_uuids())
+
+
+def visible(mask: str | None, uuids: list[str]) -> list[str]:
+    """Those of the machine's GPUs that CUDA shows under this value of CUDA_VISIBLE_DEVICES, in its order.
+
+    CUDA reads the list up to the first entry that names no device, or one that is named twice
+    (https://docs.nvidia.com/cuda/cuda-c-programming-guide/#env-vars). Entries are indices, `GPU-` UUIDs (any
+    unique beginning) or `MIG-` UUIDs; a MIG slice is not listed by NVML's device query and is taken at its word.
+    """
+    if mask is None:
+        return uuids
+    seen: list[str] = []
+    for entry in (word.strip() for word in mask.split(",")):
+        device = _named(entry, uuids)
+        if device is None or device in seen:
+            break
+        seen.append(device)
+    return seen if uuids else []
+
+
+def _named(entry: str, uuids: list[str]) -> str | None:
+    if entry.startswith("MIG-"):
+        return entry
+    if entry.startswith("GPU-"):
+        matching = [uuid for uuid in uuids if uuid.startswith(entry)]
+        return matching[0] if len(matching) == 1 else None
+    if entry.isdigit() and int(entry) < len(uuids):
+        return uuids[int(entry)]
+    return None
+
+
+def _nvml_uuids() -> list[str]:
+    """The UUID of every NVIDIA GPU, in NVML's (PCI bus) order; none where there is no driver."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return []
+    if nvml.nvmlInit_v2() != 0:
+        return []
+    try:
+        count = ctypes.c_uint()
+        if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0:
+            return []
+        return [_nvml_uuid(nvml, index) for index in range(count.value)]
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _nvml_uuid(nvml: ctypes.CDLL, index: int) -> str:
+    handle, text = ctypes.c_void_p(), ctypes.create_string_buffer(96)
+    nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(handle))
+    if nvml.nvmlDeviceGetUUID(handle, text, ctypes.c_uint(len(text))) != 0:
+        return f"index-{index}"  # counted, but no UUID can name it
+    return text.value.decode()
+
+
+def _xpu(env: Mapping[str, str]) -> list[str]:
+    """Intel GPUs by their render nodes (vendor 0x8086) with a Level Zero loader to drive them."""
+    if not _loadable("libze_loader.so.1"):
+        return []
+    vendors = glob.glob("/sys/class/drm/renderD*/device/vendor")
+    cards = [str(index) for index in range(sum(_read(path) == "0x8086" for path in vendors))]
+    mask = env.get(VISIBLE["xpu"])
+    if mask is None:
+        return cards
+    wanted = {word.split(".")[0].strip() for word in mask.split(",")}
+    return [card for card in cards if card in wanted]
+
+
+def _mps() -> list[str]:
+    return ["mps"] if sys.platform == "darwin" and platform.machine() == "arm64" else []
+
+
+def _loadable(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path) as file:
+            return file.read().strip()
+    except OSError:
+        return ""
+
+
+if __name__ == "__main__":
+    import dataclasses
+    import json
+
+    print(json.dumps(dataclasses.asdict(find())))

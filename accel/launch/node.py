@@ -1,0 +1,266 @@
+"""`accel launch` on this node: from its flags to running ranks, and back to an exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NoReturn
+
+from schedulers.errors import SpecError
+from schedulers.topology import Topology
+
+from . import environment, guard
+from .devices import VISIBLE, Devices, find, only_cpu
+from .errors import LaunchError, RendezvousFailed
+from .worker import Program, ignore_warnings
+
+PORT = 29500
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """One node's part of a run, with nothing left to be found out."""
+
+    program: Program
+    processes: int  # on this node
+    nodes: int
+    max_nodes: int
+    node_rank: int
+    address: str
+    port: int
+    env: Mapping[str, str] = field(default_factory=dict)
+    rdzv_backend: Literal["static", "c10d"] = "static"
+    rdzv_conf: Mapping[str, str] = field(default_factory=dict)
+    run_id: str = "accel"
+    role: str = "default"
+    max_restarts: int = 0
+    grace_s: float = 30.0
+    monitor_interval_s: float = 0.1
+    log_dir: str | None = None
+    tee: str = "0"
+    spawn: bool = False
+    quiet: bool = False
+
+    @property
+    def alone(self) -> bool:
+        """One process in all, and nothing to watch over: it takes the launcher's place."""
+        return self.processes == 1 and self.max_nodes == 1 and self.max_restarts == 0 and self.rdzv_backend == "static"
+
+
+def plan(options: Mapping[str, Any], program: Program, env: Mapping[str, str] = os.environ) -> Launch:
+    """What the flags mean on this machine. Raises LaunchError for what cannot be."""
+    _check_program(program)
+    devices = _devices(options, env)
+    low, high, rank, address = _machines(options, env)
+    processes = _per_node(options["num_processes"], low, devices)
+    _check_gpus(processes, devices, options)
+    extra = environment.training(options, devices) | environment.threads(
+        options["num_cpu_threads_per_process"], processes, devices, env
+    )
+    port = options["main_process_port"]
+    return Launch(
+        program=program, processes=processes, nodes=low, max_nodes=high, node_rank=rank, address=address,
+        port=(0 if high == 1 else PORT) if port is None else port, env=extra, rdzv_backend=options["rdzv_backend"],
+        rdzv_conf=_pairs(options["rdzv_conf"]), run_id=options["rdzv_id"] or env.get("ACCEL_JOB_ID") or "accel",
+        role=options["role"], max_restarts=options["max_restarts"], grace_s=options["shutdown_timeout"],
+        monitor_interval_s=options["monitor_interval"], log_dir=options["log_dir"], tee=options["tee"],
+        spawn=(options["start_method"] or ("spawn" if sys.platform == "darwin" else "fork")) == "spawn",
+        quiet=options["quiet"],
+    )  # fmt: skip
+
+
+def launch(run: Launch) -> int:
+    """Runs this node's ranks to their end. Returns the exit code of the rank, of all nodes, that failed first.
+
+    With one process in all, whose output goes where this process's goes, this does not return: the program takes
+    this process's place.
+    """
+    if run.log_dir:
+        try:
+            os.makedirs(run.log_dir, exist_ok=True)
+        except OSError as error:
+            raise LaunchError(f"--log_dir {run.log_dir}: {error.strerror}") from None
+    launch_id = uuid.uuid4().hex
+    os.environ.update(run.env)
+    os.environ[guard.LAUNCH_ID] = launch_id
+    if run.alone:
+        os.environ.update(_world_of_one(run))
+        if run.log_dir is None:
+            _become(run.program, launch_id)
+        from .single import run_single
+
+        return run_single(run)
+    try:
+        import torch.distributed
+    except ModuleNotFoundError as error:
+        raise LaunchError(
+            f"{error.name} is not installed in {sys.executable}: pip install 'accel-launch[train]'"
+        ) from None
+    if not torch.distributed.is_available():
+        raise LaunchError("this build of torch has no torch.distributed: several processes cannot form a world")
+    from .gang import run_gang
+
+    try:
+        return run_gang(run, launch_id)
+    except LaunchError as error:
+        reason = "rendezvous" if isinstance(error, RendezvousFailed) else "setup"
+        recorder(run.log_dir)("refused", reason=reason, message=str(error))
+        raise
+
+
+def log_path(log_dir: str | None, rank: int, attempt: int) -> str | None:
+    return os.path.join(log_dir, f"rank-{rank}.a{attempt}.log") if log_dir else None
+
+
+def recorder(log_dir: str | None) -> Callable[..., None]:
+    """Writes what happens to `launch.jsonl` beside the logs, where a supervisor reads it; nothing without a log_dir."""
+
+    def record(event: str, **facts: Any) -> None:
+        if log_dir is None:
+            return
+        line = json.dumps({"schema": 1, "event": event, "time": time.time(), **facts}) + "\n"
+        with contextlib.suppress(OSError):  # a full disk must not end a training run
+            fd = os.open(os.path.join(log_dir, "launch.jsonl"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+            os.write(fd, line.encode())
+            os.close(fd)
+
+    return record
+
+
+def _world_of_one(run: Launch) -> dict[str, str]:
+    return dict(
+        RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", GROUP_RANK="0", GROUP_WORLD_SIZE="1",
+        NODE_RANK="0", ROLE_RANK="0", ROLE_WORLD_SIZE="1", ROLE_NAME=run.role, MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(run.port or _free_port()), TORCHELASTIC_RESTART_COUNT="0", TORCHELASTIC_MAX_RESTARTS="0",
+        TORCHELASTIC_RUN_ID=run.run_id,
+    )  # fmt: skip
+
+
+def _become(program: Program, launch_id: str) -> NoReturn:
+    """Puts the program in this process's place: same pid, same terminal, nothing between it and its user."""
+    if sys.platform == "linux":
+        os.close(guard.start(launch_id, [os.getpid()]).pipe)
+    ignore_warnings()
+    command = program.command(unbuffered=False)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        raise LaunchError(f"cannot run {command[0]!r}: {error.strerror}") from None
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def _check_program(program: Program) -> None:
+    name = program.argv[0]
+    if program.entry == "script" and not os.path.exists(name):
+        here = os.getcwd()
+        raise LaunchError(f"there is no script {name!r} in {here}{_near_script(name)}")
+    if program.entry == "command" and shutil.which(name) is None:
+        raise LaunchError(f"there is no command {name!r} on PATH ({os.environ.get('PATH', '')})")
+
+
+def _near_script(name: str) -> str:
+    import difflib
+
+    folder = os.path.dirname(name) or "."
+    try:
+        there = [os.path.join(os.path.dirname(name), file) for file in os.listdir(folder) if file.endswith(".py")]
+    except OSError:
+        return ""
+    near = difflib.get_close_matches(name, there, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _devices(options: Mapping[str, Any], env: Mapping[str, str]) -> Devices:
+    found = find(env)
+    if options["cpu"]:
+        if options["multi_gpu"]:
+            raise LaunchError("--cpu and --multi_gpu contradict each other: keep one")
+        return only_cpu()
+    if not options["gpu_ids"] or options["gpu_ids"] == "all":
+        return found
+    if found.kind not in VISIBLE:
+        raise LaunchError(f"--gpu_ids {options['gpu_ids']}: this machine shows no GPU")
+    chosen = find({**env, VISIBLE[found.kind]: options["gpu_ids"]})
+    wanted = options["gpu_ids"].count(",") + 1
+    if chosen.kind != found.kind or chosen.count != wanted:
+        raise LaunchError(f"--gpu_ids {options['gpu_ids']}: the GPUs here are 0 … {found.count - 1}, each named once")
+    return chosen
+
+
+def _machines(options: Mapping[str, Any], env: Mapping[str, str]) -> tuple[int, int, int, str]:
+    """Least and most machines, this one's rank, and machine 0's address: flags first, then the scheduler's variables."""
+    if options["num_machines"] is None:
+        try:
+            topology = Topology.from_env(env)
+        except SpecError as error:
+            raise LaunchError(str(error)) from None
+        return topology.nodes, topology.nodes, topology.node_rank, options["main_process_ip"] or topology.master
+    low, high = _range(options["num_machines"])
+    if high > 1 and options["rdzv_backend"] == "static":
+        if low != high:
+            raise LaunchError("--num_machines MIN:MAX needs --rdzv_backend c10d; static worlds have one size")
+        missing = [name for name in ("machine_rank", "main_process_ip") if options[name] is None]
+        if missing:
+            raise LaunchError(f"{high} machines need " + " and ".join(f"--{name}" for name in missing))
+        if not 0 <= options["machine_rank"] < high:
+            raise LaunchError(f"--machine_rank {options['machine_rank']} is not one of 0 … {high - 1}")
+    if high > 1 and options["main_process_ip"] is None:
+        raise LaunchError(f"{high} machines need --main_process_ip")
+    return low, high, options["machine_rank"] or 0, options["main_process_ip"] or "127.0.0.1"
+
+
+def _range(text: str) -> tuple[int, int]:
+    low, _, high = str(text).partition(":")
+    if low.isdigit() and (high or low).isdigit() and 1 <= int(low) <= int(high or low):
+        return int(low), int(high or low)
+    raise LaunchError(f"--num_machines must be a number from 1 on, or MIN:MAX, not {text!r}")
+
+
+def _per_node(total: int | None, machines: int, devices: Devices) -> int:
+    if total is None:
+        return devices.count
+    if total < 1 or total % machines:
+        raise LaunchError(
+            f"--num_processes {total} cannot be spread evenly over {machines} machines: it counts the ranks on all of them"
+        )
+    return total // machines
+
+
+def _check_gpus(processes: int, devices: Devices, options: Mapping[str, Any]) -> None:
+    if options["multi_gpu"] and devices.kind == "cpu":
+        raise LaunchError("--multi_gpu: this machine shows no GPU (nvidia-smi lists them); without the flag the CPU is used")
+    if devices.kind in VISIBLE and processes > devices.count:
+        raise LaunchError(
+            f"{processes} processes on this machine and {devices.count} visible GPUs: every rank needs one of its own; "
+            "use fewer, or --cpu"
+        )
+
+
+def _pairs(text: str) -> dict[str, str]:
+    pairs = [pair.partition("=") for pair in text.split(",") if pair]
+    for key, equals, _ in pairs:
+        if not key or not equals:
+            raise LaunchError(f"--rdzv_conf takes key=value pairs with commas between them, not {text!r}")
+    return {key.strip(): value.strip() for key, _, value in pairs}
+
+
+def die_of(signum: int) -> int:
+    """The exit code that a shell gives a program that ended by this signal."""
+    return 128 + signal.Signals(signum).value

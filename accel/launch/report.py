@@ -1,0 +1,242 @@
+"""What went wrong, said once: which rank failed first, how, where its log is, and what can be done about it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import signal
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+SCHEMA = 1
+
+# What a rank says when another one has died under it: true, and not the cause.
+_ECHO = re.compile(
+    r"connection (closed|reset) by peer|broken pipe|NCCL (communicator was aborted|remote)|remote process exited"
+    r"|Socket (is closed|Timeout)|recvValue failed|sendBytes failed|heartbeat.*monitor",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exit:
+    """How one rank ended. `code` is as `os.waitstatus_to_exitcode` gives it: -N for signal N."""
+
+    rank: int
+    local_rank: int
+    pid: int
+    code: int
+    time: float
+    error: dict[str, Any] | None = None
+    log: str | None = None
+
+    @property
+    def moment(self) -> float:
+        """When it went wrong: an exception comes before the exit that it leads to."""
+        return float(self.error["time"]) if self.error and "time" in self.error else self.time
+
+    @property
+    def echo(self) -> bool:
+        return self.error is not None and bool(_ECHO.search(str(self.error.get("message", ""))))
+
+    @property
+    def exit_code(self) -> int:
+        return self.code if self.code >= 0 else 128 - self.code
+
+    def how(self) -> str:
+        if self.code < 0:
+            return f"was killed by {signal_name(-self.code)} (exit code {self.exit_code})"
+        return f"exited with code {self.code}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """The gang's failure: that of the rank that failed first. JSON-round-trippable, so that nodes can tell each other."""
+
+    rank: int | None
+    node: int
+    host: str
+    attempt: int
+    exit_code: int
+    reason: str = "exit_code"
+    how: str
+    message: str
+    traceback: str = ""
+    log: str | None = None
+    cause: str = ""
+    remedy: str = ""
+    others: str = ""
+    time: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        return {"schema": SCHEMA, **dataclasses.asdict(self)}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Failure:
+        known = {field.name for field in dataclasses.fields(cls)}
+        return cls(**{key: value for key, value in data.items() if key in known})
+
+    def text(self) -> str:
+        """For people: some lines, the first of which says it all."""
+        who = f"rank {self.rank}" if self.rank is not None else "the launcher"
+        lines = [f"accel launch: {who} on node {self.node} ({self.host}) failed first, in attempt {self.attempt}: {self.how}"]
+        lines += [f"  | {line}" for line in self.traceback.rstrip().splitlines()[-12:]]
+        if not self.traceback and self.message not in ("", f"{who} {self.how}"):
+            lines.append(f"  error:  {self.message}")
+        if self.cause:
+            lines.append(f"  cause:  {self.cause}")
+        if self.remedy:
+            lines.append(f"  remedy: {self.remedy}")
+        if self.log:
+            lines.append(f"  log:    {self.log}")
+        if self.others:
+            lines.append(f"  others: {self.others}")
+        return "\n".join(lines)
+
+
+def first(exits: Iterable[Exit], ended_at: float) -> Exit:
+    """The rank that failed first. `exits` holds at least one with a code that is not 0.
+
+    Ranks that failed after the gang's end was begun (`ended_at`) were ended by it; an echo of another rank's
+    death only counts when nothing else was seen.
+    """
+    failed = [one for one in exits if one.code != 0]
+    before = [one for one in failed if one.moment <= ended_at] or failed
+    return min(before, key=lambda one: (one.echo, one.moment))
+
+
+def diagnose(one: Exit, *, node: int, host: str, attempt: int, oom_kills: int, others: str) -> Failure:
+    """The failure that `one` is, with a cause and a remedy where they are known."""
+    error = one.error or {}
+    said = f"{error.get('type', '')}: {error.get('message', '')}".strip(": ")
+    reason, cause, remedy = _cause(one, said, oom_kills)
+    message = said.splitlines()[0] if said else f"rank {one.rank} {one.how()}"
+    return Failure(
+        rank=one.rank, node=node, host=host, attempt=attempt, exit_code=one.exit_code, reason=reason, how=one.how(),
+        message=message[:500], traceback=str(error.get("traceback", "")), log=one.log, cause=cause, remedy=remedy,
+        others=others, time=one.moment,
+    )  # fmt: skip
+
+
+_KNOWN: tuple[tuple[str, str, str, str], ...] = (
+    # what the rank said, reason, cause, remedy
+    (r"CUDA out of memory|OutOfMemoryError|HIP out of memory", "out_of_memory", "the GPU's memory is full",
+     "smaller batch per process, gradient accumulation, mixed precision, or activation checkpointing"),
+    (r"DefaultCPUAllocator: can't allocate memory|^MemoryError", "out_of_memory", "the machine's memory is full",
+     "smaller batches or fewer data-loader workers, or ask for more memory (--memory)"),
+    (r"EADDRINUSE|[Aa]ddress already in use", "rendezvous", "a port that the program wants is in use",
+     "leave the port to the launcher (no --main_process_port), or name a free one"),
+    (r"NCCL.*timeout|Watchdog caught collective operation timeout|ProcessGroupNCCL.*[Tt]imeout", "exit_code",
+     "a collective was not joined by all ranks in time",
+     "look for a rank that took another branch or a slow one; TORCH_NCCL_DUMP_ON_TIMEOUT=1 names the collective"),
+    (r"Timed out waiting .*ms|Timed out after \d+ seconds|[Ss]tore.*timed? ?out", "rendezvous",
+     "a rank waited for others that did not come", "look for a rank that ended early or does not call the same collective"),
+    (r"ModuleNotFoundError: No module named '([^']+)'", "setup", "a package is missing where the job ran",
+     "install it in the Python that runs the job ({python}), or ship it with the code"),
+    (r"ImportError", "setup", "a package is there but does not fit", "compare its version with what the program needs"),
+    (r"No space left on device", "exit_code", "a disk is full", "free some space where the program writes"),
+    (r"Too many open files", "exit_code", "the limit of open files is reached",
+     "raise it (ulimit -n), or torch.multiprocessing.set_sharing_strategy('file_system')"),
+    (r"CUDA error: no kernel image|CUDA driver version is insufficient", "setup", "this torch does not fit the GPU or driver",
+     "install the torch build that is made for this driver (https://pytorch.org/get-started/locally/)"),
+)  # fmt: skip
+
+
+def _cause(one: Exit, said: str, oom_kills: int) -> tuple[str, str, str]:
+    if one.code == -signal.SIGKILL and oom_kills:
+        return "out_of_memory", "the kernel killed it: the memory limit of its control group was reached", \
+            "smaller batches or fewer data-loader workers, or ask for more memory (--memory)"  # fmt: skip
+    for pattern, reason, cause, remedy in _KNOWN:
+        if re.search(pattern, said):
+            import sys
+
+            return reason, cause, remedy.format(python=sys.executable) if "{python}" in remedy else remedy
+    if one.code in (-signal.SIGKILL, 137):
+        return "exit_code", "something outside the program killed it with SIGKILL", \
+            "if memory was short, the kernel's log (dmesg) says so: ask for more memory (--memory)"  # fmt: skip
+    if one.code == 127:
+        return "setup", "the command was not found", "check its name and PATH on the machine that ran it"
+    if one.code == 126:
+        return "setup", "the command may not be executed", "check its mode (chmod +x) and its first line"
+    if one.code < 0:
+        return "exit_code", "native code crashed, or something outside sent the signal", "the log's end shows where"
+    return "exit_code", "", ""
+
+
+_TAIL = 16_384
+_ERROR_LINE = re.compile(r"(?P<type>[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Warning|[A-Z]\w*)): ?(?P<message>.*)|(?P<bare>[A-Z]\w*Error)\Z")
+
+
+def error_in_log(path: str | None) -> dict[str, Any] | None:
+    """The last Python traceback at the end of a log, for a rank that could not tell of its error itself."""
+    if path is None:
+        return None
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL))
+            tail = file.read().decode("utf-8", "replace")
+    except OSError:
+        return None
+    start = tail.rfind("Traceback (most recent call last):")
+    if start < 0:
+        return None
+    trace = tail[start:].splitlines()
+    for number, line in enumerate(trace[1:], 1):
+        found = _ERROR_LINE.match(line)
+        if found and not line.startswith(" "):
+            return {
+                "type": (found["type"] or found["bare"]).rpartition(".")[2],
+                "message": found["message"] or "",
+                "traceback": "\n".join(trace[: number + 1]),
+            }
+    return None
+
+
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def oom_kill_count() -> int:
+    """How often the kernel has killed a process of this control group for memory; 0 where it does not tell."""
+    try:
+        with open("/proc/self/cgroup") as file:
+            groups = [line.rstrip("\n").split(":", 2) for line in file]
+    except OSError:
+        return 0
+    for _, controllers, path in groups:
+        if not controllers:
+            files = [f"/sys/fs/cgroup{path}/memory.events"]
+        elif "memory" in controllers.split(","):
+            files = [f"/sys/fs/cgroup/memory{path}/memory.oom_control"]
+        else:
+            continue
+        for name in files:
+            count = _counter(name)
+            if count is not None:
+                return count
+    return 0
+
+
+def _counter(path: str) -> int | None:
+    try:
+        with open(path) as file:
+            pairs = dict(line.split() for line in file)
+    except (OSError, ValueError):
+        return None
+    return int(pairs.get("oom_kill", 0))
+
+
+def write(path: str, failure: Failure) -> None:
+    """The failure as JSON, whole or not at all."""
+    partial = f"{path}.{os.getpid()}"
+    with open(partial, "w") as file:
+        json.dump(failure.to_json(), file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
