@@ -1,0 +1,153 @@
+"""The command line: one command a file, imported only when it runs.
+
+A command's module has either `add_arguments(parser)` and `run(args) -> int`, or `run_argv(argv) -> int` when what
+follows the command is not for a parser to judge (a script's own arguments).
+
+Data and job ids go to stdout, everything else for people to stderr. `accel.cli.exits` lists the exit codes.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from . import exits
+from .words import UsageError
+
+__all__ = ["COMMANDS", "main"]
+
+# name -> (module, what `accel --help` says). A literal, so that help and dispatch import no command.
+COMMANDS: dict[str, tuple[str, str]] = {
+    "submit": ("accel.cli.submit", "Run a script, module or command as a job on a target"),
+    "launch": ("accel.cli.launch", "Run a script here and now, one process per accelerator"),
+    "list": ("accel.cli.list", "List jobs, the newest first"),
+    "status": ("accel.cli.status", "Say where a job is"),
+    "describe": ("accel.cli.describe", "Show all that is known about a job: spec, plan, events, failure"),
+    "logs": ("accel.cli.logs", "Print or follow what a job's ranks wrote"),
+    "wait": ("accel.cli.wait", "Wait for jobs to end and exit with their code"),
+    "cancel": ("accel.cli.cancel", "End jobs in order: SIGTERM, the grace, SIGKILL"),
+    "targets": ("accel.cli.targets", "List the places where jobs can run"),
+    "prune": ("accel.cli.prune", "Delete the records and logs of jobs that have ended"),
+}
+
+_GROUPS = {
+    "Run": ("submit", "launch"),
+    "Look": ("list", "status", "describe", "logs", "wait"),
+    "Manage": ("cancel", "targets", "prune"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code. A user's mistake is one line on stderr, never a traceback.
+
+    SystemExit passes: `--help` ends so, and so does the user's program in a rank that `accel launch` has forked.
+    """
+    words = sys.argv[1:] if argv is None else argv  # `list` would be the command of that name, once it is imported
+    _make_output_safe()
+    try:
+        code = _dispatch(words)
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        return exits.INTERRUPTED
+    except BrokenPipeError:
+        _forget_output()
+        return exits.BROKEN_PIPE
+    except Exception as error:
+        return _report(error)
+
+
+def _dispatch(words: Sequence[str]) -> int:
+    if not words or words[0] in ("-h", "--help"):
+        print(_help(), end="", file=sys.stdout if words else sys.stderr)
+        return exits.OK if words else exits.USAGE
+    name, *rest = words
+    if name == "--version":
+        print(_version())
+        return exits.OK
+    if name not in COMMANDS:
+        raise _unknown(name)
+
+    import importlib
+
+    module = importlib.import_module(COMMANDS[name][0])
+    if hasattr(module, "run_argv"):
+        return int(module.run_argv(rest))
+    from .parser import Parser
+
+    parser = Parser(name, COMMANDS[name][1], getattr(module, "EXAMPLES", ""))
+    module.add_arguments(parser)
+    return int(module.run(parser.read(rest)))
+
+
+def _help() -> str:
+    lines = ["Usage: accel COMMAND [OPTIONS]", "", "One script, any cluster."]
+    for group, names in _GROUPS.items():
+        lines += ["", f"{group}:", *(f"  {name:<10}{COMMANDS[name][1]}" for name in names)]
+    lines += [
+        "",
+        "Examples:",
+        "  accel submit --procs-per-node 2 --follow train.py --lr 1e-3",
+        "  accel logs -f @last",
+        "",
+        "accel COMMAND --help says more. A JOB is an id, a unique prefix of one, or @last, the newest.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _version() -> str:
+    import importlib.metadata
+
+    try:
+        return f"accel {importlib.metadata.version('accel-launch')}"
+    except importlib.metadata.PackageNotFoundError:
+        return "accel (run from a source tree that is not installed)"
+
+
+def _unknown(name: str) -> UsageError:
+    if name.startswith("-"):
+        return UsageError("accel", f"unknown option {name!r}; options follow the command: accel COMMAND [OPTIONS]")
+    if name.endswith(".py"):
+        return UsageError("accel", f"{name!r} is not a command; to run a script: accel submit {name}")
+    from schedulers.errors import nearest
+
+    return UsageError("accel", f"unknown command {name!r}{nearest(name, COMMANDS)} (accel --help lists them)")
+
+
+def _report(error: Exception) -> int:
+    """Says what went wrong and returns the exit code; what is not a mistake of the user's goes on as a traceback."""
+    from schedulers.errors import SchedulerError
+
+    if os.environ.get("ACCEL_DEBUG") == "1" or not isinstance(error, (UsageError, SchedulerError, OSError)):
+        raise error
+    where, code = (error.command, exits.USAGE) if isinstance(error, UsageError) else ("accel", exits.ERROR)
+    try:
+        sys.stdout.flush()
+    except OSError:
+        _forget_output()
+    print(f"{where}: {' '.join(str(error).splitlines())}", file=sys.stderr)
+    return code
+
+
+def _make_output_safe() -> None:
+    """Lets words that are not text in this locale (an argument of raw bytes) be printed, escaped."""
+    import io
+
+    if sys.stdout is None:  # closed by the caller: accel … >&-
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # for as long as the process lives
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def _forget_output() -> None:
+    """Keeps the interpreter from flushing at exit into a pipe or a full disk, which it would complain about."""
+    import io
+
+    try:
+        descriptor = sys.stdout.fileno()
+    except (io.UnsupportedOperation, ValueError):
+        return
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, descriptor)
+    os.close(nowhere)

@@ -1,0 +1,77 @@
+"""`accel cancel JOB…`: end jobs in order, and wait until they have ended.
+
+stdout has a line for each job: its id, a tab, its state.
+
+--json  {"jobs": […]}, each in the shape that `accel.cli.rows` gives.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from . import exits
+from .output import note, print_json
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    from schedulers.handle import Job
+
+    from .parser import Parser
+
+EXAMPLES = """\
+  accel cancel @last
+  accel cancel --no-wait 1k2m 1k2n
+
+SIGTERM, the job's grace, SIGKILL. A job that has ended already is no error."""
+
+KILL_ALLOWANCE_S = 60.0  # after the grace, for the kill and its news to get here
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.add_argument("jobs", metavar="JOB", nargs="+", help="an id, a unique prefix of one, or @last")
+    parser.add_argument("--no-wait", action="store_true", help="ask for the end and return")
+    parser.add_argument("--json", action="store_true", help="answer in JSON")
+
+
+def run(args: Namespace) -> int:
+    from schedulers.handle import find
+
+    from .rows import record_json
+
+    jobs = [find(reference) for reference in args.jobs]
+    code = exits.OK
+    asked = [job for job in jobs if _ask(job)]  # all are asked before any is waited for: their graces run together
+    for job in asked:
+        if not args.no_wait and not _ended(job):
+            code = exits.ERROR
+        if not args.json:
+            print(f"{job.id}\t{job.record.status.state.value}", flush=True)
+    if args.json:
+        print_json({"jobs": [record_json(job.record) for job in jobs]})
+    return code if len(asked) == len(jobs) else exits.ERROR
+
+
+def _ask(job: Job) -> bool:
+    """Asks for the end of a job. False, with a note, when that fails: the other jobs must be asked all the same."""
+    from schedulers.errors import SchedulerError
+
+    try:
+        state = job.status().state
+        if state.final:
+            note(f"job {job.id} had already ended: {state.value}")
+        else:
+            job.cancel(wait=False)
+    except SchedulerError as error:
+        note(f"job {job.id} is not cancelled: {error}")
+        return False
+    return True
+
+
+def _ended(job: Job) -> bool:
+    try:
+        job.wait(job.spec.grace_s + KILL_ALLOWANCE_S)
+    except TimeoutError:
+        note(f"job {job.id} was told to end and has not; see it: accel status {job.id}")
+        return False
+    return True

@@ -1,0 +1,107 @@
+"""`accel describe JOB`: all that is known about a job.
+
+--json  {"id", "name", "target", "kind", "native_id", "directory", "created_at", "started_at", "ended_at", "status",
+        "warning", "spec", "plan", "options", "exit", "events"}: "options" are the target's as they were at the submit,
+        "events" is [{"event", "at", …}], the oldest first, and "exit" is what the job left when it ended, or null.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from . import exits
+from .output import moment, print_fields, print_json
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    from schedulers.job import JobSpec
+    from schedulers.record import Event, Record
+
+    from .parser import Parser
+
+EXAMPLES = """\
+  accel describe @last
+  accel describe --json 1k2m | jq .spec.argv"""
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.add_argument("job", metavar="JOB", help="an id, a unique prefix of one, or @last")
+    parser.add_argument("--json", action="store_true", help="answer in JSON")
+
+
+def run(args: Namespace) -> int:
+    from schedulers.handle import find
+
+    job = find(args.job)
+    job.status()
+    if args.json:
+        print_json(job.describe())
+    else:
+        _print(job.record)
+    return exits.OK
+
+
+def _print(record: Record) -> None:
+    from .rows import phrase
+
+    print_fields([("job", f"{record.id} ({record.name})"), ("state", phrase(record.status)), ("files", record.path)])
+    print("\nspec")
+    print_fields(_indented(_spec_fields(record.spec())))
+    print("\nplan")
+    print("".join(f"  {line}" for line in str(record.plan()).splitlines(keepends=True)), end="")
+    print("\nevents")
+    print_fields(_indented(_event_fields(record.events())))
+    ended = record.read_exit()
+    if ended:
+        print("\nexit")
+        print_fields(_indented([(name, _shown(value)) for name, value in ended.items() if name != "schema"]))
+
+
+def _spec_fields(spec: JobSpec) -> list[tuple[str, str]]:
+    """What was asked for, in the words of the command line; what was left at its default is left out."""
+    flag = {"script": "", "module": "-m ", "command": "--no-python "}[spec.entry]
+    needs = {name: value for name, value in vars(spec.resources).items() if value}
+    return [
+        ("program", flag + shlex.join(spec.argv)),
+        ("code", spec.code),
+        ("workdir", spec.workdir if spec.workdir != "." else ""),
+        ("nodes", str(spec.nodes)),
+        ("procs-per-node", str(spec.procs_per_node or "")),
+        ("needs", _words(needs)),
+        ("env", _words(spec.env)),
+        ("secrets", _words(spec.secrets)),
+        ("time-limit", f"{spec.time_limit_s:g} s" if spec.time_limit_s else ""),
+        ("grace", f"{spec.grace_s:g} s"),
+        ("max-restarts", str(spec.retry.max_restarts or "")),
+        ("after", " ".join(spec.after)),
+        ("options", _words(spec.options)),
+    ]
+
+
+def _event_fields(events: Sequence[Event]) -> list[tuple[str, str]]:
+    from schedulers.job import Status
+
+    from .rows import phrase
+
+    fields = []
+    for event in events:
+        status = event.data.get("status")
+        told = phrase(Status.from_json(status)) if status else _words(event.data)
+        fields.append((moment(event.at), told if event.name in ("submitting", "status") else f"{event.name} {told}"))
+    return fields
+
+
+def _indented(fields: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    return [(f"  {name}", value) for name, value in fields]
+
+
+def _words(values: Mapping[str, Any]) -> str:
+    return " ".join(f"{name}={_shown(value)}" for name, value in values.items())
+
+
+def _shown(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

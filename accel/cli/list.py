@@ -1,0 +1,90 @@
+"""`accel list`: jobs, the newest first.
+
+Piped, a line for each job without a heading, and between tabs: id, name, state, target, nodes, the time of the submit
+(UTC), message. A job whose files cannot be read has the state `damaged`, and the reason as its message.
+
+--json  {"jobs": […], "older": N}: each job in the shape that `accel.cli.rows` gives, or {"id", "state": "damaged",
+        "message"}; `older` counts the jobs that --limit left out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from . import exits, values
+from .output import age, moment, note, print_json, print_rows
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    from schedulers.record import Damaged, Record
+
+    from .parser import Parser
+
+EXAMPLES = """\
+  accel list --state running --state queued
+  accel list --all --target local | cut -f1,3"""
+
+STATES = ("submitting", "queued", "running", "succeeded", "failed", "cancelled", "damaged")
+COLUMNS = ("ID", "NAME", "STATE", "TARGET", "NODES", "SUBMITTED", "MESSAGE")
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.add_argument(
+        "--state", metavar="STATE", choices=STATES, action="append", help=f"{', '.join(STATES)}; repeatable"
+    )
+    parser.add_argument("--target", metavar="NAME", help="only jobs of this target")
+    parser.add_argument("--limit", metavar="N", type=values.whole, default=50, help="at most N jobs (default: 50)")
+    parser.add_argument("--all", action="store_true", help="every job there is")
+    parser.add_argument("--json", action="store_true", help="answer in JSON")
+
+
+def run(args: Namespace) -> int:
+    from schedulers.handle import list_jobs
+    from schedulers.record import Damaged
+
+    found = [job for job in list_jobs() if _wanted(job, args)]
+    shown = found if args.all else found[: max(0, args.limit)]
+    older = len(found) - len(shown)
+    if args.json:
+        print_json({"jobs": [_json(job) for job in shown], "older": older})
+        return exits.OK
+    print_rows(COLUMNS, (_cells(job, moment) for job in shown), on_terminal=(_cells(job, _ago) for job in shown))
+    for warning in dict.fromkeys(job.warning for job in shown if not isinstance(job, Damaged) and job.warning):
+        note(f"warning: {warning}")
+    if older:
+        note(f"{older} older jobs are not shown (--all)")
+    return exits.OK
+
+
+def _wanted(job: Record | Damaged, args: Namespace) -> bool:
+    from schedulers.record import Damaged
+
+    if isinstance(job, Damaged):
+        return args.target is None and (not args.state or "damaged" in args.state)
+    return args.target in (None, job.target) and (not args.state or job.status.state.value in args.state)
+
+
+def _json(job: Record | Damaged) -> dict[str, Any]:
+    from schedulers.record import Damaged
+
+    from .rows import record_json
+
+    if isinstance(job, Damaged):
+        return {"id": job.id, "state": "damaged", "message": job.reason}
+    return record_json(job)
+
+
+def _cells(job: Record | Damaged, when: Callable[[float], str]) -> tuple[str, ...]:
+    from schedulers.record import Damaged
+
+    if isinstance(job, Damaged):
+        return job.id, "", "damaged", "", "", "", job.reason
+    status = job.status
+    return job.id, job.name, status.state.value, job.target, str(job.nodes), when(job.created_at), status.message
+
+
+def _ago(seconds: float) -> str:
+    return f"{age(time.time() - seconds)} ago"

@@ -1,0 +1,67 @@
+"""How commands print: JSON for machines, a table on a terminal, tab-separated lines in a pipe, notes on stderr."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+
+def note(text: str) -> None:
+    """One line for people, on stderr."""
+    print(f"accel: {' '.join(text.splitlines())}", file=sys.stderr)
+
+
+def print_json(document: Any, *, one_line: bool = False) -> None:
+    """One JSON document in ASCII, so that neither the locale nor an argument of raw bytes can spoil it."""
+    import json
+
+    if one_line:
+        print(json.dumps(document, separators=(",", ":")))
+    else:
+        print(json.dumps(document, indent=2))
+
+
+def print_rows(columns: Sequence[str], rows: Iterable[Sequence[str]], *, on_terminal: Iterable[Sequence[str]]) -> None:
+    """Rows as tab-separated lines without a heading, or `on_terminal` as a table where people look."""
+    if sys.stdout.isatty():
+        _print_table(columns, on_terminal)
+        return
+    for row in rows:
+        print("\t".join(" ".join(cell.split()) for cell in row))
+
+
+def print_fields(fields: Iterable[tuple[str, str]]) -> None:
+    """`name   value` lines, without the empty ones; further lines of a value are indented under its first."""
+    shown = [(name, value) for name, value in fields if value]
+    width = max((len(name) for name, _ in shown), default=0) + 2
+    for name, value in shown:
+        print(f"{name:<{width}}" + value.replace("\n", "\n" + " " * width))
+
+
+def moment(seconds: float) -> str:
+    """A time since the epoch as ISO 8601 in UTC, to the second."""
+    import time
+
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
+
+
+def age(seconds: float) -> str:
+    """A length of time in its largest unit: `12 s`, `3 min`, `5 h`, `9 d`."""
+    for unit, length in (("d", 86_400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{int(seconds // length)} {unit}"
+    return f"{max(0, int(seconds))} s"
+
+
+def _print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(column, overflow="fold", no_wrap=column != columns[-1])
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    Console().print(table)

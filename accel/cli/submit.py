@@ -1,0 +1,114 @@
+"""`accel submit`: run a script, module or command as a job on a target.
+
+stdout holds the job's id alone; with --follow, the job's output instead (and the id is on stderr).
+
+--json            {"id", "name", "target", "kind", "native_id"}
+--dry-run --json  the plan: {"target", "kind", "job_id", "files", "actions", "settings", "warnings"}
+--follow --json   a line each: the first of these, the lines of `accel logs --json`, then that of `accel status --json`
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from . import exits
+from .output import note, print_json
+from .words import UsageError
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    from schedulers.handle import Job
+    from schedulers.job import JobSpec
+
+USAGE = """accel submit [OPTIONS] SCRIPT [ARGUMENTS]
+       accel submit [OPTIONS] -m MODULE [ARGUMENTS]
+       accel submit [OPTIONS] --no-python COMMAND [ARGUMENTS]"""
+
+EXAMPLES = """\
+  accel submit train.py --lr 1e-3
+  accel submit --procs-per-node 2 --follow train.py
+  accel submit --target local --time-limit 2h --max-restarts 3 --env SEED=1 -m my.training --epochs 10
+  accel submit --dry-run --json --no-python nvidia-smi -L
+
+All that follows the script belongs to the script. --follow exits with the job's exit code (143: cancelled)."""
+
+DRY_RUN_ID = "dry-run"
+
+
+def run_argv(argv: Sequence[str]) -> int:
+    """Reads the options before the script, and does what they say with the rest of the line."""
+    from . import COMMANDS
+    from .parser import Parser
+    from .submit_options import add_arguments
+    from .submit_spec import build_spec
+
+    parser = Parser("submit", COMMANDS["submit"][1], EXAMPLES, usage=USAGE)
+    add_arguments(parser)
+    args, program = parser.read_before_script(argv)
+    if args.dry_run and args.follow:
+        raise UsageError(parser.prog, "--dry-run runs nothing that --follow could follow: keep one")
+    spec = build_spec(args, program)
+    if args.dry_run:
+        return _show_plan(spec, args)
+    return _submit(spec, args)
+
+
+def _show_plan(spec: JobSpec, args: Namespace) -> int:
+    from schedulers.handle import dry_run
+
+    plan = dry_run(spec, args.target, DRY_RUN_ID)
+    if args.json:
+        print_json(plan.to_json())
+    else:
+        print(plan, end="")
+    return exits.OK
+
+
+def _submit(spec: JobSpec, args: Namespace) -> int:
+    from schedulers.handle import submit_spec
+
+    job = submit_spec(spec, args.target)
+    _say_warnings(job.record.plan().warnings)
+    if args.json:
+        print_json(_summary(job), one_line=args.follow)
+    elif not args.follow:
+        print(job.id)
+    note(f"job {job.id} submitted to {args.target}" + ("" if args.follow else f"; see it: accel logs -f {job.id}"))
+    sys.stdout.flush()
+    return _follow(job, as_json=args.json) if args.follow else exits.OK
+
+
+def _follow(job: Job, *, as_json: bool) -> int:
+    from .rows import outcome, record_json
+    from .stream import LogPrinter, has_many_ranks, say_how_to_stop
+
+    printer = LogPrinter(prefix=has_many_ranks(job, None), json=as_json, since=None, flush=True)
+    try:
+        printer.print(job.logs(follow=True))
+        status = job.wait()
+    except KeyboardInterrupt:
+        say_how_to_stop(job)
+        return exits.INTERRUPTED
+    if as_json:
+        print_json(record_json(job.record), one_line=True)
+    note(outcome(job.id, status))
+    return exits.of_job(status)
+
+
+def _summary(job: Job) -> dict[str, Any]:
+    record = job.record
+    return {
+        "id": job.id,
+        "name": record.name,
+        "target": record.target,
+        "kind": record.kind,
+        "native_id": record.native_id,
+    }
+
+
+def _say_warnings(warnings: Sequence[str]) -> None:
+    for warning in warnings:
+        note(f"warning: {warning}")

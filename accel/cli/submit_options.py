@@ -1,0 +1,64 @@
+"""The options of `accel submit`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from . import values
+
+if TYPE_CHECKING:
+    from argparse import _ArgumentGroup as Group
+
+    from .parser import Parser
+
+_MANY: dict[str, Any] = {"action": "append", "default": []}
+_COUNT: dict[str, Any] = {"type": values.whole, "metavar": "N"}
+_TIME: dict[str, Any] = {"type": values.duration, "metavar": "TIME"}
+
+
+def add_arguments(parser: Parser) -> None:
+    _what_to_run(parser.add_argument_group("what to run"))
+    _where(parser.add_argument_group("where, and with what"))
+    _when(parser.add_argument_group("when, and for how long"))
+    _how_to_answer(parser.add_argument_group("how to answer"))
+
+
+def _what_to_run(group: Group) -> None:
+    entry = group.add_mutually_exclusive_group()
+    entry.add_argument("-m", "--module", action="store_true", help="the word that follows the options is a module")
+    entry.add_argument("--no-python", action="store_true", help="it is a command that is not Python")
+    group.add_argument("--name", help="what people call the job (default: the script's name)")
+    group.add_argument("--code", metavar="DIR", help="the directory that holds the program (default: this one)")
+    variable = "a variable for the job; without a value, the one it has here; repeatable"
+    group.add_argument("--env", metavar="NAME[=VALUE]", type=values.environment, **_MANY, help=variable)
+    secret = "a variable that is looked up where the job runs: env:NAME or file:PATH; repeatable"
+    group.add_argument("--secret", metavar="NAME=REFERENCE", type=values.secret, **_MANY, help=secret)
+
+
+def _where(group: Group) -> None:
+    group.add_argument("--target", default="local", help="a name in accel.yaml, or a kind of target (default: local)")
+    group.add_argument("--nodes", **_COUNT, default=1, help="machines (default: 1)")
+    group.add_argument("--procs-per-node", **_COUNT, help="processes on each (default: one per GPU, or one)")
+    group.add_argument("--gpus", **_COUNT, default=0, help="GPUs on each node (default: 0)")
+    group.add_argument("--cpus", **_COUNT, help="CPU cores on each node")
+    group.add_argument("--memory", metavar="SIZE", type=values.memory, help="on each node: 512M, 16G (16 means 16G)")
+    option = "an option of the target, typed as in accel.yaml; repeatable"
+    group.add_argument("--option", metavar="KEY=VALUE", type=values.option, **_MANY, help=option)
+    group.add_argument("--concurrency", **_COUNT, help="jobs that the local target runs at a time; the others wait")
+    group.add_argument("--snapshot", action="store_true", help="run a copy of the code as it is now (local target)")
+
+
+def _when(group: Group) -> None:
+    group.add_argument("--after", metavar="JOB", **_MANY, help="start when this job has succeeded; repeatable")
+    group.add_argument("--time-limit", **_TIME, help="for one attempt: 90 (s), 30m, 1h30m")
+    group.add_argument("--grace", **_TIME, default=30.0, help="between SIGTERM and SIGKILL (default: 30s)")
+    restarts = "how often all ranks are started again after a failure (default: 0)"
+    group.add_argument("--max-restarts", **_COUNT, default=0, help=restarts)
+
+
+def _how_to_answer(group: Group) -> None:
+    follow = group.add_mutually_exclusive_group()
+    follow.add_argument("--follow", action="store_true", help="print what the job writes and exit with its exit code")
+    follow.add_argument("--detach", action="store_true", help="print the job's id and return (the default)")
+    group.add_argument("--dry-run", action="store_true", help="print what would be done, and do nothing")
+    group.add_argument("--json", action="store_true", help="answer in JSON")

@@ -1,0 +1,62 @@
+"""`accel wait JOB…`: wait for jobs to end and exit with their code.
+
+stdout has a line for each job as it is known to have ended: its id, a tab, its state.
+
+--json  {"jobs": […]}, each in the shape that `accel.cli.rows` gives, ended or not.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from . import exits, values
+from .output import note, print_json
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    from schedulers.handle import Job
+
+    from .parser import Parser
+
+EXAMPLES = """\
+  accel wait @last && echo trained
+  accel wait --timeout 30m 1k2m 1k2n
+
+Exits with the first job's code that is not 0: that of its first failing rank, 143 when it was cancelled,
+124 when --timeout ran out before it ended."""
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.add_argument("jobs", metavar="JOB", nargs="+", help="an id, a unique prefix of one, or @last")
+    parser.add_argument("--timeout", metavar="TIME", type=values.duration, help="stop waiting after 90 (s), 30m, 2h")
+    parser.add_argument("--json", action="store_true", help="answer in JSON")
+
+
+def run(args: Namespace) -> int:
+    from schedulers.handle import find
+
+    from .rows import record_json
+
+    jobs = [find(reference) for reference in args.jobs]
+    deadline = None if args.timeout is None else time.monotonic() + args.timeout
+    codes = [_wait(job, deadline, quiet=args.json) for job in jobs]
+    if args.json:
+        print_json({"jobs": [record_json(job.record) for job in jobs]})
+    return next((code for code in codes if code != exits.OK), exits.OK)
+
+
+def _wait(job: Job, deadline: float | None, *, quiet: bool) -> int:
+    from .rows import outcome
+
+    try:
+        status = job.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+    except TimeoutError:
+        note(f"job {job.id} has not ended yet; it goes on")
+        return exits.TIMED_OUT
+    if not quiet:
+        print(f"{job.id}\t{status.state.value}", flush=True)
+    if status.state.value == "failed":
+        note(outcome(job.id, status))
+    return exits.of_job(status)

@@ -1,0 +1,70 @@
+"""Splitting a command line into a command's own options and the words that are not options.
+
+argparse cannot do it: with `REMAINDER` it drops a `--` that belongs to the script, and without it it takes the
+script's options for its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+
+class UsageError(Exception):
+    """The command line is wrong. The message is one line that says what to type."""
+
+    def __init__(self, command: str, message: str) -> None:
+        super().__init__(message)
+        self.command = command
+
+
+def split(
+    command: str, options: Mapping[str, bool], argv: Sequence[str], *, first_word_ends: bool
+) -> tuple[list[str], list[str]]:
+    """A command's own options, each as one word (`--name=value` or `--flag`), and all the other words.
+
+    options:         every option -> whether it takes a value; `-` and `_` in a name are the same.
+    first_word_ends: the first word that is not an option, and all that follow it, are handed back untouched.
+                     A `--` before that word says that it is not an option and is dropped; any later one is kept.
+
+    Raises UsageError for an unknown option, and for a value that is missing or not wanted.
+    """
+    known = {_dashed(spelling): spelling for spelling in options}
+    own: list[str] = []
+    words: list[str] = []
+    rest = iter(argv)
+    for word in rest:
+        if word == "--":
+            return own, [*words, *rest]
+        if len(word) < 2 or word[0] != "-":
+            if first_word_ends:
+                return own, [word, *rest]
+            words.append(word)
+        else:
+            spelled, equals, value = word.partition("=")
+            name = known.get(_dashed(spelled))
+            if name is None:
+                from schedulers.errors import nearest
+
+                near = nearest(_dashed(spelled), options)
+                raise UsageError(command, f"unknown option {spelled!r}{near} ({command} --help lists them)")
+            if options[name]:
+                own.append(f"{name}={value if equals else _next_word(command, known, name, rest)}")
+            elif equals:
+                raise UsageError(command, f"{name} takes no value, so write it without {equals + value!r}")
+            else:
+                own.append(name)
+    return own, words
+
+
+def _next_word(command: str, known: Mapping[str, str], name: str, rest: Iterator[str]) -> str:
+    word = next(rest, None)
+    if word is None:
+        raise UsageError(command, f"{name} needs a value")
+    if word == "--" or _dashed(word) in known:
+        raise UsageError(command, f"{name} needs a value (if {word!r} is the value: {name}={word})")
+    return word
+
+
+def _dashed(option: str) -> str:
+    """`--num_processes` and `--num-processes` are one option."""
+    return option.replace("_", "-") if option.startswith("--") else option

@@ -1,0 +1,90 @@
+"""Interleaved measurement: every round runs each command once, so that a slow minute slows all of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bar:
+    """A promise: the median of `ours` is at most `limit` times that of `base`."""
+
+    ours: str
+    base: str
+    limit: float
+
+
+def interleaved(measures: Mapping[str, Callable[[], float]], rounds: int, warm_up: int = 1) -> dict[str, list[float]]:
+    """Seconds of each measure in each round, after `warm_up` rounds that are not counted."""
+    seconds: dict[str, list[float]] = {name: [] for name in measures}
+    for number in range(-warm_up, rounds):
+        for name, measure in measures.items():
+            value = measure()
+            if number >= 0:
+                seconds[name].append(value)
+    return seconds
+
+
+def wall(command: list[str], env: Mapping[str, str] | None = None, cwd: str | None = None) -> Callable[[], float]:
+    """A measure: the whole of a command, from start to end. It must succeed."""
+
+    def measure() -> float:
+        started = time.perf_counter()
+        done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=env and dict(env), cwd=cwd)
+        taken = time.perf_counter() - started
+        if done.returncode != 0:
+            raise SystemExit(f"{command} failed:\n{done.stderr.decode(errors='replace')[-2000:]}")
+        return taken
+
+    return measure
+
+
+def report(name: str, seconds: Mapping[str, list[float]], bars: list[Bar]) -> bool:
+    """Prints and keeps the figures; True when every bar is met."""
+    medians = {key: statistics.median(values) for key, values in seconds.items()}
+    width = max(map(len, seconds))
+    print(f"\n{name}: median [min … max] of {len(next(iter(seconds.values())))}")
+    for key, values in seconds.items():
+        print(f"  {key:<{width}}  {medians[key] * 1000:9.1f} ms  [{min(values) * 1000:.1f} … {max(values) * 1000:.1f}]")
+    met = True
+    for bar in bars:
+        ratio = medians[bar.ours] / medians[bar.base]
+        met &= ratio <= bar.limit
+        print(f"  {bar.ours} / {bar.base} = {ratio:.2f} (at most {bar.limit:g}: {'met' if ratio <= bar.limit else 'MISSED'})")
+    _keep(name, seconds, medians, bars)
+    return met
+
+
+def _keep(name: str, seconds: Mapping[str, list[float]], medians: Mapping[str, float], bars: list[Bar]) -> None:
+    RESULTS.mkdir(exist_ok=True)
+    facts = {
+        "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "machine": {"cpus": len(os.sched_getaffinity(0)), "python": platform.python_version(), "system": platform.platform()},
+        "versions": _versions(),
+        "seconds": {key: [round(value, 4) for value in values] for key, values in seconds.items()},
+        "ratios": {f"{bar.ours} / {bar.base}": round(medians[bar.ours] / medians[bar.base], 3) for bar in bars},
+        "bars": {f"{bar.ours} / {bar.base}": bar.limit for bar in bars},
+    }
+    (RESULTS / f"{name}.json").write_text(json.dumps(facts, indent=1) + "\n")
+
+
+def _versions() -> dict[str, str]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {}
+    for name in ("accel-launch", "torch", "accelerate"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found

@@ -1,0 +1,340 @@
+"""`Job`, a handle on a job wherever it runs, and the one way to submit, find and list jobs."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from .errors import SubmitError, Unreachable
+from .following import Pause, follow, read_once
+from .job import Cursor, JobSpec, LogLine, Resources, Retry, State, Status
+from .polling import absorb, cut_off, poll_all, restore
+from .store import Damaged, Record, Store
+from .submitting import default_name, places, prepare, send
+
+if TYPE_CHECKING:
+    from pathlib import Path
+    from threading import Event
+
+    from .job import Entry
+    from .target import Plan, Target
+
+_CANCEL_ALLOWANCE_S = 60.0
+
+
+def submit(
+    script: str | os.PathLike[str],
+    args: Sequence[str] = (),
+    *,
+    target: str = "local",
+    entry: Entry = "script",
+    name: str | None = None,
+    nodes: int = 1,
+    procs_per_node: int | None = None,
+    gpus: int = 0,
+    cpus: int | None = None,
+    memory_gb: float | None = None,
+    env: Mapping[str, str] | None = None,
+    secrets: Mapping[str, str] | None = None,
+    code: str | os.PathLike[str] | None = None,
+    time_limit_s: float | None = None,
+    grace_s: float = 30.0,
+    max_restarts: int = 0,
+    after: Sequence[str | Job] = (),
+    options: Mapping[str, Any] | None = None,
+    cwd: str | os.PathLike[str] | None = None,
+) -> Job:
+    """Submits a job and returns its handle; the job goes on without this process.
+
+    The program runs in `cwd` (the current directory), seen inside `code`, the directory that is shipped (`cwd`
+    itself when not given). Relative paths, and the project's accel.yaml, are looked for from `cwd`.
+
+    Raises SpecError for a job that cannot run there, UnknownTarget or ConfigError, SubmitError when the target
+    refuses it (the job is then kept as failed), Unreachable when it cannot be asked (kept as submitting).
+    """
+    here = os.path.abspath(os.fspath(cwd)) if cwd is not None else os.getcwd()
+    top, workdir = places(here, code, explicit=cwd is not None)
+    spec = JobSpec(
+        argv=(os.fspath(script), *args),
+        entry=entry,
+        name=name or default_name(os.fspath(script), entry),
+        nodes=nodes,
+        procs_per_node=procs_per_node,
+        resources=Resources(gpus=gpus, cpus=cpus, memory_gb=memory_gb),
+        env=dict(env or {}),
+        secrets=dict(secrets or {}),
+        code=top,
+        workdir=workdir,
+        time_limit_s=time_limit_s,
+        grace_s=grace_s,
+        retry=Retry(max_restarts=max_restarts),
+        after=tuple(job.id if isinstance(job, Job) else job for job in after),
+        options=dict(options or {}),
+    )
+    return submit_spec(spec, target, start=here)
+
+
+async def submit_async(script: str | os.PathLike[str], args: Sequence[str] = (), **options: Any) -> Job:
+    """`submit`, with the same arguments, in a thread."""
+    import asyncio
+
+    return await asyncio.to_thread(submit, script, args, **options)
+
+
+def submit_spec(spec: JobSpec, target_name: str, store: Store | None = None, *, start: str | Path | None = None) -> Job:
+    """Every submit ends here. The intent is on the disk before the target is called, so that a crash between the
+    two loses no job and starts none twice. Raises what `submit` raises."""
+    store = store or Store.default()
+    resolved, spec = prepare(spec, target_name, store, start)
+    job_id = store.new_id()
+    plan = resolved.target.plan(spec, job_id)
+    record = store.create(job_id, spec, plan, target=resolved.name, kind=resolved.kind, options=resolved.options)
+    with record.submission():
+        send(record, resolved.target, plan)
+    return Job(record, target=resolved.target)
+
+
+def dry_run(
+    spec: JobSpec, target_name: str, job_id: str, store: Store | None = None, *, start: str | Path | None = None
+) -> Plan:
+    """The plan that `submit_spec` would carry out. Writes nothing, asks nobody. Raises SpecError, ConfigError."""
+    resolved, spec = prepare(spec, target_name, store or Store.default(), start)
+    return resolved.target.plan(spec, job_id)
+
+
+def find(ref: str, store: Store | None = None) -> Job:
+    """The job with that id or unique prefix; `@last` is the newest. Raises UnknownJob, StoreError."""
+    return Job((store or Store.default()).record(ref))
+
+
+def list_jobs(refresh: bool = True, store: Store | None = None) -> list[Record | Damaged]:
+    """All jobs, newest first. `refresh` asks every target once for all its jobs that are not over; one that cannot
+    be asked leaves their status as it was and says so in `Record.warning`. Raises StoreError."""
+    store = store or Store.default()
+    records = store.records()
+    if refresh:
+        live = [r for r in records if isinstance(r, Record) and not r.status.state.final]
+        if live:
+            poll_all(live)
+    return records
+
+
+class Job:
+    """A handle on one job. Holds what the store last said; any number of handles, in any processes, may be used."""
+
+    def __init__(self, record: Record, *, target: Target | None = None) -> None:
+        self.record = record
+        self._made = target
+
+    def __repr__(self) -> str:
+        return f"<Job {self.id} {self.name!r} on {self.target}: {self.record.status.state.value}>"
+
+    @property
+    def id(self) -> str:
+        return self.record.id
+
+    @property
+    def name(self) -> str:
+        return self.record.name
+
+    @property
+    def target(self) -> str:
+        """The name of the target that it was submitted to."""
+        return self.record.target
+
+    @property
+    def native_id(self) -> str | None:
+        """The backend's own id; None until the backend has confirmed the job."""
+        return self.record.native_id
+
+    @property
+    def spec(self) -> JobSpec:
+        return self.record.spec()
+
+    def status(self, refresh: bool = True) -> Status:
+        """Where the job is. With `refresh`, its backend is asked, unless it is over.
+
+        A backend that cannot be asked changes nothing: the last status is returned, with its `observed_at`, and
+        `record.warning` says why. A submit that was cut off by a crash is carried out now (see `resume_submit`).
+        Raises ConfigError when the target cannot be made, StoreError.
+        """
+        status = self.record.reload().status
+        if not refresh or status.state.final:
+            return status
+        if self.record.native_id is None:
+            return self.resume_submit()
+        asked_at = time.time()
+        try:
+            answer = self._target().poll([self.record.native_id])
+        except Unreachable as error:
+            self.record.warning = str(error)
+            return self.record.status
+        return absorb(self.record, answer.get(self.record.native_id), asked_at)
+
+    def wait(self, timeout: float | None = None) -> Status:
+        """Returns the final status. Raises TimeoutError after `timeout` seconds, and what `status` raises."""
+        return self._wait(timeout, None)
+
+    def logs(
+        self,
+        *,
+        follow: bool = False,
+        ranks: Collection[int] | None = None,
+        since: Cursor | str | None = None,
+        tail: int | None = None,
+    ) -> Iterator[LogLine]:
+        """The lines that there are; with `follow`, also those to come, each exactly once and whole.
+
+        Following ends when the job is over and all its lines were given. It goes on while the backend cannot be
+        asked; without `follow` that raises Unreachable.
+
+        ranks: only these ranks (the launcher's own lines then are left out).
+        since: a cursor, or its text: only what comes after it.
+        tail:  of the lines that there are now, only the last so many of each rank.
+        """
+        return self._logs(follow, ranks, since, tail, None)
+
+    def cancel(self, wait: bool = True) -> Status:
+        """Asks for an orderly end: a warning, the job's grace, the kill. A job that is over stays as it is.
+
+        With `wait`, returns when the job is over, or its status when it is not a minute after its grace.
+        Raises Unreachable when the backend cannot be asked, and what `status` raises.
+        """
+        status = self.status()
+        if status.state is State.SUBMITTING:
+            # Another process is submitting it this moment; it lets go when the backend has answered.
+            with self.record.submission():
+                status = self.status()
+        if status.state.final or self.record.native_id is None:
+            return status
+        self.record.append("cancel", host=os.uname().nodename, pid=os.getpid())
+        self._target().cancel(self.record.native_id)
+        if not wait:
+            return self.status()
+        try:
+            return self.wait(self.spec.grace_s + _CANCEL_ALLOWANCE_S)
+        except TimeoutError:
+            return self.record.status
+
+    def resume_submit(self) -> Status:
+        """Carries out a submit that was cut off: asks the target again, which finds an earlier one first.
+
+        Does nothing while the process that submits the job lives: it holds a lock. Where that is not certain (just
+        after the intent was written), it is believed for a minute. A refusal is in the status.
+        """
+        with self.record.submission(blocking=False) as ours:
+            status = self.record.reload().status
+            if not ours or status.state.final or self.record.native_id is not None or not cut_off(self.record):
+                return status
+            try:
+                send(self.record, self._target(), self.record.plan())
+            except Unreachable as error:
+                self.record.warning = str(error)
+            except SubmitError:
+                pass  # the status says it
+            return self.record.status
+
+    def describe(self) -> dict[str, Any]:
+        """All that the store knows, in plain JSON values. Asks no backend. Raises StoreError."""
+        record = self.record.reload()
+        plan = record.plan()
+        return {
+            "id": record.id,
+            "name": record.name,
+            "target": record.target,
+            "kind": record.kind,
+            "native_id": record.native_id,
+            "directory": record.path,
+            "created_at": record.created_at,
+            "started_at": record.started_at,
+            "ended_at": record.ended_at,
+            "status": record.status.to_json(),
+            "warning": record.warning,
+            "spec": record.spec().to_json(),
+            "plan": plan.to_json(),
+            "options": record.options() or {},
+            "exit": record.read_exit(),
+            "events": [{"event": event.name, "at": event.at, **event.data} for event in record.events()],
+        }
+
+    async def status_async(self, refresh: bool = True) -> Status:
+        """`status`, in a thread."""
+        import asyncio
+
+        return await asyncio.to_thread(self.status, refresh)
+
+    async def cancel_async(self, wait: bool = True) -> Status:
+        """`cancel`, in a thread."""
+        import asyncio
+
+        return await asyncio.to_thread(self.cancel, wait)
+
+    async def wait_async(self, timeout: float | None = None) -> Status:
+        """`wait`, in a thread, which ends within a second of this being cancelled."""
+        import asyncio
+        import threading
+
+        stop = threading.Event()
+        try:
+            return await asyncio.to_thread(self._wait, timeout, stop)
+        finally:
+            stop.set()
+
+    async def logs_async(
+        self,
+        *,
+        follow: bool = False,
+        ranks: Collection[int] | None = None,
+        since: Cursor | str | None = None,
+        tail: int | None = None,
+    ) -> AsyncIterator[LogLine]:
+        """`logs`, in a thread, which ends within a second of this being closed."""
+        import asyncio
+        import threading
+
+        stop = threading.Event()
+        lines = self._logs(follow, ranks, since, tail, stop)
+        try:
+            while (line := await asyncio.to_thread(next, lines, None)) is not None:
+                yield line
+        finally:
+            stop.set()
+
+    def _target(self) -> Target:
+        if self._made is None:
+            self._made = restore(self.record)
+        return self._made
+
+    def _wait(self, timeout: float | None, stop: Event | None) -> Status:
+        pause = Pause(stop, None if timeout is None else time.monotonic() + timeout)
+        while True:
+            status = self.status()
+            if status.state.final:
+                return status
+            if pause.over:
+                raise TimeoutError(f"job {self.id} is not over: it is {status.state.value}")
+            pause.until_news(self.waiting_target(), self.native_id)
+
+    def waiting_target(self) -> Target | None:
+        """The target, when there is something that it could be asked about."""
+        return None if self.native_id is None else self._target()
+
+    def _logs(
+        self,
+        following: bool,
+        ranks: Collection[int] | None,
+        since: Cursor | str | None,
+        tail: int | None,
+        stop: Event | None,
+    ) -> Iterator[LogLine]:
+        cursor = Cursor.parse(str(since)) if since is not None else Cursor()
+        if not following:
+            self.record.reload()
+            return read_once(self.read_logs, cursor, ranks, tail)
+        return follow(self, cursor, ranks, tail, Pause(stop, None))
+
+    def read_logs(self, since: Cursor) -> Iterator[LogLine]:
+        target = self.waiting_target()
+        return iter(()) if target is None or self.native_id is None else target.logs(self.native_id, since)

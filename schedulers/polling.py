@@ -1,0 +1,129 @@
+"""What a backend's answer, or its silence, means for the records in the store."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from . import disk
+from .errors import SchedulerError, StoreError
+from .job import Reason, State, Status
+
+if TYPE_CHECKING:
+    from .record import Record
+    from .target import Target
+
+# How long a backend must go on not knowing a job before that counts: answers lag behind a submit.
+ABSENT_S = 60.0
+# How long a submit is believed to be going on when its process cannot be looked at.
+ABANDONED_S = 60.0
+
+
+def restore(record: Record) -> Target:
+    """The target of the job, as it was when it was submitted. Raises ConfigError."""
+    from pathlib import Path
+
+    from .config import load_target, restore_target
+
+    options, jobs = record.options(), Path(record.path).parent
+    if options is None:
+        return load_target(record.target, jobs)
+    return restore_target(record.target, record.kind, options, jobs)
+
+
+def poll_all(records: Sequence[Record]) -> None:
+    """Asks each target once for all its jobs, and records the answers. What goes wrong with one target, or one
+    record, is a warning on the records concerned."""
+    groups: dict[str, list[Record]] = {}
+    for record in records:
+        if record.native_id is not None:
+            groups.setdefault(_group(record), []).append(record)
+        elif cut_off(record):
+            record.warning = f"its submit was cut off; `accel status {record.id}` carries it out"
+    if len(groups) < 2:
+        for group in groups.values():
+            _poll(group)
+        return
+    from concurrent.futures import ThreadPoolExecutor
+
+    # One unreachable target must not make the others wait for its timeout.
+    with ThreadPoolExecutor(max_workers=min(16, len(groups))) as pool:
+        list(pool.map(_poll, groups.values()))
+
+
+def _group(record: Record) -> str:
+    import json
+
+    try:
+        options = json.dumps(record.options(), sort_keys=True)
+    except StoreError:
+        options = record.id  # said when its target cannot be made
+    return f"{record.kind}\0{record.target}\0{options}"
+
+
+def _poll(records: Sequence[Record]) -> None:
+    asked_at = time.time()
+    try:
+        target = restore(records[0])
+        answers: Mapping[str, Status] = target.poll([record.native_id or "" for record in records])
+    except (SchedulerError, OSError) as error:
+        for record in records:
+            record.warning = str(error)
+        return
+    for record in records:
+        try:
+            absorb(record, answers.get(record.native_id or ""), asked_at)
+        except StoreError as error:
+            record.warning = str(error)
+
+
+def absorb(record: Record, answer: Status | None, asked_at: float) -> Status:
+    """Records what the backend said of the job (None: it does not know it) and returns the status in force.
+
+    A job that the backend does not know is over only when it left a result, or when a minute later the backend still
+    does not know it. Raises StoreError.
+    """
+    record.warning = ""
+    if answer is None:
+        return _absent(record, asked_at)
+    import dataclasses
+
+    status = record.update(answer if answer.observed_at else dataclasses.replace(answer, observed_at=asked_at))
+    if record.absent_since is not None:
+        record.append("present")
+    return status
+
+
+def _absent(record: Record, asked_at: float) -> Status:
+    left = _result(record)
+    if left is not None:
+        return record.update(left)
+    if record.absent_since is None:
+        record.append("absent")
+    elif asked_at - record.absent_since > ABSENT_S:
+        message = f"target {record.target} no longer knows the job, and it left no result"
+        return record.update(Status(state=State.FAILED, reason=Reason.LOST, message=message, observed_at=asked_at))
+    record.warning = f"target {record.target} does not know the job"
+    return record.status
+
+
+def _result(record: Record) -> Status | None:
+    """The status in exit.json, which outlives the backend's memory of the job."""
+    document = record.read_exit()
+    if document is None or "state" not in document:
+        return None
+    try:
+        status = Status.from_json(document)
+    except (ValueError, TypeError) as error:
+        raise StoreError(f"{record.path}/exit.json is damaged: {error}") from None
+    return status if status.state.final else None
+
+
+def cut_off(record: Record) -> bool:
+    """Whether the process that submitted the job is gone, or has taken so long that it must be."""
+    host, pid = record.submitter
+    if host == os.uname().nodename and not disk.process_exists(pid):
+        return True
+    return time.time() - record.created_at > ABANDONED_S

@@ -1,0 +1,324 @@
+"""`Record`: what the store knows of one job. A directory with spec.json, plan.json, events.jsonl, exit.json, logs/."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from . import disk
+from .errors import SchedulerError, StoreError
+from .job import JobSpec, Reason, State, Status
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from .target import Plan
+
+# Within one attempt a job goes this way; an answer that is older than the one in force cannot send it back.
+_ORDER = {State.SUBMITTING: 0, State.QUEUED: 1, State.RUNNING: 2}
+_NUMBER = (int, float)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """One line of events.jsonl: `submitting`, `status`, or a note under another name, and when it was written."""
+
+    name: str
+    at: float
+    data: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Damaged:
+    """A job that cannot be read: damaged, or written by a newer accel. Its files are left as they are."""
+
+    id: str
+    path: str
+    reason: str
+
+    @property
+    def directory(self) -> Path:
+        from pathlib import Path
+
+        return Path(self.path)
+
+
+@dataclass(kw_only=True)
+class Record:
+    """One job as the store last read it; `reload` and every change read it again.
+
+    ended_at:     when the final state was written; None before.
+    absent_since: when the backend first said that it does not know the job; None while it does.
+    submitter:    (host, process id) that wrote the intent.
+    warning:      why `status` may be old; never stored.
+    """
+
+    id: str
+    path: str
+    name: str
+    target: str
+    kind: str
+    nodes: int
+    procs: int | None
+    created_at: float
+    submitter: tuple[str, int]
+    after: tuple[str, ...]
+    native_id: str | None
+    status: Status
+    started_at: float | None
+    ended_at: float | None
+    absent_since: float | None
+    warning: str = ""
+
+    @property
+    def directory(self) -> Path:
+        from pathlib import Path
+
+        return Path(self.path)
+
+    @property
+    def attempts(self) -> int:
+        """How often the job was started; 0 while it never was."""
+        return self.status.attempt + 1 if self.started_at is not None else 0
+
+    def spec(self) -> JobSpec:
+        """What was submitted. Raises StoreError when spec.json is missing, damaged or newer."""
+        return self._typed("spec.json", "spec", JobSpec.from_json)
+
+    def plan(self) -> Plan:
+        """What the target was asked to do. Raises StoreError when plan.json is missing, damaged or newer."""
+        from .target import Plan
+
+        return self._typed("plan.json", "plan", Plan.from_json)
+
+    def options(self) -> dict[str, Any] | None:
+        """The target's options as they were when the job was submitted; None when they were not stored."""
+        document = disk.read_document(f"{self.path}/target.json")
+        return None if document is None else dict(document.get("options", {}))
+
+    def events(self) -> list[Event]:
+        """Everything that was written about the job, oldest first. Raises StoreError."""
+        known = ("schema", "event", "at", "torn_before")
+        return [
+            Event(name=row["event"], at=row["at"], data={key: row[key] for key in row if key not in known})
+            for row in _rows(self.path)
+        ]
+
+    def append(self, name: str, **data: Any) -> None:
+        """Adds a note to events.jsonl; the status stays. Raises StoreError when it is not on the disk."""
+        if name in ("submitting", "status"):
+            raise ValueError(f"{name} is an event of the store's own; use update()")
+        rows, _ = disk.append_line(self._events, lambda _: {"event": name, "at": time.time(), **data})
+        self._read(rows)
+
+    def update(self, status: Status, native_id: str | None = None) -> Status:
+        """Records what a backend answered and returns the status in force, which is not `status` when that is
+        not allowed: a final state never changes, and an older answer never takes a job back within an attempt.
+
+        Safe for many processes at once. Appends nothing when nothing but `observed_at` is new. Raises StoreError.
+        """
+        status = status if status.observed_at else dataclasses.replace(status, observed_at=time.time())
+
+        def decide(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
+            self._read(rows)
+            new = _succession(self.status, status)
+            native = native_id or self.native_id
+            if _same(new, self.status) and native == self.native_id:
+                return None
+            return {"event": "status", "at": time.time(), "status": new.to_json(), "native_id": native}
+
+        rows, appended = disk.append_line(self._events, decide)
+        if appended:
+            self._read(rows)
+        elif _same(status, self.status) and not self.status.state.final:
+            self._observed(status.observed_at)
+        return self.status
+
+    def reload(self) -> Record:
+        """Reads the job again and returns itself. Raises StoreError."""
+        self._read(_rows(self.path))
+        return self
+
+    def read_exit(self) -> dict[str, Any] | None:
+        """What `write_exit` wrote, or None. Raises StoreError when it is damaged or newer."""
+        return disk.read_document(f"{self.path}/exit.json")
+
+    def write_exit(self, data: Mapping[str, Any]) -> None:
+        """Writes exit.json in one step: it is never seen half. Raises StoreError."""
+        disk.write_document(f"{self.path}/exit.json", data)
+
+    @contextlib.contextmanager
+    def submission(self, *, blocking: bool = True) -> Iterator[bool]:
+        """Held while a process asks the backend to run the job; False when another one holds it (`blocking` off)."""
+        path = f"{self.path}/submit.lock"
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise disk.refusal(error, path, "write") from error
+        try:
+            with disk.locked(fd, path, blocking=blocking) as held:
+                yield held
+        finally:
+            os.close(fd)
+
+    @property
+    def _events(self) -> str:
+        return f"{self.path}/events.jsonl"
+
+    def _typed(self, file: str, key: str, convert: Callable[[object], T]) -> T:
+        path = f"{self.path}/{file}"
+        document = disk.read_document(path)
+        if document is None:
+            raise StoreError(f"{path} is missing")
+        try:
+            return convert(document.get(key))
+        except SchedulerError as error:
+            raise StoreError(f"{path} is damaged: {error}") from None
+
+    def _read(self, rows: list[dict[str, Any]]) -> None:
+        # The fields are taken over one by one, so that a Job, and whoever else holds this record, sees the news.
+        fresh = from_rows(self.id, self.path, rows)
+        for name, value in fresh.__dict__.items():
+            if name != "warning":
+                setattr(self, name, value)
+
+    def _observed(self, at: float) -> None:
+        """Keeps the moment of an answer that brought no news as the time of an empty file, so that a waiter that asks
+        all week does not fill events.jsonl."""
+        path = f"{self.path}/seen"
+        with contextlib.suppress(OSError):
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
+            os.utime(path, (at, at))
+        self.status = dataclasses.replace(self.status, observed_at=max(at, self.status.observed_at))
+
+
+def read_record(job_id: str, path: str) -> Record:
+    """The job in the directory `path`, from events.jsonl alone. Raises StoreError."""
+    return from_rows(job_id, path, _rows(path))
+
+
+def from_rows(job_id: str, path: str, rows: list[dict[str, Any]]) -> Record:
+    """The record that the lines of events.jsonl add up to. Raises StoreError for lines that make no sense."""
+    try:
+        return _fold(job_id, path, rows)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        what = f"no {error}" if isinstance(error, KeyError) else str(error)
+        raise StoreError(f"{path}/events.jsonl is damaged: {what}") from None
+
+
+def _rows(path: str) -> list[dict[str, Any]]:
+    events = f"{path}/events.jsonl"
+    raw = disk.read_bytes(events)
+    if raw is None:
+        raise StoreError(f"{events} is missing")
+    return disk.parse_lines(raw, events)[0]
+
+
+def _fold(job_id: str, path: str, rows: list[dict[str, Any]]) -> Record:
+    if not rows:
+        raise StoreError(f"{path}/events.jsonl is damaged: it holds no record")
+    first, last = rows[0], rows[0]
+    started = ended = absent = None
+    for row in rows:
+        event = row["event"]
+        if event == "absent":
+            absent = row["at"] if absent is None else absent
+        elif event == "present":
+            absent = None
+        elif "status" in row:
+            last, absent = row, None
+            state = row["status"]["state"]
+            if state == "running" and started is None:
+                started = row["at"]
+            elif state in ("succeeded", "failed", "cancelled"):
+                ended = row["at"]
+    status = _observation(path, _status(last["status"]))
+    return Record(
+        id=job_id,
+        path=path,
+        name=_text(first["name"]),
+        target=_text(first["target"]),
+        kind=_text(first["kind"]),
+        nodes=int(first["nodes"]),
+        procs=first.get("procs"),
+        created_at=float(first["created_at"]),
+        submitter=(_text(first["host"]), int(first["pid"])),
+        after=tuple(first.get("after", ())),
+        native_id=last.get("native_id"),
+        status=status,
+        started_at=started,
+        ended_at=ended,
+        absent_since=absent,
+    )
+
+
+def _status(data: Mapping[str, Any]) -> Status:
+    status = Status.from_json(data)
+    right = (
+        isinstance(status.message, str)
+        and isinstance(status.attempt, int)
+        and isinstance(status.exit_code, (int, type(None)))
+        and isinstance(status.observed_at, _NUMBER)
+    )
+    if not right:
+        raise ValueError("a status has a value of the wrong type")
+    return status
+
+
+def _observation(path: str, status: Status) -> Status:
+    if status.state.final:
+        return status
+    try:
+        seen = os.stat(f"{path}/seen").st_mtime
+    except OSError:
+        return status
+    return dataclasses.replace(status, observed_at=seen) if seen > status.observed_at else status
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} is not text")
+    return value
+
+
+def _same(one: Status, other: Status) -> bool:
+    return dataclasses.replace(one, observed_at=0.0) == dataclasses.replace(other, observed_at=0.0)
+
+
+def _succession(current: Status, new: Status) -> Status:
+    if not current.state.may_become(new.state) or current.state.final:
+        return current
+    if new.state.final:
+        # A target that lost sight of a job does not know how often it was started.
+        return dataclasses.replace(new, attempt=max(new.attempt, current.attempt))
+    if new.attempt < current.attempt:
+        return current
+    back = new.attempt == current.attempt and _ORDER[new.state] < _ORDER[current.state]
+    return current if back and new.observed_at < current.observed_at else new
+
+
+def first_row(spec: JobSpec, *, target: str, kind: str) -> dict[str, Any]:
+    """The first line of events.jsonl: the intent, and everything that a list shows."""
+    now = time.time()
+    return {
+        "event": "submitting",
+        "at": now,
+        "name": spec.name,
+        "target": target,
+        "kind": kind,
+        "nodes": spec.nodes,
+        "procs": spec.procs_per_node,
+        "after": list(spec.after),
+        "created_at": now,
+        "host": os.uname().nodename,
+        "pid": os.getpid(),
+        "status": Status(state=State.SUBMITTING, reason=Reason.NONE, observed_at=now).to_json(),
+        "native_id": None,
+    }

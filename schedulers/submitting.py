@@ -1,0 +1,67 @@
+"""The steps of a submit: what depends on the current directory, and the one call of the target."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from typing import TYPE_CHECKING
+
+from .errors import SchedulerError, SpecError, Unreachable
+from .job import JobSpec, Reason, State, Status
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from .config import ResolvedTarget
+    from .job import Entry
+    from .record import Record
+    from .store import Store
+    from .target import Plan, Target
+
+
+def places(here: str, code: str | os.PathLike[str] | None, *, explicit: bool) -> tuple[str, str]:
+    """The code directory, and where in it the program runs."""
+    if code is None:
+        return here, "."
+    here = os.path.realpath(here)
+    top = os.path.realpath(os.path.join(here, os.fspath(code)))
+    if os.path.commonpath([top, here]) == top:
+        return top, os.path.relpath(here, top)
+    if explicit:
+        raise SpecError(f"cwd {here} is not inside the code directory {top}")
+    return top, "."
+
+
+def default_name(program: str, entry: Entry) -> str:
+    last = program.rpartition(".")[2] if entry == "module" else os.path.basename(program)
+    stem = os.path.splitext(last)[0] if entry == "script" else last
+    return "".join(letter if letter.isprintable() else "_" for letter in stem) or "job"
+
+
+def prepare(spec: JobSpec, target_name: str, store: Store, start: str | Path | None) -> tuple[ResolvedTarget, JobSpec]:
+    """The target, and the spec with everything that depends on the current directory made absolute."""
+    from .config import resolve_target
+
+    here = os.path.abspath(start or os.getcwd())
+    resolved = resolve_target(target_name, store.jobs, start=here, overrides=spec.options)
+    code = os.path.normpath(os.path.join(here, spec.code))
+    after = tuple(store.record(ref).id for ref in spec.after)
+    return resolved, dataclasses.replace(spec, code=code, after=after)
+
+
+def send(record: Record, target: Target, plan: Plan) -> None:
+    """Hands the plan to the target and records the answer; a refusal is recorded, and raised."""
+    asked_at = time.time()
+    try:
+        native_id = target.submit(plan)
+    except Unreachable as error:
+        # It may have got there all the same, so it is neither failed nor sent again blindly.
+        again = f"job {record.id} is kept as submitting, and `accel status {record.id}` asks again"
+        raise Unreachable(f"{error}; {again}") from error
+    except SchedulerError as error:
+        reason = getattr(error, "reason", Reason.SETUP)
+        record.update(Status(state=State.FAILED, reason=reason, message=str(error), observed_at=time.time()))
+        raise
+    # As old as the question: what the job itself has told since then is newer, and stands.
+    record.update(Status(state=State.QUEUED, observed_at=asked_at), native_id)

@@ -1,0 +1,126 @@
+"""One YAML file with the line of every node, for messages that say where."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from .errors import ConfigError
+
+if TYPE_CHECKING:
+    from yaml.nodes import Node
+
+Step = str | int
+
+
+class YamlFile:
+    """A parsed file: its plain value, and where each part of it stands. Raises ConfigError, beginning `file:line`."""
+
+    def __init__(self, path: str) -> None:
+        import yaml
+
+        self.shown = _shown(path)
+        text = self._text(path)
+        # The pure Python loader: the C one counts lines differently for some errors.
+        loader = yaml.SafeLoader("")
+        try:
+            loader = yaml.SafeLoader(text)
+            node = loader.get_single_node()
+            self.root: Node | None = node
+            if node is not None:
+                self._refuse_duplicates(node)
+            self.value: Any = None if node is None else loader.construct_document(node)
+        except yaml.MarkedYAMLError as error:
+            mark = error.problem_mark or error.context_mark
+            problem = error.problem or error.context or "not YAML"
+            raise ConfigError(f"{self.shown}:{mark.line + 1 if mark else 1}: {problem}") from None
+        except yaml.reader.ReaderError as error:
+            line = text.count("\n", 0, error.position) + 1
+            raise ConfigError(f"{self.shown}:{line}: a character that YAML forbids: {chr(error.character)!r}") from None
+        except RecursionError:
+            raise ConfigError(f"{self.shown}:1: nested too deeply") from None
+        except ValueError as error:  # `2024-13-99` looks like a date
+            raise ConfigError(f"{self.shown}:1: a value cannot be read: {error}") from None
+        finally:
+            loader.dispose()
+
+    def where(self, *path: Step) -> str:
+        """`file:line` of the value at `path`; of the nearest thing around it when there is none."""
+        return f"{self.shown}:{self._mark(path)}"
+
+    def where_key(self, *path: str) -> str:
+        """`file:line` of the key at the end of `path`, which may stand lines above its value."""
+        node = self._find(path[:-1])
+        for key, _ in _pairs(node):
+            if key.value == path[-1]:
+                return f"{self.shown}:{key.start_mark.line + 1}"
+        return self.where(*path)
+
+    def _text(self, path: str) -> str:
+        try:
+            with open(path, "rb") as file:
+                raw = file.read()
+        except OSError as error:
+            raise ConfigError(f"{self.shown}:1: cannot be read: {error.strerror}") from error
+        try:
+            return raw.decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            line = raw.count(b"\n", 0, error.start) + 1
+            raise ConfigError(f"{self.shown}:{line}: not UTF-8") from None
+
+    def _refuse_duplicates(self, root: Node) -> None:
+        """YAML takes the last of two equal keys in silence, so that half of a file can vanish."""
+        waiting, seen = [root], {id(root)}
+        while waiting:
+            node = waiting.pop()
+            lines: dict[tuple[str, str], int] = {}
+            for key, _ in _pairs(node):
+                line = key.start_mark.line + 1
+                first = lines.setdefault((key.tag, str(key.value)), line)
+                if first != line:
+                    raise ConfigError(f"{self.shown}:{line}: key {key.value!r} is already on line {first}")
+            for child in _children(node):
+                if id(child) not in seen:
+                    seen.add(id(child))
+                    waiting.append(child)
+
+    def _find(self, path: Sequence[Step]) -> Node | None:
+        node = self.root
+        for step in path:
+            child = _child(node, step)
+            if child is None:
+                return node
+            node = child
+        return node
+
+    def _mark(self, path: Sequence[Step]) -> int:
+        node = self._find(path)
+        return 1 if node is None else int(node.start_mark.line) + 1
+
+
+def _pairs(node: Node | None) -> list[tuple[Node, Node]]:
+    from yaml.nodes import MappingNode
+
+    return list(node.value) if isinstance(node, MappingNode) else []
+
+
+def _items(node: Node | None) -> list[Node]:
+    from yaml.nodes import SequenceNode
+
+    return list(node.value) if isinstance(node, SequenceNode) else []
+
+
+def _children(node: Node) -> list[Node]:
+    return _items(node) + [part for pair in _pairs(node) for part in pair]
+
+
+def _child(node: Node | None, step: Step) -> Node | None:
+    if isinstance(step, int):
+        return next(iter(_items(node)[step : step + 1]), None)
+    return next((value for key, value in _pairs(node) if key.value == step), None)
+
+
+def _shown(path: str) -> str:
+    relative = os.path.relpath(path)
+    return path if relative.startswith("..") else relative
