@@ -14,7 +14,6 @@ from pathlib import Path
 from .job import Cursor, LogLine
 
 _NAME = re.compile(r"(?:rank-(?P<rank>\d+)\.a(?P<attempt>\d+)|node-\d+|setup)\.log\Z")
-_LINE = re.compile(rb"[^\r\n]*(?:\r\n|\n|\r)")
 _CHUNK = 1 << 20
 
 
@@ -54,14 +53,9 @@ def _lines(path: Path, since: Cursor | None, complete: bool, *, rank: int | None
 def _split(read: Callable[[int], bytes], complete: bool) -> Iterator[bytes]:
     rest = b""
     while chunk := read(_CHUNK):
-        rest += chunk
-        end = 0
-        for match in _LINE.finditer(rest):
-            # A `\r` that is the last byte may be one half of `\r\n`.
-            if match.end() == len(rest) and rest.endswith(b"\r"):
-                break
-            end = match.end()
-            yield match.group()
-        rest = rest[end:]
+        lines = (rest + chunk).splitlines(keepends=True)
+        # A `\r` that is the last byte may be one half of `\r\n`.
+        rest = b"" if lines[-1].endswith(b"\n") else lines.pop()
+        yield from lines
     if rest and complete:
         yield rest

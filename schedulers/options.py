@@ -36,12 +36,19 @@ def make_options(
         return _build(schema, {}, overrides, place), {}
     given |= _from_text(schema, overrides)
     options = _build(schema, given, overrides, place)
+    for key, value in given.items():
+        _refuse_dropped(value, getattr(options, key), (key,), overrides, place)
+    return options, _plain({key: getattr(options, key) for key in given})
+
+
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """As it will be when it comes back out of a JSON file."""
+    import json
+
     import msgspec
 
-    plain = msgspec.to_builtins({key: getattr(options, key) for key in given})
-    for key, value in given.items():
-        _refuse_dropped(value, plain[key], (key,), overrides, place)
-    return options, plain
+    plain: dict[str, Any] = json.loads(json.dumps(msgspec.to_builtins(values)))
+    return plain
 
 
 def _required(f: dataclasses.Field[Any]) -> bool:
@@ -122,13 +129,15 @@ def _choices(schema: type, path: Path) -> str:
 
 def _refuse_dropped(given: Any, kept: Any, path: Path, overrides: Mapping[str, Any], place: Place) -> None:
     """A key inside a nested dataclass that it does not have: the validator leaves it out, in silence."""
-    if isinstance(given, Mapping) and isinstance(kept, Mapping):
+    if isinstance(given, Mapping) and dataclasses.is_dataclass(kept):
+        names = [f.name for f in dataclasses.fields(kept)]
         for key, value in given.items():
-            if key not in kept:
-                where = "option" if path[0] in overrides else f"{place((*path, key), True)}:"
-                _refuse_unknown(key, kept, f"{where} {_dotted(path)}")
-            else:
-                _refuse_dropped(value, kept[key], (*path, key), overrides, place)
+            where = "option" if path[0] in overrides else f"{place((*path, key), True)}:"
+            _refuse_unknown(key, dict.fromkeys(names), f"{where} {_dotted(path)}")
+            _refuse_dropped(value, getattr(kept, key), (*path, key), overrides, place)
+    elif isinstance(given, Mapping) and isinstance(kept, Mapping):
+        for key, value in given.items():
+            _refuse_dropped(value, kept.get(key), (*path, key), overrides, place)
     elif _is_list(given) and _is_list(kept) and len(given) == len(kept):
         for index, (value, other) in enumerate(zip(given, kept, strict=True)):
             _refuse_dropped(value, other, (*path, index), overrides, place)

@@ -1,4 +1,4 @@
-"""Processes by identity instead of by number, and how to end all of them. Used on a node: by supervisors and launcher."""
+"""Processes by identity instead of by number, and how to end all of them. Used on nodes: by supervisors and launcher."""
 
 from __future__ import annotations
 
@@ -129,8 +129,9 @@ def python_module(name: str, *arguments: str) -> list[str]:
     Neither the working directory nor the environment has a say in which file that is, and none is changed for it.
     """
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    code = f"import sys, runpy; sys.path[:1] = [{root!r}]; runpy.run_module({name!r}, run_name='__main__', alter_sys=True)"
-    return [sys.executable, "-c", code, *arguments]
+    code = f"import sys; sys.path[:1] = [{root!r}]; import runpy; "
+    run = f"runpy.run_module({name!r}, run_name='__main__', alter_sys=True)"
+    return [sys.executable, "-c", code + run, *arguments]
 
 
 def die_with_parent(signum: int = signal.SIGKILL, parent: int | None = None) -> None:
@@ -141,6 +142,14 @@ def die_with_parent(signum: int = signal.SIGKILL, parent: int | None = None) -> 
     _prctl(PR_SET_PDEATHSIG, signum)
     if parent is not None and os.getppid() != parent:
         os._exit(128 + signum)
+
+
+def wake_pipe() -> tuple[int, int]:
+    """A pipe for `signal.set_wakeup_fd` and the `select` that it wakes: neither end blocks, nor outlives an exec."""
+    reading, writing = os.pipe()
+    os.set_blocking(reading, False)
+    os.set_blocking(writing, False)
+    return reading, writing
 
 
 def adopt_orphans() -> None:

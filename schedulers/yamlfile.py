@@ -29,7 +29,7 @@ class YamlFile:
             node = loader.get_single_node()
             self.root: Node | None = node
             if node is not None:
-                self._refuse_duplicates(node)
+                self._check(node)
             self.value: Any = None if node is None else loader.construct_document(node)
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark or error.context_mark
@@ -69,21 +69,32 @@ class YamlFile:
             line = raw.count(b"\n", 0, error.start) + 1
             raise ConfigError(f"{self.shown}:{line}: not UTF-8") from None
 
-    def _refuse_duplicates(self, root: Node) -> None:
-        """YAML takes the last of two equal keys in silence, so that half of a file can vanish."""
-        waiting, seen = [root], {id(root)}
+    def _check(self, root: Node) -> None:
+        """YAML takes the last of two equal keys in silence, so that half of a file can vanish; and it lets a value
+        be inside itself."""
+        waiting: list[tuple[Node, bool]] = [(root, False)]
+        seen: set[int] = set()
+        around: set[int] = set()
         while waiting:
-            node = waiting.pop()
-            lines: dict[tuple[str, str], int] = {}
-            for key, _ in _pairs(node):
-                line = key.start_mark.line + 1
-                first = lines.setdefault((key.tag, str(key.value)), line)
-                if first != line:
-                    raise ConfigError(f"{self.shown}:{line}: key {key.value!r} is already on line {first}")
-            for child in _children(node):
-                if id(child) not in seen:
-                    seen.add(id(child))
-                    waiting.append(child)
+            node, left = waiting.pop()
+            if left:
+                around.discard(id(node))
+            elif id(node) in around:
+                raise ConfigError(f"{self.shown}:{node.start_mark.line + 1}: a value that is inside itself")
+            elif id(node) not in seen:
+                seen.add(id(node))
+                around.add(id(node))
+                self._refuse_duplicates(node)
+                waiting.append((node, True))
+                waiting += [(child, False) for child in _children(node)]
+
+    def _refuse_duplicates(self, node: Node) -> None:
+        lines: dict[tuple[str, str], int] = {}
+        for key, _ in _pairs(node):
+            line = key.start_mark.line + 1
+            first = lines.setdefault((key.tag, str(key.value)), line)
+            if first != line:
+                raise ConfigError(f"{self.shown}:{line}: key {key.value!r} is already on line {first}")
 
     def _find(self, path: Sequence[Step]) -> Node | None:
         node = self.root

@@ -139,8 +139,7 @@ class Supervisor:
         return None
 
     def _launch(self, visible: dict[str, str]) -> Status:
-        command = [word.replace("{logs}", str(self._files.logs)) if word == "{logs}" else word
-                   for word in self._settings["command"]]  # fmt: skip
+        command = self._settings["command"]
         directory, env, own_pid = self._directory(), self._environment(visible), os.getpid()
         with open(self._files.logs / "node-0.log", "ab") as log:
             launcher = subprocess.Popen(

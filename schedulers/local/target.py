@@ -52,7 +52,7 @@ class LocalTarget:
     def plan(self, spec: JobSpec, job_id: str) -> Plan:
         """The supervisor's instructions and the command that starts it. Raises SpecError."""
         _check(spec)
-        command = self._launch_command(spec)
+        command = self._launch_command(spec, str(self._jobs / job_id / "logs"))
         settings = {
             "job_id": job_id,
             "command": command,
@@ -122,7 +122,7 @@ class LocalTarget:
             if identity is not None:
                 identity.wait(max(0.0, timeout_s - (time.monotonic() - started)))
 
-    def _launch_command(self, spec: JobSpec) -> list[str]:
+    def _launch_command(self, spec: JobSpec, logs: str) -> list[str]:
         command = [*_accel(self._options.python), "launch"]
         processes = spec.procs_per_node or spec.resources.gpus
         if processes:
@@ -131,7 +131,7 @@ class LocalTarget:
             command += ["--cpu"]
         if spec.retry.max_restarts:
             command += ["--max_restarts", str(spec.retry.max_restarts)]
-        command += ["--shutdown_timeout", f"{spec.grace_s:g}", "--log_dir", "{logs}"]
+        command += ["--shutdown_timeout", f"{spec.grace_s:g}", "--log_dir", logs]
         command += {"script": [], "module": ["-m"], "command": ["--no_python"]}[spec.entry]
         return [*command, "--", *spec.argv]
 

@@ -1,0 +1,89 @@
+"""Jobs on the real local target, in a store of their own; nothing of them is left when a test ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+import schedulers
+from schedulers import Job
+from schedulers.processes import Identity, descendants
+from schedulers.store import Store
+
+Submit = Callable[..., Job]
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("ACCEL_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A directory whose name would break any command line that was put together as text."""
+    directory = tmp_path / 'it\'s a "pro ject"; $(x)'
+    directory.mkdir()
+    return directory
+
+
+@pytest.fixture
+def submit(home: Path, project: Path) -> Iterator[Submit]:
+    """Submits `script` (the text of a program) to the local target."""
+    jobs: list[Job] = []
+
+    def submit(text: str, args: tuple[str, ...] = (), *, name: str = "train.py", **options: object) -> Job:
+        (project / name).write_text(text)
+        job = schedulers.submit(name, args, cwd=project, **options)  # type: ignore[arg-type]
+        jobs.append(job)
+        return job
+
+    yield submit
+    for job in jobs:
+        for identity in identities(job).values():
+            for pid in [*descendants(identity.pid), identity.pid] if identity.alive() else []:
+                os.kill(pid, signal.SIGKILL)
+
+
+def identities(job: Job) -> dict[str, Identity]:
+    """The job's supervisor and launcher, as far as they have been started."""
+    found = {}
+    for name in ("supervisor", "launcher"):
+        path = job.record.directory / "local" / name
+        if path.exists():
+            found[name] = Identity.parse(path.read_text())
+    return found
+
+
+def until(condition: Callable[[], bool], what: str, seconds: float = 60) -> None:
+    """Waits for something that must come true, and says what did not."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        time.sleep(0.01)
+
+
+def until_printed(job: Job, text: str, times: int = 1) -> None:
+    until(lambda: printed(job).count(text) >= times, f"{text!r} in the log of {job!r}, which holds {printed(job)!r}")
+
+
+def printed(job: Job, *, ranks: bool = True) -> str:
+    return "".join(line.text for line in job.logs() if (line.rank is not None) == ranks)
+
+
+def of_job(job: Job) -> list[int]:
+    """Every live process that was started with this job's id in its environment."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("ACCEL_JOB_ID") == job.id and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+        except (psutil.Error, OSError):
+            continue
+    return found

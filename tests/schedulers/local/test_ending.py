@@ -1,0 +1,158 @@
+"""How local jobs end when they are told to, run out of time, or lose one of their processes; and what is then left."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from schedulers import Job, Reason, State
+from schedulers.processes import Identity
+
+from .conftest import Submit, identities, of_job, printed, until, until_printed
+
+STUBBORN = """
+import signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("ready", flush=True)
+time.sleep(1000)
+"""
+
+POLITE = """
+import signal, sys, time
+def save(*_):
+    print("saved", flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, save)
+print("ready", flush=True)
+time.sleep(1000)
+"""
+
+WITH_COMPANY = """
+import subprocess, sys, time
+subprocess.Popen(["setsid", "sleep", "1000"])
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+print("ready", flush=True)
+time.sleep(1000)
+"""
+
+
+def test_cancel_lets_the_program_save(submit: Submit) -> None:
+    job = submit(POLITE)
+    until_printed(job, "ready")
+    status = job.cancel()
+    assert (status.state, status.reason) == (State.CANCELLED, Reason.USER)
+    assert printed(job) == "ready\nsaved\n"
+    assert of_job(job) == []
+
+
+def test_cancel_kills_after_the_grace(submit: Submit) -> None:
+    job = submit(STUBBORN, grace_s=0.3)
+    until_printed(job, "ready")
+    assert job.cancel().state is State.CANCELLED
+    assert of_job(job) == []
+
+
+def test_cancel_before_it_started_and_after_it_ended(submit: Submit) -> None:
+    running = submit(POLITE, options={"concurrency": 1})
+    until_printed(running, "ready")
+    queued = submit("print('never')", options={"concurrency": 1})
+    until(lambda: "waits for" in queued.status().message, "a reason for waiting")
+    assert queued.cancel().message == "cancelled before it started"
+    assert printed(queued) == ""
+    assert running.cancel().state is State.CANCELLED
+    assert running.cancel().state is State.CANCELLED
+
+
+def test_the_time_limit_ends_it_in_order(submit: Submit) -> None:
+    job = submit(POLITE, time_limit_s=1.0)
+    status = job.wait()
+    assert (status.state, status.reason) == (State.FAILED, Reason.TIME_LIMIT)
+    assert "1 s" in status.message
+    assert of_job(job) == []
+
+
+@pytest.mark.parametrize("procs", [1, 2])
+@pytest.mark.parametrize(
+    ("victims", "signum", "states"),
+    [
+        (("supervisor",), signal.SIGKILL, {(State.FAILED, Reason.LOST)}),
+        (("supervisor",), signal.SIGTERM, {(State.CANCELLED, Reason.USER)}),
+        (("supervisor",), signal.SIGINT, {(State.CANCELLED, Reason.USER)}),
+        (("supervisor",), signal.SIGHUP, set()),
+        (("launcher",), signal.SIGKILL, {(State.FAILED, Reason.EXIT_CODE)}),
+        (("launcher",), signal.SIGTERM, {(State.FAILED, Reason.EXIT_CODE)}),
+        (("launcher",), signal.SIGUSR1, set()),
+        (("launcher",), signal.SIGUSR2, set()),
+        (("supervisor", "launcher"), signal.SIGKILL, {(State.FAILED, Reason.LOST)}),
+    ],
+)
+def test_whoever_is_killed_nothing_is_left(
+    submit: Submit, procs: int, victims: tuple[str, ...], signum: int, states: set[tuple[State, Reason]]
+) -> None:
+    text = WITH_COMPANY if procs == 1 else "import torch\n" + WITH_COMPANY
+    job = submit(text, procs_per_node=procs, grace_s=5)
+    until_printed(job, "ready", times=procs)
+    for victim in victims:
+        identities(job)[victim].send(signum)
+    if not states:
+        assert job.status().state is State.RUNNING
+        assert len(of_job(job)) >= 3 * procs
+        job.cancel()
+        return
+    status = job.wait(60)
+    assert (status.state, status.reason) in states
+    until(lambda: of_job(job) == [], f"the end of {of_job(job)}", seconds=7)
+
+
+def test_a_rank_killed_for_no_known_reason_is_named(submit: Submit) -> None:
+    job = submit("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    status = job.wait()
+    assert (status.exit_code, status.reason) == (137, Reason.EXIT_CODE)
+    assert "SIGKILL" in status.message
+
+
+def test_another_process_with_the_supervisor_s_number_is_not_taken_for_it(submit: Submit) -> None:
+    job = submit(POLITE)
+    until_printed(job, "ready")
+    identities(job)["supervisor"].send(signal.SIGKILL)
+    until(lambda: not identities(job)["supervisor"].alive(), "the supervisor's end")
+    until(lambda: not identities(job)["launcher"].alive(), "the launcher's end")
+    # The number comes round again, or the machine has restarted: here it is this very process that has it.
+    mine = Identity.of(os.getpid())
+    assert mine is not None
+    (job.record.directory / "local/supervisor").write_text(f"{mine.pid} another-boot.1")
+    status = job.wait(60)
+    assert (status.state, status.reason) == (State.FAILED, Reason.LOST)
+
+
+def test_a_final_state_never_changes(submit: Submit) -> None:
+    job = submit("print('x')")
+    done = job.wait()
+    (job.record.directory / "exit.json").unlink()
+    assert job.status() == done
+
+
+def test_after_waits_for_success_and_takes_over_a_failure(submit: Submit) -> None:
+    first = submit("import os, time\nwhile not os.path.exists('go'): time.sleep(0.01)", name="first.py",
+                   options={"concurrency": 3})  # fmt: skip
+    second = submit("print('second')", name="second.py", after=(first,), options={"concurrency": 3})
+    until(lambda: first.id in second.status().message, "a reason for waiting")
+    assert second.status().state is State.QUEUED
+    assert second.status().reason is Reason.DEPENDENCY
+    (_directory(first) / "go").touch()
+    assert second.wait().state is State.SUCCEEDED
+
+    failing = submit("raise SystemExit(3)", name="failing.py", options={"concurrency": 3})
+    never = submit("print('never')", name="never.py", after=(failing,), options={"concurrency": 3})
+    after_never = submit("print('never')", name="never2.py", after=(never,), options={"concurrency": 3})
+    for job in (never, after_never):
+        status = job.wait()
+        assert (status.state, status.reason) == (State.CANCELLED, Reason.DEPENDENCY)
+        assert printed(job) == ""
+
+
+def _directory(job: Job) -> Path:
+    return Path(job.spec.code)

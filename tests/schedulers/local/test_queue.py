@@ -1,0 +1,111 @@
+"""The queue for this machine: first come, first served, and slots that come free however their holder ends."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from schedulers import Job, Reason, State
+from schedulers.local.supervisor import wanted
+from schedulers.local.slots import Slots, Want
+from tests.nvml import fake_gpus
+
+from .conftest import Submit, identities, printed, until, until_printed
+
+HOLD = "import os, time\nprint('has', os.environ.get('CUDA_VISIBLE_DEVICES'), flush=True)\nwhile not os.path.exists('go'): time.sleep(0.01)"
+
+
+def devices(kind: str = "cpu", ids: int = 1, cpus: int = 4) -> dict[str, object]:
+    return {"kind": kind, "ids": [f"GPU-{n}" for n in range(ids)], "cpus": cpus}
+
+
+def settings(**changed: object) -> dict[str, object]:
+    return {"gpus": 0, "cpus": None, "procs_per_node": None, "concurrency": None, "cpu_only": False} | changed
+
+
+@pytest.mark.parametrize(
+    ("job", "machine", "expected"),
+    [
+        (settings(), devices(), [("processors", 1)]),
+        (settings(procs_per_node=3), devices(), [("processors", 3)]),
+        (settings(procs_per_node=9), devices(), [("processors", 4)]),
+        (settings(cpus=2), devices(), [("processors", 2)]),
+        (settings(concurrency=2), devices(), [("places", 1)]),
+        (settings(), devices("cuda", 8), [("GPUs", 8)]),
+        (settings(procs_per_node=2), devices("cuda", 8), [("GPUs", 2)]),
+        (settings(gpus=3), devices("cuda", 8), [("GPUs", 3)]),
+        (settings(gpus=3, cpus=2), devices("cuda", 8), [("GPUs", 3), ("processors", 2)]),
+        (settings(cpu_only=True), devices("cuda", 8), [("processors", 1)]),
+        (settings(gpus=1), devices(), [("GPUs", 1)]),
+        (settings(), devices("mps"), [("processors", 1)]),
+    ],
+)
+def test_what_a_job_takes(job: dict[str, object], machine: dict[str, object], expected: list[tuple[str, int]]) -> None:
+    assert [(want.what, want.count) for want in wanted(job, machine)] == expected
+
+
+def test_slots_are_held_by_one_and_come_back(tmp_path: Path) -> None:
+    def give_up(why: str) -> None:
+        raise TimeoutError(why)
+
+    wants = [Want(what="processors", count=2, of=["cpu-0", "cpu-1", "cpu-2"])]
+    first, second = Slots(tmp_path, "a"), Slots(tmp_path, "b")
+    assert first.acquire(wants, give_up) == [["cpu-0", "cpu-1"]]
+    with pytest.raises(TimeoutError, match="waits for 2 of this machine's 3 processors"):
+        second.acquire(wants, give_up)
+    assert Slots(tmp_path, "c").acquire([Want(what="processors", count=1, of=wants[0].of)], give_up) == [["cpu-2"]]
+    first.release()
+    assert second.acquire(wants, give_up) == [["cpu-0", "cpu-1"]]
+
+
+def test_one_at_a_time_in_the_order_of_submission(submit: Submit, project: Path) -> None:
+    one = {"concurrency": 1}
+    first = submit(HOLD, name="first.py", options=one)
+    until_printed(first, "has")
+    text = "import os, sys; open('order', 'a').write(os.environ['ACCEL_JOB_ID'] + '\\n')"
+    rest = [submit(text, options=one) for _ in range(5)]
+    assert {job.status().state for job in rest} == {State.QUEUED}
+    until(lambda: "waits for 1 of this machine's 1 places" in rest[0].status().message, "the reason of the first")
+    until(lambda: f"behind job {rest[0].id}" in rest[1].status().message, "the reason of the second")
+    (project / "go").touch()
+    for job in rest:
+        assert job.wait().state is State.SUCCEEDED
+    assert (project / "order").read_text().split() == [job.id for job in rest]
+
+
+def test_a_killed_job_s_place_and_ticket_come_free(submit: Submit, project: Path) -> None:
+    one = {"concurrency": 1}
+    holder = submit(HOLD, name="holder.py", options=one)
+    until_printed(holder, "has")
+    waiting = submit("print('never')", name="waiting.py", options=one)
+    last = submit("print('ran')", name="last.py", options=one)
+    until(lambda: f"behind job {waiting.id}" in last.status().message, "the last in line")
+    for job in (waiting, holder):
+        identities(job)["supervisor"].send(signal.SIGKILL)
+    assert last.wait(60).state is State.SUCCEEDED
+    assert printed(last) == "ran\n"
+    assert waiting.status().reason is Reason.LOST
+
+
+def test_each_job_gets_gpus_of_its_own(submit: Submit, project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_gpus(tmp_path, monkeypatch, ["GPU-aaaa", "GPU-bbbb", "GPU-cccc"])
+
+    def holding(name: str, gpus: int) -> Job:
+        # One process, whatever the number of GPUs: the program needs none, and there are none.
+        return submit(HOLD, name=name, gpus=gpus, procs_per_node=1)
+
+    two, one = holding("two.py", 2), holding("one.py", 1)
+    until_printed(two, "has")
+    until_printed(one, "has")
+    assert printed(two) == "has GPU-aaaa,GPU-bbbb\n"
+    assert printed(one) == "has GPU-cccc\n"
+    third = holding("third.py", 2)
+    until(lambda: "waits for 2 of this machine's 3 GPUs" in third.status().message, "a reason for waiting")
+    one.cancel()
+    assert third.status().state is State.QUEUED
+    two.cancel()
+    until_printed(third, "has")
+    assert printed(third) == "has GPU-aaaa,GPU-bbbb\n"
+    third.cancel()
