@@ -23,7 +23,15 @@ def gang(rounds: int) -> bool:
     """8 ranks. `accelerate launch --cpu` would start one, silently; `--multi_gpu` makes it start all 8 here."""
     ours = [str(BIN / "accel"), "launch", "--num_processes", str(RANKS)]
     torchrun = [str(BIN / "torchrun"), "--nproc_per_node", str(RANKS), "--master_port", PORT]
-    peer = [str(BIN / "accelerate"), "launch", "--multi_gpu", "--num_processes", str(RANKS), "--main_process_port", PORT]
+    peer = [
+        str(BIN / "accelerate"),
+        "launch",
+        "--multi_gpu",
+        "--num_processes",
+        str(RANKS),
+        "--main_process_port",
+        PORT,
+    ]
     measures = {
         "accel launch": _to_first_all_reduce([*ours, "--num_cpu_threads_per_process", "1"]),
         "torchrun": _to_first_all_reduce(torchrun),
@@ -42,7 +50,9 @@ def single(rounds: int) -> bool:
     measures = {
         "python script": wall([sys.executable, script]),
         "accel launch": wall([str(BIN / "accel"), "launch", "--num_processes", "1", script]),
-        "torchrun": lambda: wall(_with_port([str(BIN / "torchrun"), "--nproc_per_node", "1", "--master_port", PORT, script]))(),
+        "torchrun": lambda: wall(
+            _with_port([str(BIN / "torchrun"), "--nproc_per_node", "1", "--master_port", PORT, script])
+        )(),
         "accelerate launch": wall(peer),
     }
     bars = [Bar(ours="accel launch", base="python script", limit=1.15)]

@@ -40,7 +40,9 @@ def wall(command: list[str], env: Mapping[str, str] | None = None, cwd: str | No
 
     def measure() -> float:
         started = time.perf_counter()
-        done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=env and dict(env), cwd=cwd)
+        done = subprocess.run(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=env and dict(env), cwd=cwd
+        )
         taken = time.perf_counter() - started
         if done.returncode != 0:
             raise SystemExit(f"{command} failed:\n{done.stderr.decode(errors='replace')[-2000:]}")
@@ -60,7 +62,8 @@ def report(name: str, seconds: Mapping[str, list[float]], bars: list[Bar]) -> bo
     for bar in bars:
         ratio = medians[bar.ours] / medians[bar.base]
         met &= ratio <= bar.limit
-        print(f"  {bar.ours} / {bar.base} = {ratio:.2f} (at most {bar.limit:g}: {'met' if ratio <= bar.limit else 'MISSED'})")
+        verdict = "met" if ratio <= bar.limit else "MISSED"
+        print(f"  {bar.ours} / {bar.base} = {ratio:.2f} (at most {bar.limit:g}: {verdict})")
     _keep(name, seconds, medians, bars)
     return met
 
@@ -69,7 +72,11 @@ def _keep(name: str, seconds: Mapping[str, list[float]], medians: Mapping[str, f
     RESULTS.mkdir(exist_ok=True)
     facts = {
         "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "machine": {"cpus": len(os.sched_getaffinity(0)), "python": platform.python_version(), "system": platform.platform()},
+        "machine": {
+            "cpus": len(os.sched_getaffinity(0)),
+            "python": platform.python_version(),
+            "system": platform.platform(),
+        },
         "versions": _versions(),
         "seconds": {key: [round(value, 4) for value in values] for key, values in seconds.items()},
         "ratios": {f"{bar.ours} / {bar.base}": round(medians[bar.ours] / medians[bar.base], 3) for bar in bars},

@@ -28,6 +28,8 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 _LINE_BEGINS = '{"schema":'
+# Ends a torn line so that it is no record, even where all but its newline had been written.
+_VOID = b"~\n"
 _FOREIGN_LOCK_STALE_S = 600.0
 
 
@@ -196,7 +198,7 @@ def _parse_line(line: str) -> dict[str, Any] | None:
 
 
 def _is_fragment(line: str) -> bool:
-    return line.isascii() and _LINE_BEGINS.startswith(line[: len(_LINE_BEGINS)])
+    return line.isascii() and _LINE_BEGINS.startswith(line.rstrip("~")[: len(_LINE_BEGINS)])
 
 
 def append_line(
@@ -220,7 +222,7 @@ def append_line(
             if row is None:
                 return records, False
             whole = {"schema": SCHEMA, **row, **({"torn_before": True} if torn else {})}
-            ending = b"\n" if raw and not raw.endswith(b"\n") else b""
+            ending = _VOID if raw and not raw.endswith(b"\n") else b""
             _append(fd, len(raw), ending + encode(whole, path) + b"\n")
             return [*records, whole], True
     except OSError as error:

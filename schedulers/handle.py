@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from .errors import SubmitError, Unreachable
+from .errors import SpecError, SubmitError, Unreachable
 from .following import Pause, follow, read_once
 from .job import Cursor, JobSpec, LogLine, Resources, Retry, State, Status
 from .polling import absorb, cut_off, poll_all, restore
@@ -182,7 +182,7 @@ class Job:
         *,
         follow: bool = False,
         ranks: Collection[int] | None = None,
-        since: Cursor | str | None = None,
+        since: Cursor | str | float | None = None,
         tail: int | None = None,
     ) -> Iterator[LogLine]:
         """The lines that there are; with `follow`, also those to come, each exactly once and whole.
@@ -191,7 +191,8 @@ class Job:
         asked; without `follow` that raises Unreachable.
 
         ranks: only these ranks (the launcher's own lines then are left out).
-        since: a cursor, or its text: only what comes after it.
+        since: a cursor, or its text: only what comes after it; or a time in seconds since the epoch, to the second.
+               Raises SpecError for a time where the target does not know when its lines were written.
         tail:  of the lines that there are now, only the last so many of each rank.
         """
         return self._logs(follow, ranks, since, tail, None)
@@ -287,7 +288,7 @@ class Job:
         *,
         follow: bool = False,
         ranks: Collection[int] | None = None,
-        since: Cursor | str | None = None,
+        since: Cursor | str | float | None = None,
         tail: int | None = None,
     ) -> AsyncIterator[LogLine]:
         """`logs`, in a thread, which ends within a second of this being closed."""
@@ -325,15 +326,28 @@ class Job:
         self,
         following: bool,
         ranks: Collection[int] | None,
-        since: Cursor | str | None,
+        since: Cursor | str | float | None,
         tail: int | None,
         stop: Event | None,
     ) -> Iterator[LogLine]:
-        cursor = Cursor.parse(str(since)) if since is not None else Cursor()
+        cursor = self.cursor(since)
         if not following:
             self.record.reload()
             return read_once(self.read_logs, cursor, ranks, tail)
         return follow(self, cursor, ranks, tail, Pause(stop, None))
+
+    def cursor(self, since: Cursor | str | float | None) -> Cursor:
+        """The place in the logs that `since` means, as for `logs`. Raises SpecError."""
+        if not isinstance(since, (int, float)):
+            return Cursor.parse(str(since)) if since is not None else Cursor()
+        from .target import Dated
+
+        target = self.waiting_target()
+        if target is None or self.native_id is None:
+            return Cursor()
+        if not isinstance(target, Dated):
+            raise SpecError(f"target {self.target} does not know when lines were written; give a cursor (logs --json)")
+        return target.cursor_at(self.native_id, since)
 
     def read_logs(self, since: Cursor) -> Iterator[LogLine]:
         target = self.waiting_target()

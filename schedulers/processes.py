@@ -1,4 +1,4 @@
-"""Processes by identity instead of by number, and how to end all of them. Used on nodes: by supervisors and launcher."""
+"""Processes by identity instead of by number, and how to end all of them. Used on a node."""
 
 from __future__ import annotations
 
@@ -103,12 +103,8 @@ class _Opened:
 
 def _started(pid: int) -> str | None:
     if sys.platform == "linux":
-        try:
-            with open(f"/proc/{pid}/stat", "rb") as file:
-                fields = file.read().rpartition(b")")[2].split()
-        except OSError:
-            return None
-        return None if fields[0] in b"ZX" else f"{_boot()}.{fields[19].decode()}"
+        fields = _stat(pid)
+        return None if fields is None or fields[0] in b"ZX" else f"{_boot()}.{fields[19].decode()}"
     import psutil
 
     try:
@@ -167,26 +163,28 @@ def _prctl(option: int, value: int) -> None:
 
 def descendants(pid: int) -> list[int]:
     """Every live process below `pid`, itself not included."""
-    import psutil
-
-    try:
-        below = psutil.Process(pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
-    return [process.pid for process in below if _started(process.pid) is not None]
+    children: dict[int, list[_Row]] = {}
+    for row in _table():
+        children.setdefault(row.parent, []).append(row)
+    below: list[int] = []
+    ahead = [pid]
+    while ahead:
+        for row in children.get(ahead.pop(), ()):
+            ahead.append(row.pid)
+            if row.alive:
+                below.append(row.pid)
+    return below
 
 
 def in_sessions(sessions: Iterable[int]) -> list[int]:
     """Every live process of these sessions. A session outlives its leader, and its number is not given out again."""
     wanted = set(sessions)
-    return [pid for pid in _pids() if _session(pid) in wanted and _started(pid) is not None]
+    return [row.pid for row in _table() if row.alive and row.session in wanted] if wanted else []
 
 
 def with_variable(name: str, value: str) -> list[int]:
     """Every live process that was started (by exec) with `name=value` in its environment."""
-    import psutil
-
-    return [pid for pid in _pids() if _variable(psutil, pid, name) == value and _started(pid) is not None]
+    return [row.pid for row in _table() if row.alive and _has_variable(row.pid, name, value)]
 
 
 def end_all(find: Callable[[], Iterable[int]], *, grace_s: float, reap: Callable[[], object] = lambda: None) -> None:
@@ -212,21 +210,57 @@ def _kill(pid: int, signum: int) -> None:
         return
 
 
-def _pids() -> Iterator[int]:
+@dataclass(frozen=True)
+class _Row:
+    """One line of the system's process table."""
+
+    pid: int
+    parent: int
+    session: int
+    alive: bool
+
+
+def _table() -> Iterator[_Row]:
+    if sys.platform != "linux":
+        yield from _table_by_psutil()
+        return
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            fields = _stat(int(name))
+            if fields is not None:
+                yield _Row(int(name), int(fields[1]), int(fields[3]), fields[0] not in b"ZX")
+
+
+def _table_by_psutil() -> Iterator[_Row]:
     import psutil
 
-    yield from psutil.pids()
+    for process in psutil.process_iter():
+        try:
+            alive = process.status() != psutil.STATUS_ZOMBIE
+            yield _Row(process.pid, process.ppid(), os.getsid(process.pid), alive)
+        except (psutil.Error, OSError):
+            continue
 
 
-def _session(pid: int) -> int | None:
+def _stat(pid: int) -> list[bytes] | None:
+    """The fields of /proc/PID/stat from the third, the state, on (https://man7.org/linux/man-pages/man5/proc.5.html)."""
     try:
-        return os.getsid(pid)
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()
     except OSError:
         return None
 
 
-def _variable(psutil: object, pid: int, name: str) -> str | None:
+def _has_variable(pid: int, name: str, value: str) -> bool:
+    if sys.platform != "linux":
+        import psutil
+
+        try:
+            return bool(psutil.Process(pid).environ().get(name) == value)
+        except (psutil.Error, OSError):
+            return False
     try:
-        return psutil.Process(pid).environ().get(name)  # type: ignore[attr-defined, no-any-return]
-    except (OSError, psutil.Error):  # type: ignore[attr-defined]
-        return None
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            return os.fsencode(f"{name}={value}") in file.read().split(b"\0")
+    except OSError:
+        return False

@@ -115,8 +115,12 @@ class Record:
         """Adds a note to events.jsonl; the status stays. Raises StoreError when it is not on the disk."""
         if name in ("submitting", "status"):
             raise ValueError(f"{name} is an event of the store's own; use update()")
-        rows, _ = disk.append_line(self._events, lambda _: {"event": name, "at": time.time(), **data})
-        self._read(rows)
+
+        def decide(rows: list[dict[str, Any]]) -> dict[str, Any]:
+            self._read(rows)  # nothing is added to what makes no sense
+            return {"event": name, "at": time.time(), **data}
+
+        self._read(disk.append_line(self._events, decide)[0])
 
     def update(self, status: Status, native_id: str | None = None) -> Status:
         """Records what a backend answered and returns the status in force, which is not `status` when that is

@@ -94,6 +94,14 @@ class Waits(Protocol):
         """Returns when the job may have reached a final state, or after `timeout_s` seconds."""
 
 
+@runtime_checkable
+class Dated(Protocol):
+    """A target that knows when its log lines were written."""
+
+    def cursor_at(self, native_id: str, when: float) -> Cursor:
+        """Where the log streams stood `when` (seconds since the epoch), to the second."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class TargetContext:
     """What a target is made with: its name in `accel.yaml`, its validated options, and where job directories are."""
@@ -128,7 +136,9 @@ def load_kind(kind: str, where: str = "--target") -> type[Any]:
 
     path = BUILT_IN.get(kind) or kinds().get(kind)
     if path is None:
-        raise UnknownTarget(f"{where}: no kind of target {kind!r}{nearest(kind, kinds())} (kinds: {', '.join(kinds())})")
+        raise UnknownTarget(
+            f"{where}: no kind of target {kind!r}{nearest(kind, kinds())} (kinds: {', '.join(kinds())})"
+        )
     module, _, name = path.partition(":")
     try:
         loaded = getattr(importlib.import_module(module), name)

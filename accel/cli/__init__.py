@@ -8,6 +8,7 @@ Data and job ids go to stdout, everything else for people to stderr. `accel.cli.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Sequence
@@ -45,7 +46,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = sys.argv[1:] if argv is None else argv  # `list` would be the command of that name, once it is imported
     _make_output_safe()
+    # `launch` may go on as the user's program, and a caller with words of its own goes on as itself.
+    whole_process = argv is None and words[:1] != ["launch"]
     try:
+        if whole_process:
+            _collect_rarely()
         code = _dispatch(words)
         sys.stdout.flush()
         return code
@@ -56,6 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return exits.BROKEN_PIPE
     except Exception as error:
         return _report(error)
+    finally:
+        if whole_process:
+            gc.freeze()  # the interpreter would search all there is for cycles once more, 10 ms long, before it ends
 
 
 def _dispatch(words: Sequence[str]) -> int:
@@ -128,6 +136,11 @@ def _report(error: Exception) -> int:
         _forget_output()
     print(f"{where}: {' '.join(str(error).splitlines())}", file=sys.stderr)
     return code
+
+
+def _collect_rarely() -> None:
+    """A fifth of a short command's time would go into collecting while modules load, and nothing would be found."""
+    gc.set_threshold(100_000, *gc.get_threshold()[1:])
 
 
 def _make_output_safe() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 SUMMARY = "Run a script here and now, one process per accelerator"
@@ -17,7 +16,7 @@ EXAMPLES = """\
 def run_argv(argv: Sequence[str]) -> int:
     """Parses `accel launch`'s own flags; everything from the program on is the program's. Returns its exit code."""
     from accel.launch.errors import LaunchError
-    from accel.launch.node import launch, plan
+    from accel.launch.node import launch, plan, say
     from accel.launch.options import add_arguments
     from accel.launch.worker import Program
 
@@ -35,5 +34,5 @@ def run_argv(argv: Sequence[str]) -> int:
     try:
         return launch(plan(vars(args), program))
     except LaunchError as error:
-        print(f"accel launch: {error}", file=sys.stderr)
+        say(f"accel launch: {error}")
         return 1

@@ -4,7 +4,8 @@ stdout gets exactly the bytes that the ranks wrote, behind a `[rank N] ` at the 
 several. What `accel launch` itself said, such as its report of a failure, goes to stderr.
 
 --json  a line each: {"rank", "attempt", "stream", "text", "cursor"}; "rank" is null for the launcher. A line that is
-        not UTF-8 also has "base64", its exact bytes. `--since CURSOR` goes on exactly after the line with that cursor.
+        not UTF-8 also has "base64", its exact bytes. `--since CURSOR` goes on exactly after the line with that cursor;
+        `--since 10m` gives what was written in the last ten minutes.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 EXAMPLES = """\
   accel logs -f @last
   accel logs --rank 0 --tail 20 1k2m
+  accel logs --since 10m @last
   accel logs --json 1k2m | jq -r .text"""
 
 
@@ -28,10 +30,21 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("job", metavar="JOB", help="an id, a unique prefix of one, or @last")
     parser.add_argument("-f", "--follow", action="store_true", help="go on until the job has ended")
     parser.add_argument("--rank", metavar="N", type=values.whole, action="append", help="only this rank; repeatable")
-    parser.add_argument("--since", metavar="CURSOR", help="only what follows a cursor, as --json gives it")
+    parser.add_argument(
+        "--since", metavar="WHEN", type=_since, help="only the last 10m, 2h, …; or what follows a cursor of --json"
+    )
     parser.add_argument("--tail", metavar="N", type=values.whole, help="only the last N lines of each rank so far")
     parser.add_argument("--no-prefix", action="store_true", help="never put [rank N] before a line")
     parser.add_argument("--json", action="store_true", help="answer in JSON, a line each, with cursors")
+
+
+def _since(text: str) -> str | float:
+    """A cursor as it is; a duration as the moment that long ago, in seconds since the epoch."""
+    if "=" in text:
+        return text
+    import time
+
+    return time.time() - values.duration(text)
 
 
 def run(args: Namespace) -> int:
@@ -41,9 +54,10 @@ def run(args: Namespace) -> int:
 
     job = find(args.job)
     prefix = False if args.no_prefix else has_many_ranks(job, args.rank)
-    printer = LogPrinter(prefix=prefix, json=args.json, since=args.since, flush=args.follow)
+    since = job.cursor(args.since)
+    printer = LogPrinter(prefix=prefix, json=args.json, since=since, flush=args.follow)
     try:
-        printer.print(job.logs(follow=args.follow, ranks=args.rank, since=args.since, tail=args.tail))
+        printer.print(job.logs(follow=args.follow, ranks=args.rank, since=since, tail=args.tail))
     except KeyboardInterrupt:
         if args.follow:
             say_how_to_stop(job)

@@ -11,7 +11,7 @@ from .output import note
 
 if TYPE_CHECKING:
     from schedulers.handle import Job
-    from schedulers.job import LogLine
+    from schedulers.job import Cursor, LogLine
 
 
 class LogPrinter:
@@ -22,13 +22,13 @@ class LogPrinter:
     json:   all lines as JSON on stdout, each with the cursor from which reading goes on after it.
     """
 
-    def __init__(self, *, prefix: bool | None, json: bool, since: str | None, flush: bool) -> None:
+    def __init__(self, *, prefix: bool | None, json: bool, since: Cursor | None, flush: bool) -> None:
         from schedulers.job import Cursor
 
         self._prefix = prefix
         self._json = json
         self._flush = flush
-        self._cursor = Cursor.parse(since or "")
+        self._cursor = Cursor.parse(str(since or ""))
         self._unended = False
 
     def print(self, lines: Iterable[LogLine]) -> None:

@@ -57,9 +57,12 @@ def run_argv(argv: Sequence[str]) -> int:
 
 
 def _show_plan(spec: JobSpec, args: Namespace) -> int:
-    from schedulers.handle import dry_run
+    # The two lines of `schedulers.dry_run`, without its module: that of handles on jobs, which a dry run has none of.
+    from schedulers.store import Store
+    from schedulers.submitting import prepare
 
-    plan = dry_run(spec, args.target, DRY_RUN_ID)
+    resolved, spec = prepare(spec, args.target, Store.default(), start=None)
+    plan = resolved.target.plan(spec, DRY_RUN_ID)
     if args.json:
         print_json(plan.to_json())
     else:

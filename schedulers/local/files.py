@@ -1,11 +1,11 @@
 """What a local job keeps in its directory beside the store's own files.
 
-    local/settings.json     the supervisor's instructions, as planned
-    local/supervisor        the supervisor's identity; held under a lock while it lives
-    local/launcher          the identity of `accel launch`
-    local/progress.json     what the supervisor is doing, for people: waiting for what, running since when
-    exit.json               how it ended: written once, whole or not at all
-    logs/                   see `schedulers.logfiles`; and launch.jsonl, in which `accel launch` tells of attempts
+local/settings.json     the supervisor's instructions, as planned
+local/supervisor        the supervisor's identity; held under a lock while it lives
+local/launcher          the identity of `accel launch`
+local/progress.json     what the supervisor is doing, for people: waiting for what, running since when
+exit.json               how it ended: written once, whole or not at all
+logs/                   see `schedulers.logfiles`; and launch.jsonl, in which `accel launch` tells of attempts
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
+import functools
 import os
 import select
 import signal
@@ -21,12 +22,14 @@ from typing import Any, NoReturn
 
 from ..errors import SchedulerError
 from ..job import Reason, State, Status
+from ..logfiles import Clock
 from ..processes import Identity, adopt_orphans, descendants, die_with_parent, end_all
 from ..store import Store
 from .files import JobFiles
 from .slots import Slots, Want
 
 _KILL_ALLOWANCE_S = 6.0
+_NOTE_S = 1.0
 
 
 class Cancelled(Exception):
@@ -42,6 +45,7 @@ class Supervisor:
         home = files.directory.parent.parent
         self._record = Store(home).record(self._settings["job_id"])
         self._slots = Slots(home, self._settings["job_id"])
+        self._clock = Clock(files.logs)
         self._cancelled = False
         self._waiting = False
         self._woken, waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -68,7 +72,9 @@ class Supervisor:
         except Exception as error:  # a defect of ours must not lose the job
             traceback.print_exc()
             where = self._files.logs / "supervisor.txt"
-            status = Status(state=State.FAILED, reason=Reason.SETUP, message=f"defect in accel: {error!r} (see {where})")
+            status = Status(
+                state=State.FAILED, reason=Reason.SETUP, message=f"defect in accel: {error!r} (see {where})"
+            )
         self._finish(status)
         return status
 
@@ -117,7 +123,9 @@ class Supervisor:
         env["ACCEL_JOB_DIR"] = str(self._files.directory)
         return env
 
+    @functools.cached_property
     def _directory(self) -> Path:
+        """Where the program runs; unpacked, where there is a snapshot, when it is first asked for."""
         code = Path(self._settings["code"])
         packed = self._files.read("local/snapshot")
         if packed is not None:
@@ -125,14 +133,17 @@ class Supervisor:
 
             code = self._files.directory / "code"
             snapshot.unpack(Path(packed), code)
-        return code / self._settings["workdir"]
+        return code / str(self._settings["workdir"])
 
     def _set_up(self, visible: dict[str, str]) -> Status | None:
         """Runs the setup commands; the final status if one fails."""
+        env = self._environment(visible)
         for argv in self._settings["setup"]:
             with open(self._files.logs / "setup.log", "ab") as log:
-                ended = self._watch(subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                                                     cwd=self._directory(), env=self._environment(visible)), None)  # fmt: skip
+                command = subprocess.Popen(
+                    argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=self._directory, env=env
+                )
+            ended = self._watch(command, None)
             if ended != 0:
                 message = f"the setup command {argv[0]!r} failed with exit code {ended}"
                 return Status(state=State.FAILED, reason=Reason.SETUP, exit_code=_as_exit_code(ended), message=message)
@@ -140,7 +151,7 @@ class Supervisor:
 
     def _launch(self, visible: dict[str, str]) -> Status:
         command = self._settings["command"]
-        directory, env, own_pid = self._directory(), self._environment(visible), os.getpid()
+        directory, env, own_pid = self._directory, self._environment(visible), os.getpid()
         with open(self._files.logs / "node-0.log", "ab") as log:
             launcher = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=directory, env=env,
@@ -169,8 +180,9 @@ class Supervisor:
             if kill_at is not None and now >= kill_at:
                 process.kill()
             until = kill_at if kill_at is not None else limit
-            select.select([self._woken], [], [], None if until is None else max(0.01, until - now))
+            select.select([self._woken], [], [], _NOTE_S if until is None else max(0.01, min(_NOTE_S, until - now)))
             self._drain()
+            self._clock.note()
         return code
 
     def _drain(self) -> None:
@@ -242,7 +254,9 @@ def wanted(settings: dict[str, Any], devices: dict[str, Any]) -> list[Want]:
         wants.append(Want(what="processors", count=settings["cpus"], of=processors))
     elif not wants and settings["concurrency"] is None:
         # More processes than processors is slow and not wrong: such a job takes the whole machine.
-        wants.append(Want(what="processors", count=min(settings["procs_per_node"] or 1, len(processors)), of=processors))
+        wants.append(
+            Want(what="processors", count=min(settings["procs_per_node"] or 1, len(processors)), of=processors)
+        )
     if settings["concurrency"] is not None:
         places = [f"place-{number}" for number in range(settings["concurrency"])]
         wants.append(Want(what="places", count=1, of=places))

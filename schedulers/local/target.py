@@ -105,6 +105,9 @@ class LocalTarget:
         complete = files.exit() is not None or not _alive(files)
         yield from logfiles.read(files.logs, since, complete=complete)
 
+    def cursor_at(self, native_id: str, when: float) -> Cursor:
+        return logfiles.cursor_at(JobFiles(self._jobs / native_id).logs, when)
+
     def cancel(self, native_id: str) -> None:
         """Tells the supervisor, which ends the job in order: SIGTERM, the job's grace, SIGKILL."""
         import signal
@@ -142,21 +145,25 @@ class LocalTarget:
         files.write("local/snapshot", str(packed.path))
 
     def _status(self, files: JobFiles) -> Status | None:
-        for _ in range(2):
-            ended = files.exit()
-            if ended is not None:
-                return ended
-            supervisor = files.supervisor()
-            if supervisor is None:
-                return None
-            if supervisor.alive():
-                return files.progress()
-            # Dead, perhaps after writing its result just now: look once more.
+        supervisor = files.supervisor()
+        alive = supervisor is not None and supervisor.alive()
+        # In this order: one that was alive before its result was looked for, and had none, was at work.
+        ended = files.exit()
+        if ended is not None:
+            return ended
+        if supervisor is None:
+            return None
+        if alive:
+            return files.progress()
         launcher = files.launcher()
         now = time.time()
         if launcher is not None and launcher.alive():
-            return Status(state=State.RUNNING, message="its supervisor has died; the ranks are being ended", observed_at=now)
-        message = f"its supervisor (process {supervisor.pid}) was killed, or the machine restarted, and it left no result"
+            return Status(
+                state=State.RUNNING, message="its supervisor has died; the ranks are being ended", observed_at=now
+            )
+        message = (
+            f"its supervisor (process {supervisor.pid}) was killed, or the machine restarted, and it left no result"
+        )
         return Status(state=State.FAILED, reason=Reason.LOST, message=message, attempt=files.attempt(), observed_at=now)
 
 
@@ -184,7 +191,9 @@ def _check(spec: JobSpec) -> None:
         if kind not in _SECRET_KINDS:
             raise SpecError(f"--secret {name}: the local target reads env:NAME and file:PATH, not {kind}:…")
     if spec.resources.accelerator is not None:
-        raise SpecError("the local target has the accelerators that this machine has; --accelerator needs another target")
+        raise SpecError(
+            "the local target has the accelerators that this machine has; --accelerator needs another target"
+        )
 
 
 def _warnings(spec: JobSpec) -> tuple[str, ...]:

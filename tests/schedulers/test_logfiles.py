@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schedulers import Cursor, LogLine
-from schedulers.logfiles import read
+from schedulers.logfiles import Clock, cursor_at, read
 
 BYTES = st.lists(
     st.sampled_from([b"a", b"\n", b"\r", b"\r\n", b"\xc3", b"\xa9", b"\xff", b"word ", "é".encode(), "🏖".encode()]),
@@ -82,3 +83,26 @@ def test_ranks_and_attempts_in_order_and_the_launcher_last(tmp_path: Path) -> No
 def _fresh(factory: object) -> Path:
     directory: Path = factory.mktemp("logs")  # type: ignore[attr-defined]
     return directory
+
+
+def test_lines_are_found_by_the_time_they_were_written(tmp_path: Path) -> None:
+    path = tmp_path / "rank-0.a0.log"
+    clock = Clock(tmp_path)
+    times = [time.time()]
+    for chunk in (b"one\ntw", b"o\n", b"three\nfour"):
+        with path.open("ab") as file:
+            file.write(chunk)
+        clock.note()
+        times.append(time.time())
+
+    def since(when: float) -> list[str]:
+        return [line.text for line in read(tmp_path, cursor_at(tmp_path, when), complete=True)]
+
+    assert since(times[0]) == ["one\n", "two\n", "three\n", "four"]
+    assert since(times[1]) == ["two\n", "three\n", "four"]
+    assert since(times[2]) == ["three\n", "four"]
+    assert since(times[3]) == ["four"]
+
+
+def test_the_time_of_a_job_that_never_wrote(tmp_path: Path) -> None:
+    assert cursor_at(tmp_path, time.time()) == Cursor()

@@ -14,7 +14,6 @@ import pytest
 import schedulers
 from schedulers import Job
 from schedulers.processes import Identity, descendants
-from schedulers.store import Store
 
 Submit = Callable[..., Job]
 

@@ -8,13 +8,17 @@ from pathlib import Path
 import pytest
 
 from schedulers import Job, Reason, State
-from schedulers.local.supervisor import wanted
 from schedulers.local.slots import Slots, Want
+from schedulers.local.supervisor import wanted
 from tests.nvml import fake_gpus
 
 from .conftest import Submit, identities, printed, until, until_printed
 
-HOLD = "import os, time\nprint('has', os.environ.get('CUDA_VISIBLE_DEVICES'), flush=True)\nwhile not os.path.exists('go'): time.sleep(0.01)"
+HOLD = """
+import os, time
+print("has", os.environ.get("CUDA_VISIBLE_DEVICES"), flush=True)
+while not os.path.exists("go"): time.sleep(0.01)
+"""
 
 
 def devices(kind: str = "cpu", ids: int = 1, cpus: int = 4) -> dict[str, object]:
@@ -89,7 +93,7 @@ def test_a_killed_job_s_place_and_ticket_come_free(submit: Submit, project: Path
     assert waiting.status().reason is Reason.LOST
 
 
-def test_each_job_gets_gpus_of_its_own(submit: Submit, project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_job_gets_gpus_of_its_own(submit: Submit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_gpus(tmp_path, monkeypatch, ["GPU-aaaa", "GPU-bbbb", "GPU-cccc"])
 
     def holding(name: str, gpus: int) -> Job:

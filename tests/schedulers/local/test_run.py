@@ -13,6 +13,7 @@ import pytest
 import schedulers
 from schedulers import Reason, SpecError, State, SubmitError
 from schedulers.local.target import LocalOptions, LocalTarget
+from schedulers.record import Record
 from schedulers.target import TargetContext
 
 from .conftest import Submit, of_job, printed, until, until_printed
@@ -109,11 +110,11 @@ def test_nothing_of_a_job_is_left_when_it_has_ended(submit: Submit) -> None:
 
 def test_setup_runs_first_and_its_failure_is_the_job_s(home: Path, project: Path) -> None:
     (project / "train.py").write_text("print(open('made').read())")
-    base = {"code": str(project), "argv": ("train.py",)}
-    good = schedulers.submit_spec(
-        schedulers.JobSpec(**base, setup=((sys.executable, "-c", "open('made', 'w').write('by setup')"),)), "local"
+    make = (sys.executable, "-c", "open('made', 'w').write('by setup')")
+    good, bad = (
+        schedulers.submit_spec(schedulers.JobSpec(argv=("train.py",), code=str(project), setup=(setup,)), "local")
+        for setup in (make, ("false",))
     )
-    bad = schedulers.submit_spec(schedulers.JobSpec(**base, setup=(("false",),)), "local")
     assert good.wait().state is State.SUCCEEDED
     assert printed(good) == "by setup\n"
     status = bad.wait()
@@ -198,7 +199,7 @@ def test_more_gpus_than_there_are(submit: Submit) -> None:
     with pytest.raises(SubmitError, match=r"--gpus 1000: this machine shows \d+"):
         submit("", gpus=1000)
     [record] = schedulers.list_jobs()
-    assert isinstance(record, schedulers.store.Record)
+    assert isinstance(record, Record)
     assert record.status.state is State.FAILED
 
 

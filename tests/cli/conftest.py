@@ -1,0 +1,80 @@
+"""The command line as people use it: a process of its own, a home of its own, the real local target."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Accel:
+    """Runs `accel` in `here`, with its store in `home`."""
+
+    here: Path
+    home: Path
+
+    def start(self, *argv: str, **env: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            self.command(*argv),
+            cwd=self.here,
+            env=self.env(**env),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+
+    def __call__(self, *argv: str, code: int = 0, **env: str) -> str:
+        """What `accel argv` prints, after checking that it exits with `code`."""
+        done = self.finish(*argv, **env)
+        assert done.returncode == code, done.stderr.decode()
+        assert b"accel/cli/" not in done.stderr  # as a traceback of our own would say; a job's is its report
+        return done.stdout.decode()
+
+    def finish(self, *argv: str, **env: str) -> subprocess.CompletedProcess[bytes]:
+        return subprocess.run(
+            self.command(*argv),
+            cwd=self.here,
+            env=self.env(**env),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=120,
+            check=False,
+        )
+
+    def script(self, text: str, name: str = "train.py") -> str:
+        (self.here / name).write_text(text)
+        return name
+
+    def command(self, *argv: str) -> list[str]:
+        return [sys.executable, "-m", "accel", *argv]
+
+    def env(self, **more: str) -> dict[str, str]:
+        return {
+            "PATH": os.environ["PATH"],
+            "PYTHONPATH": str(ROOT),
+            "ACCEL_HOME": str(self.home),
+            "ACCEL_CONFIG_HOME": str(self.home / "no-config"),
+            "LANG": "C.UTF-8",
+        } | more
+
+
+@pytest.fixture
+def accel(tmp_path: Path) -> Iterator[Accel]:
+    here = tmp_path / "it's a; $(dir)\n"
+    here.mkdir()
+    runner = Accel(here=here, home=tmp_path / "home")
+    yield runner
+    if runner.home.is_dir():  # a test that failed half way leaves no job behind
+        jobs = json.loads(runner("list", "--all", "--json"))["jobs"]
+        live = [job["id"] for job in jobs if job["state"] in ("submitting", "queued", "running")]
+        if live:
+            runner.finish("cancel", *live)

@@ -1,0 +1,103 @@
+"""The table of commands, their help, and what a mistake on the command line looks like."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from accel.cli import COMMANDS, exits, main
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help_with_examples(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([name, "--help"])
+    assert end.value.code == exits.OK
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"usage: accel {name}")
+    assert f"\n  accel {name}" in shown
+    assert "--json" in shown or name == "launch"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_commands_module_says_what_the_table_says(name: str) -> None:
+    path, summary = COMMANDS[name]
+    module = importlib.import_module(path)
+    assert getattr(module, "SUMMARY", summary) == summary
+    assert hasattr(module, "run_argv") or (hasattr(module, "run") and hasattr(module, "add_arguments"))
+
+
+def test_help_lists_every_command_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == exits.OK
+    shown = capsys.readouterr().out
+    assert sorted(re.findall(r"^  (\w+) +[A-Z]", shown, re.MULTILINE)) == sorted(COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["sumbit"], "accel: unknown command 'sumbit'; did you mean 'submit'? (accel --help lists them)"),
+        (["train.py"], "accel: 'train.py' is not a command; to run a script: accel submit train.py"),
+        (["--target", "x"], "accel: unknown option '--target'; options follow the command: accel COMMAND [OPTIONS]"),
+        (["submit", "--node", "2", "x"], "accel submit: unknown option '--node'; did you mean '--nodes'?"),
+        (["submit", "--nodes", "two", "x"], "accel submit: --nodes: not a whole number: 'two'"),
+        (["submit", "--json"], "accel submit: nothing to run: give a script, -m MODULE, or --no-python COMMAND"),
+        (["submit", "--follow", "--detach", "x"], "accel submit: --detach: not allowed with --follow"),
+        (["submit", "--dry-run", "--follow", "x"], "accel submit: --dry-run runs nothing that --follow could follow"),
+        (["submit", "--env", "A=1", "--env", "A=2", "--no-python", "x"], "accel submit: --env gives A twice"),
+        (["submit", "--code", "/nowhere", "x.py"], "accel submit: --code: no directory /nowhere"),
+        (["list", "--state", "runing"], "accel list: --state: invalid choice: 'runing'"),
+        (["status"], "accel status: the following arguments are required: JOB"),
+        (["wait", "--timeout", "soon", "x"], "accel wait: --timeout: not a duration: 'soon'"),
+        (["prune"], "accel prune: say which jobs: --older-than TIME, --keep N, or JOB"),
+        (["prune", "--keep", "3", "x"], "accel prune: name jobs, or give --older-than and --keep: not both"),
+    ],
+)
+def test_a_wrong_line_is_one_line_and_exit_2(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(argv) == exits.USAGE
+    shown = capsys.readouterr()
+    assert shown.err.startswith(message)
+    assert shown.err.count("\n") == 1
+    assert shown.out == ""
+
+
+def test_a_script_that_is_not_there_is_named_with_its_whole_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["submit", "--dry-run", "tain.py", "--lr", "1"]) == exits.ERROR
+    assert f"accel: no script at {tmp_path.resolve()}/tain.py: it does not exist" in capsys.readouterr().err
+
+
+def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCEL_DEBUG", "1")
+    with pytest.raises(Exception, match="unknown command"):
+        main(["sumbit"])
+
+
+@pytest.mark.parametrize("line", ["--help", "submit --help", "list", "submit --dry-run --no-python true"])
+def test_what_is_typed_often_imports_nothing_heavy(line: str, tmp_path: Path) -> None:
+    """torch and SDKs by rule; the others because each costs about as much time as a Python start."""
+    heavy = {"torch", "numpy", "rich", "yaml", "msgspec", "asyncio", "psutil", "importlib.metadata", "shutil"}
+    report = (
+        "import sys, accel.cli; code = accel.cli.main(sys.argv[1:]);"
+        "print(*sorted(sys.modules), file=sys.stderr); sys.exit(code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", report, *shlex.split(line)],
+        cwd=ROOT,
+        env={"PATH": os.environ["PATH"], "ACCEL_HOME": str(tmp_path), "ACCEL_CONFIG_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert heavy.isdisjoint(done.stderr.split())

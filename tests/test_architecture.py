@@ -1,0 +1,95 @@
+"""The directions of imports that the design promises, and what starting the command may load."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+TARGETS = {"local", "ssh", "slurm", "kubernetes", "tpu", "sagemaker"}
+
+# What `accel/launch` may read of the other package: where the node stands, and how processes are named and ended.
+READ_BY_LAUNCH = {"schedulers.topology", "schedulers.processes", "schedulers.errors"}
+
+OPTIONAL = set("torch numpy safetensors submitit fabric paramiko kubernetes boto3 sagemaker deepspeed".split())
+
+
+def modules(package: str) -> Iterator[tuple[str, Path]]:
+    for path in sorted((ROOT / package).rglob("*.py")):
+        yield ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"), path
+
+
+def imports(module: str, path: Path, *, at_top: bool = False) -> set[str]:
+    """The absolute names that a module imports; only those that run when it is imported, with `at_top`."""
+    tree = ast.parse(path.read_text())
+    found: set[str] = set()
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    for node in _reached(tree) if at_top else ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            name = ".".join([*base, *(node.module or "").split(".")]).strip(".")
+            found |= {name} if node.module else {f"{name}.{alias.name}" for alias in node.names}
+    return found
+
+
+def _reached(tree: ast.AST) -> Iterator[ast.AST]:
+    """Every node that runs on import: not the bodies of functions, nor what only a type checker reads."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            continue
+        yield node
+        yield from _reached(node)
+
+
+def test_schedulers_knows_neither_accel_nor_torch() -> None:
+    for module, path in modules("schedulers"):
+        roots = {name.partition(".")[0] for name in imports(module, path)}
+        assert not roots & {"accel", "torch"}, module
+
+
+def test_only_the_command_line_and_the_launcher_reach_from_accel_into_schedulers() -> None:
+    for module, path in modules("accel"):
+        reached = {name for name in imports(module, path) if name.partition(".")[0] == "schedulers"}
+        if module.startswith("accel.cli"):
+            continue
+        if module == "accel":  # `accel.submit` and the nouns beside it: a lazy table, nothing more
+            assert not {name for name in imports(module, path, at_top=True) if name.startswith("schedulers")}
+            continue
+        allowed = READ_BY_LAUNCH if module.startswith("accel.launch") else set()
+        assert reached <= allowed, module
+
+
+def test_no_target_knows_another() -> None:
+    for module, path in modules("schedulers"):
+        parts = module.split(".")
+        if len(parts) > 1 and parts[1] in TARGETS:
+            others = {f"schedulers.{name}" for name in TARGETS - {parts[1]}}
+            assert not {name for name in imports(module, path) if ".".join(name.split(".")[:2]) in others}, module
+
+
+def test_optional_packages_are_not_imported_on_the_way_to_a_submit() -> None:
+    for module, path in [*modules("schedulers"), *modules("accel/cli")]:
+        roots = {name.partition(".")[0] for name in imports(module, path, at_top=True)}
+        assert not roots & OPTIONAL, module
+
+
+@pytest.mark.parametrize("package", ["accel", "accel.cli", "accel.launch.devices", "accel.launch.node", "schedulers"])
+def test_importing_loads_no_torch(package: str) -> None:
+    code = f"import {package}, sys; print(*[m for m in {sorted(OPTIONAL)} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == ""
+
+
+@pytest.mark.parametrize("package", ["accel", "schedulers"])
+def test_every_public_name_is_there(package: str) -> None:
+    module = __import__(package)
+    assert [name for name in module.__all__ if not hasattr(module, name)] == []

@@ -1,0 +1,73 @@
+"""The documents' examples run: a fence that names a file writes it, and every `sh` fence is run, line by line.
+
+`console` fences are for people: they need another machine, or a fresh one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"^```(?P<info>[^\n]*)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\((?!https?:)(?P<path>[^)#]+)")
+
+
+def fences(document: Path) -> list[tuple[str, str, str]]:
+    """(language, file name, text) of every fence."""
+    found = []
+    for match in FENCE.finditer(document.read_text()):
+        language, _, name = match["info"].strip().partition(" ")
+        found.append((language, name, match["body"]))
+    return found
+
+
+@pytest.mark.parametrize(
+    "document", [d for d in DOCUMENTS if any(f[0] == "sh" for f in fences(d))], ids=lambda path: path.name
+)
+def test_examples_run(document: Path, tmp_path: Path) -> None:
+    env = {
+        **os.environ,
+        "ACCEL_HOME": str(tmp_path / "home"),
+        "ACCEL_CONFIG_HOME": str(tmp_path / "config"),
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+    }
+    project = tmp_path / "project"
+    project.mkdir()
+    for language, name, body in fences(document):
+        if name:
+            (project / name).write_text(body)
+        elif language == "sh":
+            for line in body.splitlines():
+                done = subprocess.run(["bash", "-c", line], cwd=project, env=env, capture_output=True, timeout=120)
+                said = (done.stdout + done.stderr).decode(errors="replace")
+                assert done.returncode == 0, f"{document.name}: {line}\n{said}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(document: Path) -> None:
+    missing = [m["path"] for m in LINK.finditer(document.read_text()) if not (document.parent / m["path"]).exists()]
+    assert missing == []
+
+
+def test_every_dependency_has_its_reason() -> None:
+    reasons = (ROOT / "docs/dependencies.md").read_text()
+    block = re.search(r"^dependencies = \[\n(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.MULTILINE | re.DOTALL)
+    assert block is not None
+    names = re.findall(r'"([A-Za-z0-9_-]+)', block[1])
+    assert names
+    assert [name for name in names if f"| {name}" not in reasons] == []
+
+
+def test_every_flag_of_launch_that_the_documents_name_exists() -> None:
+    from accel.launch.options import GROUPS
+
+    known = {spelling for options in GROUPS.values() for option in options for spelling in option.spellings()}
+    text = (ROOT / "docs/launch.md").read_text()
+    assert set(re.findall(r"--[a-z]+(?:_[a-z]+)+", text)) <= known
