@@ -1,0 +1,82 @@
+"""What `Accelerator` is given, checked and completed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from accel.environment import read_int
+from accel.errors import ArgumentError, nearest
+from accel.plugins import (
+    AutocastKwargs,
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    KwargsHandler,
+    ProjectConfiguration,
+)
+
+_HANDLERS = (AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs, InitProcessGroupKwargs)
+_NOT_HERE = (
+    "deepspeed_plugin",
+    "deepspeed_plugins",
+    "dynamo_backend",
+    "dynamo_plugin",
+    "fsdp_plugin",
+    "log_with",
+    "megatron_lm_plugin",
+    "parallelism_config",
+    "torch_tp_plugin",
+)
+
+
+def refuse(others: Mapping[str, Any], known: Iterable[str]) -> None:
+    """Raise `ArgumentError` for the first of ``others``, which are not among the ``known`` arguments."""
+    for name, value in others.items():
+        if name in _NOT_HERE:
+            if value is not None:
+                raise ArgumentError(f"Accelerator({name}=…) is not in this version of accel: leave it out")
+        else:
+            raise ArgumentError(f"Accelerator({name}=…) is unknown{nearest(name, known)}")
+
+
+def by_type(handlers: Sequence[KwargsHandler]) -> dict[type, Any]:
+    """Handlers by their class. Raises `ArgumentError` for an unknown class, and for one given twice."""
+    found: dict[type, Any] = {}
+    for handler in handlers:
+        kind = next((known for known in _HANDLERS if isinstance(handler, known)), None)
+        names = ", ".join(known.__name__ for known in _HANDLERS)
+        if kind is None:
+            raise ArgumentError(f"kwargs_handlers: {type(handler).__name__} is none of {names}")
+        if kind in found:
+            raise ArgumentError(f"kwargs_handlers: {kind.__name__} is given twice")
+        found[kind] = handler
+    return found
+
+
+def loading(config: DataLoaderConfiguration | None, split_batches: bool | None) -> DataLoaderConfiguration:
+    """The loader configuration, with ``split_batches`` in it if that was given apart."""
+    config = config or DataLoaderConfiguration()
+    return config if split_batches is None else replace(config, split_batches=split_batches)
+
+
+def project(config: ProjectConfiguration | None, directory: str | os.PathLike[str] | None) -> ProjectConfiguration:
+    """The project configuration, with ``directory`` in it if that was given apart."""
+    config = config or ProjectConfiguration()
+    if directory is not None and config.project_dir is None:
+        config.set_directories(os.fspath(directory))
+    return config
+
+
+def accumulation(plugin: GradientAccumulationPlugin | None, steps: int) -> GradientAccumulationPlugin:
+    """How gradients are accumulated, from the argument or ``ACCELERATE_GRADIENT_ACCUMULATION_STEPS``."""
+    if plugin is None:
+        named = read_int(os.environ, "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", minimum=1) if steps == 1 else None
+        return GradientAccumulationPlugin(num_steps=named or steps)
+    if steps != 1:
+        raise ArgumentError("give gradient_accumulation_steps or gradient_accumulation_plugin, not both")
+    return plugin

@@ -1,0 +1,68 @@
+"""Loggers that know which process they are in."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import MutableMapping
+from typing import Any
+
+from accel.errors import one_of
+from accel.state import PartialState
+
+_LEVELS = ("CRITICAL", "ERROR", "WARNING", "INFO", "DEBUG")
+
+
+class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
+    """Logs on the main process only, unless a call says otherwise.
+
+    ``main_process_only=False`` logs on every process, ``in_order=True`` on every process in the order of their ranks
+    (all must make the call). `PartialState` must exist, which any of accel's objects sees to.
+    """
+
+    def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
+        """Log as `logging.Logger.log` does, on the processes that ``main_process_only`` and ``in_order`` choose."""
+        main_only = kwargs.pop("main_process_only", True)
+        in_order = kwargs.pop("in_order", False)
+        kwargs.setdefault("stacklevel", 2)
+        if not self.isEnabledFor(level):
+            return
+        state = PartialState()
+        if in_order:
+            self._log_in_turn(state, level, msg, args, kwargs)
+        elif state.is_main_process or not main_only:
+            self._emit(level, msg, args, kwargs)
+
+    def _log_in_turn(
+        self, state: PartialState, level: int, msg: object, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        kwargs["stacklevel"] += 1
+        for rank in range(state.num_processes):
+            if rank == state.process_index:
+                self._emit(level, msg, args, kwargs)
+            state.wait_for_everyone()
+
+    def _emit(self, level: int, msg: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        message, more = self.process(msg, kwargs)
+        more["stacklevel"] += 1
+        self.logger.log(level, message, *args, **more)
+
+    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
+        """Return message and keywords as they are."""
+        return msg, kwargs
+
+
+def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
+    """Return the logger ``name`` for several processes; its level is ``log_level``, or ``ACCELERATE_LOG_LEVEL``.
+
+    Raises `ArgumentError` for a level that does not exist.
+    """
+    source = "log_level"
+    if log_level is None:
+        log_level, source = os.environ.get("ACCELERATE_LOG_LEVEL"), "environment variable ACCELERATE_LOG_LEVEL"
+    logger = logging.getLogger(name)
+    if log_level is not None:
+        level = one_of(log_level.upper(), _LEVELS, what=source)
+        logger.setLevel(level)
+        logger.root.setLevel(level)
+    return MultiProcessAdapter(logger, {})

@@ -1,0 +1,47 @@
+"""What a strategy may override."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from accel.state import PartialState
+
+
+class Strategy:
+    """Leaves the model as it is; each method is the plain way to do its thing on whole parameters."""
+
+    def __init__(self, state: PartialState) -> None:
+        self.state = state
+
+    def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Return ``model``, on its device already, as the thing to call in training."""
+        return model
+
+    def unwrap(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Return the model that `wrap` was given."""
+        return model
+
+    def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
+        """A region whose backward passes leave gradients on their process."""
+        return nullcontext()
+
+    def uneven_inputs(self, models: Sequence[Any]) -> AbstractContextManager[Any]:
+        """A region in which processes may have different numbers of batches."""
+        return nullcontext()
+
+    def clip_grad_norm(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
+        """Scale gradients in place so that their joint norm is at most ``max_norm``; returns the norm before."""
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
+
+    def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
+        """Limit each gradient element to ``[-clip_value, clip_value]``, in place."""
+        torch.nn.utils.clip_grad_value_(parameters, clip_value)
+
+    def model_state(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """The whole state dict of ``model``, by the names it has unwrapped; shares memory with it."""
+        state: dict[str, torch.Tensor] = self.unwrap(model).state_dict()
+        return state

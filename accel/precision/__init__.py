@@ -1,0 +1,27 @@
+"""Numeric precision: the base class computes in the types the model has, the others override what differs."""
+
+from __future__ import annotations
+
+import torch
+
+from accel.errors import PrecisionError
+from accel.plugins import AutocastKwargs, GradScalerKwargs
+from accel.precision.amp import HalfPrecision, LowPrecision
+from accel.precision.base import Precision
+
+__all__ = ["HalfPrecision", "LowPrecision", "Precision", "choose_precision"]
+
+
+def choose_precision(
+    name: str, device: torch.device, autocast: AutocastKwargs | None = None, scaler: GradScalerKwargs | None = None
+) -> Precision:
+    """Return the precision called ``name`` on ``device``. Raises `PrecisionError` where the device does not have it."""
+    if name == "no":
+        return Precision(device)
+    if name == "bf16":
+        if device.type == "cuda" and not torch.cuda.is_bf16_supported():
+            raise PrecisionError(f"mixed_precision='bf16' is not supported by {device}: use 'fp16' or 'no'")
+        return LowPrecision(device, torch.bfloat16, autocast)
+    if device.type not in ("cuda", "xpu"):
+        raise PrecisionError(f"mixed_precision='fp16' needs a GPU, this process runs on {device}: use 'bf16' or 'no'")
+    return HalfPrecision(device, autocast, scaler)

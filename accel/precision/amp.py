@@ -1,0 +1,108 @@
+"""Automatic mixed precision: bf16, and fp16 with a gradient scaler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from accel.nested import map_nested
+from accel.plugins import AutocastKwargs, GradScalerKwargs
+from accel.precision.base import Precision
+
+_SHORT = (torch.float16, torch.bfloat16)
+
+
+def _widen(leaf: Any) -> Any:
+    return leaf.float() if isinstance(leaf, torch.Tensor) and leaf.dtype in _SHORT else leaf
+
+
+class AutocastForward:
+    """A forward that runs under autocast and returns fp32; pickles, unlike a closure."""
+
+    def __init__(
+        self, forward: Callable[..., Any], device_type: str, dtype: torch.dtype, options: dict[str, Any]
+    ) -> None:
+        self.forward = forward
+        self.device_type = device_type
+        self.dtype = dtype
+        self.options = options
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(self.device_type, self.dtype, **self.options):
+            outputs = self.forward(*args, **kwargs)
+        return map_nested(_widen, outputs)
+
+
+class LowPrecision(Precision):
+    """Matrix products in ``dtype``, weights and outputs in fp32."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, autocast: AutocastKwargs | None = None) -> None:
+        super().__init__(device)
+        self.dtype = dtype
+        self.options = (autocast or AutocastKwargs()).to_kwargs()
+
+    def wrap_forward(self, model: torch.nn.Module) -> None:
+        """Make ``model`` compute under autocast and return fp32 wherever it is called; twice is as once."""
+        if isinstance(vars(model).get("forward"), AutocastForward):
+            return
+        vars(model)["_original_forward"] = vars(model).get("forward")
+        vars(model)["forward"] = AutocastForward(model.forward, self.device.type, self.dtype, self.options)
+
+    def autocast(self, handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
+        """A region in which operations run in this precision; ``handler`` says otherwise how."""
+        options = self.options if handler is None else handler.to_kwargs()
+        return torch.autocast(self.device.type, self.dtype, **options)
+
+
+class HalfPrecision(LowPrecision):
+    """fp16: losses are scaled so that small gradients survive, and steps whose gradients overflowed are left out."""
+
+    scaler: torch.amp.GradScaler
+
+    def __init__(
+        self, device: torch.device, autocast: AutocastKwargs | None = None, scaler: GradScalerKwargs | None = None
+    ) -> None:
+        super().__init__(device, torch.float16, autocast)
+        self.scaler = torch.amp.GradScaler(device.type, **(scaler or GradScalerKwargs()).to_kwargs())
+        self._unscaled: set[int] = set()
+        self._stepped: set[int] = set()
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Compute gradients of the scaled loss."""
+        self.settle()
+        self.scaler.scale(loss).backward(**kwargs)  # type: ignore[no-untyped-call]
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the gradients of ``optimizer`` by the scale, once between two steps."""
+        if id(optimizer) not in self._unscaled and self.scaler.is_enabled():
+            self.scaler.unscale_(optimizer)
+            self._unscaled.add(id(optimizer))
+
+    def step(self, optimizer: torch.optim.Optimizer, closure: Any = None) -> bool:
+        """Take the step if all gradients are finite."""
+        if id(optimizer) in self._stepped:
+            self.settle()
+        self.scaler.step(optimizer, *([] if closure is None else [closure]))
+        self._stepped.add(id(optimizer))
+        overflowed: dict[Any, torch.Tensor] = self.scaler._found_inf_per_device(optimizer)
+        return any(bool(found.item()) for found in overflowed.values())
+
+    def settle(self) -> None:
+        """Adapt the scale to the steps taken, after all optimizers have stepped: each was unscaled by the old one."""
+        if self._stepped:
+            self.scaler.update()
+            self._unscaled.clear()
+            self._stepped.clear()
+
+
+def restore_forward(model: torch.nn.Module) -> None:
+    """Undo `Precision.wrap_forward` on ``model``."""
+    own = vars(model)
+    if isinstance(own.get("forward"), AutocastForward):
+        original = own.pop("_original_forward")
+        del own["forward"]
+        if original is not None:
+            own["forward"] = original

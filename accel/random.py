@@ -1,0 +1,104 @@
+"""Random number generators: seeding them, taking and giving back their state, making them equal on all processes."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from accel import collectives
+from accel.enums import RNGType
+from accel.errors import one_of
+from accel.state import PartialState
+
+
+def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
+    """Seed Python's, NumPy's and torch's generators, those of every device included.
+
+    ``device_specific`` adds the process index to the seed. ``deterministic`` makes torch refuse algorithms whose result
+    may differ from run to run.
+    """
+    if device_specific:
+        seed += PartialState().process_index
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    if deterministic:
+        torch.use_deterministic_algorithms(True)
+
+
+def host_rng_state() -> dict[str, Any]:
+    """The state of torch's CPU, Python's and NumPy's global generators, in types that a safe unpickler reads."""
+    version, words, gauss = random.getstate()
+    state: dict[str, Any] = {
+        "torch_manual_seed": torch.get_rng_state(),
+        "random_state": [version, list(words), gauss],
+    }
+    if "numpy" in sys.modules:
+        name, keys, position, has_gauss, cached = sys.modules["numpy"].random.get_state()
+        state["numpy_random_seed"] = [str(name), keys.tolist(), int(position), int(has_gauss), float(cached)]
+    return state
+
+
+def set_host_rng_state(state: dict[str, Any]) -> None:
+    """Give back what `host_rng_state` took; generators that it did not see keep their state."""
+    torch.set_rng_state(state["torch_manual_seed"])
+    version, words, gauss = state["random_state"]
+    random.setstate((version, tuple(words), gauss))
+    if "numpy_random_seed" in state:
+        import numpy
+
+        name, keys, position, has_gauss, cached = state["numpy_random_seed"]
+        numpy.random.set_state((name, numpy.asarray(keys, dtype=numpy.uint32), position, has_gauss, cached))
+
+
+def device_rng_state(device: torch.device) -> torch.Tensor | None:
+    """The state of the generator of ``device``, or ``None`` for the CPU, whose state `host_rng_state` holds."""
+    if device.type in ("cuda", "xpu"):
+        state: torch.Tensor = getattr(torch, device.type).get_rng_state(device)
+        return state
+    return torch.mps.get_rng_state() if device.type == "mps" else None
+
+
+def set_device_rng_state(device: torch.device, state: torch.Tensor | None) -> None:
+    """Give back what `device_rng_state` took."""
+    if state is None:
+        return
+    if device.type in ("cuda", "xpu"):
+        getattr(torch, device.type).set_rng_state(state, device)
+    elif device.type == "mps":
+        torch.mps.set_rng_state(state)
+
+
+def synchronize_rng_state(rng_type: RNGType | str | None = None, generator: torch.Generator | None = None) -> None:
+    """Make one generator of every process equal to that of the main process. One collective; nothing in a world of one.
+
+    ``"generator"`` means ``generator``, which is then required.
+    """
+    kind = RNGType(one_of(str(rng_type), RNGType.list(), what="rng_type"))
+    state = PartialState()
+    if not state.use_distributed:
+        return
+    if kind is RNGType.GENERATOR:
+        if generator is not None:
+            generator.set_state(_from_main(generator.get_state()))
+    elif kind is RNGType.TORCH:
+        torch.set_rng_state(_from_main(torch.get_rng_state()))
+    elif kind.value == state.device.type:
+        module = getattr(torch, kind.value)
+        module.set_rng_state(_from_main(module.get_rng_state(state.device)), state.device)
+
+
+def _from_main(state: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = collectives.broadcast(state.clone())
+    return result
+
+
+def synchronize_rng_states(rng_types: Sequence[RNGType | str], generator: torch.Generator | None = None) -> None:
+    """`synchronize_rng_state` for each of ``rng_types``, in order."""
+    for rng_type in rng_types:
+        synchronize_rng_state(rng_type, generator)

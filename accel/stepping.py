@@ -1,0 +1,81 @@
+"""Gradient accumulation: when a window ends, and how much each batch of it counts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any
+
+from accel.parallel.base import Strategy
+from accel.state import GradientState
+
+
+class Window:
+    """Counts batches into windows of ``num_steps``; a window cut short by its loader's end counts as what it is."""
+
+    def __init__(self, state: GradientState) -> None:
+        self.state = state
+        self.step = 0
+        self.length = state.num_steps
+        self._opened = False
+
+    def advance(self) -> None:
+        """Count one batch and decide whether it ends its window."""
+        state = self.state
+        plugin = state.plugin
+        if self.step % plugin.num_steps == 0 or not self._opened:
+            self._open()
+        if plugin.sync_with_dataloader and state.end_of_dataloader:
+            self.step = 0
+            state.sync_gradients = True
+        else:
+            self.step += 1
+            state.sync_gradients = self.step % plugin.num_steps == 0
+
+    def _open(self) -> None:
+        plugin = self.state.plugin
+        self._opened = True
+        self.length = plugin.num_steps
+        active = self.state.active_dataloader
+        if plugin.sync_with_dataloader and plugin.num_steps > 1 and active is not None:
+            left = active.batches_left
+            if left is not None:
+                done = self.step % plugin.num_steps
+                self.length = min(plugin.num_steps, done + left)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether batches have been counted since the last optimizer step."""
+        return self.step % self.state.num_steps != 0
+
+    def resume(self, step: int) -> None:
+        """Go on after ``step`` batches of a window."""
+        self.step = step
+        self._opened = False
+
+
+class Accumulation:
+    """One batch in a window, as a context: gradients stay on their process unless it ends the window."""
+
+    def __init__(self, window: Window, strategy: Strategy, models: Sequence[Any]) -> None:
+        self._window = window
+        self._strategy = strategy
+        self._models = models
+        self._held: ExitStack | None = None
+
+    def __enter__(self) -> None:
+        self._window.advance()
+        state = self._window.state
+        if state.sync_gradients or state.plugin.sync_each_batch:
+            return
+        self._held = ExitStack()
+        for model in self._models:
+            self._held.enter_context(self._strategy.no_sync(model))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._held is not None:
+            held, self._held = self._held, None
+            held.__exit__(kind, error, trace)

@@ -1,0 +1,56 @@
+"""A model, an optimizer and a script's own object, small enough to be saved often."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from accel import Accelerator
+
+
+class Tally:
+    """A script's own object."""
+
+    def __init__(self, value: Any = 0) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
+def simple(**how: Any) -> tuple[Accelerator, Any, Any, Tally]:
+    accelerator = Accelerator(**how)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    tally = Tally()
+    accelerator.register_for_checkpointing(tally)
+    return accelerator, model, optimizer, tally
+
+
+def fill(model: nn.Module, value: float) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
+
+
+def save_twice(directory: str) -> None:
+    """Save values of 1, then of 2, in the same place, and put a file of the script's own there."""
+    accelerator, model, _, tally = simple()
+    for value in (1.0, 2.0):
+        fill(model, value)
+        tally.value = value
+        accelerator.save_state(directory)
+        (Path(directory) / "notes.txt").write_text("the script's own")
+
+
+def value_of(model: nn.Module) -> float:
+    """The one value that all parameters have."""
+    (value,) = {value for parameter in model.parameters() for value in parameter.flatten().tolist()}
+    return float(value)
