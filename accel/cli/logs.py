@@ -43,8 +43,12 @@ def _since(text: str) -> str | float:
     if "=" in text:
         return text
     import time
+    from argparse import ArgumentTypeError
 
-    return time.time() - values.duration(text)
+    try:
+        return time.time() - values.duration(text)
+    except ArgumentTypeError:
+        raise ArgumentTypeError(f"neither a duration (10m, 2h) nor a log cursor of --json: {text!r}") from None
 
 
 def run(args: Namespace) -> int:
