@@ -5,8 +5,10 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import weakref
 from collections.abc import Mapping
 from datetime import timedelta
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -25,6 +27,8 @@ BACKENDS: dict[str, tuple[str, DistributedType]] = {
 }
 
 _ours = False
+_last: Any = None
+_holders: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 
 def default_device_type() -> str:
@@ -91,6 +95,8 @@ def form(world: World, device: torch.device, options: Mapping[str, Any]) -> str:
     backend = options.get("backend") or BACKENDS.get(device.type, BACKENDS["cpu"])[0]
     if not dist.is_available():
         raise WorldError(f"WORLD_SIZE={world.size} but this build of torch has no torch.distributed")
+    # Its functions have the world as a default value: imported later, as DDP does, it would keep the group for ever.
+    import_module("torch.distributed.nn.functional")
     _init(world, backend, options.get("init_method"), options.get("timeout"))
     global _ours
     _ours = True
@@ -112,10 +118,17 @@ def _init(world: World, backend: str, init_method: str | None, timeout: timedelt
         ) from error
 
 
+def hold_open(model: torch.nn.Module) -> None:
+    """Note that ``model`` has a part, outside Python's sight, that keeps the process group; see `_let_go`."""
+    _holders.add(model)
+
+
 def destroy() -> None:
     """End the process group, if there is one. Calling it twice is no error."""
-    global _ours
+    global _ours, _last
     if dist.is_available() and dist.is_initialized():
+        if _ours:
+            _last = dist.group.WORLD
         dist.destroy_process_group()
     _ours = False
 
@@ -123,9 +136,25 @@ def destroy() -> None:
 def _end_at_exit() -> None:
     # After an uncaught exception the other ranks may be inside a collective that this one will never join: an orderly
     # shutdown could wait for them, while simply leaving lets the launcher see the failure at once.
-    failed = getattr(sys, "last_value", None) is not None
-    if _ours and not failed:
+    if getattr(sys, "last_value", None) is not None:
+        return
+    if _ours:
         destroy()
+    _let_go()
+
+
+def _let_go() -> None:
+    """Drop the last reference to the process group, from Python.
+
+    A gloo group waits for its threads when it is dropped, and these may wait for the interpreter's lock to drop what
+    the last collective used. From Python the lock is released meanwhile; from DDP's reducer it is not, and the process
+    would hang for ever (torch 2.6 to 2.13). So reducers go first, while `_last` still stands.
+    """
+    global _last
+    for model in list(_holders):
+        for name in ("reducer", "logger", "process_group"):
+            vars(model).pop(name, None)
+    _last = None
 
 
 def adopted_world() -> World | None:

@@ -187,6 +187,25 @@ def with_variable(name: str, value: str) -> list[int]:
     return [row.pid for row in _table() if row.alive and _has_variable(row.pid, name, value)]
 
 
+def with_memory_file(name: str) -> list[int]:
+    """Every live process that has an open memfd of this name, inherited by fork perhaps (Linux only)."""
+    target = f"/memfd:{name} (deleted)"
+    return [row.pid for row in _table() if row.alive and target in _open_files(row.pid)]
+
+
+def _open_files(pid: int) -> Iterator[str]:
+    folder = f"/proc/{pid}/fd"
+    try:
+        descriptors = os.listdir(folder)
+    except OSError:
+        return
+    for descriptor in descriptors:
+        try:
+            yield os.readlink(f"{folder}/{descriptor}")
+        except OSError:
+            continue
+
+
 def end_all(find: Callable[[], Iterable[int]], *, grace_s: float, reap: Callable[[], object] = lambda: None) -> None:
     """SIGTERM to all that `find` gives, `grace_s` seconds, then SIGKILL until it gives none.
 

@@ -6,6 +6,8 @@ and ended, through the fork server, and decides which failure was the first.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import signal
 import socket
 import time
@@ -13,9 +15,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch.distributed.elastic.agent.server.api import RunResult, SimpleElasticAgent, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    SimpleElasticAgent,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from . import report
 from .forkserver import ForkServer, ServerGone
 from .rendezvous import GangRendezvous
 from .report import Exit, Failure, diagnose, error_in_log, first, oom_kill_count
@@ -38,7 +48,8 @@ class RankSettings:
 class GangAgent(SimpleElasticAgent):
     """One node's agent. `observe(event, **facts)` is told of every attempt's start and failure.
 
-    `interrupted` is called wherever the agent waits; it raises SignalException when the gang is to end.
+    `interrupted` is called wherever the agent waits; it raises SignalException when the gang is to end. `meeting` is
+    entered for every rendezvous.
     """
 
     def __init__(
@@ -50,6 +61,7 @@ class GangAgent(SimpleElasticAgent):
         observe: Callable[..., None],
         interrupted: Callable[[], None],
         poll_s: float,
+        meeting: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
         super().__init__(spec, exit_barrier_timeout=0)
         self._server = server
@@ -57,6 +69,7 @@ class GangAgent(SimpleElasticAgent):
         self._observe = observe
         self._interrupted = interrupted
         self._poll_s = poll_s
+        self._meeting = meeting
         self._exits: dict[int, Exit] = {}
         self._alive: set[int] = set()
         self._ended_at = float("inf")
@@ -68,12 +81,16 @@ class GangAgent(SimpleElasticAgent):
 
     # What the elastic agent asks for.
 
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        with self._meeting():
+            super()._rendezvous(worker_group)
+
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._attempt += 1
         self._exits, self._finished, self._ended_at = {}, False, float("inf")
         self._oom_kills = oom_kill_count()
         pids: dict[int, Any] = {}
-        self._observe("attempt", attempt=self._attempt)
+        self._observe("attempt", attempt=self._attempt, ranks=[worker.global_rank for worker in worker_group.workers])
         for worker in worker_group.workers:
             env = {**self._settings.env, **self._rank_environment(worker_group, worker)}
             log = self._settings.log_of(worker.global_rank, self._attempt)
@@ -85,7 +102,7 @@ class GangAgent(SimpleElasticAgent):
                     pids[event["local_rank"]] = event["pid"]
                 else:
                     self._note(event)
-            self._interrupted()
+            self._check_interrupted()
         return {worker.local_rank: pids.get(worker.local_rank, 0) for worker in worker_group.workers}
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -95,7 +112,7 @@ class GangAgent(SimpleElasticAgent):
                 self._note(event)
         except ServerGone as gone:
             return self._fail(self._launcher_failure(str(gone)))
-        self._interrupted()
+        self._check_interrupted()
         if any(one.code != 0 for one in self._exits.values()):
             return self._fail(self._end_after_failure())
         if not self._alive and not self._finished:
@@ -119,11 +136,14 @@ class GangAgent(SimpleElasticAgent):
         if not self._finished and now < self._next_peer_check:
             return RunResult(WorkerState.HEALTHY)
         self._next_peer_check = now + _PEER_CHECK_S
-        elsewhere = self._gang(GangRendezvous.failure_elsewhere)
+        self._gang(GangRendezvous.beat)
+        elsewhere = self._gang(GangRendezvous.failure_elsewhere) or self._lost_node()
         if elsewhere:
             return self._fail(Failure.from_json(elsewhere))
         if self._finished and (self._gang(GangRendezvous.all_succeeded) is not False):
-            return RunResult(WorkerState.SUCCEEDED, return_values={w.global_rank: None for w in self._worker_group.workers})
+            return RunResult(
+                WorkerState.SUCCEEDED, return_values={w.global_rank: None for w in self._worker_group.workers}
+            )
         if self._finished:
             time.sleep(self._poll_s)
         return RunResult(WorkerState.HEALTHY)
@@ -142,7 +162,9 @@ class GangAgent(SimpleElasticAgent):
         agreed = self._gang(GangRendezvous.announce_failure, failure.to_json())
         elsewhere = agreed is not None and (agreed["node"], agreed["rank"]) != (failure.node, failure.rank)
         self.failure = Failure.from_json(agreed) if agreed and elsewhere else failure
-        self._observe("failure", failure=self.failure)
+        if self.failure.rank is None:
+            self._remaining_restarts = 0  # a launcher has gone: nobody is there to start its ranks again
+        self._observe("failure", failure=self.failure, restarts_left=self._remaining_restarts)
         return RunResult(WorkerState.FAILED, failures=self._process_failures())
 
     def _end_after_failure(self) -> Failure:
@@ -171,9 +193,31 @@ class GangAgent(SimpleElasticAgent):
                            oom_kills=oom_kill_count() - self._oom_kills, others=_fate(ended))  # fmt: skip
         return failure, one.echo
 
-    def _launcher_failure(self, message: str) -> Failure:
-        return Failure(rank=None, node=self._worker_group.group_rank or 0, host=socket.gethostname(), attempt=self._attempt,
-                       exit_code=1, reason="node_failure", how="failed", message=message, time=time.time())  # fmt: skip
+    def _launcher_failure(self, message: str, *, how: str = "failed", exit_code: int = 1) -> Failure:
+        node, host = self._worker_group.group_rank or 0, socket.gethostname()
+        return Failure(rank=None, node=node, host=host, attempt=self._attempt, exit_code=exit_code,
+                       reason="node_failure", how=how, message=message, time=time.time())  # fmt: skip
+
+    def _lost_node(self) -> dict[str, Any] | None:
+        """The failure of a node that has fallen silent, if there is one."""
+        lost = self._gang(GangRendezvous.silent)
+        if not lost:
+            return None
+        node, host, seconds = lost
+        message = (
+            f"nothing has been heard from it for {seconds:.0f} s: the machine, its network or its launcher is gone"
+        )
+        failure = self._launcher_failure(message)
+        return dataclasses.replace(failure, node=node, host=host).to_json()
+
+    def _check_interrupted(self) -> None:
+        try:
+            self._interrupted()
+        except SignalException as told:  # the other nodes' ranks would wait for ours, which are about to be ended
+            name, code = report.signal_name(told.sigval), 128 + told.sigval
+            failure = self._launcher_failure("", how=f"was told to end by {name}", exit_code=code)
+            self._gang(GangRendezvous.announce_failure, failure.to_json())
+            raise
 
     def _process_failures(self) -> dict[int, ProcessFailure]:
         return {
@@ -189,9 +233,12 @@ class GangAgent(SimpleElasticAgent):
         worker = self._worker_group.workers[local_rank]
         self._alive.discard(local_rank)
         log = self._settings.log_of(worker.global_rank, self._attempt)
-        error = event["error"] or (error_in_log(log) if event["code"] > 0 else None)
+        code, error = event["code"], event["error"]
+        if error and code < 0 and self._ended_at != float("inf"):
+            code = error.get("code", code)  # it was on its way out with this, and only its exit handlers were cut short
+        error = error or (error_in_log(log) if code > 0 else None)
         self._exits[local_rank] = Exit(
-            rank=worker.global_rank, local_rank=local_rank, pid=event["pid"], code=event["code"], time=event["time"],
+            rank=worker.global_rank, local_rank=local_rank, pid=event["pid"], code=code, time=event["time"],
             error=error, log=log,
         )  # fmt: skip
 
@@ -206,6 +253,7 @@ class GangAgent(SimpleElasticAgent):
                 events = self._server.events(self._poll_s)
                 for event in events:
                     self._note(event)
+                self._gang(GangRendezvous.beat)
                 if any(event["event"] == "ended" for event in events):
                     return
         except ServerGone:  # its ranks died with it; the launcher's own sweep ends the rest

@@ -83,7 +83,7 @@ def _named(entry: str, uuids: list[str]) -> str | None:
     if entry.startswith("GPU-"):
         matching = [uuid for uuid in uuids if uuid.startswith(entry)]
         return matching[0] if len(matching) == 1 else None
-    if entry.isdigit() and int(entry) < len(uuids):
+    if entry.isascii() and entry.isdigit() and int(entry) < len(uuids):
         return uuids[int(entry)]
     return None
 

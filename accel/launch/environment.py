@@ -1,4 +1,4 @@
-"""The variables that workers are given: how a script is to train, and what keeps a node's processors from being overrun."""
+"""The variables that workers are given: how a script is to train, and what keeps a node from being overrun."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def training(options: Mapping[str, object], devices: Devices) -> dict[str, str]:
         env["ACCELERATE_USE_CPU"] = "true"
     if options["debug"]:
         env["ACCELERATE_DEBUG_MODE"] = "true"
-    if options["gpu_ids"] and devices.kind in VISIBLE:
+    if options["gpu_ids"] not in (None, "", "all") and devices.kind in VISIBLE:
         env[VISIBLE[devices.kind]] = str(options["gpu_ids"])
     return env | _dynamo(options)
 

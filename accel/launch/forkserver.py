@@ -24,12 +24,16 @@ import warnings
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
-from schedulers.processes import adopt_orphans, descendants
+from schedulers.processes import adopt_orphans, descendants, wake_pipe
 
-from .worker import WARNINGS, Program, enter_rank, run
+from . import guard
+from .worker import WARNINGS, Program, enter_rank, refuse, run
 
 _LEFTOVER_GRACE_S = 2.0
 _SWEEP_INTERVAL_S = 0.05
+_HURRY = signal.SIGQUIT
+
+_HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD, _HURRY, *WARNINGS)
 
 
 class ServerGone(Exception):
@@ -46,7 +50,7 @@ class ForkServer:
 
     @classmethod
     def start(cls, program: Program, guard_fd: int | None, grace_s: float) -> ForkServer:
-        """Forks the server from this process, which must have loaded what the ranks will need and started no threads."""
+        """Forks the server from this process, which must have loaded what ranks will need and started no threads."""
         ours, theirs = socket.socketpair()
         adopt_orphans()
         gc.collect()
@@ -82,6 +86,10 @@ class ForkServer:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signum)
 
+    def hurry(self) -> None:
+        """Ends all ranks without a grace, or with no more of it. May be called from a signal handler."""
+        self.warn(_HURRY)
+
     def close(self) -> None:
         """Lets the server go and collects it. Ranks that are left are ended in order first."""
         self._sock.close()
@@ -108,7 +116,9 @@ def _death(pid: int) -> str:
     except ChildProcessError:
         return "the fork server has ended"
     code = os.waitstatus_to_exitcode(status)
-    return f"the fork server was killed by {signal.Signals(-code).name}" if code < 0 else f"the fork server exited {code}"
+    return (
+        f"the fork server was killed by {signal.Signals(-code).name}" if code < 0 else f"the fork server exited {code}"
+    )
 
 
 class _Lines:
@@ -146,7 +156,7 @@ class _Server:
         self._launcher_lives = True
         self._deadline: float | None = None  # while ending: when to kill
         self._told: set[int] = set()  # while ending: leftovers that have had their SIGTERM
-        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._wake_read, self._wake_write = wake_pipe()
 
     def serve(self) -> NoReturn:
         os.setsid()
@@ -170,6 +180,7 @@ class _Server:
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGTERM, lambda *_: self._begin_end(signal.SIGTERM, self._grace_s))
+        signal.signal(_HURRY, lambda *_: self._begin_end(signal.SIGTERM, 0))
         for signum in (signal.SIGINT, signal.SIGHUP):
             signal.signal(signum, signal.SIG_IGN)  # the launcher decides what these mean
         for signum in WARNINGS:
@@ -178,7 +189,9 @@ class _Server:
     def _patience(self) -> float | None:
         if self._deadline is None:
             return None
-        return _SWEEP_INTERVAL_S if not self._ranks else max(0.0, min(self._deadline - time.monotonic(), 1.0))
+        if not self._ranks:
+            return _SWEEP_INTERVAL_S
+        return max(_SWEEP_INTERVAL_S, min(self._deadline - time.monotonic(), 1.0))
 
     def _obey(self) -> None:
         messages = self._lines.read()
@@ -192,14 +205,19 @@ class _Server:
             self._begin_end(signal.SIGTERM, self._grace_s)
 
     def _start(self, message: dict[str, Any]) -> None:
-        error_fd = _error_file()
         server = os.getpid()
+        # A rank takes no signal before it is one: with this server's handlers it would end its sisters and live on.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)
         try:
-            pid = os.fork()
+            error_fd = _error_file()
+            pid = _fork()
         except OSError as error:
             self._tell(event="exited", local_rank=message["local_rank"], pid=0, code=1, time=time.time(),
                        error={"type": "OSError", "message": f"cannot start a process: {error.strerror}"})  # fmt: skip
             return
+        finally:
+            if os.getpid() == server:
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDLED)
         if pid == 0:
             self._become_rank(message, server, error_fd)
         if self._guard_fd is not None:
@@ -209,7 +227,10 @@ class _Server:
         self._tell(event="started", local_rank=message["local_rank"], pid=pid)
 
     def _become_rank(self, message: dict[str, Any], server: int, error_fd: int) -> NoReturn:
-        enter_rank(server, message["log"])
+        try:
+            enter_rank(server, message["log"])
+        except OSError as error:  # its log cannot be written
+            refuse(error, error_fd)
         self._sock.close()
         others = [fd for _, fd in self._ranks.values()]
         for fd in (self._wake_read, self._wake_write, self._guard_fd, *others):
@@ -285,7 +306,7 @@ def _kill(pids: list[int], signum: int) -> None:
 def _error_file() -> int:
     """A file without a name, in memory where the system can, in which a rank leaves its last exception."""
     if sys.platform == "linux":
-        return os.memfd_create("accel-error")
+        return os.memfd_create(guard.memory_file(os.environ[guard.LAUNCH_ID]))
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())
 

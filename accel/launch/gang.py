@@ -6,12 +6,10 @@ import contextlib
 import logging
 import os
 import signal
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-import torch.distributed.elastic.multiprocessing  # the agent's errors and signals
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
@@ -22,13 +20,11 @@ from . import guard, report
 from .agent import GangAgent, RankSettings
 from .errors import LaunchError
 from .forkserver import ForkServer, ServerGone
-from .node import Launch, die_of, log_path, recorder
-from .rendezvous import DEFAULT_TIMEOUT_S, GangRendezvous
+from .node import Launch, die_of, log_path, recorder, say
+from .preload import preload
+from .rendezvous import DEFAULT_TIMEOUT_S, LOST_AFTER_S, GangRendezvous
 from .tee import Tee
 from .worker import WARNINGS
-
-# What nearly every training script imports next: once here instead of once a rank.
-PRELOADED = ("torch.nn.parallel", "torch.utils.data", "torch.optim")
 
 _ENDING = {signal.SIGTERM: signal.SIGTERM, signal.SIGINT: signal.SIGINT, signal.SIGHUP: signal.SIGTERM}
 
@@ -44,26 +40,37 @@ class Signals:
         self._server = server
         self._received: int | None = None
         self._acting = False
-        self.raise_at_once = False
+        self._raising = False
         for signum in _ENDING:
             signal.signal(signum, self._on_end)
         for signum in WARNINGS:
             signal.signal(signum, lambda received, _: self._server.warn(received))
 
     def _on_end(self, signum: int, _: FrameType | None) -> None:
-        if self._acting:
-            with contextlib.suppress(ServerGone):
-                self._server.end(signal.SIGTERM, 0)  # asked twice: no more grace
+        if self._received is not None:
+            self._server.hurry()  # asked twice: no more grace
             return
         self._received = signum
-        if self.raise_at_once:
+        if self._raising:
             self.check()
+
+    @contextlib.contextmanager
+    def raising(self) -> Iterator[None]:
+        """While this lasts the handlers raise: for waits that cannot be sliced, and in which nothing is sent."""
+        self._raising = True
+        try:
+            self.check()
+            yield
+        finally:
+            self._raising = False
 
     def check(self) -> None:
         """Raises SignalException, once, when this process has been told to end."""
         if self._received is not None and not self._acting:
             self._acting = True
-            raise SignalException(f"received {report.signal_name(self._received)}", _ENDING[signal.Signals(self._received)])
+            raise SignalException(
+                f"received {report.signal_name(self._received)}", _ENDING[signal.Signals(self._received)]
+            )
 
     @property
     def received(self) -> int | None:
@@ -72,8 +79,9 @@ class Signals:
 
 def run_gang(run: Launch, launch_id: str) -> int:
     """Runs the gang to its end; no process of it is left when this returns."""
-    _preload(run)
-    keeper = guard.start(launch_id, [os.getpid()])
+    if not run.spawn and run.program.entry != "command":
+        preload(run.program)
+    keeper = guard.start(launch_id)
     server = ForkServer.start(run.program, keeper.pipe, run.grace_s)
     # From here on only the launcher itself: a rank has left through SystemExit, below this frame's feet.
     signals = Signals(server)
@@ -83,17 +91,8 @@ def run_gang(run: Launch, launch_id: str) -> int:
     finally:
         tee.close()
         server.close()
-        end_all(lambda: _left(keeper), grace_s=run.grace_s, reap=_reap)
+        end_all(lambda: keeper.others(descendants(os.getpid())), grace_s=run.grace_s, reap=_reap)
         keeper.dismiss()
-
-
-def _preload(run: Launch) -> None:
-    if run.spawn or run.program.entry == "command":
-        return
-    import importlib
-
-    for name in PRELOADED:
-        importlib.import_module(name)
 
 
 def _run_agent(run: Launch, server: ForkServer, signals: Signals, tee: Tee) -> int:
@@ -105,7 +104,8 @@ def _run_agent(run: Launch, server: ForkServer, signals: Signals, tee: Tee) -> i
     except SignalException as error:
         received = signals.received or int(error.sigval)
         if not run.quiet:
-            print(f"accel launch: {error}; all ranks here have been ended", file=sys.stderr, flush=True)
+            tee.close()
+            say(f"accel launch: {error}; all ranks here have been ended")
         return die_of(received)
     except ServerGone as error:
         raise LaunchError(str(error)) from None
@@ -117,8 +117,8 @@ def _run_agent(run: Launch, server: ForkServer, signals: Signals, tee: Tee) -> i
         return 0
     assert agent.failure is not None
     if not run.quiet:
-        tee.drain()
-        print(agent.failure.text(), file=sys.stderr, flush=True)
+        tee.close()
+        say(agent.failure.text())
     return agent.failure.exit_code
 
 
@@ -146,7 +146,10 @@ def _agent(run: Launch, handler: RendezvousHandler, server: ForkServer, signals:
     )
     os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"  # all machines run equally many ranks: no exchange, no wait
     observe = _observer(run, tee)
-    return GangAgent(spec, server, settings, observe=observe, interrupted=signals.check, poll_s=run.monitor_interval_s)
+    return GangAgent(
+        spec, server, settings, observe=observe, interrupted=signals.check, poll_s=run.monitor_interval_s,
+        meeting=contextlib.nullcontext if run.rdzv_backend == "static" else signals.raising,
+    )  # fmt: skip
 
 
 def _observer(run: Launch, tee: Tee) -> Callable[..., None]:
@@ -156,49 +159,47 @@ def _observer(run: Launch, tee: Tee) -> Callable[..., None]:
         failure = facts.get("failure")
         if isinstance(failure, report.Failure):
             facts["failure"] = failure.to_json()
-            if failure.attempt < run.max_restarts and not run.quiet:
-                print(f"{failure.text()}\naccel launch: starting all ranks again ({failure.attempt + 1} of "
-                      f"{run.max_restarts} restarts)", file=sys.stderr, flush=True)  # fmt: skip
+            if facts["restarts_left"] and not run.quiet:
+                say(f"{failure.text()}\naccel launch: starting all ranks again ({facts['restarts_left']} of "
+                    f"{run.max_restarts} restarts left)")  # fmt: skip
         if event == "attempt":
-            first_rank = run.node_rank * run.processes
-            tee.follow([(rank, log_path(run.log_dir, first_rank + rank, facts["attempt"])) for rank in range(run.processes)])
+            logs = [(rank, log_path(run.log_dir, rank, facts["attempt"])) for rank in facts["ranks"]]
+            tee.follow((local, rank, log) for local, (rank, log) in enumerate(logs))
         record(event, **facts)
 
     return observe
 
 
 def _rendezvous(run: Launch, signals: Signals) -> RendezvousHandler:
-    timeout_s = _timeout(run)
+    timeout_s = _seconds(run, "timeout", _seconds(run, "join_timeout", DEFAULT_TIMEOUT_S))
     if run.rdzv_backend == "static":
         return GangRendezvous(
             address=run.address, port=run.port, node_rank=run.node_rank, nodes=run.nodes, run_id=run.run_id,
-            timeout_s=timeout_s, interrupted=signals.check,
+            timeout_s=timeout_s, lost_after_s=_seconds(run, "lost_after", LOST_AFTER_S), interrupted=signals.check,
         )  # fmt: skip
     from torch.distributed.elastic.rendezvous import registry
 
-    signals.raise_at_once = True
     # Shared, one store would serve all attempts, and the second would find the addresses of the first one's dead.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     config = {"join_timeout": str(int(timeout_s)), **run.rdzv_conf}
     return registry.get_rendezvous_handler(
         RendezvousParameters(
-            backend="c10d", endpoint=f"{run.address}:{run.port or 29500}", run_id=run.run_id, min_nodes=run.nodes,
-            max_nodes=run.max_nodes, **config,
-        )  # fmt: skip
+            backend="c10d",
+            endpoint=f"{run.address}:{run.port or 29500}",
+            run_id=run.run_id,
+            min_nodes=run.nodes,
+            max_nodes=run.max_nodes,
+            **config,
+        )
     )
 
 
-def _timeout(run: Launch) -> float:
-    text = run.rdzv_conf.get("timeout", run.rdzv_conf.get("join_timeout"))
+def _seconds(run: Launch, name: str, default: float) -> float:
+    text = run.rdzv_conf.get(name)
     try:
-        return float(text) if text is not None else DEFAULT_TIMEOUT_S
+        return float(text) if text is not None else default
     except ValueError:
-        raise LaunchError(f"--rdzv_conf timeout must be seconds, not {text!r}") from None
-
-
-def _left(keeper: guard.Guard) -> list[int]:
-    own = keeper.identity.pid if keeper.identity else None
-    return [pid for pid in descendants(os.getpid()) if pid != own]
+        raise LaunchError(f"--rdzv_conf {name} must be seconds, not {text!r}") from None
 
 
 def _reap() -> None:

@@ -1,8 +1,9 @@
 """The last resort: a process outside the gang that ends what is left when everybody who should have done it is dead.
 
-It watches the launcher (and the fork server, where there is one). As long as one of them lives, ending the gang in
-order is their work. When all are gone, whatever still belongs to the gang is killed: data-loader workers of a rank
-that was killed with SIGKILL, and programs that a rank started in the background.
+It watches the launcher and, by the pipe's end, the fork server, where there is one. As long as one of them lives,
+ending the gang in order is their work, and takes the grace that it takes. When both are gone, whatever still belongs
+to the gang is killed: data-loader workers of a rank that was killed with SIGKILL, and programs that a rank started in
+the background.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import sys
 import threading
 from dataclasses import dataclass
 
-from schedulers.processes import Identity, end_all, in_sessions, python_module, with_variable
+from schedulers.processes import Identity, end_all, in_sessions, python_module, with_memory_file, with_variable
 
 LAUNCH_ID = "ACCEL_LAUNCH_ID"
 _GRACE_S = 1.0
@@ -23,11 +24,18 @@ _GRACE_S = 1.0
 
 @dataclass(frozen=True)
 class Guard:
-    """A running guard. `pipe` takes one session id a line, for every rank that was forked; a rank that was exec'd is
-    known by `ACCEL_LAUNCH_ID` in its environment."""
+    """A running guard. `pipe` takes one session id a line, for every rank that was forked.
+
+    What has left its rank's session is known by `ACCEL_LAUNCH_ID` in its environment if it was exec'd, and if it was
+    only forked by the file that it has inherited (`memory_file`).
+    """
 
     identity: Identity | None
     pipe: int
+
+    def others(self, pids: list[int]) -> list[int]:
+        """All of these but the guard itself."""
+        return [pid for pid in pids if self.identity is None or pid != self.identity.pid]
 
     def dismiss(self) -> None:
         """Ends the guard; for a launcher that has left nothing to guard."""
@@ -37,12 +45,16 @@ class Guard:
                 os.waitpid(self.identity.pid, 0)
 
 
-def start(launch_id: str, watched: list[int]) -> Guard:
+def memory_file(launch_id: str) -> str:
+    """The name of the memfd that every forked rank has open."""
+    return f"accel-{launch_id}"
+
+
+def start(launch_id: str) -> Guard:
     """Starts a guard in a session of its own, so that no signal to the launcher's terminal or group reaches it."""
-    identities = [str(identity) for pid in watched if (identity := Identity.of(pid))]
     reading, writing = os.pipe()
     process = subprocess.Popen(
-        python_module("accel.launch.guard", launch_id, *identities),
+        python_module("accel.launch.guard", launch_id, str(Identity.of(os.getpid()))),
         stdin=reading,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -55,18 +67,39 @@ def start(launch_id: str, watched: list[int]) -> Guard:
     return Guard(Identity.of(process.pid), writing)
 
 
-def main(launch_id: str, watched: list[str]) -> None:
+def start_apart(launch_id: str) -> None:
+    """Starts a guard that is no child of this process, which is about to become a program that knows of no child."""
+    identity = str(Identity.of(os.getpid()))
+    pid = os.fork()
+    if pid:
+        os.waitpid(pid, 0)
+        return
+    try:
+        os.setsid()
+        null = os.open(os.devnull, os.O_RDWR)
+        for descriptor in range(3):
+            os.dup2(null, descriptor)
+        if os.fork() == 0:
+            os.chdir("/")
+            os.environ.pop(LAUNCH_ID, None)
+            command = python_module("accel.launch.guard", launch_id, identity)
+            os.execv(command[0], command)
+    finally:
+        os._exit(0)
+
+
+def main(launch_id: str, launcher: str) -> None:
     sessions: set[int] = set()
     reader = threading.Thread(target=_read_sessions, args=(sessions,), daemon=True)
     reader.start()
-    for identity in map(Identity.parse, watched):
-        while not identity.wait(3600):
-            pass
-    # The writers are dead, so the end of the pipe is certain and near: no session can be missed.
-    reader.join(timeout=5)
+    identity = Identity.parse(launcher)
+    while not identity.wait(3600):
+        pass
+    reader.join()  # the end of the pipe is the end of the fork server too; and so no session is missed
 
     def left() -> set[int]:
-        return {*in_sessions(sessions), *with_variable(LAUNCH_ID, launch_id)} - {os.getpid()}
+        known = (in_sessions(sessions), with_variable(LAUNCH_ID, launch_id), with_memory_file(memory_file(launch_id)))
+        return {pid for pids in known for pid in pids} - {os.getpid()}
 
     end_all(left, grace_s=_GRACE_S)
 
@@ -77,6 +110,6 @@ def _read_sessions(sessions: set[int]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
+    main(sys.argv[1], sys.argv[2])
     sys.stdout.flush()
     os._exit(0)

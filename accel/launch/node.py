@@ -20,7 +20,8 @@ from schedulers.topology import Topology
 from . import environment, guard
 from .devices import VISIBLE, Devices, find, only_cpu
 from .errors import LaunchError, RendezvousFailed
-from .worker import Program, ignore_warnings
+from .tee import parse
+from .worker import Program, exec_command, ignore_warnings
 
 PORT = 29500
 
@@ -58,6 +59,7 @@ class Launch:
 def plan(options: Mapping[str, Any], program: Program, env: Mapping[str, str] = os.environ) -> Launch:
     """What the flags mean on this machine. Raises LaunchError for what cannot be."""
     _check_program(program)
+    parse(options["tee"])
     devices = _devices(options, env)
     low, high, rank, address = _machines(options, env)
     processes = _per_node(options["num_processes"], low, devices)
@@ -65,10 +67,10 @@ def plan(options: Mapping[str, Any], program: Program, env: Mapping[str, str] = 
     extra = environment.training(options, devices) | environment.threads(
         options["num_cpu_threads_per_process"], processes, devices, env
     )
-    port = options["main_process_port"]
+    port = _port(options["main_process_port"], high)
     return Launch(
         program=program, processes=processes, nodes=low, max_nodes=high, node_rank=rank, address=address,
-        port=(0 if high == 1 else PORT) if port is None else port, env=extra, rdzv_backend=options["rdzv_backend"],
+        port=port, env=extra, rdzv_backend=options["rdzv_backend"],
         rdzv_conf=_pairs(options["rdzv_conf"]), run_id=options["rdzv_id"] or env.get("ACCEL_JOB_ID") or "accel",
         role=options["role"], max_restarts=options["max_restarts"], grace_s=options["shutdown_timeout"],
         monitor_interval_s=options["monitor_interval"], log_dir=options["log_dir"], tee=options["tee"],
@@ -83,11 +85,10 @@ def launch(run: Launch) -> int:
     With one process in all, whose output goes where this process's goes, this does not return: the program takes
     this process's place.
     """
+    _open_standard_descriptors()
+    ignore_warnings()  # from the first moment: loading torch takes a second, and a scheduler's warning may come in it
     if run.log_dir:
-        try:
-            os.makedirs(run.log_dir, exist_ok=True)
-        except OSError as error:
-            raise LaunchError(f"--log_dir {run.log_dir}: {error.strerror}") from None
+        _check_log_dir(run.log_dir)
     launch_id = uuid.uuid4().hex
     os.environ.update(run.env)
     os.environ[guard.LAUNCH_ID] = launch_id
@@ -97,7 +98,10 @@ def launch(run: Launch) -> int:
             _become(run.program, launch_id)
         from .single import run_single
 
-        return run_single(run)
+        return run_single(run, launch_id)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        # Nothing is there to be ended yet, and a KeyboardInterrupt inside torch's native initialisation would abort.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         import torch.distributed
     except ModuleNotFoundError as error:
@@ -116,6 +120,13 @@ def launch(run: Launch) -> int:
         raise
 
 
+def say(text: str) -> None:
+    """Tells people something; that they have gone changes nothing about the gang or its exit code."""
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError, ValueError):
+            print(text, file=sys.stderr, flush=True)
+
+
 def log_path(log_dir: str | None, rank: int, attempt: int) -> str | None:
     return os.path.join(log_dir, f"rank-{rank}.a{attempt}.log") if log_dir else None
 
@@ -129,33 +140,53 @@ def recorder(log_dir: str | None) -> Callable[..., None]:
         line = json.dumps({"schema": 1, "event": event, "time": time.time(), **facts}) + "\n"
         with contextlib.suppress(OSError):  # a full disk must not end a training run
             fd = os.open(os.path.join(log_dir, "launch.jsonl"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-            os.write(fd, line.encode())
-            os.close(fd)
+            try:
+                os.write(fd, line.encode())
+            finally:
+                os.close(fd)
 
     return record
 
 
 def _world_of_one(run: Launch) -> dict[str, str]:
-    return dict(
-        RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", GROUP_RANK="0", GROUP_WORLD_SIZE="1",
-        NODE_RANK="0", ROLE_RANK="0", ROLE_WORLD_SIZE="1", ROLE_NAME=run.role, MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(run.port or _free_port()), TORCHELASTIC_RESTART_COUNT="0", TORCHELASTIC_MAX_RESTARTS="0",
-        TORCHELASTIC_RUN_ID=run.run_id,
-    )  # fmt: skip
+    return {
+        **dict.fromkeys(("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "ROLE_RANK"), "0"),
+        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"), "1"),
+        **dict.fromkeys(("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"), "0"),
+        "ROLE_NAME": run.role,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(run.port or _free_port()),
+        "TORCHELASTIC_RUN_ID": run.run_id,
+    }
 
 
 def _become(program: Program, launch_id: str) -> NoReturn:
     """Puts the program in this process's place: same pid, same terminal, nothing between it and its user."""
     if sys.platform == "linux":
-        os.close(guard.start(launch_id, [os.getpid()]).pipe)
-    ignore_warnings()
+        guard.start_apart(launch_id)
     command = program.command(unbuffered=False)
     sys.stdout.flush()
-    sys.stderr.flush()
     try:
-        os.execvp(command[0], command)
+        exec_command(command)
     except OSError as error:
         raise LaunchError(f"cannot run {command[0]!r}: {error.strerror}") from None
+
+
+def _open_standard_descriptors() -> None:
+    """Fills 0, 1 and 2 where the caller has closed them, lest a pipe of ours gets that number and a rank's output."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free: this one
+
+
+def _check_log_dir(log_dir: str) -> None:
+    try:
+        os.makedirs(log_dir, exist_ok=True)
+        os.close(os.open(os.path.join(log_dir, "launch.jsonl"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666))
+    except OSError as error:
+        raise LaunchError(f"--log_dir {log_dir} cannot be written to: {error.strerror}") from None
 
 
 def _free_port() -> int:
@@ -205,8 +236,10 @@ def _devices(options: Mapping[str, Any], env: Mapping[str, str]) -> Devices:
 
 
 def _machines(options: Mapping[str, Any], env: Mapping[str, str]) -> tuple[int, int, int, str]:
-    """Least and most machines, this one's rank, and machine 0's address: flags first, then the scheduler's variables."""
+    """Least and most machines, this one's rank, machine 0's address: by flags, else by the scheduler's variables."""
     if options["num_machines"] is None:
+        if options["machine_rank"] is not None:
+            raise LaunchError(f"--machine_rank {options['machine_rank']} needs --num_machines: how many are there?")
         try:
             topology = Topology.from_env(env)
         except SpecError as error:
@@ -219,16 +252,26 @@ def _machines(options: Mapping[str, Any], env: Mapping[str, str]) -> tuple[int, 
         missing = [name for name in ("machine_rank", "main_process_ip") if options[name] is None]
         if missing:
             raise LaunchError(f"{high} machines need " + " and ".join(f"--{name}" for name in missing))
-        if not 0 <= options["machine_rank"] < high:
-            raise LaunchError(f"--machine_rank {options['machine_rank']} is not one of 0 … {high - 1}")
+    if (options["machine_rank"] or 0) >= high:
+        raise LaunchError(f"--machine_rank {options['machine_rank']} is not one of 0 … {high - 1}")
     if high > 1 and options["main_process_ip"] is None:
         raise LaunchError(f"{high} machines need --main_process_ip")
     return low, high, options["machine_rank"] or 0, options["main_process_ip"] or "127.0.0.1"
 
 
+def _port(asked: int | None, machines: int) -> int:
+    if asked is None:
+        return 0 if machines == 1 else PORT
+    if asked > 65535:
+        raise LaunchError(f"--main_process_port {asked}: ports end at 65535")
+    if asked == 0 and machines > 1:
+        raise LaunchError("--main_process_port 0 takes any port, which the other machines could not know: name one")
+    return asked
+
+
 def _range(text: str) -> tuple[int, int]:
     low, _, high = str(text).partition(":")
-    if low.isdigit() and (high or low).isdigit() and 1 <= int(low) <= int(high or low):
+    if (low + high).isascii() and low.isdigit() and (high or low).isdigit() and 1 <= int(low) <= int(high or low):
         return int(low), int(high or low)
     raise LaunchError(f"--num_machines must be a number from 1 on, or MIN:MAX, not {text!r}")
 
@@ -238,14 +281,17 @@ def _per_node(total: int | None, machines: int, devices: Devices) -> int:
         return devices.count
     if total < 1 or total % machines:
         raise LaunchError(
-            f"--num_processes {total} cannot be spread evenly over {machines} machines: it counts the ranks on all of them"
+            f"--num_processes {total} cannot be spread evenly over {machines} machines: "
+            "it counts the ranks on all of them"
         )
     return total // machines
 
 
 def _check_gpus(processes: int, devices: Devices, options: Mapping[str, Any]) -> None:
     if options["multi_gpu"] and devices.kind == "cpu":
-        raise LaunchError("--multi_gpu: this machine shows no GPU (nvidia-smi lists them); without the flag the CPU is used")
+        raise LaunchError(
+            "--multi_gpu: this machine shows no GPU (nvidia-smi lists them); without the flag the CPU is used"
+        )
     if devices.kind in VISIBLE and processes > devices.count:
         raise LaunchError(
             f"{processes} processes on this machine and {devices.count} visible GPUs: every rank needs one of its own; "

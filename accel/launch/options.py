@@ -35,6 +35,13 @@ def whole(text: str) -> int:
     return value
 
 
+def seconds(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise ValueError
+    return value
+
+
 def _option(name: str, help: str, kind: type = str, default: Any = None, **rest: Any) -> Option:
     return Option(name=name, help=help, kind=kind, default=False if kind is bool else default, **rest)
 
@@ -50,7 +57,8 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         _option("main_process_ip", "a name or address of machine 0 that all can reach", metavar="HOST"),
         _option("main_process_port", "its port (default: any that is free on one machine, 29500 on several)", int,
                 metavar="PORT"),
-        _option("num_cpu_threads_per_process", "OMP_NUM_THREADS of each rank (default: an equal share)", int, metavar="N"),
+        _option("num_cpu_threads_per_process", "OMP_NUM_THREADS of each rank (default: an equal share)", int,
+                metavar="N"),
         _option("start_method", "fork: ranks share one import of torch; spawn: each imports for itself", default=None,
                 choices=("fork", "spawn")),
     ),
@@ -71,8 +79,8 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         _option("max_restarts", "how often the whole gang is started again after a failure", int, 0, metavar="N"),
         _option("shutdown_timeout", "seconds between SIGTERM and SIGKILL when the gang ends", float, 30.0, metavar="S"),
         _option("log_dir", "write each rank's output to DIR/rank-R.aATTEMPT.log", metavar="DIR"),
-        _option("tee", "with --log_dir, print it too: 0 nothing, 1-3 all ranks, or LOCAL_RANK:3,…", default="0", short="-t",
-                metavar="SPEC"),
+        _option("tee", "with --log_dir, print it too: 0 nothing, 1-3 all ranks, or LOCAL_RANK:3,…", default="0",
+                short="-t", metavar="SPEC"),
         _option("monitor_interval", "seconds between looks at the other machines", float, 0.1, metavar="S"),
         _option("debug", "Accelerator's debug mode: say which rank and shape disagrees instead of hanging", bool),
         _option("quiet", "no report of a failure beyond the program's own", bool, short="-q"),
@@ -105,5 +113,5 @@ def _add(group: argparse._ArgumentGroup, option: Option) -> None:
     if option.kind is bool:
         group.add_argument(*option.spellings(), action="store_true", **common)
         return
-    kind = whole if option.kind is int else option.kind
+    kind = {int: whole, float: seconds}.get(option.kind, option.kind)
     group.add_argument(*option.spellings(), type=kind, choices=option.choices, metavar=option.metavar, **common)

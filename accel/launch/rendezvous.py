@@ -1,4 +1,4 @@
-"""Static rendezvous that honours the node rank it is given, and through which a gang of nodes fails and restarts as one.
+"""Static rendezvous that honours the node rank it is given; through it a gang of nodes fails and restarts as one.
 
 torch's own (`StaticTCPRendezvous`) reuses one store for every attempt, blocks where no signal can be handled, and
 knows nothing of the other nodes' failures. Here every attempt has a store and a port of its own; the stores live in
@@ -16,13 +16,17 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from .errors import LaunchError, RendezvousFailed
 
 DEFAULT_TIMEOUT_S = 300.0
+LOST_AFTER_S = 30.0
 _SLICE_S = 0.25
+_BEAT_S = 1.0
+_LEAVE_S = 10.0
 _STORE_TIMEOUT = timedelta(seconds=60)
 
 
@@ -41,15 +45,21 @@ class GangRendezvous(RendezvousHandler):
         nodes: int,
         run_id: str,
         timeout_s: float = DEFAULT_TIMEOUT_S,
+        lost_after_s: float = LOST_AFTER_S,
         interrupted: Callable[[], None] = lambda: None,
     ) -> None:
         self._address, self._port = address, port
         self._node_rank, self._nodes, self._run_id = node_rank, nodes, run_id
-        self._timeout_s = timeout_s
+        self._timeout_s, self._lost_after_s = timeout_s, lost_after_s
         self._interrupted = interrupted
+        self._refused = False  # another node has this one's rank: it has no say in what becomes of the gang
         self._token = f"{socket.gethostname()} {uuid.uuid4().hex}"
         self._control: Store | None = None  # outlives the attempts
         self._served: list[TCPStore] = []  # held: a store lives as long as its object
+        self._met = False  # in this attempt
+        self._next_beat = 0.0
+        self._heard: dict[int, tuple[int, float]] = {}  # node -> its beats, and when they last became more
+        self._lost: set[int] = set()
         self.attempt = -1
 
     # What the elastic agent asks for.
@@ -64,14 +74,17 @@ class GangRendezvous(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """Meets all nodes for the next attempt. Raises RendezvousFailed with the nodes that did not come."""
         self.attempt += 1
+        self._met = False
         deadline = time.monotonic() + self._timeout_s
         if self.attempt == 0:
-            first = self._serve(self._port) if self._node_rank == 0 else self._connect(deadline)
+            first = self._serve(self._port, deadline) if self._node_rank == 0 else self._connect(deadline)
             self._port = first.port
             self._control = PrefixStore(f"accel/{self._run_id}", first)
         port = self._port_of_attempt(deadline)
         if self._nodes > 1:
             self._meet(deadline)
+        self._met = True
+        self._heard.clear()
         return RendezvousInfo(self._store(), self._node_rank, self._nodes, RendezvousStoreInfo(self._address, port))
 
     def is_closed(self) -> bool:
@@ -112,15 +125,47 @@ class GangRendezvous(RendezvousHandler):
     def all_succeeded(self) -> bool:
         return self._nodes == 1 or self._store().add("succeeded", 0) >= self._nodes
 
+    def beat(self) -> None:
+        """Tells node 0 that this node lives. To be called often; it knows itself when to speak."""
+        now = time.monotonic()
+        if self._nodes == 1 or self._node_rank == 0 or self._control is None or now < self._next_beat:
+            return
+        self._next_beat = now + _BEAT_S
+        self._control.add(f"beat/{self._node_rank}", 1)
+
+    def silent(self) -> tuple[int, str, float] | None:
+        """On node 0: a node that has not been heard of for too long, with its host and the seconds."""
+        if self._node_rank != 0 or self._control is None or (now := time.monotonic()) < self._next_beat:
+            return None
+        self._next_beat = now + _BEAT_S
+        for node in range(1, self._nodes):
+            beats = self._control.add(f"beat/{node}", 0)
+            before, since = self._heard.get(node, (-1, now))
+            if beats != before:
+                self._heard[node] = (beats, now)
+            elif now - since > self._lost_after_s:
+                self._lost.add(node)
+                return node, self._store().get(f"node/{node}").decode().split()[0], now - since
+        return None
+
     def leave(self) -> None:
         """Node 0 goes last: its agent serves the store from which the others learn how it ended."""
-        if self._nodes == 1 or self._control is None:
+        if self._nodes == 1 or self._control is None or self._refused:
             return
+        if not self._met:
+            self._give_up(f"node {self._node_rank} was ended before all nodes had met")
         gone = self._control.add("gone", 1)
-        deadline = time.monotonic() + 10
-        while self._node_rank == 0 and gone < self._nodes and time.monotonic() < deadline:
+        deadline = time.monotonic() + _LEAVE_S
+        while self._node_rank == 0 and gone < self._present() and time.monotonic() < deadline:
             time.sleep(0.02)
             gone = self._control.add("gone", 0)
+
+    def _present(self) -> int:
+        """How many nodes came to this attempt: those that will want to know how it ended."""
+        return sum(self._store().check([f"node/{rank}"]) for rank in set(range(self._nodes)) - self._lost)
+
+    def _give_up(self, why: str) -> None:
+        self._store().compare_set("gave up", "", why)
 
     # Meeting.
 
@@ -128,48 +173,63 @@ class GangRendezvous(RendezvousHandler):
         assert self._control is not None
         return PrefixStore(f"attempt-{self.attempt}", self._control)
 
-    def _serve(self, port: int) -> TCPStore:
-        try:
-            store = TCPStore(self._address, port, None, True, _STORE_TIMEOUT, wait_for_workers=False)
-        except (DistNetworkError, RuntimeError) as error:
-            raise LaunchError(self._cannot_serve(port, error)) from None
+    def _serve(self, port: int, deadline: float) -> TCPStore:
+        listener = self._listen(port)
+        port = listener.getsockname()[1]
+        # Node 0 goes by its public address too, as its ranks will: a wrong one is found out here, not in a hang there.
+        self._reach_node_0(port, deadline)
+        store = TCPStore(
+            self._address, port, None, True, _STORE_TIMEOUT, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
         self._served.append(store)
         return store
 
-    def _cannot_serve(self, port: int, error: Exception) -> str:
-        if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
-            return (
+    def _listen(self, port: int) -> socket.socket:
+        both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        try:
+            return socket.create_server(("", port), family=family, backlog=2048, dualstack_ipv6=both)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise LaunchError(
+                    f"node 0 cannot listen on port {port} (--main_process_port): {error.strerror}"
+                ) from None
+            raise LaunchError(
                 f"port {port} (--main_process_port) is in use on this machine, by another job perhaps: "
                 "name a free one, or 0 on a single machine for any"
-            )
-        return f"node 0 cannot serve the rendezvous at {self._address}:{port}: {error}"
+            ) from None
 
     def _connect(self, deadline: float) -> TCPStore:
-        self._reach_node_0(deadline)
+        self._reach_node_0(self._port, deadline)
         return TCPStore(self._address, self._port, None, False, _STORE_TIMEOUT, wait_for_workers=False)
 
-    def _reach_node_0(self, deadline: float) -> None:
+    def _reach_node_0(self, port: int, deadline: float) -> None:
         """Knocks until node 0 answers: it may start later than this node, and its name may resolve later still."""
         problem = ""
         while time.monotonic() < deadline:
             self._interrupted()
             try:
-                socket.create_connection((self._address, self._port), timeout=2).close()
+                socket.create_connection((self._address, port), timeout=2).close()
                 return
             except OSError as error:
                 problem = error.strerror or str(error)
                 time.sleep(_SLICE_S)
+        who, remedy = f"node {self._node_rank}", "Is the launch running there, and the port open between the machines?"
+        if self._node_rank == 0:
+            who, remedy = (
+                "this machine, which is node 0,",
+                "--main_process_ip must be a name or address of this machine",
+            )
         raise RendezvousFailed(
-            f"node {self._node_rank} could not reach node 0 at {self._address}:{self._port} "
-            f"({_resolved(self._address)}) within {self._timeout_s:g} s: {problem}. "
-            "Is the launch running there, and the port open between the machines?"
+            f"{who} could not reach node 0 at {self._address}:{port} ({_resolved(self._address)}) "
+            f"within {self._timeout_s:g} s: {problem}. {remedy}"
         )
 
     def _port_of_attempt(self, deadline: float) -> int:
         if self.attempt == 0:
             return self._port
         if self._node_rank == 0:
-            port = self._serve(0).port
+            port = self._serve(0, deadline).port
             self._store().set("port", str(port))
             return port
         self._wait(["port"], deadline)
@@ -178,6 +238,7 @@ class GangRendezvous(RendezvousHandler):
     def _meet(self, deadline: float) -> None:
         holder = self._store().compare_set(f"node/{self._node_rank}", "", self._token).decode()
         if holder != self._token:
+            self._refused = True
             raise LaunchError(
                 f"machine rank {self._node_rank} is taken by {holder.split()[0]}: "
                 "give every machine a --machine_rank of its own"
@@ -191,14 +252,18 @@ class GangRendezvous(RendezvousHandler):
             try:
                 if store.check(keys):
                     return
+                if store.check(["gave up"]):
+                    raise RendezvousFailed(store.get("gave up").decode())
             except (DistStoreError, DistNetworkError) as error:
                 raise RendezvousFailed(f"node {self._node_rank} lost node 0 at {self._address}: {error}") from None
             if time.monotonic() >= deadline:
                 missing = [key.rpartition("/")[2] for key in keys if not store.check([key])]
-                raise RendezvousFailed(
+                why = (
                     f"of {self._nodes} nodes, node {', '.join(missing)} did not come to "
                     f"{self._address}:{self._port} within {self._timeout_s:g} s"
                 )
+                self._give_up(why)
+                raise RendezvousFailed(why)
             time.sleep(0.02)
 
 

@@ -54,7 +54,7 @@ class Exit:
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """The gang's failure: that of the rank that failed first. JSON-round-trippable, so that nodes can tell each other."""
+    """The gang's failure: that of the rank that failed first. JSON-round-trippable: nodes tell each other."""
 
     rank: int | None
     node: int
@@ -82,7 +82,9 @@ class Failure:
     def text(self) -> str:
         """For people: some lines, the first of which says it all."""
         who = f"rank {self.rank}" if self.rank is not None else "the launcher"
-        lines = [f"accel launch: {who} on node {self.node} ({self.host}) failed first, in attempt {self.attempt}: {self.how}"]
+        lines = [
+            f"accel launch: {who} on node {self.node} ({self.host}) failed first, in attempt {self.attempt}: {self.how}"
+        ]
         lines += [f"  | {line}" for line in self.traceback.rstrip().splitlines()[-12:]]
         if not self.traceback and self.message not in ("", f"{who} {self.how}"):
             lines.append(f"  error:  {self.message}")
@@ -133,14 +135,16 @@ _KNOWN: tuple[tuple[str, str, str, str], ...] = (
      "a collective was not joined by all ranks in time",
      "look for a rank that took another branch or a slow one; TORCH_NCCL_DUMP_ON_TIMEOUT=1 names the collective"),
     (r"Timed out waiting .*ms|Timed out after \d+ seconds|[Ss]tore.*timed? ?out", "rendezvous",
-     "a rank waited for others that did not come", "look for a rank that ended early or does not call the same collective"),
+     "a rank waited for others that did not come",
+     "look for a rank that ended early or does not call the same collective"),
     (r"ModuleNotFoundError: No module named '([^']+)'", "setup", "a package is missing where the job ran",
      "install it in the Python that runs the job ({python}), or ship it with the code"),
     (r"ImportError", "setup", "a package is there but does not fit", "compare its version with what the program needs"),
     (r"No space left on device", "exit_code", "a disk is full", "free some space where the program writes"),
     (r"Too many open files", "exit_code", "the limit of open files is reached",
      "raise it (ulimit -n), or torch.multiprocessing.set_sharing_strategy('file_system')"),
-    (r"CUDA error: no kernel image|CUDA driver version is insufficient", "setup", "this torch does not fit the GPU or driver",
+    (r"CUDA error: no kernel image|CUDA driver version is insufficient", "setup",
+     "this torch does not fit the GPU or driver",
      "install the torch build that is made for this driver (https://pytorch.org/get-started/locally/)"),
 )  # fmt: skip
 
@@ -167,7 +171,7 @@ def _cause(one: Exit, said: str, oom_kills: int) -> tuple[str, str, str]:
 
 
 _TAIL = 16_384
-_ERROR_LINE = re.compile(r"(?P<type>[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Warning|[A-Z]\w*)): ?(?P<message>.*)|(?P<bare>[A-Z]\w*Error)\Z")
+_ERROR_LINE = re.compile(r"(?P<type>[A-Za-z_][\w.<>]*)(?:: ?(?P<message>.*))?\Z")
 
 
 def error_in_log(path: str | None) -> dict[str, Any] | None:
@@ -185,10 +189,10 @@ def error_in_log(path: str | None) -> dict[str, Any] | None:
         return None
     trace = tail[start:].splitlines()
     for number, line in enumerate(trace[1:], 1):
-        found = _ERROR_LINE.match(line)
-        if found and not line.startswith(" "):
+        found = _ERROR_LINE.match(line)  # the first line that is not indented
+        if found:
             return {
-                "type": (found["type"] or found["bare"]).rpartition(".")[2],
+                "type": found["type"].rpartition(".")[2],
                 "message": found["message"] or "",
                 "traceback": "\n".join(trace[: number + 1]),
             }

@@ -7,18 +7,21 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 import time
 from types import FrameType
 
-from schedulers.processes import adopt_orphans, descendants, die_with_parent, end_all
+from schedulers.processes import adopt_orphans, descendants, die_with_parent, end_all, wake_pipe
 
-from . import report
-from .node import Launch, die_of, log_path, recorder
-from .worker import WARNINGS, ignore_warnings, redirect
+from . import guard, report
+from .errors import LaunchError
+from .node import Launch, die_of, log_path, recorder, say
+from .tee import Tee
+from .worker import WARNINGS, ignore_warnings
+
+_LEFTOVER_GRACE_S = 2.0
 
 
-def run_single(run: Launch) -> int:
+def run_single(run: Launch, launch_id: str) -> int:
     """Runs the program to its end as a child of this process; nothing that it started is left when this returns.
 
     Returns its exit code (128 + N for signal N), or 128 + N when this process was told to end by signal N.
@@ -26,22 +29,32 @@ def run_single(run: Launch) -> int:
     log = log_path(run.log_dir, 0, 0)
     record = recorder(run.log_dir)
     adopt_orphans()
+    keeper = guard.start(launch_id)
     oom_kills = report.oom_kill_count()
     record("attempt", attempt=0)
-    watch = _Watch(_start(run, log), run.grace_s)
-    code = watch.until_end()
-    end_all(lambda: descendants(os.getpid()), grace_s=min(run.grace_s, 2.0), reap=_reap)
+    tee = Tee(run.tee, run.log_dir)
+    watch = _Watch(run.grace_s)
+    try:
+        watch.program = _start(run, log)
+        tee.follow([(0, 0, log)])
+        code = watch.until_end()
+    finally:
+        end_all(
+            lambda: keeper.others(descendants(os.getpid())), grace_s=min(run.grace_s, _LEFTOVER_GRACE_S), reap=_reap
+        )
+        tee.close()
+        keeper.dismiss()
     if watch.told is not None:
         return die_of(watch.told)
     if code == 0:
         return 0
-    one = report.Exit(rank=0, local_rank=0, pid=watch.pid, code=code, time=time.time(),
+    one = report.Exit(rank=0, local_rank=0, pid=watch.program.pid, code=code, time=time.time(),
                       error=report.error_in_log(log), log=log)  # fmt: skip
     failure = report.diagnose(one, node=0, host=socket.gethostname(), attempt=0,
                               oom_kills=report.oom_kill_count() - oom_kills, others="")  # fmt: skip
     record("failure", failure=failure.to_json())
     if not run.quiet:
-        print(failure.text(), file=sys.stderr, flush=True)
+        say(failure.text())
     return failure.exit_code
 
 
@@ -51,41 +64,58 @@ def _start(run: Launch, log: str | None) -> subprocess.Popen[bytes]:
     def enter() -> None:
         die_with_parent(signal.SIGKILL, parent)
         ignore_warnings()
-        redirect(log)
 
-    return subprocess.Popen(run.program.command(), start_new_session=True, preexec_fn=enter)
+    command = run.program.command()
+    try:
+        with open(log or os.devnull, "ab") as output:
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output if log else None,
+                stderr=output if log else None,
+                start_new_session=True,
+                preexec_fn=enter,
+            )
+    except OSError as error:
+        raise LaunchError(f"cannot run {command[0]!r}: {error.strerror}") from None
 
 
 class _Watch:
-    """Waits for the program's end; passes signals on; kills it when the grace is over."""
+    """Waits for the program's end; passes signals on; kills it when the grace is over.
 
-    def __init__(self, program: subprocess.Popen[bytes], grace_s: float) -> None:
-        self._program = program
+    It listens from before the program's start: a signal that comes in between is passed on late, not lost.
+    """
+
+    program: subprocess.Popen[bytes]
+
+    def __init__(self, grace_s: float) -> None:
         self._grace_s = grace_s
         self._deadline: float | None = None
-        self.pid = program.pid
+        self._pending: list[int] = []
         self.told: int | None = None
-        self._woken, waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._woken, waker = wake_pipe()
         signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(signum, self._on_end)
         for signum in WARNINGS:
-            signal.signal(signum, lambda received, _: program.send_signal(received))
+            signal.signal(signum, lambda received, _: self._pending.append(received))
 
     def _on_end(self, signum: int, _: FrameType | None) -> None:
         now = time.monotonic()
         self._deadline = now + self._grace_s if self.told is None else now  # asked twice: no more grace
         if self.told is None:
             self.told = signum
-            self._program.send_signal(signal.SIGINT if signum == signal.SIGINT else signal.SIGTERM)
+            self._pending.append(signal.SIGINT if signum == signal.SIGINT else signal.SIGTERM)
 
     def until_end(self) -> int:
-        while (code := self._program.poll()) is None:
+        while (code := self.program.poll()) is None:
+            while self._pending:
+                self.program.send_signal(self._pending.pop(0))
             patience = None if self._deadline is None else self._deadline - time.monotonic()
             if patience is not None and patience <= 0:
-                self._program.kill()
-                return self._program.wait()
+                self.program.kill()
+                return self.program.wait()
             if select.select([self._woken], [], [], patience)[0]:
                 os.read(self._woken, 4096)
         return code

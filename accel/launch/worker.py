@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import io
 import json
@@ -19,7 +20,7 @@ from typing import Any, Literal, NoReturn
 
 from schedulers.processes import die_with_parent
 
-_RESET = (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGPIPE)
+_RESET = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD)
 WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -33,7 +34,9 @@ class Program:
     def command(self, *, unbuffered: bool = True) -> list[str]:
         """The same, as a command line of its own."""
         python = [sys.executable, "-u"] if unbuffered else [sys.executable]
-        return {"script": [*python, *self.argv], "module": [*python, "-m", *self.argv], "command": self.argv}[self.entry]
+        return {"script": [*python, *self.argv], "module": [*python, "-m", *self.argv], "command": self.argv}[
+            self.entry
+        ]
 
 
 def ignore_warnings() -> None:
@@ -74,46 +77,68 @@ def run(program: Program, env: dict[str, str], error_fd: int, preloaded: bool) -
     os.environ.update(env)
     if program.entry == "command" or not preloaded:
         _exec(program.command())
+    _errors_go_to(error_fd)
     _fresh_interpreter_state()
     faulthandler.enable(file=2)  # a rank that dies of SIGSEGV says where
     try:
         _run_main(program)
     except SystemExit as end:
         if isinstance(end.code, str):  # sys.exit("why"): the interpreter prints it, and the report repeats it
-            _tell(end, "", error_fd)
+            _tell(end, "")
         raise
     except BaseException as error:
-        _report(error, error_fd)
+        _report(error)
     raise SystemExit(0)
+
+
+def refuse(error: Exception, error_fd: int) -> NoReturn:
+    """Ends a rank that cannot begin."""
+    _errors_go_to(error_fd)
+    _tell(error, "")
+    os._exit(1)
+
+
+def exec_command(command: list[str]) -> NoReturn:
+    """Puts `command` in this process's place. Raises OSError."""
+    for signum in (signal.SIGPIPE, signal.SIGXFSZ):  # this interpreter ignores them; what follows must not inherit that
+        signal.signal(signum, signal.SIG_DFL)
+    os.execvp(command[0], command)
 
 
 def _exec(command: list[str]) -> NoReturn:
     try:
-        os.execvp(command[0], command)
+        exec_command(command)
     except OSError as error:
         os.write(2, f"accel launch: cannot run {command[0]!r}: {error.strerror}\n".encode())
-        os._exit(126 if isinstance(error, PermissionError) else 127)
+        os._exit(127 if isinstance(error, FileNotFoundError) else 126)
+
+
+_kept: list[object] = []
 
 
 def _fresh_interpreter_state() -> None:
     """What a new interpreter has of its own and a forked one shares with its sisters."""
     # A new file over the descriptor holds nothing half-written by the parent. Line by line, so that the lines of
     # several ranks on one terminal stay whole, and a rank that is killed has lost at most the one it was writing.
+    _kept.extend((sys.stdin, sys.stdout, sys.stderr))  # one that is collected would close the descriptor
+    encoding, errors = (sys.stdin.encoding, sys.stdin.errors) if sys.stdin else ("utf-8", "strict")
     for name, fd in (("stdout", 1), ("stderr", 2)):
-        old = getattr(sys, name, None)
         stream = io.TextIOWrapper(
             open(fd, "wb", closefd=False),  # noqa: SIM115  # the stream lives as long as the process
-            encoding=getattr(old, "encoding", None) or "utf-8",
-            errors="backslashreplace" if name == "stderr" else "strict",
+            encoding=encoding,
+            errors="backslashreplace" if name == "stderr" else errors,
             line_buffering=True,
         )
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
-    sys.stdin = sys.__stdin__ = open(0, closefd=False)  # type: ignore[misc]  # noqa: SIM115
+    stdin = open(0, closefd=False, encoding=encoding, errors=errors)  # noqa: SIM115
+    sys.stdin = sys.__stdin__ = stdin  # type: ignore[misc]
+    # Else every rank would draw the same "random" numbers.
     random.seed()
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed()  # else every rank would draw the same "random" numbers
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+    if "torch" in sys.modules:
+        sys.modules["torch"].default_generator.seed()
 
 
 def _run_main(program: Program) -> None:
@@ -143,29 +168,54 @@ def _run_main(program: Program) -> None:
 def _load(path: str) -> tuple[types.CodeType, dict[str, Any]]:
     if os.path.isdir(path) or not path.endswith((".py", ".pyw")):
         # Directories, zip files and byte code: rare, and runpy knows them all.
-        return compile(f"import runpy; globals().update(runpy.run_path({path!r}, run_name='__main__'))", path, "exec"), {}
+        source = f"import runpy; globals().update(runpy.run_path({path!r}, run_name='__main__'))"
+        return compile(source, path, "exec"), {}
     from importlib.machinery import SourceFileLoader
 
+    path = os.path.abspath(path)  # the interpreter makes `__file__` absolute; `sys.argv[0]` stays as it was given
     loader = SourceFileLoader("__main__", path)
     code = compile(loader.get_data(path), path, "exec", dont_inherit=True)
     return code, {"__file__": path, "__loader__": loader, "__cached__": None}
 
 
-def _report(error: BaseException, error_fd: int) -> NoReturn:
+def _report(error: BaseException) -> NoReturn:
     """Tells the launcher what ended this rank, then does what the interpreter does with an uncaught exception."""
     user_frames = _user_frames(error)
-    _tell(error, "".join(traceback.format_exception(type(error), error, user_frames)), error_fd)
+    code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    _tell(error, "".join(traceback.format_exception(type(error), error, user_frames)), code)
+    # As the interpreter does before its hook: exit handlers ask this whether the program failed.
+    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, user_frames
     sys.excepthook(type(error), error.with_traceback(user_frames), user_frames)
-    if isinstance(error, KeyboardInterrupt):
-        sys.stdout.flush()
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGINT)
-    raise SystemExit(1)
+    # Not the signal's own death: exit handlers and buffered files come first.
+    raise SystemExit(code)
 
 
-def _tell(error: BaseException, trace: str, error_fd: int) -> None:
-    said = {"time": time.time(), "type": type(error).__name__, "message": str(error)[:4000], "traceback": trace[-8000:]}
-    os.write(error_fd, json.dumps(said).encode())
+_error_file: tuple[int, int] | None = None  # the descriptor, and which file it was when this rank began
+
+
+def _errors_go_to(descriptor: int) -> None:
+    global _error_file
+    _error_file = descriptor, os.fstat(descriptor).st_ino
+
+
+def _tell(error: BaseException, trace: str, code: int = 1) -> None:
+    """Leaves for the launcher what went wrong, and the code that this rank is about to exit with."""
+    try:
+        message = str(error)
+    except Exception:  # the program's own class, and its own mistake
+        message = "<its __str__ failed>"
+    said = {
+        "time": time.time(),
+        "type": type(error).__name__,
+        "message": message[:4000],
+        "traceback": trace[-8000:],
+        "code": code,
+    }
+    with contextlib.suppress(OSError):
+        assert _error_file is not None
+        descriptor, inode = _error_file
+        if os.fstat(descriptor).st_ino == inode:  # a program may close what it does not know, and open its own there
+            os.write(descriptor, json.dumps(said).encode())
 
 
 def _user_frames(error: BaseException) -> TracebackType | None:

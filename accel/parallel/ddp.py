@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from accel.parallel.base import Strategy
 from accel.plugins import DistributedDataParallelKwargs
 from accel.state import PartialState
+from accel.world import hold_open
 
 
 class DataParallel(Strategy):
@@ -29,6 +30,7 @@ class DataParallel(Strategy):
         device = self.state.device
         ids = [device] if device.type in ("cuda", "xpu") else None
         wrapped = DistributedDataParallel(model, device_ids=ids, **self.kwargs.to_kwargs())
+        hold_open(wrapped)
         _compress(wrapped, self.kwargs)
         return wrapped
 

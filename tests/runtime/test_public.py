@@ -23,7 +23,7 @@ AccelError Accelerator AcceleratorState AutocastKwargs DataLoaderConfiguration D
 DistributedType GradScalerKwargs GradientAccumulationPlugin GradientState InitProcessGroupKwargs Job JobSpec LogLine
 PartialState ProjectConfiguration Reason Resources Retry State Status get_logger set_seed skip_first_batches submit
 submit_async synchronize_rng_states
-""".split()  # noqa: SIM905
+""".split()
 
 MEMBERS = """
 accumulate autocast backward check_trigger clear clip_grad_norm_ clip_grad_value_ device distributed_type end_training
@@ -35,7 +35,7 @@ prepare prepare_data_loader prepare_model prepare_optimizer prepare_scheduler pr
 register_for_checkpointing register_load_state_pre_hook register_save_state_pre_hook save save_iteration save_state
 set_trigger skip_first_batches split_batches split_between_processes sync_gradients unscale_gradients unwrap_model
 use_distributed use_seedable_sampler use_stateful_dataloader wait_for_everyone
-""".split()  # noqa: SIM905
+""".split()
 
 
 def test_public_names() -> None:

@@ -222,25 +222,46 @@ def test_main_process_first(tmp_path: Any) -> None:
 
 
 SCRIPT = """
+import sys, torch
 from accel import Accelerator
-accelerator = Accelerator()
-total = accelerator.reduce(__import__("torch").tensor(accelerator.process_index + 1.0))
-accelerator.print("sum", total.item())
+from accel.collectives import all_objects
+
+sys.setswitchinterval(5)  # whoever waits for the interpreter's lock has to wait until it is given up
+
+def main():
+    accelerator = Accelerator()
+    model = accelerator.prepare(torch.nn.Linear(1, 1))
+    accelerator.backward(model(torch.ones(1, 1)).sum())
+    total = accelerator.reduce(torch.tensor(accelerator.process_index + 1.0))
+    accelerator.print("sum", total.item())
+    all_objects("the last collective")
+    if "end" in sys.argv:
+        accelerator.end_training()
+    return model
+
+if "global" in sys.argv:
+    model = main()
+else:
+    main()
 """
 
 
-def test_a_script_ends_without_a_word_on_stderr(tmp_path: Any) -> None:
+@pytest.mark.parametrize("how", [[], ["end"], ["global"], ["end", "global"]])
+def test_a_script_ends_without_a_word_on_stderr(tmp_path: Any, how: list[str]) -> None:
+    """And it ends: torch's reducers hang when they are the last to let go of a gloo group."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     port = free_port()
     running = [
         subprocess.Popen(
-            [sys.executable, "-W", "error", str(script)],
+            [sys.executable, "-W", "error", str(script), *how],
             env=clean_env(**world_env(rank, 2, port), PYTHONPATH=os.getcwd(), CUDA_VISIBLE_DEVICES=""),
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for rank in range(2)
-    ]  # fmt: skip
+    ]
     ended = [(*process.communicate(timeout=120), process.returncode) for process in running]
     assert ended == [("sum 3.0\n", "", 0), ("", "", 0)]
 

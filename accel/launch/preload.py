@@ -1,0 +1,43 @@
+"""What the fork server loads beside torch, so that the ranks need not each load it for themselves."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import re
+from pathlib import Path
+
+from .worker import Program
+
+# The first optimizer that a process makes imports torch._dynamo: 1.4 s, once here instead of once a rank. A program
+# that makes none should not wait for it; so its text is asked, and being wrong costs only time.
+_TRAINS = re.compile(rb"\boptim\b|\bAdamW?\b|\bSGD\b|accelerat|transformers|lightning|\baccel\b|torch\.compile")
+_OURS = re.compile(rb"^\s*(?:from|import)\s+accel\b", re.MULTILINE)
+
+
+def modules_for(program: Program) -> list[str]:
+    """The names of the modules that the program will probably import."""
+    text = _text(program)
+    names = ["torch._dynamo"] if _TRAINS.search(text) else []
+    return [*names, "accel.accelerator", "safetensors.torch"] if _OURS.search(text) else names
+
+
+def preload(program: Program) -> None:
+    """Imports them. One that is missing is the program's affair, not the launcher's."""
+    for name in modules_for(program):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+
+
+def _text(program: Program) -> bytes:
+    path = program.argv[0]
+    if program.entry == "module":
+        # Beside the caller, where `python -m` looks first. An installed module is not read: finding it would import
+        # its parents, which are the program's own.
+        parts = program.argv[0].split(".")
+        found = [Path(*parts).with_suffix(".py"), Path(*parts, "__main__.py")]
+        path = next((str(file) for file in found if file.is_file()), "")
+    try:
+        return Path(path).read_bytes() if path.endswith(".py") else b""
+    except OSError:
+        return b""

@@ -1,0 +1,270 @@
+"""Several attempts and several machines (here: several launchers on one, which meet over TCP as elsewhere)."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import socket
+import subprocess
+from typing import Any
+
+import pytest
+
+from .conftest import Done, Launcher, Run
+
+PARK = "\nimport signal\nwhile True: signal.pause()\n"
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def events(launcher: Launcher, log_dir: str = "logs") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (launcher.here / log_dir / "launch.jsonl").read_text().splitlines()]
+
+
+class Machines:
+    """Launchers that are given each other's address."""
+
+    def __init__(self, launcher: Launcher, count: int = 2, address: str = "127.0.0.1") -> None:
+        self._launcher, self._count, self._address = launcher, count, address
+        self._port = str(free_port())
+
+    def start(self, rank: int, *argv: str, processes: int = 1) -> Run:
+        return self._launcher.start(
+            "--num_machines", str(self._count), "--machine_rank", str(rank), "--main_process_ip", self._address,
+            "--main_process_port", self._port, "--num_processes", str(processes * self._count),
+            "--log_dir", f"node{rank}", "--shutdown_timeout", "3", *argv,
+        )  # fmt: skip
+
+    def both(self, *argv: str, processes: int = 1) -> tuple[Done, Done]:
+        runs = [self.start(rank, *argv, processes=processes) for rank in range(2)]
+        return runs[0].wait(), runs[1].wait()
+
+
+FLAKY = """\
+import os, torch, torch.distributed as dist
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+print("attempt", attempt, "port", os.environ["MASTER_PORT"])
+dist.init_process_group("gloo")
+dist.barrier()
+if attempt < 2 and dist.get_rank() == dist.get_world_size() - 1: raise ValueError(f"attempt {attempt}")
+total = torch.ones(1); dist.all_reduce(total)
+print("total", total.item())
+"""
+
+
+def test_restarts(launcher: Launcher) -> None:
+    done = launcher("--num_processes", "2", "--max_restarts", "3", "--log_dir", "logs", launcher.script(FLAKY))
+    logs = [[launcher.log(rank, attempt) for rank in (0, 1)] for attempt in range(3)]
+    assert all(log.startswith(f"attempt {attempt} port ") for attempt, pair in enumerate(logs) for log in pair)
+    ports = [pair[0].split()[3] for pair in logs]
+    assert len(set(ports)) == 3
+    assert "total 2.0" in logs[2][0]
+    assert "total 2.0" in logs[2][1]
+    assert done.err.count("starting all ranks again") == 2
+    assert "(3 of 3 restarts left)" in done.err
+    kinds = [
+        (event["event"], event.get("attempt", event.get("failure", {}).get("attempt"))) for event in events(launcher)
+    ]
+    assert kinds == [("attempt", 0), ("failure", 0), ("attempt", 1), ("failure", 1), ("attempt", 2)]
+
+
+def test_restarts_are_counted(launcher: Launcher) -> None:
+    launcher.script("import os, sys; sys.exit(10 + int(os.environ['TORCHELASTIC_RESTART_COUNT']))")
+    launcher("--num_processes", "1", "--max_restarts", "2", "--log_dir", "logs", "train.py", code=12)
+    assert [event["failure"]["exit_code"] for event in events(launcher) if event["event"] == "failure"] == [10, 11, 12]
+
+
+def test_the_end_of_restarts(launcher: Launcher) -> None:
+    """A launcher that is told to end while it restarts does not start again."""
+    launcher.script(
+        "import os, signal\n"
+        "print('attempt', os.environ['TORCHELASTIC_RESTART_COUNT'], flush=True)\n"
+        "signal.signal(signal.SIGTERM, lambda *_: print('saving', flush=True))\n"
+        "if os.environ['RANK'] == '1': open('listens', 'w').close()\n"
+        "while os.environ['RANK'] == '0':\n"
+        f"    if os.path.exists('listens'): raise SystemExit(3)\n{PARK}"
+    )
+    run = launcher.start("--num_processes", "2", "--max_restarts", "9", "--shutdown_timeout", "2", "train.py")
+    run.says("saving")
+    run.send(signal.SIGTERM)
+    done = run.wait()
+    assert done.code in (3, 143)
+    assert "attempt 1" not in done.out
+    launcher.nothing_left(1)
+
+
+ALL = """\
+import os, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.tensor([float(dist.get_rank())]); dist.all_reduce(total)
+keys = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK", "MASTER_ADDR")
+print(*(os.environ[key] for key in keys), total.item())
+"""
+
+
+def test_two_machines(launcher: Launcher) -> None:
+    first, second = Machines(launcher).both(launcher.script(ALL), processes=2)
+    assert (first.code, second.code) == (0, 0), (first, second)
+    for rank in range(4):
+        words = f"{rank} {rank % 2} 4 2 {rank // 2} {rank // 2} 127.0.0.1 6.0\n"
+        assert launcher.log(rank, log_dir=f"node{rank // 2}") == words
+    launcher.nothing_left(1)
+
+
+def test_the_second_machine_may_come_first(launcher: Launcher) -> None:
+    machines = Machines(launcher)
+    second = machines.start(1, launcher.script(ALL))
+    second.child(guard=False)
+    first = machines.start(0, "train.py")
+    assert (first.wait().code, second.wait().code) == (0, 0)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_failure_anywhere_ends_all(launcher: Launcher, failing: int) -> None:
+    launcher.script(f"import os\nif os.environ['RANK'] == '{failing}': raise SystemExit(7){PARK}")
+    runs = Machines(launcher).both("train.py")
+    assert [run.code for run in runs] == [7, 7], runs
+    for node, run in enumerate(runs):
+        assert f"rank {failing} on node {failing} (" in run.err
+        assert events(launcher, f"node{node}")[-1]["failure"]["rank"] == failing
+    launcher.nothing_left(1)
+
+
+def test_all_machines_start_again_together(launcher: Launcher) -> None:
+    launcher.script(FLAKY)
+    first, second = Machines(launcher).both("--max_restarts", "2", "train.py")
+    assert (first.code, second.code) == (0, 0), (first, second)
+    for node in (0, 1):
+        ports = [launcher.log(node, attempt, f"node{node}").split()[3] for attempt in range(3)]
+        assert len(set(ports)) == 3
+        assert "total 2.0" in launcher.log(node, 2, f"node{node}")
+        reported = [event["failure"] for event in events(launcher, f"node{node}") if event["event"] == "failure"]
+        assert [(one["rank"], one["attempt"], one["message"]) for one in reported] == [
+            (1, 0, "ValueError: attempt 0"), (1, 1, "ValueError: attempt 1")
+        ]  # fmt: skip
+
+
+@pytest.mark.parametrize("present", [0, 1])
+def test_a_machine_that_does_not_come(launcher: Launcher, present: int) -> None:
+    run = Machines(launcher).start(present, "--rdzv_conf", "timeout=2", launcher.script("print('ran')"))
+    done = run.wait(30)
+    assert done.code == 1
+    said = "of 2 nodes, node 1 did not come to " if present == 0 else "node 1 could not reach node 0 at "
+    assert done.err.startswith(f"accel launch: {said}"), done
+    assert "within 2 s" in done.err
+    launcher.nothing_left(1)
+
+
+def test_who_came_learns_who_did_not(launcher: Launcher) -> None:
+    machines = Machines(launcher, count=3)
+    script = launcher.script("print('ran')")
+    waiting = machines.start(1, "--rdzv_conf", "timeout=1000", script)
+    first = machines.start(0, "--rdzv_conf", "timeout=5", script)
+    for done in (first.wait(), waiting.wait()):
+        assert done.code == 1
+        assert "of 3 nodes, node 2 did not come" in done.err
+
+
+def test_two_machines_of_one_rank(launcher: Launcher) -> None:
+    machines = Machines(launcher)
+    script = launcher.script(f"print('ready', flush=True){PARK}")
+    first, second = machines.start(0, "--tee", "3", script), machines.start(1, "--tee", "3", script)
+    first.says("ready")
+    second.says("ready")
+    double = machines.start(1, script).wait()
+    assert double.code == 1
+    assert double.err.startswith("accel launch: machine rank 1 is taken by "), double
+    assert "--machine_rank of its own" in double.err
+    assert first.process.poll() is None
+    first.send(signal.SIGTERM)
+    assert first.wait().code == 143
+    assert second.wait().code == 143  # it hears of it
+
+
+def test_a_launcher_that_is_told_to_end_tells_the_others(launcher: Launcher) -> None:
+    machines = Machines(launcher)
+    script = launcher.script(f"print('ready', flush=True){PARK}")
+    runs = [machines.start(rank, "--tee", "3", "--max_restarts", "5", script) for rank in (0, 1)]
+    for run in runs:
+        run.says("ready")
+    runs[1].send(signal.SIGTERM)
+    assert runs[1].wait().code == 143
+    done = runs[0].wait()
+    assert done.code == 143
+    assert "the launcher on node 1 (" in done.err
+    assert "was told to end by SIGTERM" in done.err
+    launcher.nothing_left(1)
+
+
+@pytest.mark.parametrize("dying", [0, 1])
+def test_a_machine_that_falls_silent(launcher: Launcher, dying: int) -> None:
+    machines = Machines(launcher)
+    script = launcher.script(f"print('ready', flush=True){PARK}")
+    runs = [machines.start(rank, "--tee", "3", "--rdzv_conf", "lost_after=3", script) for rank in (0, 1)]
+    for run in runs:
+        run.says("ready")
+    runs[dying].send(signal.SIGKILL)
+    done = runs[1 - dying].wait(30)
+    assert done.code == 1, done
+    assert ("node 0 is gone" if dying == 0 else "nothing has been heard from it for ") in done.err
+    launcher.nothing_left(5)
+
+
+def test_told_to_end_while_it_waits_for_others(launcher: Launcher) -> None:
+    run = Machines(launcher).start(1, launcher.script("print('ran')"))
+    run.child(guard=False)
+    while run.process.poll() is None:  # from when on it listens cannot be seen from outside
+        run.send(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            run.process.wait(0.5)
+    assert run.wait().code in (143, -15)
+    launcher.nothing_left(3)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_name_that_does_not_resolve(launcher: Launcher, rank: int) -> None:
+    machines = Machines(launcher, address="no-such-host.invalid")
+    done = machines.start(rank, "--rdzv_conf", "timeout=1", launcher.script("print('ran')")).wait(40)
+    assert done.code == 1
+    assert "no-such-host.invalid" in done.err
+    assert "does not resolve" in done.err
+    assert done.err.count("\n") == 1
+
+
+def test_elastic(launcher: Launcher) -> None:
+    """torch's own rendezvous: one machine begins, a second one joins, and both go on together."""
+    port = str(free_port())
+    launcher.script(
+        "import os\n"
+        "size = os.environ['WORLD_SIZE']\n"
+        "print('world of', size, flush=True)\n"
+        f"if size == '1':{PARK.replace(chr(10), chr(10) + '    ')}\n"
+    )
+
+    def start(name: str) -> Run:
+        return launcher.start(
+            "--num_machines", "1:2", "--rdzv_backend", "c10d", "--main_process_ip", "localhost",
+            "--main_process_port", port, "--num_processes", "1",
+            "--rdzv_conf", "last_call_timeout=1", "--log_dir", name, "--tee", "3", "--shutdown_timeout", "3", "train.py",
+        )  # fmt: skip
+
+    first = start("a")
+    first.says("world of 1")
+    second = start("b")
+    assert (first.wait().code, second.wait().code) == (0, 0)
+    assert "world of 2" in first.text()
+    assert "world of 2" in second.text()
+
+
+def test_elastic_failure(launcher: Launcher) -> None:
+    launcher.script("import sys; sys.exit(9)")
+    done = launcher(
+        "--num_machines", "1", "--rdzv_backend", "c10d", "--main_process_port", str(free_port()),
+        "--num_processes", "2", "train.py", code=9,
+    )  # fmt: skip
+    assert "failed first" in done.err

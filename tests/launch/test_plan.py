@@ -1,0 +1,222 @@
+"""`plan`: what the flags mean on a machine, and every refusal with its remedy."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import accel.launch.node
+from accel.launch.devices import Devices, only_cpu, visible
+from accel.launch.errors import LaunchError
+from accel.launch.node import Launch, plan
+from accel.launch.options import add_arguments
+from accel.launch.tee import parse
+from accel.launch.worker import Program
+
+UUIDS = ["GPU-a", "GPU-b", "GPU-c", "GPU-d"]
+
+
+@pytest.fixture(autouse=True)
+def somewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "train.py").touch()
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with four."""
+
+    def find(env: dict[str, str]) -> Devices:
+        ids = visible(env.get("CUDA_VISIBLE_DEVICES"), UUIDS)
+        return Devices(kind="cuda", ids=tuple(ids), cpus=16) if ids else only_cpu()
+
+    monkeypatch.setattr(accel.launch.node, "find", find)
+
+
+def planned(*flags: str, **env: str) -> Launch:
+    return planned_of(Program(argv=["train.py"], entry="script"), *flags, **env)
+
+
+def planned_of(program: Program, *flags: str, **env: str) -> Launch:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    options: dict[str, Any] = vars(parser.parse_args(flags))
+    return plan(options, program, env)
+
+
+MANY = ("--num_machines", "2", "--machine_rank", "1", "--main_process_ip", "node0")
+
+
+@pytest.mark.parametrize(
+    ("flags", "env", "said"),
+    [
+        (("--cpu", "--multi_gpu"), {}, ["--cpu", "--multi_gpu", "keep one"]),
+        (("--multi_gpu",), {}, ["--multi_gpu", "no GPU", "nvidia-smi"]),
+        (("--gpu_ids", "0"), {}, ["--gpu_ids 0", "no GPU"]),
+        (("--num_processes", "0"), {}, ["--num_processes 0"]),
+        ((*MANY, "--num_processes", "3"), {}, ["--num_processes 3", "2 machines", "all of them"]),
+        (("--num_machines", "two"), {}, ["--num_machines", "'two'", "MIN:MAX"]),
+        (("--num_machines", "²"), {}, ["--num_machines", "'²'"]),
+        (("--num_machines", "0"), {}, ["--num_machines", "from 1"]),
+        (("--num_machines", "3:2"), {}, ["--num_machines", "'3:2'"]),
+        (("--num_machines", "1:2", "--main_process_ip", "x"), {}, ["MIN:MAX", "--rdzv_backend c10d"]),
+        (("--num_machines", "2"), {}, ["--machine_rank", "--main_process_ip"]),
+        (("--num_machines", "2", "--machine_rank", "0"), {}, ["need --main_process_ip"]),
+        (("--num_machines", "2", "--main_process_ip", "x"), {}, ["need --machine_rank"]),
+        (("--num_machines", "1:2", "--rdzv_backend", "c10d"), {}, ["--main_process_ip"]),
+        (("--num_machines", "2", "--machine_rank", "2", "--main_process_ip", "x"), {}, ["--machine_rank 2", "0 … 1"]),
+        (("--num_machines", "1", "--machine_rank", "1"), {}, ["--machine_rank 1", "0 … 0"]),
+        (("--machine_rank", "0"), {}, ["--machine_rank 0", "--num_machines"]),
+        ((*MANY, "--main_process_port", "0"), {}, ["--main_process_port 0", "name one"]),
+        (("--main_process_port", "65536"), {}, ["--main_process_port 65536", "65535"]),
+        (("--rdzv_conf", "timeout"), {}, ["--rdzv_conf", "key=value", "'timeout'"]),
+        (("--rdzv_conf", "=3"), {}, ["--rdzv_conf", "key=value"]),
+        (("--tee", "4"), {}, ["--tee", "'4'", "0 to 3"]),
+        (("--tee", "x"), {}, ["--tee", "'x'"]),
+        (("--tee", "0:3,1"), {}, ["--tee", "'0:3,1'"]),
+        ((), {"ACCEL_NODE_RANK": "0"}, ["ACCEL_NODES"]),
+        ((), {"ACCEL_NODE_RANK": "x", "ACCEL_NODES": "2", "ACCEL_MASTER": "m"}, ["ACCEL_NODE_RANK", "'x'"]),
+        ((), {"ACCEL_NODE_RANK": "2", "ACCEL_NODES": "2", "ACCEL_MASTER": "m"}, ["2", "0 … 1"]),
+        ((), {"ACCEL_NODE_RANK": "0", "ACCEL_NODES": "2"}, ["address"]),
+    ],
+)
+def test_refusals(flags: tuple[str, ...], env: dict[str, str], said: list[str]) -> None:
+    with pytest.raises(LaunchError) as refused:
+        planned(*flags, **env)
+    text = str(refused.value)
+    assert all(word in text for word in said), text
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "env", "said"),
+    [
+        (("--num_processes", "5"), {}, ["5 processes", "4 visible GPUs", "--cpu"]),
+        (("--num_processes", "2"), {"CUDA_VISIBLE_DEVICES": "3"}, ["2 processes", "1 visible"]),
+        (("--gpu_ids", "4"), {}, ["--gpu_ids 4", "0 … 3"]),
+        (("--gpu_ids", "0,0"), {}, ["--gpu_ids 0,0", "once"]),
+        (("--gpu_ids", "0,x"), {}, ["--gpu_ids 0,x"]),
+        (("--gpu_ids", "0,1", "--num_processes", "3"), {}, ["3 processes", "2 visible"]),
+    ],
+)
+@pytest.mark.usefixtures("gpus")
+def test_refusals_with_gpus(flags: tuple[str, ...], env: dict[str, str], said: list[str]) -> None:
+    with pytest.raises(LaunchError) as refused:
+        planned(*flags, **env)
+    assert all(word in str(refused.value) for word in said), refused.value
+
+
+def test_what_is_not_there_is_named() -> None:
+    with pytest.raises(LaunchError, match=r"no script 'trian.py' in .*; did you mean 'train.py'\?"):
+        planned_of(Program(argv=["trian.py"], entry="script"))
+    with pytest.raises(LaunchError, match="no command 'no-such-command' on PATH"):
+        planned_of(Program(argv=["no-such-command"], entry="command"))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--shutdown_timeout", "-1"),
+        ("--shutdown_timeout", "nan"),
+        ("--monitor_interval", "inf"),
+        ("--num_processes", "-2"),
+    ],
+)
+def test_numbers_that_mean_nothing(flags: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        planned(*flags)
+    assert flags[0] in capsys.readouterr().err
+
+
+def test_one_process_where_there_is_no_gpu() -> None:
+    run = planned()
+    assert (run.processes, run.nodes, run.node_rank, run.address, run.port) == (1, 1, 0, "127.0.0.1", 0)
+    assert run.alone
+    assert run.env["ACCELERATE_USE_CPU"] == "true"
+    assert "OMP_NUM_THREADS" not in run.env
+    assert not planned("--max_restarts", "1").alone
+    assert not planned("--num_processes", "2").alone
+    assert not planned("--rdzv_backend", "c10d").alone
+
+
+@pytest.mark.usefixtures("gpus")
+def test_one_process_a_gpu() -> None:
+    assert planned().processes == 4
+    assert planned(CUDA_VISIBLE_DEVICES="2,3").processes == 2
+    assert planned("--cpu").processes == 1
+    run = planned("--gpu_ids", "3,1", "--multi_gpu")
+    assert (run.processes, run.env["CUDA_VISIBLE_DEVICES"]) == (2, "3,1")
+    assert "ACCELERATE_USE_CPU" not in run.env
+    assert "CUDA_VISIBLE_DEVICES" not in planned("--gpu_ids", "all").env
+    assert planned("--num_processes", "3", "--cpu").processes == 3
+
+
+def test_processes_are_counted_over_all_machines() -> None:
+    run = planned(*MANY, "--num_processes", "6")
+    assert (run.processes, run.nodes, run.node_rank, run.address, run.port) == (3, 2, 1, "node0", 29500)
+    assert not planned(*MANY, "--num_processes", "2").alone
+
+
+def test_elastic_machines() -> None:
+    run = planned("--num_machines", "1:4", "--rdzv_backend", "c10d", "--main_process_ip", "h", "--num_processes", "2")
+    assert (run.nodes, run.max_nodes, run.processes, run.node_rank) == (1, 4, 2, 0)
+
+
+def test_the_schedulers_topology() -> None:
+    env = {"ACCEL_NODE_RANK": "3", "ACCEL_NODES": "4", "ACCEL_MASTER": "head", "ACCEL_JOB_ID": "j1"}
+    run = planned("--num_processes", "8", **env)
+    assert (run.node_rank, run.nodes, run.address, run.processes, run.run_id) == (3, 4, "head", 2, "j1")
+    assert planned("--main_process_ip", "other", **env).address == "other"
+    assert planned(*MANY, **env).nodes == 2  # what is said by hand goes before what is found
+
+
+def test_rdzv_conf() -> None:
+    assert planned("--rdzv_conf", "timeout=3, lost_after =4,a=b=c").rdzv_conf == {
+        "timeout": "3",
+        "lost_after": "4",
+        "a": "b=c",
+    }
+
+
+def test_threads_are_shared_out() -> None:
+    assert planned("--num_processes", "64").env["OMP_NUM_THREADS"] == "1"
+    assert planned("--num_processes", "2", "--num_cpu_threads_per_process", "7").env["OMP_NUM_THREADS"] == "7"
+    assert "OMP_NUM_THREADS" not in planned("--num_processes", "2", OMP_NUM_THREADS="5").env
+
+
+def test_what_accelerator_reads() -> None:
+    flags = (
+        "--mixed_precision",
+        "bf16",
+        "--gradient_accumulation_steps",
+        "4",
+        "--debug",
+        "--dynamo_backend",
+        "inductor",
+    )
+    env = planned(*flags, "--dynamo_use_dynamic").env
+    wanted = {
+        "ACCELERATE_MIXED_PRECISION": "bf16",
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4",
+        "ACCELERATE_DEBUG_MODE": "true",
+        "ACCELERATE_DYNAMO_BACKEND": "INDUCTOR",
+        "ACCELERATE_DYNAMO_MODE": "default",
+        "ACCELERATE_DYNAMO_USE_FULLGRAPH": "False",
+        "ACCELERATE_DYNAMO_USE_DYNAMIC": "True",
+    }
+    assert wanted.items() <= env.items()
+
+
+def test_dashes_and_underscores_are_one() -> None:
+    assert planned("--num-processes", "2", "--shutdown-timeout", "1.5").grace_s == 1.5
+
+
+@pytest.mark.parametrize(
+    ("spec", "meaning"),
+    [("0", {None: 0}), ("3", {None: 3}), ("0:3,1:1", {0: 3, 1: 1})],
+)
+def test_tee(spec: str, meaning: dict[int | None, int]) -> None:
+    assert parse(spec) == meaning

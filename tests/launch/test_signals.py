@@ -1,0 +1,147 @@
+"""Signals to the launcher: some end the gang in order, some are only passed on."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from .conftest import Launcher, until
+
+TELL = """\
+import os, signal, sys
+def told(signum, frame):
+    print(f"rank {os.environ['RANK']} told {signal.Signals(signum).name}.", flush=True)
+    if signum in (signal.SIGTERM, signal.SIGINT): sys.exit(0)
+for name in sys.argv[1:]:
+    signal.signal(getattr(signal, name), told)
+print(f"ready {os.environ['RANK']}.", flush=True)
+while True: signal.pause()
+"""
+GANG = ("--num_processes", "2")
+SINGLE = ("--log_dir", "logs", "--tee", "3")
+BOTH = pytest.mark.parametrize("flags", [GANG, SINGLE], ids=["gang", "single"])
+
+
+def ranks(flags: tuple[str, ...]) -> range:
+    return range(2 if flags == GANG else 1)
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("signum", "arrives"),
+    [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "SIGINT"), (signal.SIGHUP, "SIGTERM")],
+    ids=["TERM", "INT", "HUP"],
+)
+def test_the_gang_ends_in_order(launcher: Launcher, flags: tuple[str, ...], signum: int, arrives: str) -> None:
+    run = launcher.start(*flags, launcher.script(TELL), "SIGTERM", "SIGINT")
+    run.says(*(f"ready {rank}." for rank in ranks(flags)))
+    run.send(signum)
+    done = run.wait()
+    assert done.code == 128 + signum
+    for rank in ranks(flags):
+        assert f"rank {rank} told {arrives}." in done.out
+    launcher.nothing_left(0.5)
+
+
+@BOTH
+def test_warnings_reach_every_rank_and_kill_nobody(launcher: Launcher, flags: tuple[str, ...]) -> None:
+    run = launcher.start(*flags, launcher.script(TELL), "SIGUSR1", "SIGTERM")
+    run.says(*(f"ready {rank}." for rank in ranks(flags)))
+    run.send(signal.SIGUSR2)  # which nobody handles
+    run.send(signal.SIGUSR1)
+    run.says(*(f"rank {rank} told SIGUSR1." for rank in ranks(flags)))
+    run.send(signal.SIGTERM)
+    done = run.wait()
+    assert done.code == 143
+    assert done.out.count("told SIGUSR1") == len(ranks(flags))
+
+
+def test_a_warning_while_torch_is_loaded(launcher: Launcher) -> None:
+    """Slurm's warning may come at any moment; its default action would end the launcher."""
+    hook = "import os, signal, sys\nif 'launch' in sys.argv or '-m' in sys.argv: pass\n"
+    finder = (
+        "import importlib.abc\n"
+        "class Hook(importlib.abc.MetaPathFinder):\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'torch.nn': os.kill(os.getpid(), signal.SIGUSR1)\n"
+        "sys.meta_path.insert(0, Hook())\n"
+    )
+    launcher.script(hook + finder, "hook/sitecustomize.py")
+    launcher.script("print('fine')")
+    path = f"{launcher.here}/hook:{launcher.env()['PYTHONPATH']}"
+    assert launcher(*GANG, "train.py", PYTHONPATH=path).out == "fine\n" * 2
+
+
+def test_a_warning_to_a_program_that_is_the_launcher(launcher: Launcher) -> None:
+    launcher.script("import os, signal\nos.kill(os.getpid(), signal.SIGUSR1)\nprint('fine')")
+    assert launcher("train.py").out == "fine\n"
+
+
+DEAF = """\
+import os, signal
+signal.signal(signal.SIGTERM, lambda *_: print(f"deaf {os.environ['RANK']}.", flush=True))
+print(f"ready {os.environ['RANK']}.", flush=True)
+while True: signal.pause()
+"""
+
+
+@BOTH
+def test_who_does_not_listen_is_killed_after_the_grace(launcher: Launcher, flags: tuple[str, ...]) -> None:
+    run = launcher.start("--shutdown_timeout", "1", *flags, launcher.script(DEAF))
+    run.says(*(f"ready {rank}." for rank in ranks(flags)))
+    run.send(signal.SIGTERM)
+    done = run.wait()
+    assert done.code == 143
+    for rank in ranks(flags):
+        assert f"deaf {rank}." in done.out
+    launcher.nothing_left(0.5)
+
+
+@BOTH
+def test_a_second_signal_skips_the_grace(launcher: Launcher, flags: tuple[str, ...]) -> None:
+    run = launcher.start("--shutdown_timeout", "1000", *flags, launcher.script(DEAF))
+    run.says(*(f"ready {rank}." for rank in ranks(flags)))
+    run.send(signal.SIGTERM)
+    run.says(*(f"deaf {rank}." for rank in ranks(flags)))
+    run.send(signal.SIGTERM)
+    assert run.wait().code == 143
+    launcher.nothing_left(0.5)
+
+
+def test_two_signals_at_once(launcher: Launcher) -> None:
+    run = launcher.start("--shutdown_timeout", "1000", *GANG, launcher.script(DEAF))
+    run.says("ready 0.", "ready 1.")
+    run.send(signal.SIGINT)
+    run.send(signal.SIGTERM)
+    assert run.wait().code in (130, 143)
+    launcher.nothing_left(0.5)
+
+
+def test_a_checkpoint_may_take_the_grace_when_the_launcher_is_killed(launcher: Launcher) -> None:
+    """The guard waits for the fork server, which ends the ranks in order."""
+    launcher.script(
+        "import os, signal, time\n"
+        "def save(*_):\n"
+        "    time.sleep(7)\n"
+        "    open('saved' + os.environ['RANK'], 'w').close()\n"
+        "    raise SystemExit\n"
+        "signal.signal(signal.SIGTERM, save)\n"
+        "print(f'ready {os.environ[\"RANK\"]}.', flush=True)\n"
+        "while True: signal.pause()\n"
+    )
+    run = launcher.start("--shutdown_timeout", "20", *GANG, "train.py")
+    run.says("ready 0.", "ready 1.")
+    run.send(signal.SIGKILL)
+    run.wait()
+    until("both have saved", lambda: {"saved0", "saved1"} <= set(os.listdir(launcher.here)), 20)
+    launcher.nothing_left(3)
+
+
+def test_a_rank_that_is_told_before_it_has_begun(launcher: Launcher) -> None:
+    """Of sixteen ranks the first fails at once: those that are being forked just then must not outlive SIGTERM."""
+    launcher.script("import os, sys, time\nif os.environ['RANK'] == '0': sys.exit(5)\ntime.sleep(1000)")
+    for _ in range(2):
+        run = launcher.start("--num_processes", "16", "--shutdown_timeout", "1000", "train.py")
+        assert run.wait(60).code == 5
