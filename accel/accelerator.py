@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import DataLoader
 
-from accel.arguments import accumulation, by_type, loading, project, refuse
+from accel.arguments import accumulation, by_type, loading, project, refuse, refuse_environment
 from accel.checkpoint import CheckpointControl
 from accel.data.loader import skip_first_batches
 from accel.data.prepare import prepare_data_loader
@@ -75,6 +75,7 @@ class Accelerator(ProcessControl, CheckpointControl):
         **others: Any,
     ) -> None:
         refuse(others, Accelerator.__init__.__annotations__)
+        refuse_environment(os.environ)
         handlers = by_type(kwargs_handlers or ())
         self.device_placement = device_placement
         self.rng_types = rng_types

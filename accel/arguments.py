@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from accel.environment import read_int
+from accel.environment import read_flag, read_int
 from accel.errors import ArgumentError, nearest
 from accel.plugins import (
     AutocastKwargs,
@@ -32,6 +32,12 @@ _NOT_HERE = (
     "parallelism_config",
     "torch_tp_plugin",
 )
+_WAYS_NOT_HERE = (
+    "ACCELERATE_USE_DEEPSPEED",
+    "ACCELERATE_USE_FSDP",
+    "ACCELERATE_USE_MEGATRON_LM",
+    "ACCELERATE_USE_PARALLELISM_CONFIG",
+)
 
 
 def refuse(others: Mapping[str, Any], known: Iterable[str]) -> None:
@@ -42,6 +48,18 @@ def refuse(others: Mapping[str, Any], known: Iterable[str]) -> None:
                 raise ArgumentError(f"Accelerator({name}=…) is not in this version of accel: leave it out")
         else:
             raise ArgumentError(f"Accelerator({name}=…) is unknown{nearest(name, known)}")
+
+
+def refuse_environment(env: Mapping[str, str]) -> None:
+    """Raise `ArgumentError` for a variable that asks for a way of training which this version does not have.
+
+    Passing it over would train another way than the one that was asked for, and say nothing.
+    """
+    asked = [name for name in _WAYS_NOT_HERE if read_flag(env, name)]
+    if env.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() not in ("", "no"):
+        asked.append("ACCELERATE_DYNAMO_BACKEND")
+    if asked:
+        raise ArgumentError(f"environment variable {asked[0]}={env[asked[0]]}: not in this version of accel; unset it")
 
 
 def by_type(handlers: Sequence[KwargsHandler]) -> dict[type, Any]:

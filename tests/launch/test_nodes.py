@@ -250,7 +250,8 @@ def test_elastic(launcher: Launcher) -> None:
         return launcher.start(
             "--num_machines", "1:2", "--rdzv_backend", "c10d", "--main_process_ip", "localhost",
             "--main_process_port", port, "--num_processes", "1",
-            "--rdzv_conf", "last_call_timeout=1", "--log_dir", name, "--tee", "3", "--shutdown_timeout", "3", "train.py",
+            "--rdzv_conf", "last_call_timeout=1", "--log_dir", name, "--tee", "3", "--shutdown_timeout", "3",
+            "train.py",
         )  # fmt: skip
 
     first = start("a")

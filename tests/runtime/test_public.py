@@ -122,3 +122,13 @@ def test_seeds() -> None:
     assert main[0] == other[0]
     assert all(a != b for a, b in zip(main[1], other[1], strict=True))
     assert main[2] == other[2]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("ACCELERATE_USE_FSDP", "true"), ("ACCELERATE_USE_DEEPSPEED", "1"), ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")],
+)
+def test_a_way_of_training_that_is_not_here_is_refused(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ArgumentError, match=f"{name}={value}: not in this version"):
+        accel.Accelerator()
