@@ -29,5 +29,9 @@ $(VENV)/.installed-%: pyproject.toml constraints.txt scripts/install
 	scripts/install $(VENV) $*
 	touch $@
 
+golden: $(VENV)/.installed-dev
+	ACCEL_RENEW_GOLDEN=1 $(BIN)/python -m pytest -q tests/schedulers/local/test_plan.py
+	git diff --stat tests/golden
+
 clean:
 	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,8 +1,8 @@
 """What a local job keeps in its directory beside the store's own files.
 
 local/settings.json     the supervisor's instructions, as planned
-local/supervisor        the supervisor's identity; held under a lock while it lives
-local/launcher          the identity of `accel launch`
+local/supervisor.json   the supervisor's identity
+local/launcher.json     the identity of `accel launch`
 local/progress.json     what the supervisor is doing, for people: waiting for what, running since when
 exit.json               how it ended: written once, whole or not at all
 logs/                   see `schedulers.logfiles`; and launch.jsonl, in which `accel launch` tells of attempts
@@ -52,10 +52,14 @@ class JobFiles:
         return settings
 
     def supervisor(self) -> Identity | None:
-        return self._identity("local/supervisor")
+        return self._identity("supervisor")
 
     def launcher(self) -> Identity | None:
-        return self._identity("local/launcher")
+        return self._identity("launcher")
+
+    def set_identity(self, who: str, identity: Identity) -> None:
+        """Notes which process is the job's `supervisor` or `launcher`."""
+        self.write(f"local/{who}.json", json.dumps({"schema": SCHEMA, "process": str(identity)}))
 
     def progress(self) -> Status:
         """What the live supervisor last said, with the attempt that the launcher is at."""
@@ -95,6 +99,6 @@ class JobFiles:
         reports = [event["failure"] for event in self.launch_events() if event["event"] == "failure"]
         return reports[-1] if reports else None
 
-    def _identity(self, name: str) -> Identity | None:
-        text = self.read(name)
-        return Identity.parse(text) if text else None
+    def _identity(self, who: str) -> Identity | None:
+        text = self.read(f"local/{who}.json")
+        return Identity.parse(json.loads(text)["process"]) if text else None

@@ -159,7 +159,7 @@ class Supervisor:
             )  # fmt: skip
         identity = Identity.of(launcher.pid)
         if identity is not None:
-            self._files.write("local/launcher", str(identity))
+            self._files.set_identity("launcher", identity)
         self._say(State.RUNNING)
         code = self._watch(launcher, self._settings["time_limit_s"])
         end_all(lambda: descendants(os.getpid()), grace_s=min(self._settings["grace_s"], 2.0), reap=_reap)
@@ -312,7 +312,9 @@ def main(directory: str) -> NoReturn:
         os._exit(0)
     adopt_orphans()
     supervisor = Supervisor(files)
-    files.write("local/supervisor", str(Identity.of(os.getpid())))
+    own = Identity.of(os.getpid())
+    assert own is not None  # this process lives
+    files.set_identity("supervisor", own)
     os.write(tell, b"1")
     os.close(tell)
     supervisor.run()

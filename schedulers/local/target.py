@@ -16,7 +16,7 @@ from ..errors import SpecError, SubmitError
 from ..job import Cursor, JobSpec, LogLine, Reason, State, Status
 from ..processes import python_module
 from ..target import Plan, TargetContext
-from .files import JobFiles
+from .files import SCHEMA, JobFiles
 
 _SECRET_KINDS = ("env", "file")
 
@@ -52,8 +52,11 @@ class LocalTarget:
     def plan(self, spec: JobSpec, job_id: str) -> Plan:
         """The supervisor's instructions and the command that starts it. Raises SpecError."""
         _check(spec)
+        if self._options.cpu and spec.resources.gpus:
+            raise SpecError(f"target {self.name} trains on the CPU (cpu: true), and the job asks for GPUs: drop one")
         command = self._launch_command(spec, str(self._jobs / job_id / "logs"))
         settings = {
+            "schema": SCHEMA,
             "job_id": job_id,
             "command": command,
             "code": spec.code,

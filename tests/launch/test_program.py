@@ -127,8 +127,8 @@ ENDINGS = {
     "a bad str": "class Bad(Exception):\n        def __str__(self): raise RuntimeError\n    raise Bad",
     "an exit handler": "import atexit; atexit.register(print, 'at exit'); raise OSError(2, 'gone')",
     "import": "import importlib; importlib.import_module('no_such_module')",
-    "a thread": "import threading as t\n    t.Thread(target=lambda: (t.main_thread().join(), print(9))).start()\n"
-    "    raise ValueError",
+    "a thread": "import threading as t; main = t.main_thread()\n"
+    "    t.Thread(target=lambda: print(main.join())).start(); raise ValueError",
 }  # fmt: skip
 
 

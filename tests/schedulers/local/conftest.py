@@ -13,6 +13,7 @@ import pytest
 
 import schedulers
 from schedulers import Job
+from schedulers.local.files import JobFiles
 from schedulers.processes import Identity, descendants
 
 Submit = Callable[..., Job]
@@ -52,12 +53,9 @@ def submit(home: Path, project: Path) -> Iterator[Submit]:
 
 def identities(job: Job) -> dict[str, Identity]:
     """The job's supervisor and launcher, as far as they have been started."""
-    found = {}
-    for name in ("supervisor", "launcher"):
-        path = job.record.directory / "local" / name
-        if path.exists():
-            found[name] = Identity.parse(path.read_text())
-    return found
+    files = JobFiles(job.record.directory)
+    found = {"supervisor": files.supervisor(), "launcher": files.launcher()}
+    return {name: identity for name, identity in found.items() if identity is not None}
 
 
 def until(condition: Callable[[], bool], what: str, seconds: float = 60) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from schedulers import Job, Reason, State
+from schedulers.local.files import JobFiles
 from schedulers.processes import Identity
 
 from .conftest import Submit, identities, of_job, printed, until, until_printed
@@ -123,7 +124,7 @@ def test_another_process_with_the_supervisor_s_number_is_not_taken_for_it(submit
     # The number comes round again, or the machine has restarted: here it is this very process that has it.
     mine = Identity.of(os.getpid())
     assert mine is not None
-    (job.record.directory / "local/supervisor").write_text(f"{mine.pid} another-boot.1")
+    JobFiles(job.record.directory).set_identity("supervisor", Identity(mine.pid, "another-boot.1"))
     status = job.wait(60)
     assert (status.state, status.reason) == (State.FAILED, Reason.LOST)
 
