@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -206,10 +207,11 @@ def _open_files(pid: int) -> Iterator[str]:
             continue
 
 
-def end_all(find: Callable[[], Iterable[int]], *, grace_s: float, reap: Callable[[], object] = lambda: None) -> None:
+def end_all(find: Callable[[], Iterable[int]], *, grace_s: float) -> None:
     """SIGTERM to all that `find` gives, `grace_s` seconds, then SIGKILL until it gives none.
 
-    `reap` is called between rounds, so that a caller whose children are among them can collect them.
+    Collects this process's children that have ended, those that it has adopted among them; so their exit codes are
+    to be read before.
     """
     deadline = time.monotonic() + grace_s
     told: set[int] = set()
@@ -219,7 +221,13 @@ def end_all(find: Callable[[], Iterable[int]], *, grace_s: float, reap: Callable
             _kill(pid, signal.SIGKILL if late else signal.SIGTERM)
         told |= left
         time.sleep(_POLL_S)
-        reap()
+        _collect_children()
+
+
+def _collect_children() -> None:
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
 
 
 def _kill(pid: int, signum: int) -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.needs import missing
+
 SOURCE = """
 #include <string.h>
 static const char *uuids[] = {%s};
@@ -24,19 +26,11 @@ def fake_gpus(folder: Path, monkeypatch: pytest.MonkeyPatch, uuids: list[str]) -
     """Processes started from now on find these GPUs through NVML."""
     compiler = shutil.which("cc")
     if compiler is None:
-        missing("no C compiler", "apt-get install gcc libc6-dev")
+        missing("a C compiler", "apt-get install gcc libc6-dev")
     source = folder / "nvml.c"
     source.write_text(SOURCE % ", ".join(f'"{uuid}"' for uuid in uuids))
     library = folder / "lib"
     library.mkdir(exist_ok=True)
-    subprocess.run([compiler or "cc", "-shared", "-fPIC", "-o", library / "libnvidia-ml.so.1", source], check=True)
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", library / "libnvidia-ml.so.1", source], check=True)
     monkeypatch.setenv("LD_LIBRARY_PATH", os.pathsep.join([str(library), os.environ.get("LD_LIBRARY_PATH", "")]))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-
-
-def missing(what: str, install: str) -> None:
-    """Skips the test for want of something, or fails it in CI, where nothing may be missing."""
-    message = f"{what}; to run this test: {install}"
-    if os.environ.get("CI"):
-        pytest.fail(message)
-    pytest.skip(message)

@@ -91,7 +91,7 @@ def run_gang(run: Launch, launch_id: str) -> int:
     finally:
         tee.close()
         server.close()
-        end_all(lambda: keeper.others(descendants(os.getpid())), grace_s=run.grace_s, reap=_reap)
+        end_all(lambda: keeper.others(descendants(os.getpid())), grace_s=run.grace_s)
         keeper.dismiss()
 
 
@@ -200,9 +200,3 @@ def _seconds(run: Launch, name: str, default: float) -> float:
         return float(text) if text is not None else default
     except ValueError:
         raise LaunchError(f"--rdzv_conf {name} must be seconds, not {text!r}") from None
-
-
-def _reap() -> None:
-    with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass

@@ -39,9 +39,7 @@ def run_single(run: Launch, launch_id: str) -> int:
         tee.follow([(0, 0, log)])
         code = watch.until_end()
     finally:
-        end_all(
-            lambda: keeper.others(descendants(os.getpid())), grace_s=min(run.grace_s, _LEFTOVER_GRACE_S), reap=_reap
-        )
+        end_all(lambda: keeper.others(descendants(os.getpid())), grace_s=min(run.grace_s, _LEFTOVER_GRACE_S))
         tee.close()
         keeper.dismiss()
     if watch.told is not None:
@@ -119,11 +117,3 @@ class _Watch:
             if select.select([self._woken], [], [], patience)[0]:
                 os.read(self._woken, 4096)
         return code
-
-
-def _reap() -> None:
-    try:
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
-    except ChildProcessError:
-        return

@@ -162,7 +162,7 @@ class Supervisor:
             self._files.set_identity("launcher", identity)
         self._say(State.RUNNING)
         code = self._watch(launcher, self._settings["time_limit_s"])
-        end_all(lambda: descendants(os.getpid()), grace_s=min(self._settings["grace_s"], 2.0), reap=_reap)
+        end_all(lambda: descendants(os.getpid()), grace_s=min(self._settings["grace_s"], 2.0))
         return self._outcome(code)
 
     def _watch(self, process: subprocess.Popen[bytes], limit_s: float | None) -> int:
@@ -285,14 +285,6 @@ def _secret(name: str, reference: str) -> str:
         return Path(where).expanduser().read_text().rstrip("\n")
     except OSError as error:
         raise SchedulerError(f"secret {name}: {where}: {error.strerror}") from None
-
-
-def _reap() -> None:
-    try:
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
-    except ChildProcessError:
-        return
 
 
 def main(directory: str) -> NoReturn:

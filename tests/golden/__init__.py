@@ -1,4 +1,4 @@
-"""Texts that programs write, kept as they should be. `ACCEL_RENEW_GOLDEN=1 python -m pytest` renews them; read the diff."""
+"""Texts that programs write, kept as they should be. `make golden` renews them; read the difference."""
 
 from __future__ import annotations
 

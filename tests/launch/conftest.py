@@ -234,11 +234,3 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
     runner = Launcher(here, tmp)
     yield runner
     runner.clean_up()
-
-
-def missing(what: str, remedy: str) -> None:
-    """Skips a test for want of something; where everything must be there (CI), fails it."""
-    text = f"{what} is missing: {remedy}"
-    if os.environ.get("CI"):
-        pytest.fail(text)
-    pytest.skip(text)

@@ -14,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel.launch.devices import visible
+from tests.needs import missing
 
-from .conftest import ROOT, missing
+from .conftest import ROOT
 
 A, B, C = "GPU-aaaa-1", "GPU-aabb-2", "GPU-cccc-3"
 MIG = "MIG-aaaa-1/1/0"

@@ -8,7 +8,9 @@ import os
 
 import pytest
 
-from .conftest import Launcher, missing
+from tests.needs import missing
+
+from .conftest import Launcher
 
 TORCHRUN = {
     "RANK",
