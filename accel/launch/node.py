@@ -139,9 +139,11 @@ def recorder(log_dir: str | None) -> Callable[..., None]:
             return
         line = json.dumps({"schema": 1, "event": event, "time": time.time(), **facts}) + "\n"
         with contextlib.suppress(OSError):  # a full disk must not end a training run
-            fd = os.open(os.path.join(log_dir, "launch.jsonl"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+            fd = os.open(os.path.join(log_dir, "launch.jsonl"), os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
             try:
-                os.write(fd, line.encode())
+                size = os.fstat(fd).st_size
+                torn = size > 0 and os.pread(fd, 1, size - 1) != b"\n"  # a line that a full disk cut short
+                os.write(fd, b"\n" * torn + line.encode())
             finally:
                 os.close(fd)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from accel.launch.node import recorder
 from accel.launch.report import Exit, Failure, diagnose, error_in_log, first, oom_kill_count, signal_name
 
 
@@ -156,3 +158,13 @@ def test_signal_names() -> None:
     assert signal_name(signal.SIGKILL) == "SIGKILL"
     assert signal_name(40) == "signal 40"
     assert oom_kill_count() >= 0
+
+
+def test_a_line_that_was_cut_short_does_not_swallow_the_next(tmp_path: Path) -> None:
+    record = recorder(str(tmp_path))
+    record("attempt", attempt=0)
+    path = tmp_path / "launch.jsonl"
+    path.write_bytes(path.read_bytes() + b'{"schema": 1, "event": "fail')
+    record("attempt", attempt=1)
+    lines = path.read_text().splitlines()
+    assert [json.loads(lines[number])["attempt"] for number in (0, 2)] == [0, 1]
