@@ -95,7 +95,8 @@ dist.all_gather(sums, model.module.weight.sum().detach().reshape(1))
 assert torch.equal(sums[0], sums[-1]), sums
 total = torch.tensor([float(rank + 1)])
 dist.all_reduce(total)
-print("rank", rank, "of", size, "total", total.item())
+# One write a line: a spawned rank is unbuffered, as torchrun's are, and its prints may mix with another's.
+os.write(1, f"rank {rank} of {size} total {total.item()}\\n".encode())
 dist.destroy_process_group()
 """
 
