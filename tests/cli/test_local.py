@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from accel.cli import exits
+from tests.needs import missing
 
 from .conftest import Accel
 
@@ -192,7 +193,7 @@ def test_a_reader_that_goes_away_ends_it_quietly(accel: Accel) -> None:
 
 def test_a_full_disk_under_stdout_is_said_in_one_line(accel: Accel) -> None:
     if not Path("/dev/full").exists():
-        pytest.skip("needs /dev/full")
+        missing("/dev/full", "run on Linux with /dev mounted")
     accel("submit", "--follow", accel.script(""))
     with open("/dev/full", "wb") as full:
         done = subprocess.run(

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from tests.needs import missing
+
 from .conftest import Launcher
 
 GANG = ("--num_processes", "2", "--log_dir", "logs")
@@ -222,7 +224,7 @@ def group(request: pytest.FixtureRequest) -> Iterator[Path]:
             break
         candidate.rmdir()
     if made is None:
-        pytest.skip(f"no {kind} control group can be made here (run as root on a machine with cgroups)")
+        missing(f"a {kind} control group", "run as root where /sys/fs/cgroup can be written")
     yield made
     made.rmdir()
 

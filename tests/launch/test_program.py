@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.needs import missing
+
 from .conftest import Launcher
 
 # What a program can see of how it was started. Rank 0 looks; the others do too, and keep it to themselves.
@@ -255,7 +257,7 @@ def test_the_installed_command(launcher: Launcher) -> None:
     """Where a directory of the user's has the name of one of the launcher's packages."""
     command = Path(sys.executable).with_name("accel")
     if not command.exists():
-        pytest.skip("accel is not installed in this environment: pip install -e .")
+        missing("the installed command accel", "pip install -e .")
     launcher.script("raise SystemExit('not this')", "schedulers/__init__.py")
     launcher.script("print('fine')")
     assert launcher("train.py", command=[str(command), "launch"], PYTHONPATH="").out == "fine\n"

@@ -19,6 +19,7 @@ from schedulers import disk
 from schedulers.errors import StoreError
 from schedulers.job import State, Status
 from schedulers.store import Damaged, Record, Store
+from tests.needs import missing
 
 from .test_store import ROOT, create, store
 
@@ -206,14 +207,14 @@ def test_a_create_that_is_killed_is_whole_or_not_there(store: Store) -> None:
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system with 256 kB."""
     if os.geteuid() != 0:
-        pytest.skip("a file system can be mounted by root only")
+        missing("the right to mount a file system", "run as root")
     place = tmp_path / "small"
     place.mkdir()
     mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", place], capture_output=True, text=True
     )
     if mounted.returncode:
-        pytest.skip(f"no file system can be mounted here: {mounted.stderr.strip()}")
+        missing(f"a tmpfs ({mounted.stderr.strip()})", "run where root may mount one")
     try:
         yield place
     finally:
