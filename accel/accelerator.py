@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import DataLoader
 
-from accel.arguments import accumulation, by_type, loading, project, refuse, refuse_environment
+from accel.arguments import accumulation, by_type, loading, project, refuse_environment, refuse_unbuilt, refuse_unknown
 from accel.checkpoint import CheckpointControl
 from accel.data.loader import skip_first_batches
 from accel.data.prepare import prepare_data_loader
@@ -65,16 +65,32 @@ class Accelerator(ProcessControl, CheckpointControl):
         gradient_accumulation_steps: int = 1,
         cpu: bool = False,
         dataloader_config: DataLoaderConfiguration | None = None,
-        *,
+        deepspeed_plugin: Any = None,
+        fsdp_plugin: Any = None,
+        torch_tp_plugin: Any = None,
+        megatron_lm_plugin: Any = None,
         rng_types: Sequence[str] | None = None,
+        log_with: Any = None,
         project_dir: str | os.PathLike[str] | None = None,
         project_config: ProjectConfiguration | None = None,
         gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
         step_scheduler_with_optimizer: bool = True,
         kwargs_handlers: Sequence[KwargsHandler] | None = None,
+        dynamo_backend: str | None = None,
+        dynamo_plugin: Any = None,
+        deepspeed_plugins: Any = None,
+        parallelism_config: Any = None,
         **others: Any,
     ) -> None:
-        refuse(others, Accelerator.__init__.__annotations__)
+        refuse_unknown(others, Accelerator.__init__.__annotations__)
+        refuse_unbuilt(
+            deepspeed_plugin=deepspeed_plugin,
+            deepspeed_plugins=deepspeed_plugins,
+            fsdp_plugin=fsdp_plugin,
+            megatron_lm_plugin=megatron_lm_plugin,
+            parallelism_config=parallelism_config,
+            torch_tp_plugin=torch_tp_plugin,
+        )
         refuse_environment(os.environ)
         handlers = by_type(kwargs_handlers or ())
         self.device_placement = device_placement

@@ -21,17 +21,6 @@ from accel.plugins import (
 )
 
 _HANDLERS = (AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs, InitProcessGroupKwargs)
-_NOT_HERE = (
-    "deepspeed_plugin",
-    "deepspeed_plugins",
-    "dynamo_backend",
-    "dynamo_plugin",
-    "fsdp_plugin",
-    "log_with",
-    "megatron_lm_plugin",
-    "parallelism_config",
-    "torch_tp_plugin",
-)
 _WAYS_NOT_HERE = (
     "ACCELERATE_USE_DEEPSPEED",
     "ACCELERATE_USE_FSDP",
@@ -40,14 +29,29 @@ _WAYS_NOT_HERE = (
 )
 
 
-def refuse(others: Mapping[str, Any], known: Iterable[str]) -> None:
+# Arguments that Accelerate once had, and what says the same now.
+_REMOVED = {
+    "dispatch_batches": "dataloader_config=DataLoaderConfiguration(dispatch_batches=…)",
+    "even_batches": "dataloader_config=DataLoaderConfiguration(even_batches=…)",
+    "fp16": "mixed_precision='fp16'",
+    "logging_dir": "project_dir=… or project_config=ProjectConfiguration(logging_dir=…)",
+    "use_seedable_sampler": "dataloader_config=DataLoaderConfiguration(use_seedable_sampler=…)",
+}
+
+
+def refuse_unknown(others: Mapping[str, Any], known: Iterable[str]) -> None:
     """Raise `ArgumentError` for the first of ``others``, which are not among the ``known`` arguments."""
-    for name, value in others.items():
-        if name in _NOT_HERE:
-            if value is not None:
-                raise ArgumentError(f"Accelerator({name}=…) is not in this version of accel: leave it out")
-        else:
-            raise ArgumentError(f"Accelerator({name}=…) is unknown{nearest(name, known)}")
+    for name in others:
+        if name in _REMOVED:
+            raise ArgumentError(f"Accelerator({name}=…) was removed: use {_REMOVED[name]}")
+        raise ArgumentError(f"Accelerator({name}=…) is unknown{nearest(name, known)}")
+
+
+def refuse_unbuilt(**given: Any) -> None:
+    """Raise `ArgumentError` for the first argument of ``given`` that asks for a way of training which is not here."""
+    for name, value in given.items():
+        if value is not None:
+            raise ArgumentError(f"Accelerator({name}=…) is not in this version of accel: leave it out")
 
 
 def refuse_environment(env: Mapping[str, str]) -> None:
