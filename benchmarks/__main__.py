@@ -8,9 +8,22 @@ import sys
 from . import __doc__ as about
 from .jobs import listing, noticing
 from .launch import gang, single
+from .runtime import checkpoints, collectives, ddp_steps, imports, samplers, steps
 from .startup import startup
 
-ALL = {"startup": (startup, 15), "list": (listing, 5), "wait": (noticing, 9), "single": (single, 7), "gang": (gang, 5)}
+ALL = {
+    "startup": (startup, 15),
+    "list": (listing, 5),
+    "wait": (noticing, 9),
+    "single": (single, 7),
+    "gang": (gang, 5),
+    "imports": (imports, 9),
+    "steps": (steps, 15),
+    "ddp_steps": (ddp_steps, 9),
+    "samplers": (samplers, 9),
+    "collectives": (collectives, 15),
+    "checkpoints": (checkpoints, 5),
+}
 
 
 def main() -> int:

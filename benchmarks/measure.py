@@ -57,15 +57,22 @@ def report(name: str, seconds: Mapping[str, list[float]], bars: list[Bar]) -> bo
     width = max(map(len, seconds))
     print(f"\n{name}: median [min … max] of {len(next(iter(seconds.values())))}")
     for key, values in seconds.items():
-        print(f"  {key:<{width}}  {medians[key] * 1000:9.1f} ms  [{min(values) * 1000:.1f} … {max(values) * 1000:.1f}]")
+        print(f"  {key:<{width}}  {shown(key, medians[key])}  [{shown(key, min(values))} … {shown(key, max(values))}]")
     met = True
     for bar in bars:
         ratio = medians[bar.ours] / medians[bar.base]
         met &= ratio <= bar.limit
         verdict = "met" if ratio <= bar.limit else "MISSED"
-        print(f"  {bar.ours} / {bar.base} = {ratio:.2f} (at most {bar.limit:g}: {verdict})")
+        print(f"  {bar.ours} / {bar.base} = {ratio:.2g} (at most {bar.limit:g}: {verdict})")
     _keep(name, seconds, medians, bars)
     return met
+
+
+def shown(key: str, value: float) -> str:
+    """A figure with its unit: seconds, unless its name says that it is memory."""
+    if "GB" in key:
+        return f"{value:8.3f} GB"
+    return f"{value * 1e3:8.1f} ms" if abs(value) >= 0.01 else f"{value * 1e6:8.1f} µs"
 
 
 def _keep(name: str, seconds: Mapping[str, list[float]], medians: Mapping[str, float], bars: list[Bar]) -> None:
@@ -78,7 +85,7 @@ def _keep(name: str, seconds: Mapping[str, list[float]], medians: Mapping[str, f
             "system": platform.platform(),
         },
         "versions": _versions(),
-        "seconds": {key: [round(value, 4) for value in values] for key, values in seconds.items()},
+        "figures": {key: [float(f"{value:.4g}") for value in values] for key, values in seconds.items()},
         "ratios": {f"{bar.ours} / {bar.base}": round(medians[bar.ours] / medians[bar.base], 3) for bar in bars},
         "bars": {f"{bar.ours} / {bar.base}": bar.limit for bar in bars},
     }

@@ -1,0 +1,121 @@
+"""What the runtime costs inside a training process, beside the same by hand and beside Accelerate.
+
+Each benchmark starts a script that runs all of them in turns and hands back the figures of rank 0.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from .measure import Bar, interleaved, report, wall
+
+ROOT = Path(__file__).parents[1]
+BIN = Path(sys.executable).parent
+
+
+def _inside(script: str, rounds: int, processes: int = 1, **env: str) -> dict[str, list[float]]:
+    """The figures that ``script`` measures in itself, in a world of ``processes``."""
+    start = [sys.executable]
+    if processes > 1:
+        start = [str(BIN / "accel"), "launch", "--cpu", "--num_processes", str(processes)]
+    command = [*start, "-m", f"benchmarks.scripts.{script}"]
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder, "figures.json")
+        whole = {**os.environ, "BENCHMARK_RESULT": str(place), "BENCHMARK_ROUNDS": str(rounds), **env}
+        done = subprocess.run(
+            command, cwd=ROOT, env=whole, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
+        if done.returncode != 0:
+            raise SystemExit(f"{script} failed:\n{done.stderr[-2000:]}")
+        found: dict[str, list[float]] = json.loads(place.read_text())
+        return found
+
+
+def steps(rounds: int) -> bool:
+    """What a training step costs over the loop written by hand: at most a quarter of what it costs with Accelerate."""
+    kinds = ("plain", "accumulate", "whole")
+    bars = [
+        Bar(ours=f"{kind}, accel over by hand", base=f"{kind}, accelerate over by hand", limit=0.25) for kind in kinds
+    ]
+    return report("steps", _inside("steps", rounds), bars)
+
+
+def ddp_steps(rounds: int) -> bool:
+    """A training step in DDP of two processes: by hand, accel and Accelerate."""
+    seconds = _inside("steps", rounds, processes=2, BENCHMARK_STEPS="100")
+    kept = {name: values for name, values in seconds.items() if "over" not in name}
+    bars = [Bar(ours=f"{kind}, accel", base=f"{kind}, by hand", limit=1.05) for kind in ("plain", "whole")]
+    return report("ddp_steps", kept, bars)
+
+
+def samplers(rounds: int) -> bool:
+    """A batch of indices in a world of 1,024, and 10,000 batches skipped in a world of 64."""
+    bars = [
+        Bar(ours="world 1024, accel", base="world 1, accel", limit=1.5),
+        Bar(ours="world 1024, accel", base="world 1024, accelerate", limit=0.01),
+        Bar(ours="skip 10,000 at world 64, accel", base="skip 10,000 at world 64, accelerate", limit=0.02),
+    ]
+    return report("samplers", _inside("samplers", rounds), bars)
+
+
+def collectives(rounds: int) -> bool:
+    """Gathering a nest of 20 small tensors in a world of two."""
+    bars = [
+        Bar(ours="gather of 20, accel", base="gather of 20, accelerate", limit=0.1),
+        Bar(ours="gather of 20, accel", base="one flat all_gather", limit=1.3),
+    ]
+    return report("collectives", _inside("collect", rounds, processes=2), bars)
+
+
+def imports(rounds: int) -> bool:
+    """Importing the runtime: at most 5 % over importing torch."""
+    python = [sys.executable, "-c"]
+    ours, base = "from accel import Accelerator", "import torch"
+    measures = {text: wall([*python, text]) for text in (base, ours, "from accelerate import Accelerator")}
+    return report("imports", interleaved(measures, rounds), [Bar(ours=ours, base=base, limit=1.05)])
+
+
+def checkpoints(rounds: int) -> bool:
+    """Saving and loading 630 MB: ours is on the disk when `save_state` returns, Accelerate's is in the page cache."""
+    with tempfile.TemporaryDirectory() as folder:
+        memory: dict[str, list[float]] = {}
+        measures = {
+            f"{what}, {package}": _checkpoint(package, what, Path(folder), memory)
+            for what in ("save", "load", "async")
+            for package in ("accel", "accelerate")
+            if (what, package) != ("async", "accelerate")
+        }
+        seconds = interleaved(measures, rounds)
+    seconds.update({f"{name}, GB more memory": values[1:] for name, values in memory.items()})
+    bars = [
+        Bar(ours="save, accel", base="save, accelerate", limit=1),
+        Bar(ours="async, accel", base="save, accelerate", limit=0.3),
+        Bar(ours="load, accel, GB more memory", base="load, accelerate, GB more memory", limit=0.3),
+    ]
+    return report("checkpoints", seconds, bars)
+
+
+def _checkpoint(package: str, what: str, folder: Path, memory: dict[str, list[float]]) -> Callable[[], float]:
+    place = folder / (package if what != "async" else "async")
+
+    def measure() -> float:
+        if what != "load":
+            shutil.rmtree(place, ignore_errors=True)
+            os.sync()  # else one pays for what the one before it left in the page cache
+        command = [sys.executable, "-m", "benchmarks.scripts.checkpoints", package, what, str(place)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        if done.returncode != 0:
+            raise SystemExit(f"{command} failed:\n{done.stderr[-2000:]}")
+        found = json.loads(done.stdout.splitlines()[-1])
+        memory.setdefault(f"{what}, {package}", []).append(found["memory"] / 1e9)
+        blocked: float = found["blocked"]
+        return blocked
+
+    return measure
