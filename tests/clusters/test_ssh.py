@@ -43,7 +43,7 @@ def test_hosts_share_the_files_of_this_computer_and_nothing_else(hosts: SshHosts
             assert _ssh(hosts, name, "pgrep -c sleep") == "2"  # its own, and the one that keeps it up
         python = f"PYTHONPATH={ROOT} {sys.executable} -c 'import schedulers; print(schedulers.__file__)'"
         assert _ssh(hosts, "node1", python) == str(ROOT / "schedulers/__init__.py")
-        assert _ssh(hosts, "node1", f"getent hosts {hosts['node2'].name}").startswith(hosts["node2"].address)
+        assert _ssh(hosts, "node1", f"getent ahostsv4 {hosts['node2'].name}").startswith(hosts["node2"].address)
     finally:
         hosts.down()
 
