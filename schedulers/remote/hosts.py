@@ -17,7 +17,7 @@ _LAST_PORT = 65535
 _SHOWN = 8
 
 _NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?\.?")
-_USER = re.compile(r"[A-Za-z0-9_.][A-Za-z0-9_.+@\\$-]*")
+_USER = re.compile(r"[A-Za-z0-9_.][A-Za-z0-9_.+@\\-]*")
 _GROUP = re.compile(r"\[(?P<ranges>[^][]*)\]|\{(?P<braces>[^{}]*)\}")
 _SPAN = re.compile(r"(?P<first>[0-9]+)(?:-|\.\.)(?P<last>[0-9]+)")
 _SETTINGS = ("slots", "max_slots", "port", "user")
@@ -153,7 +153,8 @@ def _is_pattern(word: str) -> bool:
 
 def _matching(word: str, aliases: Sequence[str], source: str) -> Iterable[Host]:
     user, at, pattern = word.rpartition("@")
-    matching = [name for name in dict.fromkeys(aliases) if fnmatch.fnmatchcase(name, pattern) and "[" not in pattern]
+    names = [name for name in dict.fromkeys(aliases) if _NAME.fullmatch(name)]
+    matching = [name for name in names if fnmatch.fnmatchcase(name, pattern) and "[" not in pattern]
     if not matching:
         raise SpecError(
             f"{source}: {word!r} matches no Host entry of the SSH configuration{nearest(pattern, aliases)}"
