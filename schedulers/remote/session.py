@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _CHUNK = 1 << 18
+_PIECE = 1 << 16
 _SENT_AT_ONCE = 1 << 15  # what no server makes a client wait for
 _NOISE_SHOWN = 2000
 
@@ -79,13 +80,17 @@ class Session:
 
     def write(self, data: bytes) -> None:
         """Sends to standard input; returns when all is on its way. A command that reads no more is no error."""
+        import paramiko
+
         if self._channel.eof_sent or self._channel.closed:
             return
         try:
-            self._channel.sendall(data)
+            # In pieces: paramiko copies all that is left for every packet.
+            for start in range(0, len(data), _PIECE):
+                self._channel.sendall(data[start : start + _PIECE])
         except TimeoutError:
             raise RemoteTimeout(self.host, f"{self._program} does not read what it is sent") from None
-        except OSError:
+        except (OSError, EOFError, paramiko.SSHException):
             if not self._connection.alive:
                 raise self._connection.lost(f"sending to {self._program}") from None
 
