@@ -9,15 +9,14 @@ The last line is `{"done": […]}`, with what was read after it as raw bytes, or
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import os
-import shutil
 import signal
 import stat
 import sys
-import tarfile
 import time
+
+# hashlib, shutil and tarfile, which take long to load, are imported where they are needed.
 
 TYPE_CHECKING = False  # typing itself would take as long to import as all the rest
 if TYPE_CHECKING:
@@ -66,6 +65,8 @@ def on_stall(*_: object) -> None:
 
 
 def explain(error: OSError) -> str:
+    import shutil
+
     path = error.filename or "a file"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         where = path if isinstance(path, str) and os.path.exists(path) else os.path.dirname(str(path)) or "."
@@ -99,16 +100,21 @@ def write_whole(path: str, size: int, mode: int, digest: str | None = None) -> N
     parent, name = os.path.split(path)
     os.makedirs(parent, mode=0o700, exist_ok=True)
     temporary = os.path.join(parent, f".{name}.{os.getpid()}.{os.urandom(4).hex()}.part")
-    hashed = hashlib.sha256()
+    hashed = None
+    if digest is not None:
+        import hashlib
+
+        hashed = hashlib.sha256()
     try:
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with open(fd, "wb", buffering=0) as file:
             for data in receive(size):
-                hashed.update(data)
+                if hashed is not None:
+                    hashed.update(data)
                 put_all(file.fileno(), data, path)
             os.fchmod(file.fileno(), mode)
             os.fsync(file.fileno())
-        if digest is not None and hashed.hexdigest() != digest:
+        if hashed is not None and hashed.hexdigest() != digest:
             raise Refused(f"{path} arrived damaged")
         os.replace(temporary, path)
         sync_directory(parent)
@@ -172,6 +178,8 @@ def sweep(directory: str) -> None:
 
 def unpack(root: str, step: Step, read: list[bytes]) -> bool:
     """A directory out of a tar blob: whole when it is there. Says whether there was anything to do."""
+    import shutil
+
     digest, destination = step["digest"], place(root, step["path"])
     parent, name = os.path.split(destination)
     marker = os.path.join(parent, f".{name}.digest")
@@ -196,6 +204,8 @@ def unpack(root: str, step: Step, read: list[bytes]) -> bool:
 
 
 def finish(temporary: str, destination: str, marker: str, digest: str) -> None:
+    import shutil
+
     try:
         os.rename(temporary, destination)
     except OSError:
@@ -207,6 +217,8 @@ def finish(temporary: str, destination: str, marker: str, digest: str) -> None:
 
 
 def check_digest(path: str, digest: str) -> None:
+    import hashlib
+
     hashed = hashlib.sha256()
     try:
         with open(path, "rb") as file:
@@ -221,6 +233,8 @@ def check_digest(path: str, digest: str) -> None:
 
 def extract(source: str, top: str) -> None:
     """Files, links that stay inside and empty directories; nothing is written through a link, as links come last."""
+    import tarfile
+
     links = []
     with tarfile.open(source, "r:", encoding="utf-8", errors="surrogateescape") as tar:
         for member in tar:
@@ -281,6 +295,8 @@ def remove(root: str, step: Step, read: list[bytes]) -> bool:
     if not os.path.lexists(path):
         return False
     if os.path.isdir(path) and not os.path.islink(path):
+        import shutil
+
         shutil.rmtree(path)
     else:
         os.unlink(path)
