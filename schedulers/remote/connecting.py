@@ -5,14 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
-import socket
-import subprocess
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ..errors import SchedulerError
 from . import knownhosts
@@ -20,6 +17,7 @@ from .errors import HostKeyRefused, HostUnreachable, one_line
 from .knownhosts import KnownKey, Verdict
 from .login import Keys, log_in
 from .sshconfig import Settings
+from .streams import HeardStream, by_proxy, by_socket
 
 if TYPE_CHECKING:
     import paramiko
@@ -43,53 +41,6 @@ class Patience:
     connect_s: float = 10.0
     alive_s: float = 5.0
     alive_count: int = 3
-
-
-class Stream(Protocol):
-    """What a connection runs over: a socket, or a channel of another connection."""
-
-    def send(self, data: bytes, /) -> int: ...
-    def recv(self, count: int, /) -> bytes: ...
-    def settimeout(self, seconds: float | None, /) -> None: ...
-    def close(self) -> None: ...
-
-
-class HeardStream:
-    """A stream that knows when it last brought something."""
-
-    def __init__(
-        self, stream: Stream, at_close: Callable[[], None] | None = None, explain: Callable[[], str] | None = None
-    ) -> None:
-        self._stream = stream
-        self._at_close = at_close
-        self._explain = explain
-        self._closing = threading.Lock()
-        self._closed = False  # paramiko looks at this name
-        self.heard = time.monotonic()
-
-    def send(self, data: bytes) -> int:
-        return self._stream.send(data)
-
-    def recv(self, count: int) -> bytes:
-        data = self._stream.recv(count)
-        self.heard = time.monotonic()
-        return data
-
-    def settimeout(self, seconds: float | None) -> None:
-        self._stream.settimeout(seconds)
-
-    def close(self) -> None:
-        with self._closing:
-            if self._closed:
-                return
-            self._closed = True
-            self._stream.close()
-            if self._at_close is not None:
-                self._at_close()
-
-    def explanation(self) -> str:
-        """What whoever made the stream said on its end; empty for a plain socket."""
-        return self._explain() if self._explain is not None else ""
 
 
 class KnownHosts:
@@ -310,7 +261,9 @@ def _check_key(settings: Settings, known: list[KnownKey], names: list[str], key_
     if verdict is Verdict.REVOKED:
         raise HostKeyRefused(settings.alias, f"its host key, {mark}, is revoked ({where})")
     file = settings.known_hosts[0] if settings.known_hosts else os.path.expanduser("~/.ssh/known_hosts")
-    accept = f"echo {shlex.quote(f'{names[0]} {key_type} {key}')} >> {shlex.quote(file)}"
+    directory = os.path.dirname(file)
+    make = "" if os.path.isdir(directory) else f"mkdir -p -m 700 {shlex.quote(directory)} && "
+    accept = f"{make}echo {shlex.quote(f'{names[0]} {key_type} {key}')} >> {shlex.quote(file)}"
     if verdict is Verdict.CHANGED:
         name, own = shlex.quote(names[0]), lines[0].where.rpartition(":")[0]
         raise HostKeyRefused(
@@ -329,79 +282,8 @@ def _reach(settings: Settings, via: Connection | None, patience: Patience) -> He
         channel = via.open_way(settings.hostname, settings.port, seconds)
         return HeardStream(channel)
     if settings.proxy_command is not None:
-        return _proxy(settings, settings.proxy_command)
-    return HeardStream(_socket(settings, seconds))
-
-
-def _socket(settings: Settings, seconds: float) -> socket.socket:
-    family = {"inet": socket.AF_INET, "inet6": socket.AF_INET6}.get(settings.family, socket.AF_UNSPEC)
-    try:
-        found = socket.getaddrinfo(settings.hostname, settings.port, family, socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:
-        raise HostUnreachable(
-            settings.alias, f"no address for the name {settings.hostname!r} ({_reason(error)})"
-        ) from None
-    problem = "it has no address"
-    for kind, type, protocol, _, address in found:
-        opened = socket.socket(kind, type, protocol)
-        try:
-            opened.settimeout(seconds)
-            if settings.bind_address:
-                opened.bind((settings.bind_address, 0))
-            opened.connect(address)
-            opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            return opened
-        except TimeoutError:
-            problem = f"no answer from {settings.endpoint} within {seconds:g} s"
-        except OSError as error:
-            problem = f"{settings.endpoint}: {_reason(error)}"
-        opened.close()
-    raise HostUnreachable(settings.alias, problem)
-
-
-def _proxy(settings: Settings, command: str) -> HeardStream:
-    """The user's own ProxyCommand, run by the user's own shell, as OpenSSH does."""
-    ours, its = socket.socketpair()
-    said: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the stream
-    shell = os.environ.get("SHELL") or "/bin/sh"
-    try:
-        process = subprocess.Popen(
-            [shell, "-c", f"exec {command}"],
-            stdin=its.fileno(),
-            stdout=its.fileno(),
-            stderr=said,
-            start_new_session=True,
-        )
-    except OSError as error:
-        ours.close()
-        said.close()
-        raise HostUnreachable(settings.alias, f"ProxyCommand cannot be run: {_reason(error)}") from None
-    finally:
-        its.close()
-
-    last_words = "ProxyCommand ended"
-
-    def end() -> None:
-        nonlocal last_words
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        process.wait()
-        said.seek(0)
-        text = said.read()
-        if text.strip():
-            last_words = f"ProxyCommand said: {one_line(text)}"
-        said.close()
-
-    def explain() -> str:
-        stream.close()
-        return last_words
-
-    stream = HeardStream(ours, end, explain)
-    return stream
-
-
-def _reason(error: BaseException) -> str:
-    return (getattr(error, "strerror", None) or str(error)).lower()
+        return by_proxy(settings, settings.proxy_command)
+    return HeardStream(by_socket(settings, seconds))
 
 
 def library() -> None:

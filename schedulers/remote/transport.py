@@ -4,7 +4,8 @@
         for outcome in pool.map(lambda remote: remote.run(["nvidia-smi", "-L"]), parse_hosts("gpu[1-8]")):
             print(outcome.host, outcome.value.stdout if outcome.error is None else outcome.error)
 
-Host keys must be known; no agent is forwarded; nothing that a caller gives is interpreted by a shell.
+Host keys must be known, whatever StrictHostKeyChecking says; no agent is forwarded; no shell interprets what a caller
+gives.
 """
 
 from __future__ import annotations
@@ -198,6 +199,8 @@ class Pool:
         """The connection to a host, by way of `jumps`, or of those in its configuration when that is None."""
         settings = self.settings(host)
         way = settings.jumps if jumps is None else jumps
+        if len(way) == 1 and way[0].name == host.name:
+            way = ()  # `Host *` with a ProxyJump, and this is that jump host
         path = (*coming_from, host.name)
         if len(path) > _MOST_JUMPS or host.name in coming_from:
             raise ConfigError(f"ProxyJump in the SSH configuration goes round in circles: {' → '.join(path)}")

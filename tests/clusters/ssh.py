@@ -131,10 +131,13 @@ class SshHosts:
                 machine.delay(0)
             for home in (machine.own / "home").iterdir():
                 for path in home.iterdir():
-                    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+                    shutil.rmtree(
+                        path, ignore_errors=True
+                    ) if path.is_dir() and not path.is_symlink() else path.unlink()
             machine.link(True)
-            machine.start()
-            if not answers(machine.address, PORTS[0]):
+            if not machine.alive():
+                machine.start()  # and with it its server
+            elif not answers(machine.address, PORTS[0]):
                 self.start_sshd(machine.name)
         self._write_client_files()
         self._wait()

@@ -60,6 +60,12 @@ def test_a_jump_host_s_own_jump_is_followed(ssh_hosts: SshHosts, extra: list[Poo
     assert _came_from(pool, "node1") == ssh_hosts["node3"].address
 
 
+def test_a_jump_for_all_hosts_is_none_for_the_jump_host(ssh_hosts: SshHosts, extra: list[Pool], tmp_path: Path) -> None:
+    pool = _with(extra, ssh_hosts, tmp_path, "Host *\n ProxyJump node3")
+    assert _came_from(pool, "node2") == ssh_hosts["node3"].address
+    assert _came_from(pool, "node3") == ssh_hosts.network.address(0)
+
+
 def test_many_hosts_share_one_connection_to_the_jump_host(
     ssh_hosts: SshHosts, extra: list[Pool], tmp_path: Path
 ) -> None:
