@@ -41,6 +41,9 @@ def lacking(**programs: str) -> tuple[str, str] | None:
     absent = sorted({package for command, package in needed.items() if _which(command) is None})
     if absent:
         return ", ".join(absent), f"apt-get install --no-install-recommends {' '.join(absent)}"
+    tried = subprocess.run("unshare --net --uts --mount --pid --fork true".split(), capture_output=True, env=_env())
+    if tried.returncode != 0:
+        return "the right to make namespaces", "containers have it with --privileged"
     return None
 
 

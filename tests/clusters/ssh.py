@@ -137,7 +137,7 @@ class SshHosts:
             machine.link(True)
             if not machine.alive():
                 machine.start()  # and with it its server
-            elif not answers(machine.address, PORTS[0]):
+            elif not _succeeds(machine.run, "sh", "-c", f"kill -0 $(cat {machine.own}/sshd.pid)"):
                 self.start_sshd(machine.name)
         self._write_client_files()
         self._wait()
@@ -159,9 +159,9 @@ class SshHosts:
         if extra:
             config = machine.own / "sshd_config.extra"
             config.write_text(extra + "\n" + (machine.own / "sshd_config").read_text())
-        wait_until(f"{name} can run a command", lambda: _succeeds(machine.run, "true"))
-        machine.run("/usr/sbin/sshd", "-f", str(config))
-        self._wait()
+        # The one that was killed may hold its port for a moment.
+        wait_until(f"{name} starts a server", lambda: _succeeds(machine.run, "/usr/sbin/sshd", "-f", str(config)))
+        self._wait_for(machine)
 
     def new_host_key(self, name: str) -> None:
         """The host comes back with another key, as after an installation."""
@@ -174,7 +174,10 @@ class SshHosts:
 
     def _wait(self) -> None:
         for machine in self.machines:
-            wait_until(f"the server of {machine.name} ({machine.log})", partial(answers, machine.address, PORTS[0]))
+            self._wait_for(machine)
+
+    def _wait_for(self, machine: Machine) -> None:
+        wait_until(f"the server of {machine.name} ({machine.log})", partial(answers, machine.address, PORTS[0]))
 
     def _boot(self, machine: Machine) -> str:
         return _BOOT.format(name=machine.name, box=self.box, own=machine.own)

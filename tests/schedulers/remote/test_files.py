@@ -246,6 +246,17 @@ def test_an_archive_that_would_write_outside_is_refused(
     assert not list(there.rglob("*.part"))
 
 
+def test_a_host_that_is_far_away(pool: Pool, ssh_hosts: SshHosts) -> None:
+    ssh_hosts["node4"].delay(50)
+    remote = pool.on("node4")
+    files = Files(remote)
+    blob = Blob.of(os.urandom(300_000))
+    assert [files.send(blob), files.send(blob)] == [True, False]
+    files.put({"a": b"x", "b": b"y"})
+    assert [part and part.data for part in files.read([Range(path="a"), Range(path="b")])] == [b"x", b"y"]
+    assert remote.connection().round_trip_s >= 0.1
+
+
 def test_a_host_without_that_python_says_so(pool: Pool) -> None:
     with pytest.raises(RemoteError, match=r"^node1: python9: .*python9: not found$") as error:
         Files(pool.on("node1"), python="python9").put({"a": b""})

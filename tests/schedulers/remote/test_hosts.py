@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schedulers.errors import ConfigError, SchedulerError, SpecError
@@ -132,6 +132,7 @@ def test_what_is_not_a_hostfile_is_refused_with_its_line(text: str, said: str) -
     assert "\n" not in str(error.value)
 
 
+@settings(deadline=None)
 @given(st.integers(0, 5000), st.integers(0, 300), st.integers(1, 6))
 def test_a_range_is_what_counting_gives(first: int, more: int, width: int) -> None:
     start = f"{first:0{width}d}"
@@ -150,11 +151,13 @@ hosts = st.builds(
 )
 
 
+@settings(deadline=None)
 @given(st.lists(hosts, min_size=1, max_size=8, unique_by=lambda host: (host.name, host.port)))
 def test_hosts_can_be_written_and_read_back(given_hosts: list[Host]) -> None:
     assert parse_hosts(",".join(map(str, given_hosts))) == given_hosts
 
 
+@settings(deadline=None)
 @given(st.text(alphabet="ab1-0[]{},.:*?@ \n#=slots%", max_size=30), st.booleans())
 def test_any_text_gives_distinct_hosts_or_one_line(text: str, from_file: bool) -> None:
     said = ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schedulers.remote.facts import GB, Address, Facts, Gpus, Seen, Wanted
@@ -99,6 +99,7 @@ def test_gpus_are_as_asked_or_the_host_fails() -> None:
     assert _findings(Wanted(gpus=8), gpus=Gpus(count=4, how="nvml")) == [line]
 
 
+@settings(deadline=None)
 @given(st.floats(-1e6, 1e6), st.floats(0, 1e3), st.floats(0, 1e3))
 def test_a_way_however_long_is_never_taken_for_a_wrong_clock(skew: float, there: float, back: float) -> None:
     seen = Seen(facts=dataclasses.replace(FACTS, time=there + skew), asked_at=0.0, answered_at=there + back)
