@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 
@@ -15,6 +16,7 @@ SHOW = (
     "import os, sys; sys.stdout.buffer.write(b'\\0'.join(map(os.fsencode, [os.environ.get('X', ''), *sys.argv[1:]])))"
 )
 MARK = "mark"
+SHELLS = "bash dash ksh zsh tcsh fish".split()
 
 words = st.text(st.characters(exclude_characters="\0"), max_size=20)
 
@@ -59,6 +61,13 @@ def test_the_directory_may_be_called_anything(tmp_path: os.PathLike[str]) -> Non
     os.mkdir(odd)
     assert _run(["ls", ".."], {}, odd)[0] == 0
     assert _run(["true"], {}, "/nowhere")[0] == shell.NO_DIRECTORY
+
+
+@pytest.mark.parametrize("login_shell", [name for name in SHELLS if shutil.which(name)])
+def test_the_users_shell_may_be_any(login_shell: str) -> None:
+    script = shell.script([sys.executable, "-c", SHOW, "a'b", "$(x)", "!!", "é\n", "\\"], {"X": "!x"}, None, MARK)
+    done = subprocess.run([login_shell, "-c", shell.loader(len(script))], input=script, capture_output=True, timeout=60)
+    assert done.stdout == f"\n{MARK}\n!x\0a'b\0$(x)\0!!\0é\n\0\\".encode()
 
 
 def test_the_command_line_holds_a_number_and_nothing_else() -> None:
