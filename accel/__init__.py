@@ -12,28 +12,68 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 _HOME_OF = {
-    "Accelerator": "accel.accelerator",
     "AccelError": "accel.errors",
+    "Accelerator": "accel.accelerator",
     "AcceleratorState": "accel.state",
     "AutocastKwargs": "accel.plugins",
+    "BatchSamplerShard": "accel.data",
+    "CollectiveError": "accel.errors",
+    "DDPCommunicationHookType": "accel.enums",
     "DataLoaderConfiguration": "accel.plugins",
+    "DataLoaderDispatcher": "accel.data",
+    "DataLoaderShard": "accel.data",
     "DistributedDataParallelKwargs": "accel.plugins",
     "DistributedType": "accel.enums",
+    "GeneralTracker": "accel.tracking",
     "GradScalerKwargs": "accel.plugins",
     "GradientAccumulationPlugin": "accel.plugins",
     "GradientState": "accel.state",
     "InitProcessGroupKwargs": "accel.plugins",
+    "IterableDatasetShard": "accel.data",
     "Job": "schedulers",
     "JobSpec": "schedulers",
+    "LocalSGD": "accel.local_sgd",
     "LogLine": "schedulers",
+    "LoggerType": "accel.enums",
     "PartialState": "accel.state",
+    "ProcessError": "accel.errors",
+    "ProfileKwargs": "accel.plugins",
     "ProjectConfiguration": "accel.plugins",
     "Reason": "schedulers",
     "Resources": "schedulers",
     "Retry": "schedulers",
+    "SeedableRandomSampler": "accel.data",
+    "SkipBatchSampler": "accel.data",
+    "SkipDataLoader": "accel.data",
     "State": "schedulers",
     "Status": "schedulers",
+    "TorchDynamoPlugin": "accel.plugins",
+    "broadcast": "accel.collectives",
+    "broadcast_object_list": "accel.collectives",
+    "compile_regions": "accel.compiling",
+    "concatenate": "accel.collectives",
+    "cpu_offload": "accel.big_models",
+    "cpu_offload_with_hook": "accel.big_models",
+    "debug_launcher": "accel.launch.function",
+    "disk_offload": "accel.big_models",
+    "dispatch_model": "accel.big_models",
+    "extract_model_from_parallel": "accel.parallel.unwrapping",
+    "find_executable_batch_size": "accel.memory",
+    "gather": "accel.collectives",
+    "gather_object": "accel.collectives",
     "get_logger": "accel.logging",
+    "get_sampler": "accel.data",
+    "infer_auto_device_map": "accel.big_models",
+    "init_empty_weights": "accel.big_models",
+    "init_on_device": "accel.big_models",
+    "load_checkpoint_and_dispatch": "accel.big_models",
+    "load_checkpoint_in_model": "accel.big_models",
+    "notebook_launcher": "accel.launch.function",
+    "pad_across_processes": "accel.collectives",
+    "prepare_data_loader": "accel.data",
+    "reduce": "accel.collectives",
+    "register_tracker_class": "accel.tracking",
+    "send_to_device": "accel.operations",
     "set_seed": "accel.random",
     "skip_first_batches": "accel.data",
     "submit": "schedulers",
@@ -46,24 +86,64 @@ __all__ = [
     "Accelerator",
     "AcceleratorState",
     "AutocastKwargs",
+    "BatchSamplerShard",
+    "CollectiveError",
+    "DDPCommunicationHookType",
     "DataLoaderConfiguration",
+    "DataLoaderDispatcher",
+    "DataLoaderShard",
     "DistributedDataParallelKwargs",
     "DistributedType",
+    "GeneralTracker",
     "GradScalerKwargs",
     "GradientAccumulationPlugin",
     "GradientState",
     "InitProcessGroupKwargs",
+    "IterableDatasetShard",
     "Job",
     "JobSpec",
+    "LocalSGD",
     "LogLine",
+    "LoggerType",
     "PartialState",
+    "ProcessError",
+    "ProfileKwargs",
     "ProjectConfiguration",
     "Reason",
     "Resources",
     "Retry",
+    "SeedableRandomSampler",
+    "SkipBatchSampler",
+    "SkipDataLoader",
     "State",
     "Status",
+    "TorchDynamoPlugin",
+    "broadcast",
+    "broadcast_object_list",
+    "compile_regions",
+    "concatenate",
+    "cpu_offload",
+    "cpu_offload_with_hook",
+    "debug_launcher",
+    "disk_offload",
+    "dispatch_model",
+    "extract_model_from_parallel",
+    "find_executable_batch_size",
+    "gather",
+    "gather_object",
     "get_logger",
+    "get_sampler",
+    "infer_auto_device_map",
+    "init_empty_weights",
+    "init_on_device",
+    "load_checkpoint_and_dispatch",
+    "load_checkpoint_in_model",
+    "notebook_launcher",
+    "pad_across_processes",
+    "prepare_data_loader",
+    "reduce",
+    "register_tracker_class",
+    "send_to_device",
     "set_seed",
     "skip_first_batches",
     "submit",
@@ -72,11 +152,50 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from accel.accelerator import Accelerator
-    from accel.data import skip_first_batches
-    from accel.enums import DistributedType
-    from accel.errors import AccelError
+    from accel.big_models import (
+        cpu_offload,
+        cpu_offload_with_hook,
+        disk_offload,
+        dispatch_model,
+        infer_auto_device_map,
+        init_empty_weights,
+        init_on_device,
+        load_checkpoint_and_dispatch,
+        load_checkpoint_in_model,
+    )
+    from accel.collectives import (
+        broadcast,
+        broadcast_object_list,
+        concatenate,
+        gather,
+        gather_object,
+        pad_across_processes,
+        reduce,
+    )
+    from accel.compiling import compile_regions
+    from accel.data import (
+        BatchSamplerShard,
+        DataLoaderDispatcher,
+        DataLoaderShard,
+        IterableDatasetShard,
+        SeedableRandomSampler,
+        SkipBatchSampler,
+        SkipDataLoader,
+        get_sampler,
+        prepare_data_loader,
+        skip_first_batches,
+    )
+    from accel.enums import DDPCommunicationHookType, DistributedType, LoggerType
+    from accel.errors import AccelError, CollectiveError, ProcessError
+    from accel.launch.function import debug_launcher, notebook_launcher
+    from accel.local_sgd import LocalSGD
     from accel.logging import get_logger
+    from accel.memory import find_executable_batch_size
+    from accel.operations import send_to_device
+    from accel.parallel.unwrapping import extract_model_from_parallel
     from accel.plugins import (
         AutocastKwargs,
         DataLoaderConfiguration,
@@ -84,31 +203,40 @@ if TYPE_CHECKING:
         GradientAccumulationPlugin,
         GradScalerKwargs,
         InitProcessGroupKwargs,
+        ProfileKwargs,
         ProjectConfiguration,
+        TorchDynamoPlugin,
     )
     from accel.random import set_seed, synchronize_rng_states
     from accel.state import AcceleratorState, GradientState, PartialState
-    from schedulers import (
-        Job,
-        JobSpec,
-        LogLine,
-        Reason,
-        Resources,
-        Retry,
-        State,
-        Status,
-        submit,
-        submit_async,
-    )
+    from accel.tracking import GeneralTracker, register_tracker_class
+    from schedulers import Job, JobSpec, LogLine, Reason, Resources, Retry, State, Status, submit, submit_async
 
 
 def __getattr__(name: str) -> object:
     home = _HOME_OF.get(name)
     if home is None:
         raise AttributeError(f"module 'accel' has no attribute {name!r}")
-    value: object = getattr(import_module(home), name)
+    value: object = getattr(_imported(home), name)
     globals()[name] = value
     return value
+
+
+def _imported(module: str) -> ModuleType:
+    """Import without a collection of garbage in between.
+
+    torch leaves the collector just short of a full one, which would walk all that torch has made: 100 ms, a twentieth
+    of importing torch, and there is next to nothing to be found.
+    """
+    import gc
+
+    if not gc.isenabled():
+        return import_module(module)
+    gc.disable()
+    try:
+        return import_module(module)
+    finally:
+        gc.enable()
 
 
 def __dir__() -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any
 from accel.environment import read_flag, read_int
 from accel.errors import ArgumentError, nearest
 from accel.plugins import (
+    RECIPES,
     AutocastKwargs,
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
@@ -17,10 +18,11 @@ from accel.plugins import (
     GradScalerKwargs,
     InitProcessGroupKwargs,
     KwargsHandler,
+    ProfileKwargs,
     ProjectConfiguration,
 )
 
-_HANDLERS = (AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs, InitProcessGroupKwargs)
+_HANDLERS = (AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs, InitProcessGroupKwargs, ProfileKwargs)
 _WAYS_NOT_HERE = (
     "ACCELERATE_USE_DEEPSPEED",
     "ACCELERATE_USE_FSDP",
@@ -60,8 +62,6 @@ def refuse_environment(env: Mapping[str, str]) -> None:
     Passing it over would train another way than the one that was asked for, and say nothing.
     """
     asked = [name for name in _WAYS_NOT_HERE if read_flag(env, name)]
-    if env.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() not in ("", "no"):
-        asked.append("ACCELERATE_DYNAMO_BACKEND")
     if asked:
         raise ArgumentError(f"environment variable {asked[0]}={env[asked[0]]}: not in this version of accel; unset it")
 
@@ -72,6 +72,11 @@ def by_type(handlers: Sequence[KwargsHandler]) -> dict[type, Any]:
     for handler in handlers:
         kind = next((known for known in _HANDLERS if isinstance(handler, known)), None)
         names = ", ".join(known.__name__ for known in _HANDLERS)
+        if kind is None and type(handler).__name__ in RECIPES:
+            raise ArgumentError(
+                f"kwargs_handlers: {type(handler).__name__} is for mixed_precision='fp8', "
+                "which is not in this version of accel: leave it out"
+            )
         if kind is None:
             raise ArgumentError(f"kwargs_handlers: {type(handler).__name__} is none of {names}")
         if kind in found:

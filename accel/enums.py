@@ -1,12 +1,23 @@
-"""The words the runtime uses, each an enum whose members are also strings."""
+"""The words the runtime uses, each an enum whose members are also strings. Names and values are Accelerate's."""
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import Enum, EnumMeta
 
 
-class Word(str, Enum):
-    """An enum whose members print and compare as their value."""
+class EnumWithContains(EnumMeta):
+    """Lets ``value in SomeEnum`` be asked of a plain value, which Python before 3.12 refuses."""
+
+    def __contains__(cls, item: object) -> bool:
+        try:
+            cls(item)
+        except ValueError:
+            return False
+        return True
+
+
+class BaseEnum(Enum, metaclass=EnumWithContains):
+    """An enum whose members print as their value."""
 
     def __str__(self) -> str:
         return str(self.value)
@@ -17,25 +28,100 @@ class Word(str, Enum):
         return [str(member.value) for member in cls]
 
 
+class Word(str, BaseEnum):
+    """An enum whose members print and compare as their value."""
+
+    def __format__(self, format_spec: str) -> str:
+        return format(str(self.value), format_spec)
+
+
 class DistributedType(Word):
-    """How the processes of a run work together; the names are Accelerate's."""
+    """How the processes of a run work together."""
 
     NO = "NO"
     MULTI_CPU = "MULTI_CPU"
     MULTI_GPU = "MULTI_GPU"
+    MULTI_NPU = "MULTI_NPU"
+    MULTI_MLU = "MULTI_MLU"
+    MULTI_SDAA = "MULTI_SDAA"
+    MULTI_MUSA = "MULTI_MUSA"
     MULTI_XPU = "MULTI_XPU"
-    FSDP = "FSDP"
     DEEPSPEED = "DEEPSPEED"
-    MEGATRON_LM = "MEGATRON_LM"
+    FSDP = "FSDP"
     XLA = "XLA"
+    MEGATRON_LM = "MEGATRON_LM"
+    MULTI_HPU = "MULTI_HPU"
+    MULTI_NEURON = "MULTI_NEURON"
+
+
+class SageMakerDistributedType(Word):
+    """How a SageMaker training job spreads its work."""
+
+    NO = "NO"
+    DATA_PARALLEL = "DATA_PARALLEL"
+    MODEL_PARALLEL = "MODEL_PARALLEL"
+
+
+class ComputeEnvironment(Word):
+    """Where a configuration file is meant to be used."""
+
+    LOCAL_MACHINE = "LOCAL_MACHINE"
+    AMAZON_SAGEMAKER = "AMAZON_SAGEMAKER"
 
 
 class PrecisionType(Word):
     """The values of ``mixed_precision``."""
 
     NO = "no"
-    BF16 = "bf16"
+    FP8 = "fp8"
     FP16 = "fp16"
+    BF16 = "bf16"
+
+
+class FP8BackendType(Word):
+    """The libraries that compute in 8 bits."""
+
+    NO = "NO"
+    TE = "TE"
+    MSAMP = "MSAMP"
+    AO = "AO"
+
+
+class DynamoBackend(Word):
+    """The back ends of `torch.compile`."""
+
+    NO = "NO"
+    EAGER = "EAGER"
+    AOT_EAGER = "AOT_EAGER"
+    INDUCTOR = "INDUCTOR"
+    AOT_TS_NVFUSER = "AOT_TS_NVFUSER"
+    NVPRIMS_NVFUSER = "NVPRIMS_NVFUSER"
+    CUDAGRAPHS = "CUDAGRAPHS"
+    OFI = "OFI"
+    FX2TRT = "FX2TRT"
+    ONNXRT = "ONNXRT"
+    TENSORRT = "TENSORRT"
+    AOT_TORCHXLA_TRACE_ONCE = "AOT_TORCHXLA_TRACE_ONCE"
+    TORCHXLA_TRACE_ONCE = "TORCHXLA_TRACE_ONCE"
+    TVM = "TVM"
+    HPU_BACKEND = "HPU_BACKEND"
+    NEURON = "NEURON"
+
+
+class LoggerType(Word):
+    """The experiment trackers that ``log_with`` knows by name."""
+
+    ALL = "all"
+    AIM = "aim"
+    TENSORBOARD = "tensorboard"
+    WANDB = "wandb"
+    TRACKIO = "trackio"
+    COMETML = "comet_ml"
+    MLFLOW = "mlflow"
+    CLEARML = "clearml"
+    DVCLIVE = "dvclive"
+    SWANLAB = "swanlab"
+    JSONL = "jsonl"
 
 
 class RNGType(Word):
@@ -43,7 +129,14 @@ class RNGType(Word):
 
     TORCH = "torch"
     CUDA = "cuda"
+    MLU = "mlu"
+    SDAA = "sdaa"
+    MUSA = "musa"
+    NPU = "npu"
+    XLA = "xla"
     XPU = "xpu"
+    HPU = "hpu"
+    NEURON = "neuron"
     GENERATOR = "generator"
 
 
@@ -55,3 +148,11 @@ class DDPCommunicationHookType(Word):
     BF16 = "bf16"
     POWER_SGD = "power_sgd"
     BATCHED_POWER_SGD = "batched_power_sgd"
+
+
+class CustomDtype(Enum):
+    """Types narrower than torch's, whose size `infer_auto_device_map` can count."""
+
+    FP8 = "fp8"
+    INT4 = "int4"
+    INT2 = "int2"

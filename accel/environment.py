@@ -1,17 +1,47 @@
 """The process environment, the one contract between a launcher and the runtime, read into values and checked.
 
-Pure: every function takes the mapping it reads, imports no torch, and has no effect.
+No torch here. The functions named ``read_…`` are pure: they take the mapping that they read. Those below
+`patch_environment` read or change this process's own, and answer scripts written for Accelerate.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 from accel.errors import ArgumentError, WorldError
 
 _TRUE = frozenset({"1", "true", "yes", "y", "on", "t"})
 _FALSE = frozenset({"", "0", "false", "no", "n", "off", "f"})
+
+# What each launcher calls: rank, world size, rank on the node, ranks on the node.
+# torchrun: https://docs.pytorch.org/docs/stable/elastic/run.html; Intel MPI and MPICH (Hydra):
+# https://www.intel.com/content/www/us/en/docs/mpi-library/developer-reference-linux (other environment variables);
+# Open MPI: https://docs.open-mpi.org (environment variables of an application); MVAPICH2: its user guide.
+LAUNCHERS = {
+    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    "Open MPI": (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    "MVAPICH2": (
+        "MV2_COMM_WORLD_RANK",
+        "MV2_COMM_WORLD_SIZE",
+        "MV2_COMM_WORLD_LOCAL_RANK",
+        "MV2_COMM_WORLD_LOCAL_SIZE",
+    ),
+    "PMI": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+}
+_PORT = 29500
+
+Wrapped = TypeVar("Wrapped", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,11 +84,17 @@ def read_int(env: Mapping[str, str], name: str, *, minimum: int) -> int | None:
 
 
 def read_world(env: Mapping[str, str], *, needs_master: bool = True) -> World:
-    """Read torchrun's variables; ``MASTER_ADDR`` and ``MASTER_PORT`` only if ``needs_master``.
+    """Read which process this is: torchrun's variables, or, where they are not set, those of an MPI launcher.
 
-    Without ``WORLD_SIZE``, or with ``WORLD_SIZE=1``, the world is this process alone. Anything that says "one of many"
-    without saying which one raises `WorldError`: N processes must never become N worlds of one.
+    ``MASTER_ADDR`` and ``MASTER_PORT`` are read only if ``needs_master``; under MPI the port is 29500 where none is
+    set, and the address this machine when every rank is on it. Without a world size, or with one of 1, the world is
+    this process alone. Anything that says "one of many" without saying which one raises `WorldError`: N processes
+    must never become N worlds of one.
     """
+    if "WORLD_SIZE" not in env and "RANK" not in env:
+        for launcher, names in LAUNCHERS.items():
+            if launcher != "torchrun" and (env.get(names[0]) or env.get(names[1])):
+                return _read_mpi(env, launcher, names, needs_master)
     size = read_int(env, "WORLD_SIZE", minimum=1)
     rank = read_int(env, "RANK", minimum=0)
     if size is None and rank is not None and rank > 0:
@@ -69,12 +105,40 @@ def read_world(env: Mapping[str, str], *, needs_master: bool = True) -> World:
     needed = ("RANK", "MASTER_ADDR", "MASTER_PORT") if needs_master else ("RANK",)
     missing = [name for name in needed if not env.get(name, "").strip()]
     if missing:
-        names = ", ".join(missing)
-        raise WorldError(f"WORLD_SIZE={size} but {names} not set: start with `accel launch` or torchrun")
-    assert rank is not None
-    if rank >= size:
-        raise WorldError(f"RANK={rank} is not below WORLD_SIZE={size}")
-    return _one_of_many(env, rank, size)
+        names_of = ", ".join(missing)
+        raise WorldError(f"WORLD_SIZE={size} but {names_of} not set: start with `accel launch` or torchrun")
+    return _one_of_many(env, size, LAUNCHERS["torchrun"])
+
+
+def torchrun_variables(world: World) -> dict[str, str]:
+    """``world`` in torchrun's variables, for what reads those alone: torch's ``env://``, other libraries."""
+    said = {
+        "RANK": world.rank,
+        "WORLD_SIZE": world.size,
+        "LOCAL_RANK": world.local_rank,
+        "LOCAL_WORLD_SIZE": world.local_size,
+        "MASTER_ADDR": world.master_addr,
+        "MASTER_PORT": world.master_port,
+    }
+    return {name: str(value) for name, value in said.items() if value is not None}
+
+
+def _read_mpi(env: Mapping[str, str], launcher: str, names: tuple[str, str, str, str], needs_master: bool) -> World:
+    size = read_int(env, names[1], minimum=1)
+    if size is None or not env.get(names[0]):
+        absent, given = (names[1], names[0]) if size is None else (names[0], names[1])
+        raise WorldError(f"{given}={env.get(given)} is set but {absent} is not: {launcher} gives both")
+    if size == 1:
+        return World(local_rank=read_int(env, names[2], minimum=0) or 0)
+    world = _one_of_many({"MASTER_PORT": str(_PORT), **env}, size, names)
+    if world.master_addr or not needs_master:
+        return world
+    if read_int(env, names[3], minimum=1) != size:
+        raise WorldError(
+            f"{names[1]}={size} but MASTER_ADDR is not set and {names[3]} does not say that all are on this machine: "
+            "export the address of rank 0 as MASTER_ADDR"
+        )
+    return replace(world, master_addr="127.0.0.1")
 
 
 def _alone(env: Mapping[str, str], rank: int | None) -> World:
@@ -83,15 +147,20 @@ def _alone(env: Mapping[str, str], rank: int | None) -> World:
     return World(local_rank=read_int(env, "LOCAL_RANK", minimum=-1) or 0)
 
 
-def _one_of_many(env: Mapping[str, str], rank: int, size: int) -> World:
-    local_rank = read_int(env, "LOCAL_RANK", minimum=0)
-    local_size = read_int(env, "LOCAL_WORLD_SIZE", minimum=1)
+def _one_of_many(env: Mapping[str, str], size: int, names: tuple[str, str, str, str]) -> World:
+    rank_name, size_name, local_rank_name, local_size_name = names
+    rank = read_int(env, rank_name, minimum=0)
+    assert rank is not None
+    if rank >= size:
+        raise WorldError(f"{rank_name}={rank} is not below {size_name}={size}")
+    local_rank = read_int(env, local_rank_name, minimum=0)
+    local_size = read_int(env, local_size_name, minimum=1)
     if local_rank is None:
         if local_size is not None and local_size != size:
-            raise WorldError(f"LOCAL_WORLD_SIZE={local_size} of WORLD_SIZE={size} but LOCAL_RANK not set")
+            raise WorldError(f"{local_size_name}={local_size} of {size_name}={size} but {local_rank_name} not set")
         local_rank = rank
     if local_size is not None and local_rank >= local_size:
-        raise WorldError(f"LOCAL_RANK={local_rank} is not below LOCAL_WORLD_SIZE={local_size}")
+        raise WorldError(f"{local_rank_name}={local_rank} is not below {local_size_name}={local_size}")
     return World(
         rank=rank,
         size=size,
@@ -100,3 +169,126 @@ def _one_of_many(env: Mapping[str, str], rank: int, size: int) -> World:
         master_addr=env.get("MASTER_ADDR"),
         master_port=read_int(env, "MASTER_PORT", minimum=0),
     )
+
+
+@contextmanager
+def patch_environment(**kwargs: object) -> Iterator[None]:
+    """A region in which each keyword, in upper case, is a variable with that value; after it all are as before."""
+    names = [name.upper() for name in kwargs]
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update({name: str(value) for name, value in zip(names, kwargs.values(), strict=True)})
+    try:
+        yield
+    finally:
+        _restore(before)
+
+
+@contextmanager
+def clear_environment() -> Iterator[None]:
+    """A region in which no variable is set; after it, all are as before, whatever the region did."""
+    before = dict(os.environ)
+    os.environ.clear()
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def purge_accelerate_environment(func_or_cls: Wrapped) -> Wrapped:
+    """Decorate a function, or each test method of a class and of its subclasses, to leave ``ACCELERATE_…`` as it was.
+
+    What the function sets is unset again, and what it changed or removed is put back, also when it raises.
+    """
+    if isinstance(func_or_cls, type):
+        return cast(Wrapped, _purge_tests(func_or_cls))
+
+    @wraps(func_or_cls)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        before = {name: value for name, value in os.environ.items() if name.startswith("ACCELERATE_")}
+        try:
+            return func_or_cls(*args, **kwargs)
+        finally:
+            since = {name: None for name in os.environ if name.startswith("ACCELERATE_")}
+            _restore({**since, **before})
+
+    run._purges_environment = True  # type: ignore[attr-defined]
+    return cast(Wrapped, run)
+
+
+def _purge_tests(cls: type) -> type:
+    for name in dir(cls):
+        method = getattr(cls, name)
+        if name.startswith("test") and callable(method) and not hasattr(method, "_purges_environment"):
+            setattr(cls, name, purge_accelerate_environment(method))
+
+    def purge_subclass(subclass: type, /, **kwargs: Any) -> None:
+        super(cls, subclass).__init_subclass__(**kwargs)  # type: ignore[arg-type]
+        _purge_tests(subclass)
+
+    purge: Any = purge_subclass
+    setattr(cls, "__init_subclass__", classmethod(purge))  # noqa: B010  # the type checker refuses `cls.… =`
+    return cls
+
+
+def _restore(before: Mapping[str, str | None]) -> None:
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
+    """Return 1 for y, yes, t, true, on and 1, 0 for their opposites; with ``to_bool`` `True` and `False`.
+
+    Raises `ArgumentError` for any other word, the empty one included.
+    """
+    word = value.lower()
+    if word not in _TRUE and (word not in _FALSE or not word):
+        raise ArgumentError(f"{value!r} is neither yes nor no: use 1 or 0")
+    answer = word in _TRUE
+    return answer if to_bool else int(answer)
+
+
+def get_int_from_env(env_keys: Sequence[str], default: int) -> int:
+    """The first of these variables that holds a whole number from 0 on; else ``default``."""
+    for key in env_keys:
+        try:
+            value = int(os.environ.get(key) or -1)
+        except ValueError:
+            raise ArgumentError(f"environment variable {key}={os.environ[key]!r} is not a whole number") from None
+        if value >= 0:
+            return value
+    return default
+
+
+def parse_flag_from_env(key: str, default: bool = False) -> bool:
+    """`read_flag` of this process's environment."""
+    return read_flag(os.environ, key, bool(default))
+
+
+def parse_choice_from_env(key: str, default: str = "no") -> str:
+    """The variable's text, or ``default`` as text."""
+    return os.environ.get(key, str(default))
+
+
+def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
+    """``NAME=value`` lines, each with its newline, for a file that a shell reads.
+
+    A pair that is empty on one side, or holds one of ``; < >``, a space or a newline, is left out with a warning.
+    """
+    import logging
+
+    lines = []
+    for name, value in current_env.items():
+        if name and value and not set(";\n<> ") & set(name + value):
+            lines.append(f"{name}={value}\n")
+        else:
+            logging.getLogger(__name__).warning("%s=%r is left out: it is empty or a shell would split it", name, value)
+    return lines
+
+
+def are_libraries_initialized(*library_names: str) -> list[str]:
+    """Those of ``library_names`` that this process has imported."""
+    return [name for name in library_names if name in sys.modules]

@@ -18,6 +18,10 @@ class WorldError(AccelError, RuntimeError):
     """The environment does not describe one world of processes, or that world could not be formed."""
 
 
+class ProcessError(AccelError, RuntimeError):
+    """A process that was started to run a function has failed. The first line says it; its traceback follows."""
+
+
 class StateError(AccelError, RuntimeError):
     """Something was asked in the wrong order, or twice with different answers."""
 
@@ -34,8 +38,16 @@ class CollectiveError(AccelError, RuntimeError):
     """The processes came to a collective operation with data that do not fit together."""
 
 
+class LeafError(CollectiveError, TypeError):
+    """Something in a nest is of a type that the operation cannot take."""
+
+
 class CheckpointError(AccelError, RuntimeError):
     """A checkpoint could not be written, or is missing, damaged, or does not fit the objects it is loaded into."""
+
+
+class TrackerError(AccelError, RuntimeError):
+    """An experiment tracker could not be started as it is set up."""
 
 
 def nearest(value: str, known: Iterable[str]) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 from accel.errors import one_of
 from accel.state import PartialState
 
+_SAID: set[tuple[str, str, str]] = set()
 _LEVELS = ("CRITICAL", "ERROR", "WARNING", "INFO", "DEBUG")
 
 
@@ -32,6 +33,17 @@ class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
             self._log_in_turn(state, level, msg, args, kwargs)
         elif state.is_main_process or not main_only:
             self._emit(level, msg, args, kwargs)
+
+    def warning_once(self, *args: Any, **kwargs: Any) -> None:
+        """Log a warning the first time that this logger is given this message with these arguments; options as `log`.
+
+        With ``in_order`` all processes must make the call equally often.
+        """
+        said = (self.logger.name, repr(args), repr(kwargs))
+        if said not in _SAID:
+            _SAID.add(said)
+            kwargs["stacklevel"] = kwargs.get("stacklevel", 2) + 1
+            self.log(logging.WARNING, *args, **kwargs)
 
     def _log_in_turn(
         self, state: PartialState, level: int, msg: object, args: tuple[Any, ...], kwargs: dict[str, Any]

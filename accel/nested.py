@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 
 
-def is_namedtuple(value: object) -> bool:
-    """Whether ``value`` is an instance of a named tuple class."""
-    return isinstance(value, tuple) and hasattr(value, "_fields")
+def is_namedtuple(data: object) -> bool:
+    """Whether ``data`` is an instance of a named tuple class."""
+    return isinstance(data, tuple) and hasattr(data, "_asdict") and hasattr(data, "_fields")
 
 
 def is_record(value: object) -> bool:
@@ -19,11 +19,11 @@ def is_record(value: object) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
-def honor_type(original: Any, items: Iterator[Any]) -> Any:
-    """Build a list or tuple of the same type as ``original`` from ``items``; named tuples get one argument a field."""
-    if is_namedtuple(original):
-        return type(original)(*items)
-    return type(original)(items)
+def honor_type(obj: Any, generator: Iterator[Any]) -> Any:
+    """Build a list or tuple of the type of ``obj`` from ``generator``; named tuples get one argument a field."""
+    if is_namedtuple(obj):
+        return type(obj)(*generator)
+    return type(obj)(generator)
 
 
 def map_nested(function: Callable[[Any], Any], data: Any) -> Any:
@@ -33,13 +33,14 @@ def map_nested(function: Callable[[Any], Any], data: Any) -> Any:
     if isinstance(data, (list, tuple)):
         return honor_type(data, (map_nested(function, item) for item in data))
     if isinstance(data, Mapping):
-        return _rebuild_mapping(data, {key: map_nested(function, item) for key, item in data.items()})
+        return rebuild_mapping(data, {key: map_nested(function, item) for key, item in data.items()})
     if is_record(data):
-        return dataclasses.replace(data, **{name: map_nested(function, item) for name, item in _fields(data)})
+        return dataclasses.replace(data, **{name: map_nested(function, item) for name, item in fields_of(data)})
     return function(data)
 
 
-def _rebuild_mapping(original: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+def rebuild_mapping(original: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    """Return ``items`` as a mapping of the type of ``original``, with the same factory if it has one."""
     if type(original) is dict:
         return items
     factory = getattr(original, "default_factory", None)
@@ -48,7 +49,8 @@ def _rebuild_mapping(original: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     return type(original)(items)  # type: ignore[call-arg]
 
 
-def _fields(record: Any) -> Iterator[tuple[str, Any]]:
+def fields_of(record: Any) -> Iterator[tuple[str, Any]]:
+    """Name and value of each field that the constructor of the dataclass instance ``record`` takes."""
     for field in dataclasses.fields(record):
         if field.init:
             yield field.name, getattr(record, field.name)
@@ -65,38 +67,98 @@ def leaves(data: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         for key, item in data.items():
             yield from leaves(item, f"{path}[{key!r}]")
     elif is_record(data):
-        for name, item in _fields(data):
+        for name, item in fields_of(data):
             yield from leaves(item, f"{path}.{name}")
     else:
         yield path, data
 
 
+def collect(data: Any, found: list[Any]) -> None:
+    """Append every leaf of ``data`` to ``found``, in the order of `leaves`; this is the fast way, without paths."""
+    kind = type(data)
+    if kind is dict or kind is list or kind is tuple:
+        for item in data.values() if kind is dict else data:
+            if type(item) is torch.Tensor:
+                found.append(item)
+            else:
+                collect(item, found)
+    elif isinstance(data, torch.Tensor):
+        found.append(data)
+    elif isinstance(data, (list, tuple)):
+        for item in data:
+            collect(item, found)
+    elif isinstance(data, Mapping):
+        for item in data.values():
+            collect(item, found)
+    elif is_record(data):
+        for _, item in fields_of(data):
+            collect(item, found)
+    else:
+        found.append(data)
+
+
 def tensors(data: Any) -> list[torch.Tensor]:
     """Every tensor in ``data``, in order."""
-    return [leaf for _, leaf in leaves(data) if isinstance(leaf, torch.Tensor)]
+    found: list[Any] = []
+    collect(data, found)
+    return [leaf for leaf in found if isinstance(leaf, torch.Tensor)]
 
 
 def replace_tensors(data: Any, values: list[torch.Tensor]) -> Any:
     """Return ``data`` with its tensors replaced, in order, by ``values``; other leaves stay."""
-    supply = iter(values)
+    return _fill(data, iter(values))
+
+
+def _fill(data: Any, supply: Iterator[torch.Tensor]) -> Any:
+    kind = type(data)
+    if kind is torch.Tensor:
+        return next(supply)
+    if kind is dict:
+        return {key: _fill(item, supply) for key, item in data.items()}
+    if kind is list:
+        return [_fill(item, supply) for item in data]
     return map_nested(lambda leaf: next(supply) if isinstance(leaf, torch.Tensor) else leaf, data)
 
 
-def send_to_device(data: Any, device: torch.device | str | int, non_blocking: bool = False) -> Any:
-    """Return ``data`` with everything that has a ``to`` method moved to ``device``; other leaves stay.
+def send_to_device(
+    tensor: Any,
+    device: torch.device | str | int,
+    non_blocking: bool = False,
+    skip_keys: str | Collection[str] | None = None,
+) -> Any:
+    """Return ``tensor``, a nest, with everything that has a ``to`` method moved to ``device``; other leaves stay.
 
-    A leaf whose ``to`` does not take ``non_blocking`` is moved without it.
+    What lies in a mapping under one of ``skip_keys`` stays where it is. A leaf whose ``to`` does not take
+    ``non_blocking`` is moved without it.
     """
+    skipped = (skip_keys,) if isinstance(skip_keys, str) else tuple(skip_keys or ())
+    return _send(tensor, device, non_blocking, skipped)
 
-    def move(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
-            return leaf.to(device, non_blocking=non_blocking)
-        to = getattr(leaf, "to", None)
-        return leaf if to is None else to(device)
 
-    if not isinstance(data, torch.Tensor) and hasattr(data, "to"):
-        return move(data)
-    return map_nested(move, data)
+def _send(data: Any, device: torch.device | str | int, non_blocking: bool, skipped: tuple[str, ...]) -> Any:
+    if isinstance(data, torch.Tensor):
+        return data.to(device, non_blocking=non_blocking)
+    # Packed sequences and batches of a tokenizer are tuples and mappings too, but know themselves how to move.
+    if hasattr(data, "to"):
+        return _move(data, device, non_blocking)
+    if isinstance(data, (list, tuple)):
+        return honor_type(data, (_send(item, device, non_blocking, skipped) for item in data))
+    if isinstance(data, Mapping):
+        sent = {k: v if k in skipped else _send(v, device, non_blocking, skipped) for k, v in data.items()}
+        return rebuild_mapping(data, sent)
+    if is_record(data):
+        changed = {name: _send(item, device, non_blocking, skipped) for name, item in fields_of(data)}
+        return dataclasses.replace(data, **changed)
+    return data
+
+
+def _move(leaf: Any, device: torch.device | str | int, non_blocking: bool) -> Any:
+    if not non_blocking:
+        return leaf.to(device)
+    try:
+        return leaf.to(device, non_blocking=True)
+    except TypeError:
+        return leaf.to(device)
 
 
 def find_batch_size(data: Any) -> int | None:
@@ -107,6 +169,11 @@ def find_batch_size(data: Any) -> int | None:
     return None
 
 
-def slice_tensors(data: Any, rows: slice) -> Any:
-    """Return ``data`` with every tensor replaced by its ``rows``; tensors without dimensions stay."""
-    return map_nested(lambda leaf: leaf[rows] if isinstance(leaf, torch.Tensor) and leaf.ndim else leaf, data)
+def slice_tensors(
+    data: Any, tensor_slice: slice, process_index: int | None = None, num_processes: int | None = None
+) -> Any:
+    """Return ``data`` with every tensor replaced by its rows ``tensor_slice``; tensors without dimensions stay.
+
+    ``process_index`` and ``num_processes`` are taken, and not used, for functions that must look like this one.
+    """
+    return map_nested(lambda leaf: leaf[tensor_slice] if isinstance(leaf, torch.Tensor) and leaf.ndim else leaf, data)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from accel.nested import send_to_device
+from accel.precision.amp import HalfPrecision
 from accel.precision.base import Precision
 from accel.state import GradientState
 
@@ -15,15 +16,23 @@ from accel.state import GradientState
 class AcceleratedOptimizer(torch.optim.Optimizer):
     """An optimizer that steps, and clears gradients, only on the batch that ends an accumulation window.
 
-    It shows the state, groups and defaults of ``optimizer``, which does the work.
+    It shows the state, groups and defaults of ``optimizer``, which does the work: in the given ``precision``, or, with
+    a ``scaler``, leaving out steps whose gradients overflowed.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, device_placement: bool = True, precision: Precision | None = None
+        self,
+        optimizer: torch.optim.Optimizer,
+        device_placement: bool = True,
+        scaler: torch.amp.GradScaler | None = None,
+        *,
+        precision: Precision | None = None,
     ) -> None:
         self.optimizer = optimizer
         self.gradient_state = GradientState()
-        self.precision = precision or Precision(torch.device("cpu"))
+        if precision is None:
+            precision = Precision(torch.device("cpu")) if scaler is None else HalfPrecision.scaled_by(scaler)
+        self.precision = precision
         self.device_placement = device_placement
         self._skipped = False
         if device_placement:

@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from accel.compiling import TorchDynamoPlugin as TorchDynamoPlugin
 from accel.enums import DDPCommunicationHookType
 from accel.errors import ArgumentError, one_of
+from accel.kwargs import KwargsHandler as KwargsHandler
+from accel.profiling import ProfileKwargs as ProfileKwargs
+
+if TYPE_CHECKING:
+    from accel.recipes import AORecipeKwargs as AORecipeKwargs
+    from accel.recipes import FP8RecipeKwargs as FP8RecipeKwargs
+    from accel.recipes import MSAMPRecipeKwargs as MSAMPRecipeKwargs
+    from accel.recipes import TERecipeKwargs as TERecipeKwargs
+
+RECIPES = ("AORecipeKwargs", "FP8RecipeKwargs", "MSAMPRecipeKwargs", "TERecipeKwargs")
 
 
-class KwargsHandler:
-    """Base of the dataclasses that stand for keyword arguments of something in torch."""
+def __getattr__(name: str) -> Any:
+    # Their module looks for libraries, which a script that trains in 16 or 32 bits need not wait for.
+    if name in RECIPES:
+        from accel import recipes
 
-    def to_dict(self) -> dict[str, Any]:
-        """Every field by its name."""
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # type: ignore[arg-type]
-
-    def to_kwargs(self) -> dict[str, Any]:
-        """Only the fields that differ from their default, so that torch's own defaults hold for the rest."""
-        default = type(self)().to_dict()
-        return {name: value for name, value in self.to_dict().items() if default[name] != value}
+        return getattr(recipes, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 @dataclass
@@ -54,10 +61,17 @@ class DistributedDataParallelKwargs(KwargsHandler):
         wrappers = ["no", "fp16", "bf16"]
         one_of(str(self.comm_wrapper), wrappers, what="DistributedDataParallelKwargs(comm_wrapper=…)")
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(
+        self, ignore_keys: Sequence[str] = ("comm_hook", "comm_wrapper", "comm_state_option")
+    ) -> dict[str, Any]:
         """The fields that torch's class takes."""
-        ours = ("comm_hook", "comm_wrapper", "comm_state_option")
-        return {name: value for name, value in super().to_dict().items() if name not in ours}
+        return {name: value for name, value in super().to_dict().items() if name not in ignore_keys}
+
+    def register_comm_hook(self, model: Any) -> None:
+        """Give ``model``, a `DistributedDataParallel`, the communication hook asked for."""
+        from accel.parallel.ddp import compress
+
+        compress(model, self)
 
 
 @dataclass
@@ -84,18 +98,20 @@ class InitProcessGroupKwargs(KwargsHandler):
 class GradientAccumulationPlugin(KwargsHandler):
     """How gradients are accumulated.
 
-    ``num_steps`` batches make one optimizer step. With ``sync_with_dataloader`` the last batch of a loader always ends
-    the step, and a window made short by it is scaled by its own length. ``sync_each_batch`` lets DDP exchange
-    gradients at every batch: slower, less memory. ``adjust_scheduler`` counts the batches between steps in the
-    scheduler's step count.
+    ``num_steps`` batches (without it 1) make one optimizer step. With ``sync_with_dataloader`` the last batch of a
+    loader always ends the step, and a window made short by it is scaled by its own length. ``sync_each_batch`` lets
+    DDP exchange gradients at every batch: slower, less memory. ``adjust_scheduler`` counts the batches between steps
+    in the scheduler's step count.
     """
 
-    num_steps: int = 1
+    num_steps: int = None  # type: ignore[assignment]
     adjust_scheduler: bool = True
     sync_with_dataloader: bool = True
     sync_each_batch: bool = False
 
     def __post_init__(self) -> None:
+        if self.num_steps is None:
+            self.num_steps = 1
         if not isinstance(self.num_steps, int) or self.num_steps < 1:
             raise ArgumentError(f"gradient accumulation steps must be a whole number from 1 on, got {self.num_steps!r}")
 
@@ -111,6 +127,8 @@ class DataLoaderConfiguration:
     ``use_stateful_dataloader``: a loader that was saved in mid-epoch goes on by itself after ``load_state``; without it
     the script skips what it has seen with ``skip_first_batches``.
     ``non_blocking``: copies to the device do not wait; only useful with pinned memory.
+    ``dispatch_batches``: the main process reads for all and sends each its part; ``None``: for iterable data sets only.
+    ``already_sharded``: each process's loader has its own share already, and is not shared out again.
     """
 
     split_batches: bool = False
@@ -120,12 +138,14 @@ class DataLoaderConfiguration:
     data_seed: int | None = None
     non_blocking: bool = False
     use_stateful_dataloader: bool = False
+    already_sharded: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
-        if self.dispatch_batches:
+        if self.already_sharded and (self.dispatch_batches or self.split_batches):
+            other = "dispatch_batches" if self.dispatch_batches else "split_batches"
             raise ArgumentError(
-                "DataLoaderConfiguration(dispatch_batches=True) is not in this version of accel: leave it out, "
-                "and each process reads its own share"
+                f"DataLoaderConfiguration(already_sharded=True, {other}=True): each process has its own share already, "
+                f"so there is nothing to share out: leave one of the two out"
             )
 
 

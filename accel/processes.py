@@ -11,7 +11,7 @@ import torch
 from accel import collectives
 from accel.data.metrics import last_counts, own_part, without_repetitions
 from accel.enums import DistributedType
-from accel.nested import leaves
+from accel.nested import collect
 from accel.state import AcceleratorState, GradientState
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -22,7 +22,7 @@ class ProcessControl:
 
     state: AcceleratorState
     gradient_state: GradientState
-    _trigger: bool = False
+    flag_tensor: torch.Tensor | None = None
 
     @property
     def device(self) -> torch.device:
@@ -130,15 +130,16 @@ class ProcessControl:
         object a sample, and come back as one list in rank order.
         """
         counts = last_counts(self.gradient_state)
-        objects = use_gather_object or not all(isinstance(leaf, torch.Tensor) for _, leaf in leaves(input_data))
-        if objects:
+        found: list[Any] = []
+        collect(input_data, found)
+        if use_gather_object or not all(isinstance(leaf, torch.Tensor) for leaf in found):
             mine = input_data if counts is None else own_part(input_data, counts, self.process_index)
             return collectives.gather_object(mine)
         gathered = collectives.gather(input_data)
         loader = self.gradient_state.active_dataloader
         if counts is None or loader is None:
             return gathered
-        return without_repetitions(gathered, counts, loader.last_rows())
+        return without_repetitions(gathered, counts, loader.last_rows(), loader.nominal_rows)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """See `accel.collectives.reduce`; sums by default."""
@@ -150,13 +151,10 @@ class ProcessControl:
 
     def set_trigger(self) -> None:
         """Raise a flag that every process sees at its next `check_trigger`."""
-        self._trigger = True
+        self.flag_tensor = torch.tensor(1, device=self.device)
 
     def check_trigger(self) -> bool:
         """Whether any process has raised its flag since the last time; lowers all flags. One collective."""
-        raised = self._trigger
-        if self.use_distributed:
-            flag = torch.tensor(int(raised), device=self.device)
-            raised = bool(collectives.reduce(flag, "sum").item())
-        self._trigger = False
-        return raised
+        flag = torch.tensor(0, device=self.device) if self.flag_tensor is None else self.flag_tensor
+        self.flag_tensor = None
+        return bool(collectives.reduce(flag, "sum").item())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -24,8 +25,10 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     if device_specific:
         seed += PartialState().process_index
     random.seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed % 2**32)
+    with suppress(ImportError):  # imported here: a script that imports it later draws from it too
+        import numpy
+
+        numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)
     if deterministic:
         torch.use_deterministic_algorithms(True)
@@ -58,26 +61,29 @@ def set_host_rng_state(state: dict[str, Any]) -> None:
 
 def device_rng_state(device: torch.device) -> torch.Tensor | None:
     """The state of the generator of ``device``, or ``None`` for the CPU, whose state `host_rng_state` holds."""
-    if device.type in ("cuda", "xpu"):
-        state: torch.Tensor = getattr(torch, device.type).get_rng_state(device)
-        return state
-    return torch.mps.get_rng_state() if device.type == "mps" else None
+    if device.type == "cpu":
+        return None
+    module = getattr(torch, device.type)
+    state: torch.Tensor = module.get_rng_state() if device.type == "mps" else module.get_rng_state(device)
+    return state
 
 
 def set_device_rng_state(device: torch.device, state: torch.Tensor | None) -> None:
     """Give back what `device_rng_state` took."""
-    if state is None:
+    if state is None or device.type == "cpu":
         return
-    if device.type in ("cuda", "xpu"):
-        getattr(torch, device.type).set_rng_state(state, device)
-    elif device.type == "mps":
-        torch.mps.set_rng_state(state)
+    module = getattr(torch, device.type)
+    if device.type == "mps":
+        module.set_rng_state(state)
+    else:
+        module.set_rng_state(state, device)
 
 
 def synchronize_rng_state(rng_type: RNGType | str | None = None, generator: torch.Generator | None = None) -> None:
     """Make one generator of every process equal to that of the main process. One collective; nothing in a world of one.
 
-    ``"generator"`` means ``generator``, which is then required.
+    ``"torch"`` is the CPU's generator, ``"generator"`` the one given, if one is. Any other word is a kind of device and
+    means the generator of this process's device, if it is of that kind: a script that names them all runs everywhere.
     """
     kind = RNGType(one_of(str(rng_type), RNGType.list(), what="rng_type"))
     state = PartialState()
@@ -89,8 +95,9 @@ def synchronize_rng_state(rng_type: RNGType | str | None = None, generator: torc
     elif kind is RNGType.TORCH:
         torch.set_rng_state(_from_main(torch.get_rng_state()))
     elif kind.value == state.device.type:
-        module = getattr(torch, kind.value)
-        module.set_rng_state(_from_main(module.get_rng_state(state.device)), state.device)
+        own = device_rng_state(state.device)
+        if own is not None:
+            set_device_rng_state(state.device, _from_main(own))
 
 
 def _from_main(state: torch.Tensor) -> torch.Tensor:

@@ -1,31 +1,41 @@
-"""Which process, device and world this is, and where in a gradient accumulation window.
+"""Which process, device and world this is, and in which precision it was asked to compute.
 
-Each class is a view of one state shared by the whole process: making another instance is cheap and shows the same.
+Each class is a view of one state shared by the whole process: making another instance is cheap and shows the same,
+from whatever thread.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, NoReturn, TypeVar, cast
 
 import torch
 
 from accel import world as worlds
 from accel.enums import DistributedType, PrecisionType
-from accel.environment import World, read_flag, read_world
-from accel.errors import ArgumentError, StateError, nearest, one_of
-from accel.plugins import GradientAccumulationPlugin
+from accel.environment import World, read_flag, read_world, torchrun_variables
+from accel.errors import ArgumentError, PrecisionError, StateError, nearest, one_of
+from accel.gradient_state import GradientState as GradientState
+from accel.hardware import avoid_unsafe_links, set_numa_affinity
 from accel.sharing import share_of
-
-if TYPE_CHECKING:
-    from accel.data.loader import DataLoaderShard
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _OPTIONS = ("backend", "init_method", "timeout")
+_beginning = threading.RLock()
+
+
+def is_initialized() -> bool:
+    """Whether `AcceleratorState` was made, which an `Accelerator` does."""
+    return "_mixed_precision" in AcceleratorState._shared_state
+
+
+def do_nothing(*args: Any, **kwargs: Any) -> None:
+    """Take anything and return ``None``."""
 
 
 class PartialState:
@@ -54,8 +64,10 @@ class PartialState:
 
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
         self.__dict__ = PartialState._shared_state
-        if not self.initialized:
-            self._begin(cpu, kwargs)
+        if "device" not in self.__dict__:
+            with _beginning:
+                if "device" not in self.__dict__:
+                    self._begin(cpu, kwargs)
         elif cpu and self.device.type != "cpu":
             raise StateError(
                 f"cpu=True was asked after this process took {self.device}: make the first state with cpu=True"
@@ -69,6 +81,12 @@ class PartialState:
         world = worlds.adopted_world() or read_world(env, needs_master=not options.get("init_method"))
         device = worlds.choose_device(world, env, cpu=cpu)
         worlds.use_device(device)
+        if read_flag(env, "ACCELERATE_CPU_AFFINITY"):
+            set_numa_affinity(max(world.local_rank, 0))
+        if world.size > 1 and "WORLD_SIZE" not in env:
+            env.update(torchrun_variables(world))  # an MPI launcher's: torch's env:// and libraries read torchrun's
+        if world.size > 1 and device.type == "cuda":
+            avoid_unsafe_links(device)
         backend = worlds.form(world, device, options) if world.size > 1 else None
         self._cpu = device.type == "cpu"
         self.debug = read_flag(env, "ACCELERATE_DEBUG_MODE")
@@ -200,25 +218,56 @@ class PartialState:
 
 
 class AcceleratorState(PartialState):
-    """`PartialState` and the precision that the run was asked to use.
+    """`PartialState` and what the run was asked to compute with.
 
-    ``mixed_precision`` is ``"no"``, ``"bf16"`` or ``"fp16"``; without it ``ACCELERATE_MIXED_PRECISION`` counts. Raises
-    `StateError` when it is asked for with another precision than the first time.
+    ``mixed_precision`` is ``"no"``, ``"bf16"`` or ``"fp16"``; without it ``ACCELERATE_MIXED_PRECISION`` counts.
+    ``dynamo_plugin`` is kept for those who ask. Raises `StateError` when a precision is asked for and another was
+    taken the first time, and `ArgumentError` for a plugin that asks for a way of training which is not here.
     """
 
     _shared_state: ClassVar[dict[str, Any]] = PartialState._shared_state
 
     _mixed_precision: str
+    dynamo_plugin: Any = None
+    deepspeed_plugins: Any = None
+    fsdp_plugin: Any = None
+    torch_tp_plugin: Any = None
+    megatron_lm_plugin: Any = None
+    parallelism_config: Any = None
+    device_mesh: Any = None
+    downcast_bfloat: bool = False
 
-    def __init__(self, mixed_precision: str | None = None, cpu: bool = False, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        mixed_precision: str | None = None,
+        cpu: bool = False,
+        dynamo_plugin: Any = None,
+        deepspeed_plugin: Any = None,
+        fsdp_plugin: Any = None,
+        torch_tp_plugin: Any = None,
+        megatron_lm_plugin: Any = None,
+        parallelism_config: Any = None,
+        _from_accelerator: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        _refuse_unbuilt(
+            deepspeed_plugin=deepspeed_plugin,
+            fsdp_plugin=fsdp_plugin,
+            torch_tp_plugin=torch_tp_plugin,
+            megatron_lm_plugin=megatron_lm_plugin,
+            parallelism_config=parallelism_config,
+        )
         super().__init__(cpu, **kwargs)
-        if "_mixed_precision" not in self.__dict__:
-            self._mixed_precision = _asked_precision(mixed_precision)
-        elif mixed_precision is not None and str(mixed_precision) != self._mixed_precision:
-            raise StateError(
-                f"mixed_precision={str(mixed_precision)!r} was asked after this process took "
-                f"{self._mixed_precision!r}: give it to the first Accelerator or AcceleratorState"
-            )
+        with _beginning:
+            if "_mixed_precision" not in self.__dict__:
+                self._mixed_precision = _asked_precision(mixed_precision)
+            elif mixed_precision is not None and str(mixed_precision).lower() != self._mixed_precision:
+                raise StateError(
+                    f"mixed_precision={str(mixed_precision)!r} was asked after this process took "
+                    f"{self._mixed_precision!r}: give it to the first Accelerator or AcceleratorState"
+                )
+            if dynamo_plugin is not None:
+                self.dynamo_plugin = dynamo_plugin
 
     def __repr__(self) -> str:
         return f"{super().__repr__()}Mixed precision type: {self._mixed_precision}\n"
@@ -227,105 +276,49 @@ class AcceleratorState(PartialState):
     def _reset_state(reset_partial_state: bool = False) -> None:
         if reset_partial_state:
             PartialState._shared_state.clear()
-        PartialState._shared_state.pop("_mixed_precision", None)
+        for name in ("_mixed_precision", "dynamo_plugin"):
+            PartialState._shared_state.pop(name, None)
 
     @property
     def initialized(self) -> bool:
-        """Whether the environment has been read."""
-        return "device" in PartialState._shared_state
+        """Whether the precision has been settled, which making one does."""
+        return is_initialized()
 
     @property
     def mixed_precision(self) -> str:
         """``"no"``, ``"bf16"`` or ``"fp16"``."""
         return self._mixed_precision
 
-
-def _asked_precision(given: str | None) -> str:
-    if given is not None:
-        return one_of(str(given), PrecisionType.list(), what="mixed_precision")
-    named = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
-    return one_of(named, PrecisionType.list(), what="environment variable ACCELERATE_MIXED_PRECISION")
-
-
-class GradientState:
-    """Where the process is in its accumulation window and in its data loaders.
-
-    ``sync_gradients`` is true on the batch that ends a window: only then do optimizers step and gradients travel.
-    """
-
-    _shared_state: ClassVar[dict[str, Any]] = {}
-
-    sync_gradients: bool
-    plugin: GradientAccumulationPlugin
-    dataloader_references: list[DataLoaderShard]
-
-    def __init__(self, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None) -> None:
-        self.__dict__ = GradientState._shared_state
-        if not self.initialized:
-            self.sync_gradients = True
-            self.dataloader_references = []
-            self.plugin = GradientAccumulationPlugin()
-        if gradient_accumulation_plugin is not None:
-            self.plugin = gradient_accumulation_plugin
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether the model is sharded by FSDP 2: no, in this version."""
+        return False
 
     @property
-    def initialized(self) -> bool:
-        """Whether the state was made."""
-        return "sync_gradients" in GradientState._shared_state
+    def deepspeed_plugin(self) -> None:
+        """The active DeepSpeed plugin: none, in this version."""
+        return
 
-    @property
-    def num_steps(self) -> int:
-        """Batches in one accumulation window."""
-        return self.plugin.num_steps
+    def get_deepspeed_plugin(self, name: str) -> NoReturn:
+        """Raises `StateError`: this is no run under DeepSpeed."""
+        raise StateError(f"get_deepspeed_plugin({name!r}) needs a run under DeepSpeed, this is {self.distributed_type}")
 
-    @property
-    def adjust_scheduler(self) -> bool:
-        """Whether batches between steps are counted in the scheduler's step count."""
-        return self.plugin.adjust_scheduler
-
-    @property
-    def sync_with_dataloader(self) -> bool:
-        """Whether the last batch of a loader ends the window."""
-        return self.plugin.sync_with_dataloader
-
-    @property
-    def active_dataloader(self) -> DataLoaderShard | None:
-        """The innermost prepared loader that is being iterated."""
-        return self.dataloader_references[-1] if self.dataloader_references else None
-
-    @property
-    def in_dataloader(self) -> bool:
-        """Whether a prepared loader is being iterated."""
-        return bool(self.dataloader_references)
-
-    @property
-    def end_of_dataloader(self) -> bool:
-        """Whether the active loader has given its last batch of this epoch."""
-        active = self.active_dataloader
-        return active is not None and active.end_of_dataloader
-
-    @property
-    def remainder(self) -> int:
-        """Samples in the last, incomplete round of the active loader: 0 if it is complete, -1 if not known."""
-        active = self.active_dataloader
-        return -1 if active is None else active.remainder
-
-    def __repr__(self) -> str:
-        return (
-            f"Sync gradients: {self.sync_gradients}\nAt end of dataloader: {self.end_of_dataloader}\n"
-            f"Extra samples: {self.remainder}\nGradient accumulation steps: {self.num_steps}\n"
+    def select_deepspeed_plugin(self, name: str | None = None) -> NoReturn:
+        """Raises `StateError`: this is no run under DeepSpeed."""
+        raise StateError(
+            f"select_deepspeed_plugin({name!r}) needs a run under DeepSpeed, this is {self.distributed_type}"
         )
 
-    def _add_dataloader(self, loader: DataLoaderShard) -> None:
-        self.dataloader_references.append(loader)
 
-    def _remove_dataloader(self, loader: DataLoaderShard) -> None:
-        references = self.dataloader_references
-        for index in range(len(references) - 1, -1, -1):
-            if references[index] is loader:
-                del references[index]
-                return
+def _refuse_unbuilt(**given: Any) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise ArgumentError(f"AcceleratorState({name}=…) is not in this version of accel: leave it out")
 
-    @staticmethod
-    def _reset_state() -> None:
-        GradientState._shared_state.clear()
+
+def _asked_precision(given: str | None) -> str:
+    source = "mixed_precision" if given is not None else "environment variable ACCELERATE_MIXED_PRECISION"
+    word = os.environ.get("ACCELERATE_MIXED_PRECISION", "no") if given is None else str(given)
+    if word.lower() == PrecisionType.FP8:
+        raise PrecisionError(f"{source}: 'fp8' is not in this version of accel: use 'bf16' or 'fp16'")
+    return one_of(word.lower(), [name for name in PrecisionType.list() if name != "fp8"], what=source)

@@ -24,7 +24,14 @@ BACKENDS: dict[str, tuple[str, DistributedType]] = {
     "mps": ("gloo", DistributedType.MULTI_CPU),
     "cuda": ("nccl", DistributedType.MULTI_GPU),
     "xpu": ("xccl", DistributedType.MULTI_XPU),
+    "npu": ("hccl", DistributedType.MULTI_NPU),
+    "mlu": ("cncl", DistributedType.MULTI_MLU),
+    "musa": ("mccl", DistributedType.MULTI_MUSA),
+    "sdaa": ("tccl", DistributedType.MULTI_SDAA),
+    "hpu": ("hccl", DistributedType.MULTI_HPU),
+    "neuron": ("neuron", DistributedType.MULTI_NEURON),
 }
+_WITHOUT_OWN_DEVICE = ("cpu", "mps")  # their processes share what there is
 
 _ours = False
 _last: Any = None
@@ -32,12 +39,15 @@ _holders: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 
 def default_device_type() -> str:
-    """The kind of device this machine offers best: cuda, xpu, mps or cpu."""
+    """The kind of device this machine offers best: cuda, xpu, mps, one that a package has added to torch, or cpu."""
     if torch.cuda.is_available():
         return "cuda"
     if torch.xpu.is_available():
         return "xpu"
-    return "mps" if torch.backends.mps.is_available() else "cpu"
+    if torch.backends.mps.is_available():
+        return "mps"
+    added = torch.accelerator.current_accelerator()
+    return added.type if added is not None and added.type in BACKENDS and torch.accelerator.is_available() else "cpu"
 
 
 def choose_device(world: World, env: Mapping[str, str], *, cpu: bool) -> torch.device:
@@ -53,7 +63,7 @@ def choose_device(world: World, env: Mapping[str, str], *, cpu: bool) -> torch.d
     kind = default_device_type()
     if kind == "mps" and world.size > 1:
         return torch.device("cpu")  # one MPS device cannot be shared by the ranks of a world
-    if kind in ("cpu", "mps"):
+    if kind in _WITHOUT_OWN_DEVICE:
         return torch.device(kind)
     return _own_device(kind, world)
 
@@ -81,7 +91,7 @@ def _own_device(kind: str, world: World) -> torch.device:
 
 def use_device(device: torch.device) -> None:
     """Make ``device`` the current one of its kind, where kinds have a current one."""
-    if device.type in ("cuda", "xpu"):
+    if device.type not in _WITHOUT_OWN_DEVICE and hasattr(torch, device.type):
         getattr(torch, device.type).set_device(device)
 
 
@@ -138,6 +148,11 @@ def _end_at_exit() -> None:
     # shutdown could wait for them, while simply leaving lets the launcher see the failure at once.
     if getattr(sys, "last_value", None) is not None:
         return
+    leave()
+
+
+def leave() -> None:
+    """End the process group made here and let go of it, in the order in which nothing hangs. For a process's end."""
     if _ours:
         destroy()
     _let_go()

@@ -8,7 +8,7 @@ import sys
 from . import __doc__ as about
 from .jobs import listing, noticing
 from .launch import gang, single
-from .runtime import checkpoints, collectives, ddp_steps, imports, samplers, steps
+from .runtime import checkpoints, collectives, ddp_steps, dispatch, imports, loaders, samplers, steps
 from .startup import startup
 
 ALL = {
@@ -21,6 +21,8 @@ ALL = {
     "steps": (steps, 15),
     "ddp_steps": (ddp_steps, 9),
     "samplers": (samplers, 9),
+    "loaders": (loaders, 15),
+    "dispatch": (dispatch, 7),
     "collectives": (collectives, 15),
     "checkpoints": (checkpoints, 5),
 }

@@ -65,6 +65,22 @@ def samplers(rounds: int) -> bool:
     return report("samplers", _inside("samplers", rounds), bars)
 
 
+def loaders(rounds: int) -> bool:
+    """What a batch costs over the plain loader's, of a data set that can be indexed and of a stream."""
+    bars = [
+        Bar(ours=f"{kind}, accel over plain", base=f"{kind}, accelerate over plain", limit=1)
+        for kind in ("Rows", "Stream")
+    ]
+    return report("loaders", _inside("loaders", rounds), bars)
+
+
+def dispatch(rounds: int) -> bool:
+    """A round of batches that the main process reads for a world of two: three tensors of int64 each."""
+    seconds = _inside("loaders", rounds, processes=2)
+    bars = [Bar(ours=f"16 × {width}, accel", base=f"16 × {width}, accelerate", limit=1) for width in (32, 512, 8192)]
+    return report("dispatch", seconds, bars)
+
+
 def collectives(rounds: int) -> bool:
     """Gathering a nest of 20 small tensors in a world of two."""
     bars = [
@@ -88,26 +104,28 @@ def checkpoints(rounds: int) -> bool:
         memory: dict[str, list[float]] = {}
         measures = {
             f"{what}, {package}": _checkpoint(package, what, Path(folder), memory)
-            for what in ("save", "load", "async")
+            for what in ("save", "load", "async", "again")
             for package in ("accel", "accelerate")
-            if (what, package) != ("async", "accelerate")
+            if what in ("save", "load") or package == "accel"
         }
         seconds = interleaved(measures, rounds)
     seconds.update({f"{name}, GB more memory": values[1:] for name, values in memory.items()})
     bars = [
         Bar(ours="save, accel", base="save, accelerate", limit=1),
         Bar(ours="async, accel", base="save, accelerate", limit=0.3),
+        Bar(ours="again, accel", base="save, accelerate", limit=0.3),
         Bar(ours="load, accel, GB more memory", base="load, accelerate, GB more memory", limit=0.3),
     ]
     return report("checkpoints", seconds, bars)
 
 
 def _checkpoint(package: str, what: str, folder: Path, memory: dict[str, list[float]]) -> Callable[[], float]:
-    place = folder / (package if what != "async" else "async")
+    place = folder / (package if what in ("save", "load") else what)
 
     def measure() -> float:
         if what != "load":
-            shutil.rmtree(place, ignore_errors=True)
+            for old in (place, place.with_name(f"{place.name}-first")):
+                shutil.rmtree(old, ignore_errors=True)
             os.sync()  # else one pays for what the one before it left in the page cache
         command = [sys.executable, "-m", "benchmarks.scripts.checkpoints", package, what, str(place)]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

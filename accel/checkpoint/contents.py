@@ -3,44 +3,58 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from accel.checkpoint.files import Digest, read_object, read_tensors, write_object, write_tensors
-from accel.data.loader import DataLoaderShard
+from accel.checkpoint.durable import Digest
+from accel.checkpoint.files import read_object, write_safe_object
+from accel.checkpoint.names import (
+    EXTRA,
+    OPTIMIZER,
+    SAFE_WEIGHTS_NAME,
+    SAMPLER,
+    SCALER_NAME,
+    SCHEDULER,
+    WEIGHTS_NAME,
+    custom_name,
+    gradients_name,
+    numbered_name,
+    random_states_name,
+)
+from accel.checkpoint.random_states import random_states, set_random_states
+from accel.checkpoint.restoring import load_module, load_optimizer
+from accel.checkpoint.tensors import read_tensors, write_tensors
+from accel.checkpoint.weights import read_weights
 from accel.errors import CheckpointError
+from accel.logging import get_logger
 from accel.parallel.base import Strategy
 from accel.precision.base import Precision
-from accel.random import device_rng_state, host_rng_state, set_device_rng_state, set_host_rng_state
 
-SAFE_WEIGHTS, WEIGHTS, EXTRA = "model.safetensors", "pytorch_model.bin", "model_extra.bin"
-OPTIMIZER, SCHEDULER, SAMPLER, SCALER = "optimizer.bin", "scheduler.bin", "sampler.bin", "scaler.pt"
+logger = get_logger(__name__)
 
 
-def numbered_name(name: str, index: int) -> str:
-    """``model.safetensors``, ``model_1.safetensors``, …"""
-    if index == 0:
-        return name
-    stem, suffix = name.rsplit(".", 1)
-    return f"{stem}_{index}.{suffix}"
+@dataclass(frozen=True)
+class Piece:
+    """One file of a checkpoint and what it is made of."""
 
+    name: str
+    kind: Literal["tensors", "object"]
+    value: Any
 
-def gradients_name(process_index: int) -> str:
-    """The file of the gradients that a process had in the middle of an accumulation window."""
-    return f"gradients_{process_index}.safetensors"
-
-
-def random_states_name(process_index: int) -> str:
-    """The file of a process's random number generators."""
-    return f"random_states_{process_index}.pkl"
+    def write(self, folder: Path) -> Digest:
+        """Make the file in ``folder``; it is on the disk when this returns."""
+        return (write_tensors if self.kind == "tensors" else write_safe_object)(folder / self.name, self.value)
 
 
 @dataclass(kw_only=True)
 class Contents:
-    """The objects of a run that a checkpoint holds, in the order in which they were prepared."""
+    """The objects of a run that a checkpoint holds, in the order in which they were prepared.
+
+    ``options`` are those of `torch.load` that its files of objects are read with.
+    """
 
     device: torch.device
     process_index: int
@@ -52,74 +66,63 @@ class Contents:
     loaders: Sequence[Any] = ()
     custom: Sequence[Any] = ()
     safe: bool = True
-    written: dict[str, Digest] = field(default_factory=dict)
+    options: dict[str, Any] | None = None
 
     @property
     def stateful(self) -> Iterator[tuple[str, Any]]:
-        """File name and object, of all that have a state dict but models and loaders."""
-        for index, optimizer in enumerate(self.optimizers):
-            yield numbered_name(OPTIMIZER, index), optimizer
+        """File name and object, of all that have a state dict but models, optimizers and loaders."""
         for index, scheduler in enumerate(self.schedulers):
             yield numbered_name(SCHEDULER, index), scheduler
         if self.precision.scaler is not None:
-            yield SCALER, self.precision.scaler
+            yield SCALER_NAME, self.precision.scaler
         for index, item in enumerate(self.custom):
-            yield f"custom_checkpoint_{index}.pkl", item
+            yield custom_name(index), item
 
     @property
-    def samplers(self) -> Iterator[tuple[str, DataLoaderShard]]:
+    def samplers(self) -> Iterator[tuple[str, Any]]:
         """File name and loader, of the loaders whose position is kept."""
         for index, loader in enumerate(self.loaders):
-            if isinstance(loader, DataLoaderShard):
+            if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
                 yield numbered_name(SAMPLER, index), loader
 
-    def write_shared(self, folder: Path, weights: Sequence[dict[str, Any]]) -> None:
-        """Write what is the same on every process; ``weights`` are the state dicts of the models."""
+    def shared(self, weights: Sequence[dict[str, Any]]) -> Iterator[Piece]:
+        """What is the same on every process; ``weights`` are the state dicts of the models."""
         self.precision.settle()
         for index, state in enumerate(weights):
-            self._write_weights(folder, index, state)
-        for name, item in self.stateful:
-            self.written[name] = write_object(folder / name, item.state_dict())
-        for name, loader in self.samplers:
-            self.written[name] = write_object(folder / name, loader.state_dict())
+            yield from self._weights(index, state)
+        for index, optimizer in enumerate(self.optimizers):
+            yield Piece(numbered_name(OPTIMIZER, index), "object", optimizer.state_dict())
+        for name, item in (*self.stateful, *self.samplers):
+            yield Piece(name, "object", item.state_dict())
 
-    def _write_weights(self, folder: Path, index: int, state: dict[str, Any]) -> None:
+    def _weights(self, index: int, state: dict[str, Any]) -> Iterator[Piece]:
         if not self.safe:
-            name = numbered_name(WEIGHTS, index)
-            self.written[name] = write_object(folder / name, state)
+            yield Piece(numbered_name(WEIGHTS_NAME, index), "object", state)
             return
         tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
-        name = numbered_name(SAFE_WEIGHTS, index)
-        self.written[name] = write_tensors(folder / name, tensors)
+        yield Piece(numbered_name(SAFE_WEIGHTS_NAME, index), "tensors", tensors)
         extra = {key: value for key, value in state.items() if key not in tensors}
         if extra:
-            name = numbered_name(EXTRA, index)
-            self.written[name] = write_object(folder / name, extra)
+            yield Piece(numbered_name(EXTRA, index), "object", extra)
 
-    def write_own(self, folder: Path, step: int, window_open: bool) -> None:
-        """Write what differs from process to process: its random number generators, and ``step`` of its window.
+    def own(self, step: int, window_open: bool) -> Iterator[Piece]:
+        """What differs from process to process: its generators, its loaders' own state, and ``step`` of its window.
 
         In an open window, also the gradients accumulated in it, which no other process has.
         """
         if window_open:
-            name = gradients_name(self.process_index)
             held = {key: p.grad for key, p in self._parameters() if p.grad is not None}
-            self.written[name] = write_tensors(folder / name, held)
-        name = random_states_name(self.process_index)
-        states = {"step": step, **host_rng_state(), "device_rng": device_rng_state(self.device)}
-        self.written[name] = write_object(folder / name, states)
+            yield Piece(gradients_name(self.process_index), "tensors", held)
+        states = random_states(step, self.device)
+        loaders = [_own_state(loader) for _, loader in self.samplers]
+        if any(state is not None for state in loaders):
+            states["loaders"] = loaders
+        yield Piece(random_states_name(self.process_index), "object", states)
 
     def _parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         for index, model in enumerate(self.models):
             for name, parameter in self.strategy.unwrap(model).named_parameters():
                 yield f"{index}.{name}", parameter
-
-    def _read_gradients(self, folder: Path) -> None:
-        path = folder / gradients_name(self.process_index)
-        held = read_tensors(path) if path.exists() else {}
-        for name, parameter in self._parameters():
-            gradient = held.get(name)
-            parameter.grad = None if gradient is None else gradient.to(parameter.device, copy=True)
 
     def read(self, folder: Path, **load_model_kwargs: Any) -> int | None:
         """Put everything back; returns the step of the accumulation window, ``None`` if this process has none on file.
@@ -129,20 +132,36 @@ class Contents:
         self.precision.settle()
         for index, model in enumerate(self.models):
             self._read_weights(folder, index, model, load_model_kwargs)
-        for optimizer in self.optimizers:
-            optimizer.state.clear()  # else there would be two at a time, and optimizers are most of the memory
+        for index, optimizer in enumerate(self.optimizers):
+            self._read_optimizer(folder / numbered_name(OPTIMIZER, index), optimizer)
         for name, item in self.stateful:
-            _load(item, name, _read_file(folder, name))
+            _load(item, name, self._object(folder / name))
         for name, loader in self.samplers:
-            if (folder / name).exists():
-                _load(loader, name, read_object(folder / name))
+            self._read_sampler(folder / name, loader)
         self._read_gradients(folder)
-        return self._read_own(folder)
+        return self._read_own(folder / random_states_name(self.process_index))
+
+    def _read_own(self, path: Path) -> int | None:
+        if not path.exists():
+            return None
+        states = set_random_states(path, self.device)
+        for (_, loader), state in zip(self.samplers, states.get("loaders", ()), strict=False):
+            if state is not None and hasattr(loader, "load_own_state_dict"):
+                loader.load_own_state_dict(state)
+        step: int = states["step"]
+        return step
+
+    def _object(self, path: Path, **how: Any) -> Any:
+        if not path.exists():
+            raise CheckpointError(
+                f"{path.parent} has no {path.name}: it was saved with fewer objects prepared, or by another program"
+            )
+        return read_object(path, **how, **(self.options or {}))
 
     def _read_weights(self, folder: Path, index: int, model: torch.nn.Module, kwargs: dict[str, Any]) -> None:
         target = self.strategy.unwrap(model)
-        safe, extra = folder / numbered_name(SAFE_WEIGHTS, index), folder / numbered_name(EXTRA, index)
-        state = read_tensors(safe) if safe.exists() else dict(_read_file(folder, numbered_name(WEIGHTS, index)))
+        state = read_weights(folder, index)
+        extra = folder / numbered_name(EXTRA, index)
         if extra.exists():
             state.update(read_object(extra))
         wanted = target.state_dict()
@@ -150,38 +169,53 @@ class Contents:
             state = {name.removeprefix("module."): value for name, value in state.items()}
         _retie(state, wanted)
         try:
-            target.load_state_dict(state, **kwargs)
+            load_module(target, state, **kwargs)
         except RuntimeError as error:
             detail = " ".join(str(error).split())
             raise CheckpointError(f"{folder}: model {index} does not fit: {detail}") from error
 
-    def _read_own(self, folder: Path) -> int | None:
-        path = folder / random_states_name(self.process_index)
+    def _read_optimizer(self, path: Path, optimizer: Any) -> None:
+        state = self._object(path, mapped=True)
+        try:
+            load_optimizer(optimizer, state, mapped=True)
+        except (ValueError, KeyError, RuntimeError, TypeError) as error:
+            raise _misfit(path.name, optimizer, error) from error
+
+    def _read_sampler(self, path: Path, loader: Any) -> None:
         if not path.exists():
-            return None
-        states = read_object(path)
-        set_host_rng_state(states)
-        set_device_rng_state(self.device, states.get("device_rng"))
-        step: int = states["step"]
-        return step
+            logger.warning(f"{path.parent} has no {path.name}: this loader begins anew")
+            return
+        try:
+            state = self._object(path)
+        except CheckpointError as error:
+            # Accelerate pickles the sampler itself, which cannot be read safely.
+            logger.warning(f"{error}: this loader begins anew")
+            return
+        _load(loader, path.name, state)
+
+    def _read_gradients(self, folder: Path) -> None:
+        path = folder / gradients_name(self.process_index)
+        held = read_tensors(path) if path.exists() else {}
+        for name, parameter in self._parameters():
+            gradient = held.get(name)
+            parameter.grad = None if gradient is None else gradient.to(parameter.device, copy=True)
 
 
-def _read_file(folder: Path, name: str) -> Any:
-    if not (folder / name).exists():
-        raise CheckpointError(
-            f"{folder} has no {name}: it was saved with fewer objects prepared, or by another program"
-        )
-    return read_object(folder / name)
+def _own_state(loader: Any) -> Any:
+    """What only this process knows of how far a loader is, if there is such a thing."""
+    return loader.own_state_dict() if hasattr(loader, "own_state_dict") else None
+
+
+def _misfit(name: str, item: Any, error: Exception) -> CheckpointError:
+    detail = " ".join(str(error).split())
+    return CheckpointError(f"{name} does not fit the {type(item).__name__} prepared in this run: {detail}")
 
 
 def _load(item: Any, name: str, state: Any) -> None:
     try:
         item.load_state_dict(state)
-    except (ValueError, KeyError, RuntimeError) as error:
-        detail = " ".join(str(error).split())
-        raise CheckpointError(
-            f"{name} does not fit the {type(item).__name__} prepared in this run: {detail}"
-        ) from error
+    except (ValueError, KeyError, RuntimeError, TypeError) as error:
+        raise _misfit(name, item, error) from error
 
 
 def _retie(state: dict[str, Any], wanted: dict[str, Any]) -> None:

@@ -17,10 +17,11 @@ import secrets
 import shutil
 from pathlib import Path
 
-from accel.checkpoint.files import fsync_directory
+from accel.checkpoint.durable import fsync_directory
 from accel.checkpoint.manifest import NAME, damage, read_manifest
 from accel.errors import CheckpointError
 
+_GONE = re.compile(r"\..+\.gone-[0-9a-f]{8}")
 _ASIDE = re.compile(r"\.(.+)\.(?:draft|old)-[0-9a-f]{8}")
 
 
@@ -39,10 +40,14 @@ def leftovers(place: Path, kind: str) -> list[Path]:
 
 
 def start_draft(place: Path) -> Path:
-    """Make the directory in which a checkpoint for ``place`` is written; drafts that were given up are deleted."""
+    """Make the directory in which a checkpoint for ``place`` is written.
+
+    Drafts for it that were given up are deleted, and what a killed process was deleting beside it.
+    """
     place.parent.mkdir(parents=True, exist_ok=True)
     recover(place)
-    for stale in leftovers(place, "draft") + leftovers(place, "gone"):
+    gone = [entry for entry in place.parent.iterdir() if _GONE.fullmatch(entry.name)]
+    for stale in leftovers(place, "draft") + gone:
         shutil.rmtree(stale, ignore_errors=True)
     draft = beside(place, "draft")
     draft.mkdir()

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import zlib
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from accel.checkpoint.files import Digest, digest_of, write_bytes
+from accel.checkpoint.durable import BLOCK, Digest, block_checksum
+from accel.checkpoint.files import write_bytes
+from accel.checkpoint.names import MANIFEST
 from accel.errors import CheckpointError
 
-NAME = "accel_manifest.json"
-SCHEMA = 1
+NAME = MANIFEST
+SCHEMA = 2
+_READERS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,12 +30,18 @@ class Manifest:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write the manifest, the last file of a checkpoint, and push it to the disk."""
-    document = {
+    document: dict[str, Any] = {
         "schema": SCHEMA,
         "num_processes": manifest.num_processes,
-        "files": {name: {"bytes": d.length, "sha256": d.sha256} for name, d in sorted(manifest.files.items())},
+        "files": {name: {"bytes": d.length, "crc32": d.crc32} for name, d in sorted(manifest.files.items())},
     }
+    document["manifest_crc32"] = _own_checksum(document)
     write_bytes(folder / NAME, json.dumps(document, indent=1).encode())
+
+
+def _own_checksum(document: dict[str, Any]) -> str:
+    rest = {key: value for key, value in document.items() if key != "manifest_crc32"}
+    return f"{zlib.crc32(json.dumps(rest, sort_keys=True).encode()):08x}"
 
 
 def read_manifest(folder: Path) -> Manifest | None:
@@ -39,7 +52,14 @@ def read_manifest(folder: Path) -> Manifest | None:
             raise CheckpointError(
                 f"{folder / NAME} was written by a newer accel (schema {document['schema']}): update accel"
             )
-        files = {name: Digest(entry["bytes"], entry["sha256"]) for name, entry in document["files"].items()}
+        if document["schema"] < SCHEMA:
+            raise CheckpointError(
+                f"{folder / NAME} was written by an older accel (schema {document['schema']}), which this one cannot "
+                "verify: delete that file to load the rest unverified"
+            )
+        if document["manifest_crc32"] != _own_checksum(document):
+            raise ValueError("its checksum differs")
+        files = {name: Digest(entry["bytes"], entry["crc32"]) for name, entry in document["files"].items()}
         return Manifest(num_processes=document["num_processes"], files=files)
     except FileNotFoundError:
         return None
@@ -55,20 +75,37 @@ def damage(folder: Path) -> str | None:
         return str(error)
     if manifest is None:
         return f"{folder} has no {NAME}"
-    for name, digest in manifest.files.items():
-        problem = _compare(folder / name, digest)
-        if problem:
-            return problem
-    return None
+    problems = (_measure(folder / name, digest) for name, digest in manifest.files.items())
+    return next(filter(None, problems), None) or _differing(folder, manifest)
 
 
-def _compare(path: Path, digest: Digest) -> str | None:
+def _measure(path: Path, digest: Digest) -> str | None:
     try:
         length = path.stat().st_size
-        if length != digest.length:
-            return f"{path} has {length} bytes where {digest.length} were written"
-        return None if digest_of(path) == digest else f"{path} is not as it was written (SHA-256 differs)"
     except FileNotFoundError:
         return f"{path} is missing"
     except OSError as error:
         return f"{path} cannot be read: {error.strerror}"
+    return None if length == digest.length else f"{path} has {length} bytes where {digest.length} were written"
+
+
+def _differing(folder: Path, manifest: Manifest) -> str | None:
+    """The first file of which a block is not as it was written, reading several blocks, of any files, at a time."""
+    blocks = [
+        (folder / name, number, digest.crc32[8 * number : 8 * number + 8])
+        for name, digest in manifest.files.items()
+        for number in range(-(-digest.length // BLOCK))
+    ]
+    with ThreadPoolExecutor(min(_READERS, os.cpu_count() or 1)) as pool:
+        futures = [pool.submit(_compare, *block) for block in blocks]
+        found = next(filter(None, (future.result() for future in futures)), None)
+        pool.shutdown(cancel_futures=True)  # one is enough to know: the rest is not read
+    return found
+
+
+def _compare(path: Path, number: int, expected: str) -> str | None:
+    try:
+        found = block_checksum(path, number)
+    except OSError as error:
+        return f"{path} cannot be read: {error.strerror}"
+    return None if found == expected else f"{path} is not as it was written (its checksum differs)"

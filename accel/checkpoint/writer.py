@@ -3,45 +3,24 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
-from accel import collectives
-from accel.checkpoint.contents import Contents
+from accel.checkpoint.agreement import side_group, together
+from accel.checkpoint.background import Background
+from accel.checkpoint.contents import Contents, Piece
 from accel.checkpoint.directory import leftovers, numbered, publish, recover, remove, start_draft
-from accel.checkpoint.files import Digest, digest_of
-from accel.checkpoint.manifest import NAME, Manifest, damage, read_manifest, write_manifest
+from accel.checkpoint.durable import Digest, fsync_directory, settle
+from accel.checkpoint.manifest import Manifest, damage, read_manifest, write_manifest
+from accel.checkpoint.names import CHECKPOINT_PREFIX, MANIFEST, random_states_name
+from accel.checkpoint.staging import Staging
 from accel.errors import CheckpointError
 from accel.logging import get_logger
 from accel.plugins import ProjectConfiguration
 from accel.state import PartialState
 
 logger = get_logger(__name__)
-Result = TypeVar("Result")
-
-_PREFIX = "checkpoint_"
-
-
-def together(what: str, action: Callable[[], Result]) -> list[Result]:
-    """Run ``action`` on every process and return all results, in rank order.
-
-    If it fails anywhere, `CheckpointError` is raised everywhere, naming the process: no process is left waiting.
-    """
-    result: tuple[Result | None, str | None]
-    cause: Exception | None = None
-    try:
-        result = action(), None
-    except Exception as error:
-        cause = error
-        result = None, str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-    everyones = collectives.all_objects(result)
-    failed = [(rank, message) for rank, (_, message) in enumerate(everyones) if message is not None]
-    if failed:
-        rank, message = failed[0]
-        where = f"process {rank}: " if len(everyones) > 1 else ""
-        raise CheckpointError(f"{what}: {where}{message}") from cause
-    return [value for value, _ in everyones]
 
 
 class Checkpoints:
@@ -50,54 +29,106 @@ class Checkpoints:
     def __init__(self, state: PartialState, config: ProjectConfiguration) -> None:
         self.state = state
         self.config = config
+        self._background = Background()
+        self._staging: Staging | None = None
+        self._group: Any = None
 
     @property
-    def _keeper(self) -> bool:
+    def keeper(self) -> bool:
         """Whether this process writes what all have in common: one in the world, or one a node."""
         return self.state.is_local_main_process if self.config.save_on_each_node else self.state.is_main_process
 
     def next_place(self) -> Path:
         """Where the next automatically named checkpoint goes. Raises `CheckpointError` if something is there."""
-        place = self.config.checkpoints / f"{_PREFIX}{self.config.iteration}"
+        place = self.config.checkpoints / f"{CHECKPOINT_PREFIX}{self.config.iteration}"
         if place.exists():
             raise CheckpointError(f"{place} exists: load_state() first to go on from it, or set save_iteration")
         return place
 
-    def save(self, place: Path, fill: Callable[[Path], dict[str, Digest]]) -> None:
-        """Make a checkpoint in ``place``; ``fill`` writes this process's files into a directory and returns digests.
+    def wait(self) -> None:
+        """Return when the save under way is whole. Raises `CheckpointError`, on every process, if it failed."""
+        self._background.wait()
 
-        When this returns, or raises, ``place`` is whole: as it is now, or as it was before.
+    def release(self) -> None:
+        """Wait, and give back the memory that saves beside training take."""
+        self.wait()
+        if self._staging is not None:
+            self._staging.free()
+
+    def save(
+        self, place: Path, collect: Callable[[Path], Sequence[Piece]], *, beside: bool = False, prune: bool = False
+    ) -> None:
+        """Make a checkpoint in ``place``, of the files that ``collect`` names for this process on a draft directory.
+
+        When this returns, or raises, ``place`` is whole: as it is now, or as it was before. With ``beside`` it returns
+        when the state is copied, and the rest happens while training goes on; `wait` tells how it ended. ``prune``
+        deletes, when it is whole, the oldest automatically named checkpoints beyond ``total_limit``.
         """
+        self.wait()
         place = place.resolve()
         what = f"saving {place}"
-        drafts = together(what, lambda: str(start_draft(place)) if self._keeper else None)
+        drafts = together(what, lambda: str(start_draft(place)) if self.keeper else None)
         draft = Path(self._own(drafts))
+        if beside:
+            self._save_beside(what, draft, place, collect, prune)
+        else:
+            self._finish(what, draft, place, lambda: collect(draft), prune, None)
+
+    def _save_beside(
+        self, what: str, draft: Path, place: Path, collect: Callable[[Path], Sequence[Piece]], prune: bool
+    ) -> None:
+        if self._group is None:
+            self._group = side_group()
+        if self._staging is None:
+            self._staging = Staging(self.state.device)
+        staged: list[Piece] = []
+        try:
+            together(what, lambda: staged.extend(self._copied(collect(draft))))
+        except BaseException:
+            self._abandon(draft)
+            raise
+        self._background.start(lambda: self._finish(what, draft, place, lambda: staged, prune, self._group))
+
+    def _copied(self, pieces: Sequence[Piece]) -> list[Piece]:
+        assert self._staging is not None
+        values = self._staging.copy([piece.value for piece in pieces])
+        return [Piece(piece.name, piece.kind, value) for piece, value in zip(pieces, values, strict=True)]
+
+    def _finish(
+        self, what: str, draft: Path, place: Path, pieces: Callable[[], Sequence[Piece]], prune: bool, group: Any
+    ) -> None:
+        """Write the files, agree that all are written, publish."""
         try:
             digests: dict[str, Digest] = {}
-            for written in together(what, lambda: fill(draft)):
-                digests.update(written)
-            together(what, lambda: self._finish(draft, place, digests))
+            everyones = together(what, lambda: {p.name: p.write(draft) for p in pieces()}, group)
+            for written in (*everyones, everyones[self.state.process_index]):
+                digests.update(written)  # its own last: a node without the others' disks has files of its own
+            together(what, lambda: self._publish(draft, place, digests, prune), group)
         except BaseException:
-            if self._keeper:
-                shutil.rmtree(draft, ignore_errors=True)
+            self._abandon(draft)
             raise
+
+    def _abandon(self, draft: Path) -> None:
+        if self.keeper:
+            shutil.rmtree(draft, ignore_errors=True)
 
     def _own(self, drafts: list[str | None]) -> str:
         """The draft of this process's node: that of the last keeper up to this rank."""
         return next(draft for draft in reversed(drafts[: self.state.process_index + 1]) if draft is not None)
 
-    def _finish(self, draft: Path, place: Path, digests: dict[str, Digest]) -> None:
-        if not self._keeper:
+    def _publish(self, draft: Path, place: Path, digests: dict[str, Digest], prune: bool) -> None:
+        if not self.keeper:
             return
-        present = [str(path.relative_to(draft)) for path in sorted(draft.rglob("*")) if path.is_file()]
-        files = {name: digests.get(name) or digest_of(draft / name) for name in present}
+        present = sorted(draft.rglob("*"))
+        names = [str(path.relative_to(draft)) for path in present if path.is_file()]
+        files = {name: digests.get(name) or settle(draft / name) for name in names}
+        for folder in present:
+            if folder.is_dir():
+                fsync_directory(folder)
         write_manifest(draft, Manifest(num_processes=self.state.num_processes, files=files))
         publish(draft, place)
-
-    def prune(self) -> None:
-        """Delete the oldest automatically named checkpoints beyond ``total_limit``, now that a newer one is whole."""
-        if self.config.total_limit is not None and self._keeper:
-            for _, folder in numbered(self.config.checkpoints, _PREFIX)[: -self.config.total_limit]:
+        if prune and self.config.total_limit is not None:
+            for _, folder in numbered(self.config.checkpoints, CHECKPOINT_PREFIX)[: -self.config.total_limit]:
                 remove(folder)
 
     def find(self, asked: Path | None) -> Path:
@@ -105,8 +136,8 @@ class Checkpoints:
 
         Raises `CheckpointError` naming the file that is missing or damaged.
         """
-        what = "loading a checkpoint"
-        found = together(what, lambda: str(self._find(asked)) if self._keeper else None)
+        self.wait()
+        found = together("loading a checkpoint", lambda: str(self._find(asked)) if self.keeper else None)
         return Path(self._own(found))
 
     def _find(self, asked: Path | None) -> Path:
@@ -121,7 +152,7 @@ class Checkpoints:
             more = f" (only {waiting[0].name}, which is not whole)" if waiting else ""
             raise CheckpointError(f"{asked} is not there{more}")
         if read_manifest(place) is None:
-            logger.warning(f"{place} has no {NAME}: it was not written by accel and cannot be verified")
+            logger.warning(f"{place} has no {MANIFEST}: it was not written by accel and cannot be verified")
             return place
         problem = damage(place)
         if problem is not None:
@@ -130,10 +161,9 @@ class Checkpoints:
 
     def _newest(self) -> Path:
         problems: list[str] = []
-        for number, folder in reversed(numbered(self.config.checkpoints, _PREFIX)):
+        for _, folder in reversed(numbered(self.config.checkpoints, CHECKPOINT_PREFIX)):
             problem = damage(folder)
             if problem is None:
-                self.config.iteration = number + 1
                 for told in problems:
                     logger.warning(f"passed over: {told}")
                 return folder
@@ -141,7 +171,7 @@ class Checkpoints:
         why = f": {'; '.join(problems)}" if problems else ""
         raise CheckpointError(f"{self.config.checkpoints} holds no whole checkpoint{why}")
 
-    def load(self, folder: Path, contents: Contents, **load_model_kwargs: object) -> int:
+    def load(self, folder: Path, contents: Contents, **load_model_kwargs: Any) -> int:
         """Put back what ``folder`` holds; returns the step of the accumulation window.
 
         With another number of processes than it was saved by, generators of processes that are new keep their state,
@@ -149,11 +179,19 @@ class Checkpoints:
         """
         steps = together(f"loading {folder}", lambda: contents.read(folder, **load_model_kwargs))
         manifest = read_manifest(folder)
-        if manifest is not None and manifest.num_processes != self.state.num_processes:
+        saved_by = manifest.num_processes if manifest is not None else _writers(folder)
+        if steps[0] is None or (None in steps and saved_by == self.state.num_processes):
+            raise CheckpointError(f"{folder} has no {random_states_name(steps.index(None))}")
+        if saved_by != self.state.num_processes:
             logger.warning(
-                f"{folder} was saved by {manifest.num_processes} process(es), this run has {self.state.num_processes}: "
+                f"{folder} was saved by {saved_by} process(es), this run has {self.state.num_processes}: "
                 "random numbers, and what each process sees of an interrupted epoch, are not those of the saved run"
             )
-        elif None in steps:
-            raise CheckpointError(f"{folder} has no random_states_{steps.index(None)}.pkl")
-        return steps[self.state.process_index] or steps[0] or 0
+        return steps[self.state.process_index] or steps[0]
+
+
+def _writers(folder: Path) -> int:
+    """How many processes have left their generators in a checkpoint that does not say it."""
+    stem, suffix = random_states_name(0).split("0")
+    ranks = [path.name.removeprefix(stem).removesuffix(suffix) for path in folder.glob(f"{stem}*{suffix}")]
+    return max((int(rank) + 1 for rank in ranks if rank.isdigit()), default=0)

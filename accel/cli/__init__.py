@@ -22,6 +22,7 @@ __all__ = ["COMMANDS", "main"]
 COMMANDS: dict[str, tuple[str, str]] = {
     "submit": ("accel.cli.submit", "Run a script, module or command as a job on a target"),
     "launch": ("accel.cli.launch", "Run a script here and now, one process per accelerator"),
+    "test": ("accel.cli.test", "Check that training works: here on 1, 2 and 4 processes, or on a target"),
     "list": ("accel.cli.list", "List jobs, the newest first"),
     "status": ("accel.cli.status", "Say where a job is"),
     "describe": ("accel.cli.describe", "Show all that is known about a job: spec, plan, events, failure"),
@@ -33,7 +34,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 }
 
 _GROUPS = {
-    "Run": ("submit", "launch"),
+    "Run": ("submit", "launch", "test"),
     "Look": ("list", "status", "describe", "logs", "wait"),
     "Manage": ("cancel", "targets", "prune"),
 }

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import IterableDataset
 
+from accel.data.sharding import part_of
 from accel.data.share import Share
 
 
@@ -22,42 +23,73 @@ class Marked(NamedTuple):
     real: int
 
 
-class IterableShard(IterableDataset[Any]):
-    """Yields the items of one process; the last round is dropped, or completed from the first one."""
+class IterableDatasetShard(IterableDataset[Any]):
+    """Yields the items of one process; the last round is dropped, or completed from the first one.
 
-    def __init__(self, dataset: Any, *, batch: int, processes: int, index: int, drop_last: bool, even: bool) -> None:
+    ``batch_size`` is that of each process, or with ``split_batches`` that of all together (a multiple of
+    ``num_processes``, else `DataError`). Without ``even_batches`` the last round is not completed. With ``marks``, its
+    items come as `Marked`.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int = 1,
+        drop_last: bool = False,
+        num_processes: int = 1,
+        process_index: int = 0,
+        split_batches: bool = False,
+        *,
+        even_batches: bool = True,
+        marks: bool = False,
+    ) -> None:
         self.dataset = dataset
+        self.batch_size = batch_size
         self.drop_last = drop_last
-        self.share = Share(samples=0, batch=batch, processes=processes, index=index, even=even)
+        self.num_processes = num_processes
+        self.process_index = process_index
+        self.split_batches = split_batches
+        self.even_batches = even_batches
+        self.marks = marks
+        self._part = part_of(batch_size, num_processes) if split_batches and batch_size > 1 else batch_size
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the data set which epoch comes next, if it wants to know."""
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
 
+    @property
+    def _round(self) -> int:
+        return self._part * self.num_processes
+
     def __len__(self) -> int:
-        whole, rest = divmod(len(self.dataset), self.share.round_size)
-        if self.drop_last or not rest:
-            return whole * self.share.batch
-        own = min(max(rest - self.share.index * self.share.batch, 0), self.share.batch)
-        return whole * self.share.batch + (self.share.batch if self.share.even else own)
+        samples = len(self.dataset)
+        share = Share(
+            samples=samples, batch=self._part, processes=self.num_processes, index=self.process_index,
+            even=self.even_batches, drop_last=self.drop_last,
+        )  # fmt: skip
+        whole = samples // self._round
+        if share.steps == whole:
+            return whole * self._part
+        start, end = share.span(whole)
+        return whole * self._part + end - start
 
     def __iter__(self) -> Iterator[Any]:
         items = iter(self.dataset)
-        mine = slice(self.share.index * self.share.batch, (self.share.index + 1) * self.share.batch)
+        mine = slice(self.process_index * self._part, (self.process_index + 1) * self._part)
         head: list[Any] = []
-        while len(dealt := list(islice(items, self.share.round_size))) == self.share.round_size:
+        while len(dealt := list(islice(items, self._round))) == self._round:
             head = head or dealt
             yield from dealt[mine]
         if dealt and not self.drop_last:
             real = len(dealt)
-            if self.share.even:
-                dealt.extend(islice(cycle(head or dealt[:]), self.share.round_size - real))
-            yield from (Marked(item, real) for item in dealt[mine])
+            if self.even_batches:
+                dealt.extend(islice(cycle(head or dealt[:]), self._round - real))
+            yield from (Marked(item, real) if self.marks else item for item in dealt[mine])
 
 
 class MarkedCollate:
-    """Collates what `IterableShard` yields; a batch with marked items comes out as one `Marked`."""
+    """Collates what `IterableDatasetShard` yields; a batch with marked items comes out as one `Marked`."""
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self.collate = collate

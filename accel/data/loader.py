@@ -3,60 +3,89 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
-from accel.data.iterable import IterableShard, Marked
+from accel.data.base import get_sampler, make_loader
+from accel.data.iterable import IterableDatasetShard, Marked
+from accel.data.lookahead import Lookahead, window_depth
+from accel.data.order import OrderRng
+from accel.data.placing import mover
 from accel.data.progress import Progress
-from accel.data.sharding import ShardedBatchSampler
+from accel.data.rows import count_rows
+from accel.data.sharding import BatchSamplerShard
 from accel.data.share import Share
 from accel.enums import RNGType
 from accel.errors import ArgumentError
-from accel.nested import send_to_device
 from accel.random import synchronize_rng_states
 from accel.state import GradientState
 
 
-class DataLoaderShard(DataLoader[Any]):
-    """Iterates ``base``, a copy of the user's loader whose samplers give this process's share.
+class PreparedLoader(DataLoader[Any]):
+    """A loader around ``base_dataloader``, a copy of the user's with samplers of ours.
 
-    It is a `DataLoader` and answers what ``base`` answers. While it is iterated it is the active loader of
-    `GradientState`. No sample is read ahead of the batch that is given, except from iterable data sets, whose end
-    shows in no other way.
+    It is a `DataLoader` and answers what its base answers. While it is iterated it is the active loader of
+    `GradientState`. A loader of torchdata's inside goes on by its own state.
     """
 
+    _drop_last: bool
+    _non_blocking: bool
+    end_of_dataloader: bool = False
+
     def __init__(
+        self, dataset: Any, use_stateful_dataloader: bool = False, batch_sampler: Any = None, **kwargs: Any
+    ) -> None:
+        self._set_up(*make_loader(dataset, use_stateful_dataloader, {"batch_sampler": batch_sampler, **kwargs}))
+
+    def _set_up(
         self,
         base: DataLoader[Any],
-        batches: ShardedBatchSampler | None,
+        batches: BatchSamplerShard | None,
         *,
         device: torch.device | None = None,
         non_blocking: bool = False,
-        rng_types: Sequence[RNGType | str] = (),
+        drop_last: bool | None = None,
+        rng_types: Sequence[RNGType | str] | None = None,
+        synchronized_generator: torch.Generator | None = None,
         processes: int = 1,
+        index: int = 0,
         resumes: bool = False,
+        shared: bool = False,
     ) -> None:
         self.base_dataloader = base
         self.batches = batches
         self.device = device
-        self.non_blocking = non_blocking
+        self._non_blocking = non_blocking
+        self._drop_last = bool(base.drop_last if drop_last is None else drop_last)
         self.rng_types = rng_types
+        self.synchronized_generator = synchronized_generator
         self.processes = processes
-        self.resumes = resumes
+        self.process_index = index
+        self.stateful_base = hasattr(base, "load_state_dict")
+        if batches is not None:
+            batches.counted = self.stateful_base
+        self.resumes = resumes or self.stateful_base
         self.skip_batches = 0
         self.progress = Progress()
-        self.end_of_dataloader = False
         self.gradient_state = GradientState()
+        self._stream_rng = OrderRng([self._source], shared=shared)
         self._real: int | None = None
         self._total: int | None = None
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("base_dataloader", "__setstate__"):
+        if name == "base_dataloader":
             raise AttributeError(name)
         return getattr(self.base_dataloader, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "gradient_state"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, gradient_state=GradientState())
 
     def __len__(self) -> int:
         """Batches that one iteration gives. Raises `TypeError` for an iterable data set without length."""
@@ -66,9 +95,18 @@ class DataLoaderShard(DataLoader[Any]):
         return len(self.base_dataloader) if self.batches is None else len(self.batches)
 
     @property
+    def non_blocking(self) -> bool:
+        """Whether copies to the device do not wait."""
+        return self._non_blocking
+
+    @property
     def iteration(self) -> int:
         """The number of the running epoch, or of the next one."""
         return self.progress.epoch
+
+    @iteration.setter
+    def iteration(self, epoch: int) -> None:
+        self.progress.set_epoch(epoch)
 
     @property
     def position(self) -> int:
@@ -77,7 +115,10 @@ class DataLoaderShard(DataLoader[Any]):
 
     @property
     def batches_left(self) -> int | None:
-        """Batches of the running epoch from the present one on, itself included; ``None`` if that is not known."""
+        """Batches of the running epoch from the present one on, itself included; ``None`` if that is not known.
+
+        Where ``None``, there are at least as many as the accumulation window needs.
+        """
         if self._total is None:
             return None
         return self._total - self.progress.position + 1
@@ -85,21 +126,41 @@ class DataLoaderShard(DataLoader[Any]):
     @property
     def total_batch_size(self) -> int:
         """Samples in one round, over all processes."""
-        own = self.base_dataloader.batch_size if self.batches is None else self.batches.batch_size
+        own = self.base_dataloader.batch_size if self.batches is None else self.batches.own_batch_size
         return (own or 1) * self.processes
 
     @property
     def total_dataset_length(self) -> int:
         """Samples in the data set. Raises `TypeError` where it has no length."""
-        dataset: Any = self.base_dataloader.dataset
-        return len(dataset.dataset if isinstance(dataset, IterableShard) else dataset)
+        return len(self._source)
+
+    @property
+    def _source(self) -> Any:
+        dataset = self.base_dataloader.dataset
+        return dataset.dataset if isinstance(dataset, IterableDatasetShard) else dataset
+
+    @property
+    def even_batches(self) -> bool:
+        """Whether an incomplete last round is completed for every process."""
+        owner = self._even_owner()
+        return True if owner is None else owner.even_batches
+
+    @even_batches.setter
+    def even_batches(self, even: bool) -> None:
+        owner = self._even_owner()
+        if owner is not None:
+            owner.even_batches = even
+
+    def _even_owner(self) -> Any:
+        dataset = self.base_dataloader.dataset
+        return dataset if isinstance(dataset, IterableDatasetShard) else self.batches
 
     @property
     def remainder(self) -> int:
         """Samples in the last round if it is incomplete, else 0; -1 before it is known."""
         counts = self.real_counts()
         if counts is None:
-            return -1 if self.batches is None else 0
+            return -1 if self.batches is None and not self.end_of_dataloader else 0
         total = sum(counts)
         return 0 if total == self.total_batch_size else total
 
@@ -109,14 +170,32 @@ class DataLoaderShard(DataLoader[Any]):
             return self.batches.epoch.last_counts
         if self._real is None:
             return None
-        size = self.total_batch_size // self.processes
-        return Share(samples=self._real, batch=size, processes=self.processes).real_counts(0)
+        return Share(samples=self._real, batch=self.nominal_rows, processes=self.processes).real_counts(0)
+
+    def present_counts(self) -> tuple[int, ...] | None:
+        """`real_counts` of the batch at hand; ``None`` if no sample in it is known to be a repetition."""
+        return self.real_counts() if self.end_of_dataloader else None
 
     def last_rows(self) -> int:
         """Samples in this process's part of the last round, repetitions included."""
         if self.batches is None:
-            return self.total_batch_size // self.processes
+            return self._real or self.nominal_rows if self.processes == 1 else self.nominal_rows
         return self.batches.last_rows()
+
+    @property
+    def nominal_rows(self) -> int:
+        """Samples in this process's part of a round that is complete."""
+        return self.total_batch_size // self.processes
+
+    def get_sampler(self) -> Any:
+        """The sampler that the epochs' orders come from."""
+        return get_sampler(self)
+
+    def set_sampler(self, sampler: Any) -> None:
+        """Put ``sampler`` in the place of the one inside, from the next epoch on."""
+        if self.batches is None:
+            raise ArgumentError("set_sampler: an iterable data set is read in its own order, it has no sampler")
+        self.batches.set_sampler(sampler)
 
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the next one: shuffles that depend on it, and data sets that want to know, are told."""
@@ -130,7 +209,7 @@ class DataLoaderShard(DataLoader[Any]):
         if hasattr(dataset, "set_epoch"):
             dataset.set_epoch(self.progress.epoch)
 
-    def skipping(self, batches: int) -> DataLoaderShard:
+    def skipping(self, batches: int) -> PreparedLoader:
         """A view of this loader that leaves out the first ``batches`` of every epoch, counting them as given."""
         if batches < 0:
             raise ArgumentError(f"skip_first_batches: {batches} batches cannot be skipped, it must be 0 or more")
@@ -141,97 +220,177 @@ class DataLoaderShard(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         progress = self.progress
         skip = max(self.skip_batches, progress.position) if self.resumes and progress.resumed else self.skip_batches
-        replay = progress.begin()
+        over = self.resumes and progress.resumed and progress.ended
+        at, replay, inner = progress.begin()
         progress.position = skip
-        self.end_of_dataloader = False
-        self._real = self._total = None
-        source = self._start(skip, replay)
-        self.gradient_state._add_dataloader(self)
-        try:
-            for batch in source:
-                yield batch if self.device is None else send_to_device(batch, self.device, self.non_blocking)
-        finally:
-            self.gradient_state._remove_dataloader(self)
-        progress.finish()
-
-    def _start(self, skip: int, replay: dict[str, Any] | None) -> Iterator[Any]:
+        if inner is not None and not over and self.stateful_base and skip == at:
+            self.base_dataloader.load_state_dict(inner)  # type: ignore[attr-defined]
+            skip = 0
         self._announce()
         if self.rng_types:
-            synchronize_rng_states(self.rng_types)
+            synchronize_rng_states(self.rng_types, self.synchronized_generator)
+        self.reset()
+        source = iter(()) if over else self._open(skip, replay)
+        self.gradient_state._add_dataloader(self)
+        try:
+            yield from source if self.device is None else map(mover(self.device, self._non_blocking), source)
+        finally:
+            self.end()
+            if isinstance(source, Generator):
+                source.close()
+        progress.finish()
+
+    def reset(self) -> None:
+        """Forget how the last epoch ended."""
+        self.end_of_dataloader = False
+        self._real = self._total = None
+
+    def begin(self) -> None:
+        """Become the active loader of `GradientState`, at the start of an epoch. Iterating does it."""
+        self.reset()
+        self.gradient_state._add_dataloader(self)
+
+    def end(self) -> None:
+        """Be the active loader of `GradientState` no longer. Iterating does it."""
+        self.gradient_state._remove_dataloader(self)
+
+    def _open(self, skip: int, replay: dict[str, Any] | None) -> Iterator[Any]:
+        """Begin an epoch; the iterator leaves out ``skip`` batches and keeps position, end and length known."""
+        raise TypeError(f"{type(self).__name__} is a base: use DataLoaderShard or DataLoaderDispatcher")
+
+    def _count(self, ahead: Lookahead) -> None:
+        """Note that ``ahead`` has given one batch more, and whether that is known to be the last."""
+        self.progress.position += 1
+        if ahead.exhausted:
+            self._total = self.progress.position + len(ahead)
+            self.end_of_dataloader = self.progress.ended = not len(ahead)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where this loader is, for a checkpoint: of types that a safe unpickler reads.
+
+        ``epoch``, ``position`` (batches given in it) and ``order`` (what it was drawn from); ``loader`` is the state of
+        a torchdata loader inside, as it was when the batch given last had just been read.
+        """
+        generators = [] if self.batches is None else self.batches.rng.generator_states()
+        state = {**self.progress.state_dict(), "generators": generators}
+        state.update(process=self.process_index, round=self.total_batch_size)
+        if self.stateful_base and self.progress.running:
+            ahead = self.progress.ahead
+            state["loader"] = self.base_dataloader.state_dict() if ahead is None else ahead.snapshot_here  # type: ignore[attr-defined]
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go back to where `state_dict` was taken.
+
+        The next epoch has the order of the one interrupted there. Its batches already given are left out if the loader
+        was prepared with ``use_stateful_dataloader`` or is one of torchdata's; else the script leaves them out with
+        `skip_first_batches`. The state of a torchdata loader counts for the process that it was taken on; any other
+        goes by the position. With another number of processes, or another batch size, the epoch goes on behind the same
+        samples; where they do not fill whole rounds, some are given again, and a warning says how many.
+        """
+        self.progress.load_state_dict(state_dict, self.process_index, self.total_batch_size)
+        if self.batches is not None:
+            self.batches.rng.set_generator_states(state_dict["generators"])
+
+    def own_state_dict(self) -> Any:
+        """The state of a torchdata loader inside, which may differ from process to process; ``None`` without one."""
+        return self.state_dict().get("loader") if self.stateful_base else None
+
+    def load_own_state_dict(self, state: Any) -> None:
+        """Go back to where `own_state_dict` was taken on this process. To be called after `load_state_dict`."""
+        self.progress.set_inner(state)
+
+
+class DataLoaderShard(PreparedLoader):
+    """Gives this process its share of a data set that every process reads.
+
+    No sample is read ahead of the batch that is given, except from iterable data sets, whose end shows in no other
+    way: one batch, or with gradient accumulation as many as make a window. The constructor takes what `DataLoader`
+    takes in ``kwargs``; its ``batch_sampler`` may be a `BatchSamplerShard`.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        device: torch.device | None = None,
+        rng_types: Sequence[RNGType | str] | None = None,
+        synchronized_generator: torch.Generator | None = None,
+        skip_batches: int = 0,
+        use_stateful_dataloader: bool = False,
+        _drop_last: bool = False,
+        _non_blocking: bool = False,
+        torch_device_mesh: Any = None,
+        iteration: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        base, batches = make_loader(dataset, use_stateful_dataloader, kwargs)
+        self._set_up(
+            base,
+            batches,
+            device=device,
+            non_blocking=_non_blocking,
+            drop_last=_drop_last or base.drop_last,
+            rng_types=rng_types,
+            synchronized_generator=synchronized_generator,
+            processes=1 if batches is None else batches.num_processes,
+            index=0 if batches is None else batches.process_index,
+        )
+        self.torch_device_mesh = torch_device_mesh
+        self.skip_batches = skip_batches
+        self.iteration = iteration
+
+    @classmethod
+    def around(cls, base: DataLoader[Any], batches: BatchSamplerShard | None, **how: Any) -> DataLoaderShard:
+        """A loader around ``base`` itself; ``how``: see `PreparedLoader._set_up`."""
+        loader = cls.__new__(cls)
+        loader._set_up(base, batches, **how)
+        return loader
+
+    def _open(self, skip: int, replay: dict[str, Any] | None) -> Iterator[Any]:
+        if self.batches is None:
+            return self._stream(skip, replay)
+        self.batches.skip, self.batches.replay = skip, replay
+        self.batches.ahead = window_depth(self.gradient_state)
         # A resumed epoch has drawn the seed of its workers before: drawing it again must not move the generator on.
         kept = None if replay is None else torch.get_rng_state()
-        sampled = self._sampled(skip, replay) if self.batches is not None else self._streamed(skip)
-        if kept is not None:
-            torch.set_rng_state(kept)
-        return sampled
-
-    def _sampled(self, skip: int, replay: dict[str, Any] | None) -> Iterator[Any]:
-        assert self.batches is not None
-        self.batches.skip, self.batches.replay = skip, replay
         source = iter(self.base_dataloader)
         epoch = self.batches.epoch
         epoch.begin()
+        if kept is not None:
+            torch.set_rng_state(kept)
         self.progress.order = epoch.order
-        self._total = self._known_length() if epoch.total is None else epoch.total
+        self._total = epoch.total
         return self._follow(source)
-
-    def _known_length(self) -> int | None:
-        try:
-            return self._whole_length()
-        except TypeError:
-            return None
 
     def _follow(self, source: Iterator[Any]) -> Iterator[Any]:
         assert self.batches is not None
         epoch, progress = self.batches.epoch, self.progress
-        for batch in source:
-            progress.position += 1
-            if epoch.total is not None and progress.position >= epoch.total:
-                self._total, self.end_of_dataloader = epoch.total, True
+        total = epoch.total
+        for position, batch in enumerate(source, progress.position + 1):
+            progress.position = position
+            if total is None:
+                total = self._total = epoch.total
+            if total is not None and position >= total:
+                self.end_of_dataloader = progress.ended = True
             yield batch
 
-    def _streamed(self, skip: int) -> Iterator[Any]:
-        self._total = self._known_length()
-        return self._look_ahead(iter(self.base_dataloader), skip)
+    def _stream(self, skip: int, replay: dict[str, Any] | None) -> Iterator[Any]:
+        base = self.base_dataloader
+        # What is drawn up to here is drawn again on resuming: an order drawn at the start, the seeds of workers.
+        with self._stream_rng.drawing(replay) as self.progress.order:
+            source = iter(base)
+            for _ in range(skip):
+                next(source, None)
+            snapshot = base.state_dict if self.stateful_base else None  # type: ignore[attr-defined]
+            ahead = self.progress.ahead = Lookahead(source, partial(window_depth, self.gradient_state), snapshot)
+            ahead.fill()
+        return self._look_ahead(ahead)
 
-    def _look_ahead(self, source: Iterator[Any], skip: int) -> Iterator[Any]:
-        for _ in range(skip):
-            next(source, None)
-        nothing = object()
-        following = next(source, nothing)
-        while (batch := following) is not nothing:
-            following = next(source, nothing)
-            self.progress.position += 1
-            if following is nothing:
-                self._total, self.end_of_dataloader = self.progress.position, True
+    def _look_ahead(self, ahead: Lookahead) -> Iterator[Any]:
+        for batch in ahead:
+            self._count(ahead)
             if isinstance(batch, Marked):
                 batch, self._real = batch
+            elif self.end_of_dataloader and self.processes == 1 and self.base_dataloader.batch_size is not None:
+                self._real = count_rows(batch)
             yield batch
-
-    def state_dict(self) -> dict[str, Any]:
-        """Where this loader is, for a checkpoint: small, and of types that a safe unpickler reads."""
-        generators = [] if self.batches is None else self.batches.rng.generator_states()
-        return {**self.progress.state_dict(), "generators": generators}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go back to where `state_dict` was taken.
-
-        The next epoch has the order of the one interrupted there. Its batches already given are left out if the loader
-        was prepared with ``use_stateful_dataloader``; else the script leaves them out with `skip_first_batches`.
-        """
-        self.progress.load_state_dict(state)
-        if self.batches is not None:
-            self.batches.rng.set_generator_states(state["generators"])
-
-
-def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
-    """Return a loader that leaves out the first ``num_batches`` batches of ``dataloader``.
-
-    Where the sampler can be indexed nothing is read to get there. A prepared loader and what is returned share epoch
-    and position. Raises `ArgumentError` for a negative number.
-    """
-    if isinstance(dataloader, DataLoaderShard):
-        return dataloader.skipping(num_batches)
-    from accel.data.prepare import prepare_data_loader
-
-    return prepare_data_loader(dataloader, num_processes=1, process_index=0).skipping(num_batches)

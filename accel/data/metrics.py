@@ -11,33 +11,42 @@ from accel.state import GradientState
 
 
 def last_counts(state: GradientState) -> tuple[int, ...] | None:
-    """Real samples by process in the batch at hand, if it is the active loader's last and some are repetitions."""
+    """Real samples by process in the batch at hand of the active loader, if some in it may be repetitions."""
     loader = state.active_dataloader
-    if loader is None or not loader.end_of_dataloader:
-        return None
-    return loader.real_counts()
+    return None if loader is None else loader.present_counts()
 
 
-def without_repetitions(gathered: Any, counts: tuple[int, ...], batch: int) -> Any:
+def without_repetitions(gathered: Any, counts: tuple[int, ...], rows: int, nominal: int | None = None) -> Any:
     """Keep of each gathered tensor the rows of real samples.
 
-    Process r gave ``batch`` samples of which the first ``counts[r]`` are real. A tensor with k rows a sample keeps k
-    rows for each; one whose rows are not a multiple of the samples (a loss a process, say) is not about samples and
-    stays.
+    Process r gave ``rows`` samples of which the first ``counts[r]`` are real. A tensor with k rows a sample keeps k
+    rows for each. One that has ``nominal`` rows a process, as complete batches have, though ``rows`` are fewer, is one
+    number that its script repeated for each sample that it expected: it keeps one row a real sample. One whose rows
+    are neither is not about samples (a loss a process, say) and stays.
     """
-    if all(count == batch for count in counts):
+    nominal = rows if nominal is None else nominal
+    if rows == nominal and all(count == rows for count in counts):
         return gathered
-    total = batch * len(counts)
 
     def keep(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor) or leaf.ndim == 0 or leaf.shape[0] % total or not leaf.shape[0]:
+        if not isinstance(leaf, torch.Tensor) or leaf.ndim == 0 or leaf.shape[0] % len(counts) or not leaf.shape[0]:
             return leaf
-        rows = leaf.shape[0] // len(counts)
-        per_sample = rows // batch
-        pieces = [leaf[rank * rows : rank * rows + count * per_sample] for rank, count in enumerate(counts)]
-        return torch.cat(pieces)
+        own = leaf.shape[0] // len(counts)
+        if own == nominal != rows and (own % rows or _is_repeated(leaf, len(counts))):
+            each = 1
+        elif own % rows == 0:
+            each = own // rows
+        else:
+            return leaf
+        return torch.cat([leaf[rank * own : rank * own + count * each] for rank, count in enumerate(counts)])
 
     return map_nested(keep, gathered)
+
+
+def _is_repeated(leaf: torch.Tensor, processes: int) -> bool:
+    """Whether each process gave one number, over and over."""
+    own = leaf.reshape(processes, -1)
+    return leaf.ndim == 1 and bool((own == own[:, :1]).all())
 
 
 def own_part(items: Any, counts: tuple[int, ...], rank: int) -> Any:

@@ -12,6 +12,9 @@ from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSam
 from accel import collectives
 from accel.random import host_rng_state, set_host_rng_state
 
+# Where torchdata keeps its own versions of torch's samplers, which its loader makes in their stead.
+_TORCHDATA = "torchdata.stateful_dataloader.sampler"
+
 
 @runtime_checkable
 class Indexable(Protocol):
@@ -23,11 +26,23 @@ class Indexable(Protocol):
 
 
 class SeedableRandomSampler(RandomSampler):
-    """A shuffle that depends on a seed and the epoch alone: ``set_epoch(e)`` gives the same order at any time."""
+    """A shuffle that depends on a seed and the epoch alone: ``set_epoch(e)`` gives the same order at any time.
 
-    def __init__(self, data_source: Any, *, seed: int, num_samples: int | None = None) -> None:
-        super().__init__(data_source, num_samples=num_samples, generator=torch.Generator())
-        self.initial_seed = seed
+    Takes the arguments of torch's `RandomSampler`, and ``data_seed`` (default: `torch.initial_seed`); a ``generator``
+    is seeded anew for each epoch. Walking it to the end goes on to the next epoch.
+    """
+
+    def __init__(
+        self,
+        data_source: Any,
+        replacement: bool = False,
+        num_samples: int | None = None,
+        generator: torch.Generator | None = None,
+        *,
+        data_seed: int | None = None,
+    ) -> None:
+        super().__init__(data_source, replacement, num_samples, generator or torch.Generator())
+        self.initial_seed = torch.initial_seed() if data_seed is None else data_seed
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -35,21 +50,38 @@ class SeedableRandomSampler(RandomSampler):
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self.draw().tolist())
+        yield from self.draw().tolist()
+        self.set_epoch(self.epoch + 1)
 
     def draw(self) -> torch.Tensor:
         """The order of the present epoch, a tensor of shape ``(num_samples,)``."""
         assert self.generator is not None
         self.generator.manual_seed(self.initial_seed + self.epoch)
+        if self.replacement:
+            return torch.tensor(list(super().__iter__()), dtype=torch.int64)
         return _permutations(self, self.generator)
 
 
-def _permutations(sampler: RandomSampler, generator: torch.Generator) -> torch.Tensor:
+def is_plain_batch_sampler(item: Any) -> bool:
+    """Whether ``item`` is torch's own `BatchSampler`, or torchdata's: batches of one size, samples in order."""
+    return type(item) is BatchSampler or _is_torchdata(item, "BatchSampler")
+
+
+def is_plain_shuffle(item: Any) -> bool:
+    """Whether ``item`` is torch's own `RandomSampler`, or torchdata's, and not a subclass."""
+    return type(item) is RandomSampler or _is_torchdata(item, "RandomSampler")
+
+
+def _is_torchdata(item: Any, name: str) -> bool:
+    return type(item).__module__ == _TORCHDATA and type(item).__name__ == name
+
+
+def _permutations(sampler: Any, generator: torch.Generator) -> torch.Tensor:
     # The draws of torch's RandomSampler, kept as a tensor: a process lists its own share alone.
     size, wanted = len(sampler.data_source), sampler.num_samples
     whole, rest = divmod(wanted, size)
     drawn = [torch.randperm(size, generator=generator) for _ in range(whole)]
-    if rest or (generator is sampler.generator and not isinstance(sampler, SeedableRandomSampler)):
+    if rest or (type(sampler) is RandomSampler and generator is sampler.generator):
         # torch draws a last permutation even to take none of it: a generator of the user's must go on from there.
         drawn.append(torch.randperm(size, generator=generator)[:rest])
     return drawn[0] if len(drawn) == 1 else torch.cat(drawn)
@@ -61,8 +93,8 @@ def draw(sampler: Iterable[Any]) -> Sequence[int] | torch.Tensor | Indexable | I
         return sampler.draw()
     if type(sampler) is SequentialSampler:
         return range(len(sampler))
-    if type(sampler) is RandomSampler and not sampler.replacement:
-        return _permutations(sampler, sampler.generator or _fresh_generator())
+    if is_plain_shuffle(sampler) and not sampler.replacement:  # type: ignore[attr-defined]
+        return _permutations(sampler, sampler.generator or _fresh_generator())  # type: ignore[attr-defined]
     if isinstance(sampler, Indexable):
         return sampler
     return iter(sampler)
@@ -76,7 +108,7 @@ def _fresh_generator() -> torch.Generator:
 class OrderRng:
     """The random numbers that an order is drawn from: remembered, made equal on all processes, and replayed.
 
-    ``owners`` are the samplers whose ``generator`` may be used, beside the global generators.
+    ``owners`` are the samplers, or data sets, whose ``generator`` may be used, beside the global generators.
     """
 
     def __init__(self, owners: Sequence[Any], *, shared: bool) -> None:
@@ -85,7 +117,7 @@ class OrderRng:
         self._fixed = all(_draws_nothing(owner) for owner in owners)
 
     def generators(self) -> list[torch.Generator]:
-        """The samplers' own generators."""
+        """The owners' own generators."""
         found = [getattr(owner, "generator", None) for owner in self._owners]
         return [generator for generator in found if isinstance(generator, torch.Generator)]
 
@@ -96,7 +128,7 @@ class OrderRng:
         return {"host": host_rng_state(), "generators": self.generator_states()}
 
     def generator_states(self) -> list[torch.Tensor]:
-        """The present state of the samplers' own generators."""
+        """The present state of the owners' own generators."""
         return [generator.get_state() for generator in self.generators()]
 
     def set_generator_states(self, states: list[torch.Tensor]) -> None:
@@ -132,12 +164,10 @@ class OrderRng:
         self.set_generator_states(state["generators"])
 
 
-def _draws_nothing(sampler: Any) -> bool:
-    if sampler is None or isinstance(sampler, SeedableRandomSampler):
+def _draws_nothing(owner: Any) -> bool:
+    if owner is None or isinstance(owner, SeedableRandomSampler) or is_plain_batch_sampler(owner):
         return True
-    return type(sampler) in (SequentialSampler, BatchSampler) or (
-        isinstance(sampler, Indexable) and not isinstance(sampler, Sampler)
-    )
+    return type(owner) is SequentialSampler or (isinstance(owner, Indexable) and not isinstance(owner, Sampler))
 
 
 def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from accel import collectives
-from accel.data.iterable import IterableShard, MarkedCollate
-from accel.data.loader import DataLoaderShard
-from accel.data.order import SeedableRandomSampler
-from accel.data.sharding import ShardedBatchSampler
+from accel.data.base import alter, share_sampler
+from accel.data.dispatch import DataLoaderDispatcher
+from accel.data.iterable import IterableDatasetShard, MarkedCollate
+from accel.data.loader import DataLoaderShard, PreparedLoader
+from accel.data.order import SeedableRandomSampler, is_plain_batch_sampler, is_plain_shuffle
+from accel.data.ranks import data_place, is_datasets_stream, is_shared_out
+from accel.data.sharding import part_of
 from accel.enums import RNGType
 from accel.errors import DataError
 from accel.state import PartialState
@@ -27,86 +30,112 @@ def prepare_data_loader(
     split_batches: bool = False,
     put_on_device: bool = False,
     rng_types: Sequence[RNGType | str] | None = None,
+    dispatch_batches: bool | None = None,
     even_batches: bool = True,
+    slice_fn_for_dispatch: Callable[..., Any] | None = None,
     use_seedable_sampler: bool = False,
     data_seed: int | None = None,
     non_blocking: bool = False,
     use_stateful_dataloader: bool = False,
-) -> DataLoaderShard:
+    torch_device_mesh: Any = None,
+    *,
+    already_sharded: bool = False,
+) -> PreparedLoader:
     """Return a loader that gives process ``process_index`` of ``num_processes`` its share of ``dataloader``.
 
     ``dataloader`` itself is not changed and all its settings are kept. One that is prepared already is returned as it
-    is, and one whose sampler is torch's `DistributedSampler` is not shared out a second time. Batches are put on
-    ``device`` if ``put_on_device``. ``rng_types`` says which generators are made equal on all processes when an epoch
-    begins: by default (``["generator"]``) those that the order is drawn from. For the other arguments see
-    `DataLoaderConfiguration`. Raises `DataError` for a loader that cannot be shared out as asked.
+    is, and one that is this process's share already (``already_sharded``, or see `is_shared_out`) is not shared out a
+    second time. Batches are put on ``device`` if ``put_on_device``. ``rng_types`` says which generators are made equal
+    on all processes when an epoch begins: by default (``["generator"]``) those that the order is drawn from.
+    ``dispatch_batches=None`` has the main process read for all if the data set is iterable and batches are put on the
+    device. ``torch_device_mesh``: processes that differ only in dimensions other than ``dp``, ``dp_replicate``,
+    ``dp_shard`` and ``fsdp`` see the same data. For the other arguments see `DataLoaderConfiguration`. Raises
+    `DataError` for a loader that cannot be shared out as asked.
     """
-    if isinstance(dataloader, DataLoaderShard):
+    if isinstance(dataloader, PreparedLoader):
         return dataloader
-    processes = PartialState().num_processes if num_processes is None else num_processes
-    index = PartialState().process_index if process_index is None else process_index
+    world = PartialState()
+    place = data_place(torch_device_mesh) or (world.num_processes, world.process_index)
+    processes = place[0] if num_processes is None else num_processes
+    index = place[1] if process_index is None else process_index
     kinds = [str(kind) for kind in (["generator"] if rng_types is None else rng_types)]
+    own = already_sharded or is_shared_out(dataloader)
+    shared = "generator" in kinds and processes > 1 and not own
     base = copy.copy(dataloader)
     if use_seedable_sampler:
-        _make_seedable(base, data_seed)
-    batches = None
+        _make_seedable(base, data_seed, everywhere=processes > 1)
+    how: dict[str, Any] = {
+        "device": device if put_on_device else None,
+        "non_blocking": non_blocking,
+        "drop_last": base.drop_last or getattr(base.batch_sampler, "drop_last", False),
+        "rng_types": [kind for kind in kinds if kind != "generator"],
+        "processes": processes,
+        "index": index,
+        "resumes": use_stateful_dataloader,
+    }
+    if _dispatches(base, dispatch_batches, processes, own, put_on_device, torch_device_mesh):
+        batches = None if isinstance(base.dataset, IterableDataset) else share_sampler(base)
+        return DataLoaderDispatcher.around(
+            base, batches, split=split_batches, even=even_batches, slice_fn=slice_fn_for_dispatch,
+            mesh=torch_device_mesh, **how,
+        )  # fmt: skip
     if isinstance(base.dataset, IterableDataset):
-        _share_stream(base, processes, index, split_batches, even_batches)
-    else:
-        batches = _share_sampler(
-            base, processes=processes, index=index, split=split_batches, even=even_batches, shared="generator" in kinds
+        _share_stream(base, 1 if own else processes, index, split_batches, even_batches)
+        return DataLoaderShard.around(base, None, shared=shared, **how)
+    batches = share_sampler(
+        base, num_processes=processes, process_index=index, split_batches=split_batches, even_batches=even_batches,
+        shared="generator" in kinds, own_share=own,
+    )  # fmt: skip
+    return DataLoaderShard.around(base, batches, **how)
+
+
+def _dispatches(base: DataLoader[Any], asked: bool | None, processes: int, own: bool, placed: bool, mesh: Any) -> bool:
+    if asked and own:
+        raise DataError(
+            "dispatch_batches=True has the main process read for all, but this loader is its own process's share "
+            "already: leave dispatch_batches out, or give a loader of the whole data set"
         )
-    return DataLoaderShard(
-        base,
-        batches,
-        device=device if put_on_device else None,
-        non_blocking=non_blocking,
-        rng_types=[kind for kind in kinds if kind != "generator"],
-        processes=processes,
-        resumes=use_stateful_dataloader,
-    )
-
-
-def _set(loader: DataLoader[Any], **attributes: Any) -> None:
-    # DataLoader forbids assigning these after its construction, because an iterator in flight would not see it; this is
-    # a fresh copy that nothing iterates.
-    vars(loader).update(attributes)
-
-
-def _share_sampler(base: DataLoader[Any], **how: Any) -> ShardedBatchSampler:
-    batches = ShardedBatchSampler(base.sampler if base.batch_sampler is None else base.batch_sampler, **how)
-    if base.batch_sampler is None:
-        _set(base, sampler=batches)
-    else:
-        _set(base, batch_sampler=batches)
-    return batches
+    if processes == 1 or own:
+        return False
+    if asked is None:
+        asked = placed and isinstance(base.dataset, IterableDataset)
+    world = PartialState().num_processes
+    if asked and mesh is None and processes != world:
+        if world == 1:
+            return False  # a share of a world that is not there, as in a dry run: nobody could send it anything
+        raise DataError(f"dispatch_batches=True reads for all {world} processes of the world, not for {processes}")
+    return asked
 
 
 def _share_stream(base: DataLoader[Any], processes: int, index: int, split: bool, even: bool) -> None:
     if processes == 1:
         return
-    size = base.batch_size or 1
-    if split and base.batch_size is not None:
-        if size % processes:
-            raise DataError(f"split_batches: batch size {size} is not a multiple of the {processes} processes")
-        size //= processes
-        _set(base, batch_size=size)
-        _set(base, batch_sampler=BatchSampler(base.sampler, size, base.drop_last))
-    shard = IterableShard(
-        base.dataset, batch=size, processes=processes, index=index, drop_last=base.drop_last, even=even
-    )
-    _set(base, dataset=shard, collate_fn=MarkedCollate(base.collate_fn))
-
-
-def _make_seedable(base: DataLoader[Any], seed: int | None) -> None:
-    """Replace a random sampler in ``base`` by one that depends on a seed and the epoch alone."""
-    batch_sampler = base.batch_sampler
-    if type(batch_sampler) is not BatchSampler:
+    dataset: Any = base.dataset
+    if is_datasets_stream(dataset) and not split and dataset.num_shards >= processes:
+        alter(base, dataset=dataset.shard(num_shards=processes, index=index))
         return
-    sampler = batch_sampler.sampler
-    if type(sampler) is not RandomSampler or sampler.replacement:
+    size = base.batch_size or 1
+    shard = IterableDatasetShard(
+        dataset, size, base.drop_last, processes, index, split and base.batch_size is not None,
+        even_batches=even, marks=True,
+    )  # fmt: skip
+    if shard.split_batches:
+        size = part_of(size, processes)
+        alter(base, batch_size=size, batch_sampler=BatchSampler(base.sampler, size, base.drop_last))
+    alter(base, dataset=shard, collate_fn=MarkedCollate(base.collate_fn))
+
+
+def _make_seedable(base: DataLoader[Any], seed: int | None, everywhere: bool) -> None:
+    """Replace a random sampler in ``base`` by one that depends on a seed and the epoch alone."""
+    outer: Any = base.batch_sampler
+    if not is_plain_batch_sampler(outer) or not is_plain_shuffle(outer.sampler):
         return
     if seed is None:
-        seed = collectives.broadcast_object_list([torch.initial_seed() % 2**62])[0]
-    seeded = SeedableRandomSampler(sampler.data_source, seed=seed, num_samples=sampler.num_samples)
-    _set(base, sampler=seeded, batch_sampler=BatchSampler(seeded, batch_sampler.batch_size, batch_sampler.drop_last))
+        seed = torch.initial_seed() % 2**62
+        if everywhere:
+            seed = collectives.broadcast_object_list([seed])[0]
+    sampler = outer.sampler
+    seeded = SeedableRandomSampler(
+        sampler.data_source, sampler.replacement, sampler._num_samples, sampler.generator, data_seed=seed
+    )
+    alter(base, sampler=seeded, batch_sampler=BatchSampler(seeded, outer.batch_size, outer.drop_last))

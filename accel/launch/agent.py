@@ -25,6 +25,8 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from accel.exit_codes import REQUEUE
+
 from . import report
 from .forkserver import ForkServer, ServerGone
 from .rendezvous import GangRendezvous
@@ -183,6 +185,14 @@ class GangAgent(SimpleElasticAgent):
                 break
             time.sleep(0.05)
         return self._own_failure()[0]
+
+    def preempted(self) -> Failure | None:
+        """What to report when a rank here has ended asking to be started again, whatever has ended the gang."""
+        if not any(one.code == REQUEUE for one in self._exits.values()):
+            return None
+        one = next(one for one in self._exits.values() if one.code == REQUEUE)
+        return diagnose(one, node=self._worker_group.group_rank or 0, host=socket.gethostname(),
+                        attempt=self._attempt, oom_kills=0, others="")  # fmt: skip
 
     def _own_failure(self) -> tuple[Failure, bool]:
         """What failed first on this node, and whether that is only an echo of something else."""

@@ -102,6 +102,10 @@ def _run_agent(run: Launch, server: ForkServer, signals: Signals, tee: Tee) -> i
     try:
         result = agent.run()
     except SignalException as error:
+        failure = agent.preempted()
+        if failure is not None:
+            _observer(run, tee)("failure", failure=failure, restarts_left=0)
+            return _tell(run, tee, failure)
         received = signals.received or int(error.sigval)
         if not run.quiet:
             tee.close()
@@ -115,11 +119,19 @@ def _run_agent(run: Launch, server: ForkServer, signals: Signals, tee: Tee) -> i
                 handler.leave()
     if not result.is_failed():
         return 0
-    assert agent.failure is not None
+    preempted = agent.preempted()
+    if preempted is not None and preempted.reason != getattr(agent.failure, "reason", ""):
+        _observer(run, tee)("failure", failure=preempted, restarts_left=0)  # another node was told to end, and told us
+    failure = preempted or agent.failure
+    assert failure is not None
+    return _tell(run, tee, failure)
+
+
+def _tell(run: Launch, tee: Tee, failure: report.Failure) -> int:
     if not run.quiet:
         tee.close()
-        say(agent.failure.text())
-    return agent.failure.exit_code
+        say(failure.text())
+    return failure.exit_code
 
 
 def _quieten_torch() -> None:

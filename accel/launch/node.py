@@ -17,7 +17,7 @@ from typing import Any, Literal, NoReturn
 from schedulers.errors import SpecError
 from schedulers.topology import Topology
 
-from . import environment, guard
+from . import compat, environment, guard
 from .devices import VISIBLE, Devices, find, only_cpu
 from .errors import LaunchError, RendezvousFailed
 from .tee import parse
@@ -67,6 +67,8 @@ def plan(options: Mapping[str, Any], program: Program, env: Mapping[str, str] = 
     extra = environment.training(options, devices) | environment.threads(
         options["num_cpu_threads_per_process"], processes, devices, env
     )
+    if options["compat"] or compat.is_asked(env):
+        extra |= compat.variables(env)
     port = _port(options["main_process_port"], high)
     return Launch(
         program=program, processes=processes, nodes=low, max_nodes=high, node_rank=rank, address=address,

@@ -98,6 +98,8 @@ GROUPS: dict[str, tuple[Option, ...]] = {
     "program": (
         _option("module", "the program is a Python module, as `python -m`", bool, short="-m"),
         _option("no_python", "the program is a command, not Python", bool),
+        _option("compat", "`import accelerate` is answered by accel, in the program and in Python processes it starts",
+                bool),
     ),
 }  # fmt: skip
 

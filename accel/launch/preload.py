@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 import re
 from pathlib import Path
 
+from . import compat
 from .worker import Program
 
 # The first optimizer that a process makes imports torch._dynamo: 1.4 s, once here instead of once a rank. A program
 # that makes none should not wait for it; so its text is asked, and being wrong costs only time.
 _TRAINS = re.compile(rb"\boptim\b|\bAdamW?\b|\bSGD\b|accelerat|transformers|lightning|\baccel\b|torch\.compile")
+_MIRRORED = re.compile(rb"^\s*(?:from|import)\s+(?:accelerate|transformers|peft|trl)\b", re.MULTILINE)
 _OURS = re.compile(rb"^\s*(?:from|import)\s+accel\b", re.MULTILINE)
 
 
@@ -19,7 +22,9 @@ def modules_for(program: Program) -> list[str]:
     """The names of the modules that the program will probably import."""
     text = _text(program)
     names = ["torch._dynamo"] if _TRAINS.search(text) else []
-    return [*names, "accel.accelerator", "safetensors.torch"] if _OURS.search(text) else names
+    # Under `accel.compat` ours is what stands behind their names.
+    ours = _OURS.search(text) or (compat.is_asked(os.environ) and _MIRRORED.search(text))
+    return [*names, "accel.accelerator", "safetensors.torch"] if ours else names
 
 
 def preload(program: Program) -> None:

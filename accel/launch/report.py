@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from accel.exit_codes import REQUEUE
+
 SCHEMA = 1
 
 # What a rank says when another one has died under it: true, and not the cause.
@@ -81,6 +83,8 @@ class Failure:
 
     def text(self) -> str:
         """For people: some lines, the first of which says it all."""
+        if self.reason == "preempted":
+            return f"accel launch: preempted in attempt {self.attempt}: {self.cause} (exit code {self.exit_code})"
         who = f"rank {self.rank}" if self.rank is not None else "the launcher"
         lines = [
             f"accel launch: {who} on node {self.node} ({self.host}) failed first, in attempt {self.attempt}: {self.how}"
@@ -150,6 +154,8 @@ _KNOWN: tuple[tuple[str, str, str, str], ...] = (
 
 
 def _cause(one: Exit, said: str, oom_kills: int) -> tuple[str, str, str]:
+    if one.code == REQUEUE:
+        return "preempted", "the ranks were warned, have left a checkpoint, and ask to be started again", ""
     if one.code == -signal.SIGKILL and oom_kills:
         return "out_of_memory", "the kernel killed it: the memory limit of its control group was reached", \
             "smaller batches or fewer data-loader workers, or ask for more memory (--memory)"  # fmt: skip

@@ -10,6 +10,7 @@ import subprocess
 import time
 from types import FrameType
 
+from accel.exit_codes import REQUEUE
 from schedulers.processes import adopt_orphans, descendants, die_with_parent, end_all, wake_pipe
 
 from . import guard, report
@@ -42,7 +43,7 @@ def run_single(run: Launch, launch_id: str) -> int:
         end_all(lambda: keeper.others(descendants(os.getpid())), grace_s=min(run.grace_s, _LEFTOVER_GRACE_S))
         tee.close()
         keeper.dismiss()
-    if watch.told is not None:
+    if watch.told is not None and code != REQUEUE:
         return die_of(watch.told)
     if code == 0:
         return 0

@@ -20,6 +20,8 @@ from typing import Any, Literal, NoReturn
 
 from schedulers.processes import die_with_parent
 
+from . import compat
+
 _RESET = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD)
 WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
 
@@ -79,9 +81,11 @@ def run(program: Program, env: dict[str, str], error_fd: int, preloaded: bool) -
         _exec(program.command())
     _errors_go_to(error_fd)
     _fresh_interpreter_state()
+    if compat.is_asked(os.environ):
+        import accel.compat  # noqa: F401
     faulthandler.enable(file=2)  # a rank that dies of SIGSEGV says where
     try:
-        _run_main(program)
+        run_main(program)
     except SystemExit as end:
         if isinstance(end.code, str):  # sys.exit("why"): the interpreter prints it, and the report repeats it
             _tell(end, "")
@@ -141,8 +145,8 @@ def _fresh_interpreter_state() -> None:
         sys.modules["torch"].default_generator.seed()
 
 
-def _run_main(program: Program) -> None:
-    """Runs the program as `__main__`, as `python script` and `python -m module` do."""
+def run_main(program: Program) -> None:
+    """Runs a script or a module as `__main__`, as `python script` and `python -m module` do."""
     main = types.ModuleType("__main__")
     main.__dict__["__builtins__"] = sys.modules["builtins"]
     sys.modules["__main__"] = main

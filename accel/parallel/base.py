@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from accel.parallel.unwrapping import bare
 from accel.state import PartialState
 
 
@@ -22,8 +23,8 @@ class Strategy:
         return model
 
     def unwrap(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Return the model that `wrap` was given."""
-        return model
+        """Return the script's own model: what is inside wrappers and compilations, whose names no prefix changes."""
+        return bare(model)
 
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
         """A region whose backward passes leave gradients on their process."""

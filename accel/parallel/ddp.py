@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
+from accel.errors import ArgumentError
 from accel.parallel.base import Strategy
+from accel.parallel.unwrapping import data_parallel
 from accel.plugins import DistributedDataParallelKwargs
 from accel.state import PartialState
 from accel.world import hold_open
@@ -31,27 +33,38 @@ class DataParallel(Strategy):
         ids = [device] if device.type in ("cuda", "xpu") else None
         wrapped = DistributedDataParallel(model, device_ids=ids, **self.kwargs.to_kwargs())
         hold_open(wrapped)
-        _compress(wrapped, self.kwargs)
+        compress(wrapped, self.kwargs)
         return wrapped
-
-    def unwrap(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Return the model inside."""
-        if isinstance(model, DistributedDataParallel):
-            inside: torch.nn.Module = model.module
-            return inside
-        return model
 
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
         """A region whose backward passes leave gradients on their process."""
-        return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
+        wrapped = data_parallel(model)
+        return nullcontext() if wrapped is None else wrapped.no_sync()
 
     def uneven_inputs(self, models: Sequence[Any]) -> AbstractContextManager[Any]:
         """A region in which a process that has run out of batches answers the others' gradient exchanges."""
-        return Join([model for model in models if isinstance(model, DistributedDataParallel)])
+        return Join([wrapped for model in models if (wrapped := data_parallel(model)) is not None])
 
 
-def _compress(model: DistributedDataParallel, kwargs: DistributedDataParallelKwargs) -> None:
-    """Register the communication hook that ``kwargs`` asks for."""
+@contextmanager
+def sync_in_backward(model: torch.nn.Module) -> Iterator[None]:
+    """A region whose backward passes exchange the gradients of ``model``, though its forward ran under ``no_sync``."""
+    wrapped = data_parallel(model)
+    if wrapped is None:
+        yield
+        return
+    kept = wrapped.require_backward_grad_sync, wrapped.require_forward_param_sync
+    wrapped.require_backward_grad_sync = wrapped.require_forward_param_sync = True
+    # What a forward with synchronisation does last: without it the reducer does not expect these gradients.
+    wrapped.reducer.prepare_for_backward([])
+    try:
+        yield
+    finally:
+        wrapped.require_backward_grad_sync, wrapped.require_forward_param_sync = kept
+
+
+def compress(model: DistributedDataParallel, kwargs: DistributedDataParallelKwargs) -> None:
+    """Register the communication hook that ``kwargs`` asks for. Raises `ArgumentError` where torch has a broken one."""
     kind, wrapper = str(kwargs.comm_hook), str(kwargs.comm_wrapper)
     if kind == "no":
         return
@@ -69,4 +82,23 @@ def _compress(model: DistributedDataParallel, kwargs: DistributedDataParallelKwa
     }
     powered = kind.endswith("power_sgd")
     state = powerSGD_hook.PowerSGDState(None, **kwargs.comm_state_option) if powered else None
-    model.register_comm_hook(state, wrappers.get(wrapper, lambda hook: hook)(hooks[kind]))
+    if kind == "batched_power_sgd" and not _orthogonalizes(powerSGD_hook):
+        raise ArgumentError(f"comm_hook={kind!r} does not work in torch {torch.__version__}: use 'power_sgd'")
+    hook = wrappers.get(wrapper, lambda hook: hook)(hooks[kind])
+    model.register_comm_hook(state, _unnamed(hook) if "bf16" in (kind, wrapper) else hook)
+
+
+def _orthogonalizes(hooks: Any) -> bool:
+    """Whether torch's own step takes the single matrix that its batched hook gives it, which 2.13 does not."""
+    try:
+        hooks._orthogonalize(torch.eye(2))
+    except AssertionError:
+        return False
+    return True
+
+
+def _unnamed(hook: Any) -> Any:
+    # torch refuses hooks of certain names without NCCL. Gloo, too, adds bf16.
+    if torch.distributed.get_backend() != "gloo":
+        return hook
+    return lambda state, bucket: hook(state, bucket)

@@ -2,27 +2,70 @@
 
 from __future__ import annotations
 
-import torch
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from accel.parallel.base import Strategy
+from accel.compiling import compiled_inside, is_compiled_module
 from accel.precision.amp import restore_forward
 
-
-def _compiled_inside(model: torch.nn.Module) -> torch.nn.Module | None:
-    # torch.compile's module holds the original as `_orig_mod`; asking so needs no import of torch._dynamo.
-    return model._modules.get("_orig_mod")
+_WRAPPERS = (DistributedDataParallel, DataParallel)
 
 
-def unwrap(strategy: Strategy, model: torch.nn.Module, keep_precision: bool, keep_compiled: bool) -> torch.nn.Module:
-    """Return the model inside ``model``; see `Accelerator.unwrap_model`."""
-    outer = _compiled_inside(model)
-    inside = strategy.unwrap(model if outer is None else outer)
-    compiled = _compiled_inside(inside)
-    if not keep_precision:
-        restore_forward(inside if compiled is None else compiled)
-    if compiled is not None:
-        return inside if keep_compiled else compiled
-    if outer is not None and keep_compiled:
-        model._modules["_orig_mod"] = inside
+def bare(model: nn.Module) -> nn.Module:
+    """The model inside every wrapper and every compilation of ``model``."""
+    while True:
+        inside = model.module if isinstance(model, _WRAPPERS) else compiled_inside(model)
+        if inside is None:
+            return model
+        model = inside
+
+
+def data_parallel(model: nn.Module) -> DistributedDataParallel | None:
+    """The `DistributedDataParallel` that ``model`` is, or from which it was compiled, or ``None``."""
+    inside = compiled_inside(model)
+    found = model if inside is None else inside
+    return found if isinstance(found, DistributedDataParallel) else None
+
+
+def extract_model_from_parallel(
+    model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
+) -> nn.Module:
+    """Return the model inside the wrappers of data parallel training; ``model`` goes on to work as it did.
+
+    Without ``keep_fp32_wrapper`` its forward no longer runs in mixed precision, and without ``keep_torch_compile`` it
+    is the one that was compiled. ``recursive`` also takes wrapped modules inside it out of their wrappers, in place.
+    """
+    outer = compiled_inside(model)
+    inside = model if outer is None else outer
+    while isinstance(inside, _WRAPPERS):
+        inside = inside.module
+    if recursive:
+        _unwrap_children(inside)
+    original = compiled_inside(inside)
+    if not keep_fp32_wrapper:
+        for part in (model, inside, original):
+            if part is not None:
+                restore_forward(part)
+    if not keep_torch_compile:
+        return bare(inside)
+    if outer is None or original is not None:
+        return inside
+    return model if outer is inside else _compiled_like(model, inside)
+
+
+def _unwrap_children(model: nn.Module) -> None:
+    for name, child in model.named_children():
+        while isinstance(child, _WRAPPERS):
+            child = child.module
+            setattr(model, name, child)
+        _unwrap_children(child)
+
+
+def _compiled_like(model: nn.Module, inside: nn.Module) -> nn.Module:
+    if not is_compiled_module(model):
+        while isinstance(model, _WRAPPERS):
+            model = model.module
         return model
-    return inside
+    # A wrapper of its own: to put `inside` into that of `model` would leave training without its gradient exchange.
+    again: nn.Module = type(model)(inside, model.dynamo_ctx)
+    return again

@@ -18,6 +18,8 @@ def choose_precision(
     """Return the precision called ``name`` on ``device``. Raises `PrecisionError` where the device does not have it."""
     if name == "no":
         return Precision(device)
+    if name == "fp8":
+        raise PrecisionError("mixed_precision='fp8' is not in this version of accel: use 'bf16', 'fp16' or 'no'")
     if name == "bf16":
         if device.type == "cuda" and not torch.cuda.is_bf16_supported():
             raise PrecisionError(f"mixed_precision='bf16' is not supported by {device}: use 'fp16' or 'no'")

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from types import MethodType
 from typing import Any
 
 import torch
 
-from accel.nested import map_nested
 from accel.plugins import AutocastKwargs, GradScalerKwargs
 from accel.precision.base import Precision
-
-_SHORT = (torch.float16, torch.bfloat16)
-
-
-def _widen(leaf: Any) -> Any:
-    return leaf.float() if isinstance(leaf, torch.Tensor) and leaf.dtype in _SHORT else leaf
+from accel.precision.outputs import convert_to_fp32
 
 
 class AutocastForward:
@@ -30,10 +25,22 @@ class AutocastForward:
         self.dtype = dtype
         self.options = options
 
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """What `inspect.signature` reads."""
+        return self.forward
+
+    def bound_to(self, module: torch.nn.Module, twin: torch.nn.Module) -> AutocastForward:
+        """The same for ``twin``, which takes the place of ``module``."""
+        forward = self.forward
+        if isinstance(forward, MethodType) and forward.__self__ is module:
+            forward = MethodType(forward.__func__, twin)
+        return AutocastForward(forward, self.device_type, self.dtype, self.options)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with torch.autocast(self.device_type, self.dtype, **self.options):
             outputs = self.forward(*args, **kwargs)
-        return map_nested(_widen, outputs)
+        return convert_to_fp32(outputs)
 
 
 class LowPrecision(Precision):
@@ -69,6 +76,13 @@ class HalfPrecision(LowPrecision):
         self.scaler = torch.amp.GradScaler(device.type, **(scaler or GradScalerKwargs()).to_kwargs())
         self._unscaled: set[int] = set()
         self._stepped: set[int] = set()
+
+    @classmethod
+    def scaled_by(cls, scaler: torch.amp.GradScaler) -> HalfPrecision:
+        """The precision that goes with a scaler which the script has made."""
+        made = cls(torch.device(scaler._device))
+        made.scaler = scaler
+        return made
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Compute gradients of the scaled loss."""

@@ -1,7 +1,8 @@
 """One save or load of a model of 210 MB and its Adam state (630 MB in all), by accel or by Accelerate.
 
-`checkpoints.py accel|accelerate save|async|load FOLDER` prints as JSON the seconds for which the training loop stood
-still and the bytes of memory that the process had more at its worst than before.
+`checkpoints.py accel|accelerate save|async|again|load FOLDER` prints as JSON the seconds for which the training loop
+stood still and the bytes of memory that the process had more at its worst than before. ``again`` is the second save
+beside training, whose memory is there already.
 """
 
 from __future__ import annotations
@@ -58,11 +59,14 @@ class Memory:
 def main() -> None:
     package, what, folder = sys.argv[1:]
     accelerator, _, _ = prepared(package)
+    if what == "again":
+        accelerator.save_state(f"{folder}-first", async_save=True)
+        accelerator.wait_for_checkpoint()
     memory = Memory()
     started = time.perf_counter()
     if what == "load":
         accelerator.load_state(folder)
-    elif what == "async":
+    elif what in ("async", "again"):
         accelerator.save_state(folder, async_save=True)
     else:
         accelerator.save_state(folder)

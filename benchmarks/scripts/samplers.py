@@ -13,7 +13,7 @@ from accelerate.data_loader import skip_first_batches as their_skip
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from accel.data.prepare import prepare_data_loader
-from accel.data.sharding import ShardedBatchSampler
+from accel.data.sharding import BatchSamplerShard as OurShard
 from benchmarks.scripts.rounds import interleave, write
 
 ROUNDS = int(os.environ.get("BENCHMARK_ROUNDS", "9"))
@@ -47,7 +47,7 @@ def main() -> None:
     loops: dict[str, Callable[[], int]] = {}
     for world, steps in ((1, STEPS), (64, STEPS), (1024, STEPS)):
         samples = BATCH * world * (steps + 2)
-        ours = ShardedBatchSampler(sampler(samples), processes=world, index=world // 2)
+        ours = OurShard(sampler(samples), num_processes=world, process_index=world // 2)
         theirs = BatchSamplerShard(sampler(samples), num_processes=world, process_index=world // 2)
         loops[f"world {world}, accel"] = Walk(ours, steps)
         loops[f"world {world}, accelerate"] = Walk(theirs, steps if world < 1024 else 20)

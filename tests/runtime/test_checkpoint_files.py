@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from accel import Accelerator
-from accel.checkpoint.files import read_object, read_tensors, write_object, write_tensors
+from accel.checkpoint.files import read_object, write_object
 from accel.checkpoint.manifest import NAME
+from accel.checkpoint.tensors import read_tensors, write_tensors
 from accel.errors import CheckpointError
 
 from .small import fill, save_twice, simple

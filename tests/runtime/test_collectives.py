@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import math
+import random
+import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,18 +16,23 @@ import torch.distributed as dist
 
 from accel import collectives
 from accel.collectives import (
+    CannotPadNestedTensorWarning,
     broadcast,
     broadcast_object_list,
     concatenate,
+    copy_tensor_to_devices,
     gather,
     gather_object,
+    gather_tensor_shape,
     pad_across_processes,
     reduce,
 )
+from accel.errors import CollectiveError
 from accel.nested import map_nested, send_to_device, tensors
 from accel.state import PartialState
 
-from .worlds import outcomes, run, run_one
+from ..needs import missing
+from .worlds import run, run_one
 
 
 class Pair(NamedTuple):
@@ -108,6 +117,79 @@ def test_gather_keeps_every_type_and_needs_one_collective() -> None:
         assert result["empty_rows"].shape == (6, 0)
 
 
+def _gathered_again() -> list[bool]:
+    rank = PartialState().process_index
+    nest = _nest(rank)
+    first = gather(nest)
+    # From the second time on the layout is known, and another way of taking the buffer apart is taken.
+    rest = [gather(nest), gather(nest), gather(_nest(rank))]
+    alike = [
+        torch.equal(a, b) and a.dtype == b.dtype and a.shape == b.shape
+        for again in rest
+        for a, b in zip(tensors(first), tensors(again), strict=True)
+    ]
+    again = tensors(rest[0])
+    again[0].zero_()
+    return [all(alike), all(torch.equal(a, b) for a, b in zip(again[1:], tensors(rest[1])[1:], strict=True))]
+
+
+def test_gather_gives_the_same_every_time() -> None:
+    assert run(_gathered_again, processes=3) == [[True, True]] * 3
+
+
+def _random_nests(seed: int) -> list[bool]:
+    """Random shapes and types against a plain `all_gather` of each tensor."""
+    state = PartialState()
+    rng = random.Random(seed)
+    dtypes = (torch.float32, torch.int64, torch.bool, torch.bfloat16, torch.float16, torch.uint8, torch.complex64)
+    right = []
+    for _ in range(20):
+        nest = []
+        for _ in range(rng.randint(1, 12)):
+            shape = [rng.randint(0, 4) for _ in range(rng.randint(0, 3))]
+            values = torch.tensor(rng.choices(range(9), k=math.prod(shape))).reshape(shape) + state.process_index
+            nest.append(values.to(rng.choice(dtypes)).t() if len(shape) == 2 else values.to(rng.choice(dtypes)))
+        for _ in range(2):
+            for mine, found in zip(nest, gather(nest), strict=True):
+                rows = (mine.contiguous() if mine.ndim else mine.reshape(1)).real.double()
+                parts = [torch.empty_like(rows) for _ in range(state.num_processes)]
+                dist.all_gather(parts, rows)
+                right.append(found.dtype == mine.dtype and torch.equal(found.real.double(), torch.cat(parts)))
+    return right
+
+
+def test_gather_agrees_with_one_collective_a_tensor() -> None:
+    for right in run(_random_nests, 7):
+        assert len(right) > 100
+        assert all(right)
+
+
+def _library_outputs() -> list[Any]:
+    from transformers import BatchEncoding
+    from transformers.modeling_outputs import SequenceClassifierOutput
+
+    rank = PartialState().process_index
+    output = SequenceClassifierOutput(loss=torch.tensor(1.0 + rank), logits=torch.full((2, 3), float(rank)))
+    gathered = gather(output)
+    batch = BatchEncoding({"input_ids": torch.tensor([[rank, 7]]), "attention_mask": torch.ones(1, 2)})
+    encoded = gather(batch)
+    moved = send_to_device({"batch": batch, "text": "kept"}, "cpu")
+    return [
+        type(gathered).__name__, gathered.loss.tolist(), gathered["logits"].shape[0], gathered.hidden_states,
+        type(encoded).__name__, encoded["input_ids"].tolist(), type(moved["batch"]).__name__,
+        reduce(output).loss.item(),
+    ]  # fmt: skip
+
+
+def test_outputs_and_batches_of_transformers_keep_their_types() -> None:
+    if importlib.util.find_spec("transformers") is None:
+        missing("transformers", "pip install transformers")
+    for seen in run(_library_outputs):
+        assert seen == [
+            "SequenceClassifierOutput", [1.0, 2.0], 4, None, "BatchEncoding", [[0, 7], [1, 7]], "BatchEncoding", 1.5,
+        ]  # fmt: skip
+
+
 def _reduced() -> tuple[Any, Any, list[str]]:
     rank = PartialState().process_index
     nest = [
@@ -130,6 +212,46 @@ def test_reduce_needs_one_collective_a_data_type() -> None:
         assert summed[2].tolist() == [1]
         assert mean[0].tolist() == [1.0, 4.0]
         assert mean[1][0].item() == 7.0
+
+
+def _reductions() -> dict[str, Any]:
+    rank = PartialState().process_index
+    wide = torch.arange(6.0).reshape(2, 3).t() + rank
+    kept = wide.clone()
+    found = {
+        "max": reduce({"a": torch.tensor([rank, 5 - rank])}, "max")["a"].tolist(),
+        "bf16": reduce(torch.tensor([1.0 + rank], dtype=torch.bfloat16), "sum"),
+        "complex": reduce(torch.tensor([1.0 + 1j * rank]), "sum").tolist(),
+        "wide": reduce(wide, "sum").tolist(),
+        "thirds": reduce(torch.tensor([1.0]), "mean", scale=1 / 3).item(),
+        "integers": reduce(torch.tensor(rank), "mean").item(),
+        "scaled": reduce(torch.tensor([2]), "none", scale=0.5).tolist(),
+        "empty": reduce([torch.empty(0), torch.ones(1)], "sum")[0].shape,
+    }
+    parameter = torch.nn.Parameter(torch.ones(2))
+    found["detached"] = reduce(parameter, "sum").requires_grad
+    found["untouched"] = torch.equal(wide, kept) and torch.equal(parameter, torch.ones(2))
+    return found
+
+
+def test_reduce_of_every_kind_and_type() -> None:
+    for seen in run(_reductions):
+        bf16 = seen.pop("bf16")
+        assert (bf16.dtype, bf16.item()) == (torch.bfloat16, 3.0)
+        assert seen == {
+            "max": [1, 5], "complex": [2 + 1j], "wide": [[1, 7], [3, 9], [5, 11]], "integers": 0.5, "scaled": [1.0],
+            "thirds": torch.tensor(1 / 3).item(), "empty": (0,), "detached": False, "untouched": True,
+        }  # fmt: skip
+
+
+def _own_copy() -> list[bool]:
+    data = torch.ones(2)
+    return [reduce(data, kind).data_ptr() != data.data_ptr() for kind in ("sum", "mean", "max", "none")]
+
+
+def test_reduce_never_hands_out_the_original() -> None:
+    assert run_one(_own_copy) == [True] * 4
+    assert run(_own_copy) == [[True] * 4] * 2
 
 
 def _broadcast() -> tuple[Any, bool, list[Any], list[str]]:
@@ -162,12 +284,42 @@ def _padded() -> tuple[list[Any], list[str], bool]:
 
 def test_pad_asks_once_for_a_whole_nest_and_leaves_equal_shapes_alone() -> None:
     (rows, columns), calls, untouched = run(_padded)[0]
-    assert calls == ["all_reduce"] * 2
+    assert calls == ["all_gather"] * 2
     assert untouched
     assert rows[0].tolist() == [[1, 1], [1, 1], [-1, -1]]
     assert rows[1].shape == (1, 3)
     assert columns[1].tolist() == [[0, 1, 1, 1]]
     assert rows[2].shape == ()
+
+
+def _jagged() -> bool:
+    nest = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        same = pad_across_processes(nest) is nest
+    return same and [w.category for w in caught] == [CannotPadNestedTensorWarning] * len(caught) and len(caught) > 0
+
+
+def test_jagged_tensors_are_left_alone_with_a_warning() -> None:
+    assert run(_jagged) == [True, True]
+
+
+def _copied() -> list[Any]:
+    rank = PartialState().process_index
+    mine = torch.tensor([[1.5, 2.5]]) if rank == 1 else None
+    told = []
+    for wrong in (None, torch.ones(1)):
+        try:
+            copy_tensor_to_devices(wrong)
+        except CollectiveError as error:
+            told.append(str(error))
+    return [copy_tensor_to_devices(mine).tolist(), gather_tensor_shape(mine), *told]
+
+
+def test_a_tensor_of_one_process_reaches_all() -> None:
+    wanted = "one process must have a tensor and the others None, but"
+    for seen in run(_copied):
+        assert seen == [[[1.5, 2.5]], ((1, 2), torch.float32), f"{wanted} none have one", f"{wanted} [0, 1] have one"]
 
 
 def _objects() -> Any:
@@ -179,33 +331,16 @@ def test_gather_object_joins_lists_in_rank_order() -> None:
     assert run(_objects) == [[0, {"of": 0}, 1, {"of": 1}]] * 2
 
 
-def _disagree(kind: str) -> Any:
-    rank = PartialState().process_index
-    if kind == "shape":
-        return gather({"logits": torch.zeros(2, 3 + rank)})
-    if kind == "dtype":
-        return reduce([torch.zeros(1, dtype=torch.float32 if rank else torch.float64)])
-    return broadcast([torch.zeros(1)] * (1 + rank))
-
-
-def test_debug_mode_names_processes_and_shapes_that_disagree() -> None:
-    debug = {"ACCELERATE_DEBUG_MODE": "1"}
-    for outcome in outcomes(_disagree, "shape", env=debug):
-        assert outcome.error == "CollectiveError"
-        where = "process 0 has float32[2, 3] at ['logits']; process 1 has float32[2, 4] at ['logits']"
-        assert outcome.message == f"gather: processes disagree: {where}"
-    for outcome in outcomes(_disagree, "dtype", env=debug):
-        assert "process 0 has float64[1] at [0]; process 1 has float32[1] at [0]" in outcome.message
-    for outcome in outcomes(_disagree, "count", env=debug):
-        assert outcome.message == "broadcast: processes disagree: process 0 has 1 tensor(s); process 1 has 2 tensor(s)"
-
-
 def _refused() -> list[str]:
     told = []
     actions: list[Callable[[], Any]] = [
         lambda: gather({"a": [torch.ones(1), "text"]}),
         lambda: reduce(torch.tensor([True])),
         lambda: reduce(torch.ones(1), "median"),
+        lambda: reduce(torch.ones(1, dtype=torch.complex64), "max"),
+        lambda: gather_object(3),
+        lambda: concatenate([]),
+        lambda: concatenate([{"a": "text"}, {"a": "more"}]),
     ]
     for action in actions:
         try:
@@ -218,9 +353,13 @@ def _refused() -> list[str]:
 def test_what_cannot_travel_is_named() -> None:
     told = run(_refused)[0]
     assert told == [
-        "CollectiveError: gather: str at ['a'][1] is not a tensor: use gather_object for objects",
-        "CollectiveError: reduce: a boolean tensor has no sum: convert it, for instance with .int()",
-        "ArgumentError: reduction: 'median' is none of sum, mean, none; did you mean 'mean'?",
+        "LeafError: gather: str at ['a'][1] is not a tensor: use gather_object for objects",
+        "CollectiveError: reduce: a boolean tensor has no mean: convert it, for instance with .int()",
+        "ArgumentError: reduction: 'median' is none of sum, mean, max, none; did you mean 'mean'?",
+        "CollectiveError: reduce: complex numbers have no order, hence no max",
+        "LeafError: gather_object: process 0 gave a int: give a list of objects",
+        "ArgumentError: concatenate: nothing to join",
+        "LeafError: concatenate: str is not a tensor",
     ]
 
 
@@ -239,6 +378,11 @@ def test_concatenate_and_maps_keep_structure() -> None:
     assert isinstance(joined, Pair)
     assert joined.left.tolist() == [1, 0, 0]
     assert joined.right[0].shape == (4, 2)
+    swapped = concatenate([{"a": torch.zeros(1), "b": torch.ones(1)}, {"b": torch.ones(1), "a": torch.zeros(1)}])
+    assert [swapped["a"].tolist(), swapped["b"].tolist()] == [[0, 0], [1, 1]]
+    record = concatenate([Record(torch.ones(1), {"x": torch.zeros(2)})] * 2)
+    assert [type(record), record.more["x"].shape] == [Record, (4,)]
+    assert concatenate(["text"]) == "text"
     assert map_nested(lambda leaf: leaf, ("text", None, {"k": 1})) == ("text", None, {"k": 1})
     moved = send_to_device({"x": torch.ones(1), "label": "cat"}, torch.device("meta"))
     assert moved["x"].device.type == "meta"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import random
 from collections.abc import Iterator
 from itertools import chain
@@ -13,19 +15,17 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
-    DistributedSampler,
     IterableDataset,
     RandomSampler,
     Sampler,
 )
 
 from accel import Accelerator, DataLoaderConfiguration, set_seed, skip_first_batches
-from accel.data import DataLoaderShard, prepare_data_loader
+from accel.data import DataLoaderShard, PreparedLoader, prepare_data_loader
 from accel.errors import ArgumentError
-from accel.nested import find_batch_size
 from accel.state import GradientState
 
-from .worlds import run, run_one
+from .worlds import run
 
 
 class Numbers(Dataset[int]):
@@ -80,7 +80,7 @@ def listed(loader: Any) -> list[list[int]]:
     return [batch.tolist() for batch in loader]
 
 
-def prepared(size: int = 20, batch: int = 4, *, processes: int = 1, index: int = 0, **how: Any) -> DataLoaderShard:
+def prepared(size: int = 20, batch: int = 4, *, processes: int = 1, index: int = 0, **how: Any) -> PreparedLoader:
     keys = (
         "split_batches",
         "even_batches",
@@ -140,6 +140,20 @@ def test_settings_are_kept_by_preparing_and_by_skipping() -> None:
     assert len(skip_first_batches(loader, 2)) == 3
     assert plain.batch_sampler is not loader.base_dataloader.batch_sampler
     assert prepare_data_loader(loader) is loader
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))])
+def test_a_copy_of_a_loader_is_a_loader_of_its_own(copied: Any) -> None:
+    loader = prepared(20, 4)
+    running = iter(loader)
+    next(running)
+    other = copied(loader)
+    assert not next(running).equal(next(iter(other)))
+    for batch in other:
+        assert GradientState().active_dataloader is other
+        assert batch.tolist() == [0, 1, 2, 3]
+        break
+    assert loader.position == 2
 
 
 def test_skipping_a_plain_loader() -> None:
@@ -213,7 +227,7 @@ def test_resuming_gives_exactly_the_rest_and_the_same_next_epochs(
 ) -> None:
     """Accelerate's defect 4: the rest was wrong in all of its configurations."""
 
-    def make() -> DataLoaderShard:
+    def make() -> PreparedLoader:
         how: dict[str, Any] = {"shuffle": True}
         if kind == "custom":
             how = {"sampler": Shuffled(size)}
@@ -295,60 +309,26 @@ def test_a_checkpoint_between_epochs_goes_on_with_the_next() -> None:
     assert listed(again) == second
 
 
-def _gathered(size: int, kind: str, workers: int = 0, split: bool = False) -> list[Any]:
-    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=split))
-    dataset: Any = Stream(size) if kind == "stream" else Numbers(size)
-    how: dict[str, Any] = {"batch_size": 4, "num_workers": workers}
-    if kind == "distributed":
-        how["sampler"] = DistributedSampler(dataset, shuffle=False)
-    if kind == "batch sampler":
-        how = {"batch_sampler": OwnBatches(range(size), 4, False)}
-    if kind == "walked":
-        how["sampler"] = Shuffled(size)
-    loader = accelerator.prepare(DataLoader(dataset, **how))
-    seen: list[int] = []
-    objects: list[str] = []
-    pairs: list[list[int]] = []
-    for batch in loader:
-        seen += accelerator.gather_for_metrics(batch).tolist()
-        objects += accelerator.gather_for_metrics([f"item {i}" for i in batch.tolist()])
-        doubled = accelerator.gather_for_metrics({"rows": torch.stack([batch, batch], dim=1).reshape(-1)})["rows"]
-        pairs += doubled.reshape(-1, 2).tolist()
-        if len(batch) > 1:  # else a number a process and a number a sample look the same
-            assert accelerator.gather_for_metrics(torch.tensor(1.0)).tolist() == [1.0, 1.0]
-    return [sorted(seen), sorted(objects), sorted(pairs), find_batch_size(batch)]
-
-
-@pytest.mark.parametrize("kind", ["map", "stream", "distributed", "batch sampler", "walked"])
-def test_gather_for_metrics_drops_exactly_the_repetitions(kind: str) -> None:
-    sizes = [3, 8, 13, 16, 17]
-    for results in run(_gathered_for, sizes, kind):
-        for size, (seen, objects, pairs, _) in zip(sizes, results, strict=True):
-            assert seen == list(range(size))
-            assert objects == sorted(f"item {i}" for i in range(size))
-            assert pairs == [[i, i] for i in range(size)]
-
-
-def _gathered_for(sizes: list[int], kind: str) -> list[Any]:
-    return [_gathered(size, kind) for size in sizes]
-
-
-def test_gather_for_metrics_with_split_batches_and_with_workers() -> None:
-    for seen, _, _, rows in run(_gathered, 13, "map", 0, True):
-        assert seen == list(range(13))
-        assert rows == 2
-    for seen, _, _, _ in run(_gathered, 13, "stream", 0, True):
-        assert seen == list(range(13))
-
-
-def _worker_stream() -> list[int]:
-    accelerator = Accelerator()
-    loader = accelerator.prepare(DataLoader(Stream(13), batch_size=4, num_workers=1, multiprocessing_context="fork"))
-    return sorted(chain.from_iterable(accelerator.gather_for_metrics(batch).tolist() for batch in loader))
-
-
-def test_repetitions_are_known_from_worker_processes() -> None:
-    assert run_one(_worker_stream) == list(range(13))
+def test_a_run_goes_on_with_another_number_of_processes(caplog: pytest.LogCaptureFixture) -> None:
+    how: dict[str, Any] = {
+        "shuffle": True,
+        "use_seedable_sampler": True,
+        "data_seed": 6,
+        "use_stateful_dataloader": True,
+    }
+    four = [prepared(48, 2, processes=4, index=index, **how) for index in range(4)]
+    epochs = [iter(loader) for loader in four]
+    seen = [item for _ in range(3) for epoch in epochs for item in next(epoch).tolist()]
+    state = four[0].state_dict()
+    for processes, batch, again in ((2, 2, 0), (3, 4, 0), (1, 5, 4)):
+        caplog.clear()
+        rest = []
+        for index in range(processes):
+            loader = prepared(48, batch, processes=processes, index=index, **how)
+            loader.load_state_dict(state)
+            rest += list(chain.from_iterable(listed(loader)))
+        assert sorted(seen + rest) == sorted([*range(48), *seen[len(seen) - again :]])
+        assert ("4 samples are given again" in caplog.text) == bool(again)
 
 
 def _unbatched() -> list[Any]:

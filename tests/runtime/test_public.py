@@ -19,22 +19,33 @@ from .worlds import run, run_one
 ROOT = Path(__file__).parents[2]
 
 NAMES = """
-AccelError Accelerator AcceleratorState AutocastKwargs DataLoaderConfiguration DistributedDataParallelKwargs
-DistributedType GradScalerKwargs GradientAccumulationPlugin GradientState InitProcessGroupKwargs Job JobSpec LogLine
-PartialState ProjectConfiguration Reason Resources Retry State Status get_logger set_seed skip_first_batches submit
-submit_async synchronize_rng_states
+AccelError Accelerator AcceleratorState AutocastKwargs BatchSamplerShard CollectiveError DDPCommunicationHookType
+DataLoaderConfiguration DataLoaderDispatcher DataLoaderShard DistributedDataParallelKwargs DistributedType
+GeneralTracker GradScalerKwargs GradientAccumulationPlugin GradientState InitProcessGroupKwargs IterableDatasetShard
+Job JobSpec LocalSGD LogLine LoggerType PartialState ProcessError ProfileKwargs ProjectConfiguration Reason Resources
+Retry SeedableRandomSampler SkipBatchSampler SkipDataLoader State Status TorchDynamoPlugin broadcast
+broadcast_object_list compile_regions concatenate cpu_offload cpu_offload_with_hook debug_launcher disk_offload
+dispatch_model extract_model_from_parallel find_executable_batch_size gather gather_object get_logger get_sampler
+infer_auto_device_map init_empty_weights init_on_device load_checkpoint_and_dispatch load_checkpoint_in_model
+notebook_launcher pad_across_processes prepare_data_loader reduce register_tracker_class send_to_device set_seed
+skip_first_batches submit submit_async synchronize_rng_states
 """.split()
 
 MEMBERS = """
-accumulate autocast backward check_trigger clear clip_grad_norm_ clip_grad_value_ device distributed_type end_training
-even_batches free_memory gather gather_for_metrics get_state_dict gradient_accumulation_steps is_last_process
-is_local_main_process is_main_process join_uneven_inputs load_state local_main_process_first local_process_index
-logging_dir main_process_first mixed_precision multi_device no_sync non_blocking num_processes on_last_process
-on_local_main_process on_local_process on_main_process on_process optimizer_step_was_skipped pad_across_processes
-prepare prepare_data_loader prepare_model prepare_optimizer prepare_scheduler print process_index project_dir reduce
-register_for_checkpointing register_load_state_pre_hook register_save_state_pre_hook save save_iteration save_state
-set_trigger skip_first_batches split_batches split_between_processes sync_gradients unscale_gradients unwrap_model
-use_distributed use_seedable_sampler use_stateful_dataloader wait_for_everyone
+accumulate autocast backward check_trigger checkpoint_on_preemption clear clip_grad_norm_ clip_grad_value_
+context_parallel_rank data_parallel_rank data_parallel_shard_rank deepspeed_plugin deepspeed_ulysses_dl_adapter device
+dispatch_batches distributed_type end_training even_batches fp8_backend free_memory gather gather_for_metrics
+get_state_dict get_tracker gradient_accumulation_steps init_trackers is_composable_parallelism_enabled is_fsdp2
+is_last_process is_local_main_process is_main_process join_uneven_inputs load_state local_main_process_first
+local_process_index log logging_dir lomo_backward main_process_first maybe_context_parallel mixed_precision
+multi_device native_amp no_sync non_blocking num_processes on_last_process on_local_main_process on_local_process
+on_main_process on_process optimizer_step_was_skipped pad_across_processes parallelism_config pipeline_parallel_rank
+preempted prepare prepare_data_loader prepare_model prepare_optimizer prepare_scheduler print process_index profile
+project_dir reduce register_for_checkpointing register_load_state_pre_hook register_save_state_pre_hook save
+save_iteration save_model save_state scaler set_trigger should_save_model skip_first_batches split_batches
+split_between_processes step sync_gradients tensor_parallel_rank torch_device_mesh trigger_sync_in_backward
+unscale_gradients unwrap_model use_distributed use_seedable_sampler use_stateful_dataloader verify_device_map
+wait_for_checkpoint wait_for_everyone
 """.split()
 
 
@@ -126,7 +137,7 @@ def test_seeds() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("ACCELERATE_USE_FSDP", "true"), ("ACCELERATE_USE_DEEPSPEED", "1"), ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")],
+    [("ACCELERATE_USE_FSDP", "true"), ("ACCELERATE_USE_DEEPSPEED", "1")],
 )
 def test_a_way_of_training_that_is_not_here_is_refused(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, value)

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate.data_loader import BatchSamplerShard
+from accelerate.data_loader import BatchSamplerShard as Theirs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler, WeightedRandomSampler
 
-from accel.data import SeedableRandomSampler, ShardedBatchSampler, Share
+from accel.data import BatchSamplerShard, SeedableRandomSampler, Share
 from accel.data.order import draw
 from accel.errors import DataError
 from accel.sharing import bounds
@@ -64,8 +64,12 @@ def shards(sampler: Any, shape: dict[str, Any], *, split: bool = False) -> list[
     source = BatchSampler(sampler, size, shape["drop_last"])
     return [
         list(
-            ShardedBatchSampler(
-                source, processes=shape["processes"], index=rank, split=split, even=shape["even"], shared=False
+            BatchSamplerShard(
+                source,
+                num_processes=shape["processes"],
+                process_index=rank,
+                split_batches=split,
+                even_batches=shape["even"],
             )
         )
         for rank in range(shape["processes"])
@@ -80,7 +84,7 @@ def test_same_batches_as_accelerate(shape: dict[str, Any], split: bool) -> None:
     size = shape["batch"] * (shape["processes"] if split else 1)
     source = BatchSampler(range(shape["samples"]), size, shape["drop_last"])
     theirs = [
-        list(BatchSamplerShard(source, shape["processes"], rank, split_batches=split, even_batches=shape["even"]))
+        list(Theirs(source, shape["processes"], rank, split_batches=split, even_batches=shape["even"]))
         for rank in range(shape["processes"])
     ]
     assert shards(SequentialSampler(range(shape["samples"])), shape, split=split) == theirs
@@ -106,7 +110,15 @@ def test_walking_dealing_and_picking_agree(shape: dict[str, Any], split: bool) -
 
     source = Custom(range(shape["samples"]), size, shape["drop_last"])
     dealt = [
-        list(ShardedBatchSampler(source, processes=shape["processes"], index=rank, split=split, even=shape["even"]))
+        list(
+            BatchSamplerShard(
+                source,
+                num_processes=shape["processes"],
+                process_index=rank,
+                split_batches=split,
+                even_batches=shape["even"],
+            )
+        )
         for rank in range(shape["processes"])
     ]
     assert dealt == picked
@@ -117,9 +129,9 @@ def test_walking_dealing_and_picking_agree(shape: dict[str, Any], split: bool) -
 def test_skipping_leaves_out_exactly_the_first(shape: dict[str, Any], skip: int, walked: bool) -> None:
     sampler: Any = Walked(shape["samples"]) if walked else range(shape["samples"])
     for rank in range(shape["processes"]):
-        mine = ShardedBatchSampler(
+        mine = BatchSamplerShard(
             BatchSampler(sampler, shape["batch"], shape["drop_last"]),
-            processes=shape["processes"], index=rank, even=shape["even"], shared=False,
+            num_processes=shape["processes"], process_index=rank, even_batches=shape["even"],
         )  # fmt: skip
         whole = list(mine)
         assert len(mine) == len(whole)
@@ -133,14 +145,15 @@ def test_every_sample_once_and_repetitions_are_known(shape: dict[str, Any]) -> N
     processes, batch = shape["processes"], shape["batch"]
     source = BatchSampler(range(shape["samples"]), batch, shape["drop_last"])
     mine = [
-        ShardedBatchSampler(source, processes=processes, index=rank, even=shape["even"]) for rank in range(processes)
+        BatchSamplerShard(source, num_processes=processes, process_index=rank, even_batches=shape["even"])
+        for rank in range(processes)
     ]
     batches = [list(sampler) for sampler in mine]
     real: list[int] = []
     for sampler, given_batches in zip(mine, batches, strict=True):
         counts = sampler.epoch.last_counts
         if counts is not None and given_batches:
-            given_batches[-1] = given_batches[-1][: counts[sampler.index]]
+            given_batches[-1] = given_batches[-1][: counts[sampler.process_index]]
         real += chain.from_iterable(given_batches)
     expected = shape["samples"]
     if shape["drop_last"]:
@@ -163,19 +176,19 @@ def test_bounds_cover_in_order_with_sizes_that_differ_by_one_at_most(length: int
 @pytest.mark.parametrize("processes", [1, 8, 64, 1024])
 def test_a_process_reads_its_own_share_only(processes: int) -> None:
     sampler = Counted(32 * 1024 * 4)
-    mine = ShardedBatchSampler(BatchSampler(sampler, 32, False), processes=processes, index=processes - 1)
+    mine = BatchSamplerShard(BatchSampler(sampler, 32, False), num_processes=processes, process_index=processes - 1)
     epoch = iter(mine)
     next(epoch)
     next(epoch)
-    assert sampler.reads == 3 * 32  # two given and one held back, at every world size
+    assert sampler.reads == 2 * 32  # nothing ahead, at every world size
 
 
 def test_skipping_reads_nothing_of_what_is_skipped() -> None:
     sampler = Counted(10_000 * 8)
-    mine = ShardedBatchSampler(BatchSampler(sampler, 8, False), processes=2, index=1)
+    mine = BatchSamplerShard(BatchSampler(sampler, 8, False), num_processes=2, process_index=1)
     mine.skip = 4_000
     next(iter(mine))
-    assert sampler.reads == 2 * 8
+    assert sampler.reads == 8
 
 
 @pytest.mark.parametrize(("size", "wanted"), [(10, None), (10, 4), (10, 25), (10, 20)])
@@ -194,22 +207,25 @@ def test_a_drawn_order_is_torchs_own(size: int, wanted: int | None) -> None:
 
 
 def test_seedable_shuffles_depend_on_seed_and_epoch_alone() -> None:
-    sampler = SeedableRandomSampler(range(50), seed=7)
+    sampler = SeedableRandomSampler(range(50), data_seed=7)
     first = list(sampler)
     assert sorted(first) == list(range(50))
+    second = list(sampler)
+    assert second != first
     torch.manual_seed(99)
-    assert list(sampler) == first
-    sampler.set_epoch(1)
-    assert list(sampler) != first
     sampler.set_epoch(0)
     assert list(sampler) == first
+    sampler.set_epoch(1)
+    assert list(sampler) == second
 
 
 def test_variable_batches_are_dealt_whole_and_none_is_lost() -> None:
     batches = [[0], [1, 2, 3], [4, 5], [6, 7, 8, 9], [10]]
-    even = [list(ShardedBatchSampler(batches, processes=2, index=rank)) for rank in range(2)]
+    even = [list(BatchSamplerShard(batches, num_processes=2, process_index=rank)) for rank in range(2)]
     assert even == [[[0], [4, 5], [10]], [[1, 2, 3], [6, 7, 8, 9], [0]]]
-    uneven = [list(ShardedBatchSampler(batches, processes=2, index=rank, even=False)) for rank in range(2)]
+    uneven = [
+        list(BatchSamplerShard(batches, num_processes=2, process_index=rank, even_batches=False)) for rank in range(2)
+    ]
     assert uneven == [[[0], [4, 5], [10]], [[1, 2, 3], [6, 7, 8, 9]]]
 
 
@@ -218,20 +234,20 @@ def test_an_infinite_sampler_is_walked_without_end() -> None:
         def __iter__(self) -> Iterator[int]:
             return iter(range(2**62))
 
-    mine = ShardedBatchSampler(BatchSampler(Endless(), 2, False), processes=2, index=1)
+    mine = BatchSamplerShard(BatchSampler(Endless(), 2, False), num_processes=2, process_index=1)
     epoch = iter(mine)
     assert [next(epoch) for _ in range(3)] == [[2, 3], [6, 7], [10, 11]]
 
 
 def test_split_names_batch_size_and_the_nearest_that_fit() -> None:
     with pytest.raises(DataError, match=r"batch size 10 is not a multiple of the 4 processes; nearest are 8 and 12"):
-        ShardedBatchSampler(BatchSampler(range(9), 10, False), processes=4, split=True)
+        BatchSamplerShard(BatchSampler(range(9), 10, False), num_processes=4, split_batches=True)
 
 
 def test_weighted_samplers_are_the_same_everywhere_through_their_generator() -> None:
     def of(rank: int) -> list[list[int]]:
         sampler = WeightedRandomSampler([1.0] * 12, 12, generator=torch.Generator().manual_seed(1))
-        return list(ShardedBatchSampler(BatchSampler(sampler, 3, False), processes=2, index=rank, shared=False))
+        return list(BatchSamplerShard(BatchSampler(sampler, 3, False), num_processes=2, process_index=rank))
 
     sampler = WeightedRandomSampler([1.0] * 12, 12, generator=torch.Generator().manual_seed(1))
     dealt = list(chain.from_iterable(zip(of(0), of(1), strict=True)))

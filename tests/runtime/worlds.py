@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import os
+import pickle
 import socket
 import sys
 import traceback
@@ -68,7 +69,8 @@ def _child(pipe: Connection, env: Mapping[str, str], function: Callable[..., Any
     except Exception as error:
         sys.last_value = error  # as an interpreter does that ends by an uncaught exception
         outcome = Outcome(error=type(error).__name__, message=str(error), trace=traceback.format_exc())
-    pipe.send(outcome)
+    # By value: what multiprocessing makes of a tensor is a handle that the other side must fetch before this one ends.
+    pipe.send_bytes(pickle.dumps(outcome))
     pipe.close()
     atexit._run_exitfuncs()
 
@@ -99,7 +101,7 @@ def outcomes(
 def _await(pipe: Connection) -> Outcome:
     try:
         if pipe.poll(_PATIENCE):
-            outcome: Outcome = pipe.recv()
+            outcome: Outcome = pickle.loads(pipe.recv_bytes())
             return outcome
         return Outcome(error="Timeout", message=f"nothing came back within {_PATIENCE} s")
     except EOFError:

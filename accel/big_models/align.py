@@ -1,0 +1,268 @@
+"""The hook that brings weights and inputs to one device for a forward, and takes offloaded weights away after it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from accel.big_models.devices import META, Device, as_device
+from accel.big_models.hooks import ModelHook, SequentialHook, not_compiled
+from accel.big_models.modules import (
+    TiedParams,
+    emptied,
+    named_module_tensors,
+    owner_of,
+    replacement,
+    set_module_tensor_to_device,
+    tensor_named,
+)
+from accel.big_models.moving import device_of_first, move
+from accel.errors import ArgumentError
+
+
+class _Brought(NamedTuple):
+    """A tensor that is in its module for one forward, and what was there before."""
+
+    store: dict[str, Any]
+    own: str
+    before: torch.Tensor
+    lent: dict[torch.device, torch.Tensor] | None
+    device: torch.device
+
+    def take_away(self) -> None:
+        """Put back what was there; a copy of a tied weight that came for this forward goes with it."""
+        self.store[self.own] = self.before if self.before.device == META else emptied(self.before)
+        if self.lent is not None:
+            self.lent.pop(self.device, None)
+
+
+class AlignDevicesHook(ModelHook):
+    """Has a module's inputs, and the tensors that are its own, on ``execution_device`` during its forward.
+
+    - ``offload``: between forwards the parameters, and with ``offload_buffers`` the persistent buffers, are on the meta
+      device; ``weights_map`` (name in the module → tensor) holds their values, by default copies on the host.
+    - ``io_same_device``: the output goes to the device that the input came from.
+    - ``place_submodules``: the tensors of everything below the module are taken along.
+    - ``skip_keys``: named arguments, and keys of outputs, that are not moved.
+    - ``tied_params_map``: see `set_module_tensor_to_device`.
+
+    The values of ``weights_map`` are not changed by forwards, so weights cannot be trained while offloaded.
+    """
+
+    def __init__(
+        self,
+        execution_device: Device | None = None,
+        offload: bool = False,
+        io_same_device: bool = False,
+        weights_map: Mapping[str, torch.Tensor] | None = None,
+        offload_buffers: bool = False,
+        place_submodules: bool = False,
+        skip_keys: str | Collection[str] | None = None,
+        tied_params_map: TiedParams | None = None,
+    ) -> None:
+        self.execution_device = execution_device
+        self.offload = offload
+        self.io_same_device = io_same_device
+        self.weights_map = weights_map
+        self.offload_buffers = offload_buffers
+        self.place_submodules = place_submodules
+        self.skip_keys = skip_keys
+        self.tied_params_map = tied_params_map
+        self.input_device: torch.device | None = None
+        self.original_devices: dict[str, torch.device] = {}
+        self._tied: dict[str, int] = {}  # name → the key of tied_params_map that stands for its weight
+        self._brought: list[_Brought] = []
+        self._device: tuple[Device, torch.device] | None = None
+
+    def __repr__(self) -> str:
+        shown = ("execution_device", "offload", "io_same_device", "offload_buffers", "place_submodules", "skip_keys")
+        return f"AlignDevicesHook({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        if self.execution_device is not None and as_device(self.execution_device) == META:
+            self.tied_params_map = None  # on the meta device every tensor has the same address
+        if self.offload:
+            self._offload(module)
+        elif self.execution_device is not None:
+            for name, _ in named_module_tensors(module, recurse=self.place_submodules):
+                self._place(module, name, self.execution_device, tied=self.tied_params_map)
+        return module
+
+    def _offload(self, module: nn.Module) -> None:
+        if self.execution_device is None:
+            raise ArgumentError("AlignDevicesHook(offload=True) needs an execution_device for the forward")
+        tensors = dict(self._tensors(module))
+        self.original_devices = {name: tensor.device for name, tensor in tensors.items()}
+        leaving = list(self._slots(module))
+        self._tied.clear()
+        self._brought.clear()
+        if self.weights_map is None:
+            self.weights_map = {name: store[own].detach().to("cpu") for name, store, own in leaving}
+        for name, store, own in leaving:
+            address = store[own].data_ptr()
+            if self.tied_params_map and address in self.tied_params_map:
+                self._tied[name] = address
+            store[own] = emptied(store[own])
+        for name in tensors.keys() - {name for name, _, _ in leaving}:
+            self._place(module, name, self.execution_device, tied=self.tied_params_map)
+
+    def _slots(self, module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
+        """Name, and place in its module, of each tensor that leaves between forwards; all names of a tied one."""
+        for path, owner in module.named_modules() if self.place_submodules else (("", module),):
+            prefix = f"{path}." if path else ""
+            for own, param in owner._parameters.items():
+                if param is not None:
+                    yield prefix + own, owner._parameters, own
+            for own, buffer in owner._buffers.items() if self.offload_buffers else ():
+                if buffer is not None and own not in owner._non_persistent_buffers_set:
+                    yield prefix + own, owner._buffers, own
+
+    def _tensors(self, module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+        deep = self.place_submodules
+        params = module.named_parameters(recurse=deep, remove_duplicate=False)
+        return [*params, *module.named_buffers(recurse=deep, remove_duplicate=False)]
+
+    def _place(
+        self,
+        module: nn.Module,
+        name: str,
+        device: Device,
+        value: torch.Tensor | None = None,
+        tied: TiedParams | None = None,
+    ) -> None:
+        set_module_tensor_to_device(
+            module,
+            name,
+            device,
+            value=value,
+            fp16_statistics=self._statistics(name, value),
+            tied_params_map=tied,
+            clear_cache=False,
+        )
+
+    def _statistics(self, name: str, value: torch.Tensor | None) -> torch.Tensor | None:
+        """Scales that bitsandbytes keeps beside an int8 weight."""
+        if value is None or value.dtype != torch.int8 or "weight" not in name or self.weights_map is None:
+            return None
+        return self.weights_map.get(name.replace("weight", "SCB"))
+
+    @not_compiled
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self.io_same_device:
+            self.input_device = device_of_first([args, kwargs])
+        if self.execution_device is None:
+            return args, kwargs
+        if self._device is None or self._device[0] is not self.execution_device:
+            self._device = (self.execution_device, as_device(self.execution_device))
+        device = self._device[1]
+        if self.offload:
+            self._bring(module, device)
+        return move(args, device), move(kwargs, device, self.skip_keys)
+
+    def _bring(self, module: nn.Module, device: torch.device) -> None:
+        assert self.weights_map is not None
+        for name, store, own in self._slots(module):
+            old = store[own]
+            copies = self._copies(name)
+            lent = copies is not None and device not in copies
+            if copies is not None and not lent:
+                store[own] = copies[device]
+            else:
+                value = self.weights_map[name]
+                store[own] = replacement(old, device, value, name=name)
+                if value.dtype == torch.int8 and (scales := self._statistics(name, value)) is not None:
+                    store[own].SCB = scales.to(device)
+            if copies is not None and lent:
+                copies[device] = store[own]
+            self._brought.append(_Brought(store, own, old, copies if lent else None, device))
+
+    @not_compiled
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        if self.offload:
+            while self._brought:
+                self._brought.pop().take_away()
+            _forget_quantised_state(module)
+        if self.io_same_device and self.input_device is not None:
+            output = move(output, self.input_device, self.skip_keys)
+        return output
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        if self.offload:
+            for name, device in self.original_devices.items():
+                if device != META:
+                    self._bring_back(module, name, device)
+        return module
+
+    def _bring_back(self, module: nn.Module, name: str, device: torch.device) -> None:
+        """Put ``name`` on ``device`` for good: the tied ones as one parameter, and none as a map of a file."""
+        assert self.weights_map is not None
+        copies = self._copies(name)
+        if copies is not None and device in copies:
+            owner, own = owner_of(module, name)
+            owner._parameters[own] = copies[device]  # type: ignore[assignment]
+            return
+        value = self.weights_map.get(name)
+        if value is not None and getattr(self.weights_map, "reads_file", lambda name: False)(name):
+            value = value.clone()
+        self._place(module, name, device, value)
+        found = tensor_named(module, name)
+        if copies is not None and found is not None:
+            copies[device] = found
+
+    def _copies(self, name: str) -> dict[torch.device, torch.Tensor] | None:
+        """Where the weight called ``name`` is by now, by device, if it is tied."""
+        key = self._tied.get(name)
+        return None if key is None or self.tied_params_map is None else self.tied_params_map.get(key)
+
+
+def _forget_quantised_state(module: Any) -> None:
+    if type(module).__name__ == "Linear8bitLt":
+        module.state.SCB = None
+        module.state.CxB = None
+
+
+def offloading_hook(module: nn.Module) -> AlignDevicesHook | None:
+    """The hook of ``module`` that keeps its weights away between forwards, also where it is one of several."""
+    hook = getattr(module, "_hf_hook", None)
+    hooks = hook.hooks if isinstance(hook, SequentialHook) else (hook,)
+    return next((one for one in hooks if isinstance(one, AlignDevicesHook) and one.offload), None)
+
+
+def has_offloaded_params(module: nn.Module) -> bool:
+    """Whether the tensors of ``module`` itself are kept elsewhere between its forwards."""
+    return offloading_hook(module) is not None
+
+
+@contextmanager
+def align_module_device(module: nn.Module, execution_device: Device | None = None) -> Iterator[None]:
+    """Inside, the tensors of ``module`` itself are on ``execution_device``, and offloaded ones hold their values.
+
+    The default is where the module's hook computes; without such a hook nothing moves unless a device is given.
+    """
+    hook = offloading_hook(module)
+    if hook is not None:
+        usual = hook.execution_device
+        if execution_device is not None:
+            hook.execution_device = execution_device
+        try:
+            hook.pre_forward(module)
+            yield
+        finally:
+            hook.post_forward(module, None)
+            hook.execution_device = usual
+    elif execution_device is not None:
+        before = dict(module.named_parameters(recurse=False))
+        try:
+            for name in before:
+                set_module_tensor_to_device(module, name, execution_device)
+            yield
+        finally:
+            for name, param in before.items():
+                kept = param if as_device(execution_device) == META else None  # nothing comes back from there
+                set_module_tensor_to_device(module, name, param.device, value=kept)
+    else:
+        yield

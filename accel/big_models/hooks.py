@@ -1,0 +1,199 @@
+"""Hooks around a module's forward: what they are, how one is put on and taken off, and the one that visits a device.
+
+A hooked module keeps its hook as ``_hf_hook`` and its own forward as ``_old_forward``: the names that libraries which
+read them expect.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import nn
+
+from accel.big_models.devices import CPU, Device, accelerator_type, as_device, check_device_same
+from accel.big_models.moving import move
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+# Put on a dispatched model in place of its methods (see `accel.big_models.dispatch`), removed with its hook.
+GUARDED_METHODS = ("to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa", "hpu", "neuron", "mtia")
+
+
+def not_compiled(function: _Function) -> _Function:
+    """Keep `torch.compile` out of ``function``, at no cost where nothing is compiled."""
+    outside: Callable[..., Any] | None = None
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal outside
+        if not torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        if outside is None:
+            outside = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+        return outside(*args, **kwargs)
+
+    return cast(_Function, call)
+
+
+class ModelHook:
+    """What happens before and after a module's forward: here, nothing. ``no_grad``: forward runs without gradients."""
+
+    no_grad: bool = False
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """Called once, when the hook is put on ``module``; returns the module."""
+        return module
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Called with what forward was called with; returns the positional and named arguments that forward gets."""
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Called with what forward returned; returns what the caller gets."""
+        return output
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        """Called once, when the hook is taken off ``module``; returns the module."""
+        return module
+
+
+class SequentialHook(ModelHook):
+    """Several hooks as one: each is called in order, with what the one before returned."""
+
+    def __init__(self, *hooks: ModelHook) -> None:
+        self.hooks = hooks
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        for hook in self.hooks:
+            module = hook.init_hook(module)
+        return module
+
+    @not_compiled
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        for hook in self.hooks:
+            args, kwargs = hook.pre_forward(module, *args, **kwargs)
+        return args, kwargs
+
+    @not_compiled
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        for hook in self.hooks:
+            output = hook.post_forward(module, output)
+        return output
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        for hook in self.hooks:
+            module = hook.detach_hook(module)
+        return module
+
+
+def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False) -> nn.Module:
+    """Put ``hook`` around ``module.forward``, in place; returns the module.
+
+    A hook that is there already is replaced, or with ``append`` kept and called first.
+    """
+    present: ModelHook | None = getattr(module, "_hf_hook", None)
+    if append and present is not None:
+        remove_hook_from_module(module)
+        hook = SequentialHook(present, hook)
+    own: Any = module
+    if not (hasattr(module, "_hf_hook") and hasattr(module, "_old_forward")):
+        own._old_forward = module.forward
+    own = hook.init_hook(module)
+    own._hf_hook = hook
+    _set_forward(own, functools.update_wrapper(functools.partial(_hooked_forward, own), own._old_forward))
+    return cast(nn.Module, own)
+
+
+def _hooked_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+    hook: ModelHook = module._hf_hook
+    args, kwargs = hook.pre_forward(module, *args, **kwargs)
+    if hook.no_grad:
+        with torch.no_grad():
+            output = module._old_forward(*args, **kwargs)
+    else:
+        output = module._old_forward(*args, **kwargs)
+    return module._hf_hook.post_forward(module, output)
+
+
+def _set_forward(module: Any, forward: Callable[..., Any]) -> None:
+    # A traced graph compiles its forward again whenever the graph changes, which an attribute would hide.
+    target = type(module) if type(module).__name__ == "GraphModuleImpl" else module
+    target.forward = forward
+
+
+def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
+    """Take the hook off ``module``, and off everything below it with ``recurse``; returns the module."""
+    own: Any = module
+    hook: ModelHook | None = getattr(module, "_hf_hook", None)
+    if hook is not None:
+        hook.detach_hook(module)
+        del own._hf_hook
+    if hasattr(module, "_old_forward"):
+        _set_forward(own, own._old_forward)
+        del own._old_forward
+    for method in GUARDED_METHODS:
+        vars(module).pop(method, None)
+    if recurse:
+        for child in module.children():
+            remove_hook_from_module(child, recurse)
+    return module
+
+
+def remove_hook_from_submodules(module: nn.Module) -> None:
+    """Take the hooks off ``module`` and everything below it."""
+    remove_hook_from_module(module, recurse=True)
+
+
+class CpuOffload(ModelHook):
+    """Keeps a module on the host until its forward, then moves it to a device, where it stays.
+
+    ``prev_module_hook`` is that of the module before it in a pipeline, which goes back to the host first.
+    ``execution_device`` defaults to this machine's accelerator, or the host if it has none.
+    """
+
+    def __init__(
+        self, execution_device: Device | None = None, prev_module_hook: UserCpuOffloadHook | None = None
+    ) -> None:
+        self.prev_module_hook = prev_module_hook
+        self.execution_device = as_device(execution_device if execution_device is not None else _default_device())
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        return module.to("cpu")
+
+    @not_compiled
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if isinstance(self.prev_module_hook, UserCpuOffloadHook) and _where(self.prev_module_hook.model) != CPU:
+            self.prev_module_hook.offload()
+            if (kind := accelerator_type()) is not None:
+                torch.get_device_module(kind).empty_cache()
+        if not check_device_same(_where(module), self.execution_device):
+            module.to(self.execution_device)
+        return move(args, self.execution_device), move(kwargs, self.execution_device)
+
+
+def _default_device() -> str:
+    return accelerator_type() or "cpu"
+
+
+def _where(module: nn.Module) -> torch.device:
+    first = next(module.parameters(), None)
+    return CPU if first is None else first.device
+
+
+class UserCpuOffloadHook:
+    """A model and its `CpuOffload`, for the script that decides when the model goes back to the host."""
+
+    def __init__(self, model: nn.Module, hook: ModelHook) -> None:
+        self.model = model
+        self.hook = hook
+
+    def offload(self) -> None:
+        """Move the model back to the host."""
+        self.hook.init_hook(self.model)
+
+    def remove(self) -> None:
+        """Take the hook off the model, which stays where it is."""
+        remove_hook_from_module(self.model)

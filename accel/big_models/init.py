@@ -1,0 +1,101 @@
+"""Making a model whose parameters are on another device from the start, the meta device above all."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.parameter import is_lazy
+from torch.utils.hooks import RemovableHandle
+
+from accel.big_models.devices import Device, as_device
+from accel.big_models.modules import like_parameter
+from accel.environment import read_flag
+
+
+@contextmanager
+def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
+    """Modules made inside have their parameters on the meta device: shapes and types, no memory.
+
+    ``include_buffers`` puts buffers, and every other tensor that is made inside, there too; its default is the
+    environment variable ``ACCELERATE_INIT_INCLUDE_BUFFERS``, or no. A parameter that is shared stays shared.
+    Only the thread that is inside is affected.
+    """
+    with init_on_device(torch.device("meta"), include_buffers=include_buffers):
+        yield
+
+
+@contextmanager
+def init_on_device(device: Device, include_buffers: bool | None = None) -> Iterator[None]:
+    """Modules made inside have their parameters on ``device``; see `init_empty_weights`."""
+    if include_buffers is None:
+        include_buffers = read_flag(os.environ, "ACCELERATE_INIT_INCLUDE_BUFFERS")
+    target = as_device(device)
+    if include_buffers:
+        with target:
+            yield
+        return
+    with _placing(_Placement(target)):
+        yield
+
+
+class _Placement:
+    """Moves parameters to one device, each once, however many modules share it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._moved: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}
+
+    def __call__(self, param: nn.Parameter) -> nn.Parameter:
+        if is_lazy(param) or param.device == self._device:
+            return param
+        known = self._moved.get(id(param))
+        if known is not None and known[0]() is param:
+            return known[1]
+        moved = like_parameter(param, param.detach().to(self._device))
+        self._moved[id(param)] = (weakref.ref(param), moved)
+        return moved
+
+
+class _Placements(threading.local):
+    def __init__(self) -> None:
+        self.stack: list[_Placement] = []
+
+
+# torch's registration hooks hold for the whole process: one is in place while any thread is inside, and it does
+# nothing in the others.
+_placements = _Placements()
+_lock = threading.Lock()
+_inside = 0
+_handle: RemovableHandle | None = None
+
+
+def _on_registration(module: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
+    if param is None or not _placements.stack:
+        return None
+    return _placements.stack[-1](param)
+
+
+@contextmanager
+def _placing(placement: _Placement) -> Iterator[None]:
+    global _inside, _handle
+    with _lock:
+        _inside += 1
+        if _handle is None:
+            _handle = register_module_parameter_registration_hook(_on_registration)  # type: ignore[arg-type]
+    _placements.stack.append(placement)
+    try:
+        yield
+    finally:
+        _placements.stack.remove(placement)
+        with _lock:
+            _inside -= 1
+            if not _inside and _handle is not None:
+                _handle.remove()
+                _handle = None

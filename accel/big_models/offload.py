@@ -1,0 +1,262 @@
+"""Weights in a folder: a file of raw numbers each, and an index; read back as maps of the files, not as copies.
+
+The layout is Accelerate's: ``NAME.dat`` and ``index.json`` (name → ``dtype`` and ``shape``). An entry of the index may
+instead say in which safetensors file a weight is (``safetensors_file``, ``weight_name``).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from accel.big_models.devices import CPU, Device, as_device, dtype_named
+from accel.big_models.tensor_files import SafetensorsFile, aligned, map_tensor
+from accel.errors import ArgumentError, CheckpointError, nearest
+
+Index = dict[str, dict[str, Any]]
+INDEX_NAME = "index.json"
+_PIECE = 1 << 22  # elements
+
+
+def offload_weight(
+    weight: torch.Tensor, weight_name: str, offload_folder: str | os.PathLike[str], index: Index | None = None
+) -> Index | None:
+    """Write ``weight`` to ``offload_folder`` and note it in ``index``, which is returned; the index is not written.
+
+    The file appears under its name when it is whole. Raises `CheckpointError` if it cannot be written.
+    """
+    entry = WeightFiles(offload_folder).write(weight, weight_name)
+    if index is not None:
+        index[weight_name] = entry
+    return index
+
+
+class WeightFiles:
+    """Writes weights to a folder, each converted on its way through one small buffer."""
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self._folder = Path(folder)
+        self._buffer = torch.empty(0)
+
+    def write(self, weight: torch.Tensor, name: str, dtype: torch.dtype | None = None) -> dict[str, Any]:
+        """Write ``weight``, as ``dtype`` if one is given; returns its entry of the index."""
+        dtype = dtype or weight.dtype
+        path = self._folder / f"{name}.dat"
+        partial = path.with_name(f"{path.name}.partial")
+        flat = weight.detach().contiguous().reshape(-1)
+        try:
+            with partial.open("wb") as file:
+                for start in range(0, flat.numel(), _PIECE):
+                    file.write(self._bytes(flat[start : start + _PIECE], dtype))
+            partial.replace(path)
+        except OSError as error:
+            raise _not_written(path, flat.numel() * dtype.itemsize, error) from error
+        finally:
+            partial.unlink(missing_ok=True)
+        return {"dtype": str(dtype).removeprefix("torch."), "shape": list(weight.shape)}
+
+    def _bytes(self, piece: torch.Tensor, dtype: torch.dtype) -> memoryview:
+        if piece.dtype != dtype or piece.device != CPU:
+            if self._buffer.dtype != dtype or self._buffer.numel() < piece.numel():
+                self._buffer = torch.empty(piece.numel(), dtype=dtype)
+            piece = self._buffer[: piece.numel()].copy_(piece)
+        return memoryview(piece.view(torch.uint8).numpy().data)
+
+
+def _not_written(path: Path, size: int, error: OSError) -> CheckpointError:
+    try:
+        free = f", {shutil.disk_usage(path.parent).free} bytes are free there"
+    except OSError:
+        free = ""
+    return CheckpointError(f"{path} ({size} bytes) cannot be written: {error.strerror}{free}")
+
+
+def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapping[str, Any]) -> torch.Tensor:
+    """The tensor in ``weight_file``, described by its entry of the index, as a map of the file.
+
+    The file is read as the numbers are used; what is written to the tensor does not reach it. Raises
+    `CheckpointError` for a file that is missing or of another length than the entry says.
+    """
+    shape = tuple(weight_info["shape"])
+    dtype = dtype_named(weight_info["dtype"])
+    assert dtype is not None
+    count = torch.Size(shape).numel()
+    try:
+        length = os.stat(weight_file).st_size
+    except OSError as error:
+        raise CheckpointError(f"offloaded weight {weight_file} cannot be read: {error.strerror}") from error
+    if length != count * dtype.itemsize:
+        raise CheckpointError(
+            f"offloaded weight {weight_file} holds {length} bytes, and the index says {weight_info['dtype']} "
+            f"{list(shape)}, which is {count * dtype.itemsize}"
+        )
+    return map_tensor(weight_file, dtype, shape)
+
+
+def save_offload_index(index: Index | None, offload_folder: str | os.PathLike[str]) -> None:
+    """Add ``index`` to the index in ``offload_folder``; nothing happens for an empty one."""
+    if not index:
+        return
+    path = Path(offload_folder) / INDEX_NAME
+    known = read_offload_index(offload_folder) if path.is_file() else {}
+    text = json.dumps({**known, **index}, indent=2)
+    partial = path.with_name(f"{INDEX_NAME}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        raise _not_written(path, len(text), error) from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def read_offload_index(offload_folder: str | os.PathLike[str]) -> Index:
+    """The index in ``offload_folder``. Raises `CheckpointError` if there is none or it cannot be read."""
+    path = Path(offload_folder) / INDEX_NAME
+    try:
+        index: Index = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{offload_folder} holds no {INDEX_NAME}: no weights were offloaded there") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    return index
+
+
+def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str, torch.Tensor]) -> None:
+    """Write every tensor of ``state_dict``, then the index, to ``save_dir``; names of one tensor share its bytes."""
+    os.makedirs(save_dir, exist_ok=True)
+    index: Index = {}
+    written: dict[Any, str] = {}
+    files = WeightFiles(save_dir)
+    for name, tensor in state_dict.items():
+        key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if tensor.numel() and key in written:
+            alias_weight(written[key], name, save_dir)
+            index[name] = index[written[key]]
+        else:
+            index[name] = files.write(tensor, name)
+            written[key] = name
+    save_offload_index(index, save_dir)
+
+
+def alias_weight(written: str, name: str, folder: str | os.PathLike[str]) -> None:
+    """Give the file of the weight ``written`` the second name ``name``: a link, or a copy where there are none."""
+    source, target = Path(folder) / f"{written}.dat", Path(folder) / f"{name}.dat"
+    partial = target.with_name(f"{target.name}.partial")
+    partial.unlink(missing_ok=True)
+    try:
+        try:
+            os.link(source, partial)
+        except OSError:
+            shutil.copyfile(source, partial)
+        partial.replace(target)
+    except OSError as error:
+        raise _not_written(target, source.stat().st_size, error) from error
+    finally:
+        partial.unlink(missing_ok=True)  # replacing one link of a file by another leaves both
+
+
+class PrefixedDataset(Mapping[str, torch.Tensor]):
+    """The part of a mapping whose names start with ``prefix``, under their names without it."""
+
+    def __init__(self, dataset: Mapping[str, torch.Tensor], prefix: str) -> None:
+        self.dataset = dataset
+        self.prefix = prefix
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        return self.dataset[f"{self.prefix}{key}"]
+
+    def reads_file(self, key: str) -> bool:
+        """Whether the tensor ``key`` is a map of a file."""
+        reads = getattr(self.dataset, "reads_file", None)
+        return reads is not None and bool(reads(f"{self.prefix}{key}"))
+
+    def __contains__(self, key: object) -> bool:
+        return f"{self.prefix}{key}" in self.dataset
+
+    def __iter__(self) -> Iterator[str]:
+        return (key[len(self.prefix) :] for key in self.dataset if key.startswith(self.prefix))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
+    """Weights by name, from ``state_dict`` or, for names it lacks, from the files that ``index`` describes.
+
+    ``index`` defaults to the one in ``save_folder``. Tensors from files are maps of them where they can be, or on
+    ``device`` if one is given. Raises `ArgumentError` if there is no source, `CheckpointError` for a folder without an
+    index, `KeyError` for an unknown name.
+    """
+
+    def __init__(
+        self,
+        state_dict: Mapping[str, torch.Tensor] | None = None,
+        save_folder: str | os.PathLike[str] | None = None,
+        index: Mapping[str, Mapping[str, Any]] | None = None,
+        device: Device | None = None,
+    ) -> None:
+        if state_dict is None and save_folder is None and index is None:
+            raise ArgumentError("OffloadedWeightsLoader needs a state_dict, a save_folder or an index")
+        if index is None and save_folder is not None:
+            index = read_offload_index(save_folder)
+        self.state_dict = {} if state_dict is None else state_dict
+        self.save_folder = save_folder
+        self.index = {} if index is None else index
+        self.device = device
+        self.all_keys = list(dict.fromkeys([*self.state_dict, *self.index]))
+        self._known = set(self.all_keys)
+        self._files: dict[str, SafetensorsFile] = {}
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        if key in self.state_dict:
+            return self.state_dict[key]
+        if key not in self.index:
+            raise KeyError(f"{key} is not among the offloaded weights{nearest(key, self.all_keys)}")
+        entry = self.index[key]
+        file = entry.get("safetensors_file")
+        if file is None:
+            if self.save_folder is None:
+                raise CheckpointError(f"{key} is in a file of its own, and no save_folder says where")
+            return load_offloaded_weight(os.path.join(self.save_folder, f"{key}.dat"), entry)
+        tensor = self._in_safetensors(file, entry.get("weight_name", key))
+        device = CPU if self.device is None else as_device(self.device)
+        tensor = tensor.to(device, dtype_named(entry.get("dtype")))
+        return aligned(tensor) if device == CPU else tensor
+
+    def _in_safetensors(self, file: str, name: str) -> torch.Tensor:
+        """A map of one tensor; the header of a file is read once, and again when the file has changed."""
+        known = self._files.get(file)
+        if known is None or known.changed():
+            known = self._files[file] = SafetensorsFile(file)
+        return known.get(name)
+
+    def reads_file(self, key: str) -> bool:
+        """Whether the tensor ``key`` is a map of a file."""
+        return key not in self.state_dict
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._known
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.all_keys)
+
+    def __len__(self) -> int:
+        return len(self.all_keys)
+
+
+def extract_submodules_state_dict(
+    state_dict: Mapping[str, torch.Tensor], submodule_names: Iterable[str]
+) -> dict[str, torch.Tensor]:
+    """The part of ``state_dict`` that belongs to the modules, or tensors, named."""
+    found: dict[str, torch.Tensor] = {}
+    for module in submodule_names:
+        prefix = f"{module}." if module else ""
+        found |= {name: value for name, value in state_dict.items() if name == module or name.startswith(prefix)}
+    return found

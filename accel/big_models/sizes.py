@@ -1,0 +1,170 @@
+"""How many bytes the tensors of a model take: by element, by module, by layer."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from enum import Enum
+
+import torch
+from torch import nn
+
+from accel.big_models.devices import dtype_named
+from accel.big_models.modules import is_real, named_module_tensors
+from accel.errors import ArgumentError, nearest
+
+# A type of torch, its name, or a type that torch has no tensors of, such as "int4" or `CustomDtype.INT4`.
+Dtype = str | torch.dtype | Enum
+Named = tuple[str, nn.Module | torch.Tensor]
+
+_UNITS = {
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+_PACKED = {"fp8": 1.0, "int4": 1 / 2, "int2": 1 / 4, "nf4": 1 / 2, "fp4": 1 / 2}
+
+
+def convert_file_size_to_int(size: int | str) -> int:
+    """Bytes meant by ``size``: a number, or text such as ``"5GB"`` (10⁹), ``"5GiB"`` (2³⁰) or ``"5Gb"`` (bits).
+
+    Raises `ArgumentError` for a negative size and for text that is none of these.
+    """
+    if isinstance(size, int):
+        if size >= 0:
+            return size
+        raise ArgumentError(f"size {size} is negative: use bytes, or a number with a unit such as '5GB' or '5GiB'")
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]+)\s*", size)
+    unit = match[2].upper() if match else ""
+    if match is None or unit not in _UNITS:
+        hint = nearest(unit, _UNITS) if unit else ""
+        raise ArgumentError(f"size {size!r} is no number with one of the units {', '.join(_UNITS)}{hint}")
+    in_bytes = int(float(match[1]) * _UNITS[unit])
+    return in_bytes // 8 if match[2].endswith("b") and not unit.endswith("IB") else in_bytes
+
+
+def dtype_byte_size(dtype: Dtype) -> int | float:
+    """Bytes that one element of ``dtype`` takes: 4 for float32, 1 for bool, 0.5 for int4.
+
+    Raises `ArgumentError` for a name of no type.
+    """
+    if isinstance(dtype, Enum):
+        dtype = str(dtype.value)
+    name = str(dtype).removeprefix("torch.")
+    if name in _PACKED:
+        return _whole(_PACKED[name])
+    narrow = re.fullmatch(r"u?int([1-7])", name)
+    if narrow:
+        return int(narrow[1]) / 8
+    found = dtype_named(dtype)
+    if found is None:
+        raise ArgumentError(f"dtype {dtype!r} is no type: use, say, 'float16', torch.bfloat16 or 'int4'")
+    return found.itemsize
+
+
+def _whole(size: float) -> int | float:
+    return int(size) if size == int(size) else size
+
+
+def compute_module_sizes(
+    model: nn.Module,
+    dtype: Dtype | None = None,
+    special_dtypes: Mapping[str, Dtype] | None = None,
+    buffers_only: bool = False,
+) -> defaultdict[str, int | float]:
+    """Bytes of every tensor and every module of ``model`` by name; ``""`` is the whole of it.
+
+    ``dtype`` is the type that weights will be loaded as: it never makes one larger and changes no integers.
+    ``special_dtypes`` gives single tensors their own. A tied weight counts once, where it comes first.
+    """
+    size_as = None if dtype is None else dtype_byte_size(dtype)
+    special = {name: dtype_byte_size(kind) for name, kind in (special_dtypes or {}).items()}
+    sizes: defaultdict[str, int | float] = defaultdict(int)
+    tensors = model.named_buffers() if buffers_only else named_module_tensors(model, recurse=True)
+    for name, tensor in tensors:
+        each: int | float = tensor.element_size()
+        if name in special:
+            each = special[name]
+        elif size_as is not None and is_real(tensor):
+            each = min(size_as, each)
+        size = tensor.numel() * each
+        for module in _and_its_parents(name):
+            sizes[module] += size
+    return sizes
+
+
+def _and_its_parents(name: str) -> Iterator[str]:
+    yield ""
+    parts = name.split(".")
+    for end in range(1, len(parts) + 1):
+        yield ".".join(parts[:end])
+
+
+def compute_module_total_buffer_size(
+    model: nn.Module, dtype: Dtype | None = None, special_dtypes: Mapping[str, Dtype] | None = None
+) -> int | float:
+    """Bytes of all buffers of ``model``."""
+    return compute_module_sizes(model, dtype=dtype, special_dtypes=special_dtypes, buffers_only=True)[""]
+
+
+def get_max_layer_size(
+    modules: Sequence[Named], module_sizes: Mapping[str, int | float], no_split_module_classes: Collection[str]
+) -> tuple[int | float, list[str]]:
+    """Size of the largest layer under ``modules``, and the names of all layers of that size.
+
+    A layer is a tensor, a module without children, or a module whose class is in ``no_split_module_classes``.
+    """
+    largest: int | float = 0
+    names: list[str] = []
+    for name in _layers(modules, no_split_module_classes):
+        size = module_sizes.get(name, 0)
+        if size > largest:
+            largest, names = size, [name]
+        elif size == largest:
+            names.append(name)
+    return largest, names
+
+
+def _layers(modules: Sequence[Named], no_split: Collection[str]) -> Iterator[str]:
+    for name, module in modules:
+        inner = children_of(module, no_split)
+        if inner:
+            yield from _layers([(f"{name}.{child}", value) for child, value in inner], no_split)
+        else:
+            yield name
+
+
+def children_of(module: nn.Module | torch.Tensor, no_split: Collection[str]) -> list[tuple[str, nn.Module]]:
+    """The direct submodules of ``module``; none for a tensor and for a class in ``no_split``."""
+    if not isinstance(module, nn.Module) or type(module).__name__ in no_split:
+        return []
+    return list(module.named_children())
+
+
+def direct_parts(model: nn.Module) -> list[Named]:
+    """What a device map of ``model`` may name at the first level: its own parameters, submodules, own buffers."""
+    return [
+        *model.named_parameters(recurse=False),
+        *model.named_children(),
+        *model.named_buffers(recurse=False),
+    ]
+
+
+def calculate_maximum_sizes(model: nn.Module) -> tuple[int | float, tuple[int | float, list[str]]]:
+    """Bytes of ``model``, and what `get_max_layer_size` says of it; ``_no_split_modules`` of transformers is heeded."""
+    sizes = compute_module_sizes(model)
+    no_split = class_names(getattr(model, "_no_split_modules", None))
+    return sizes[""], get_max_layer_size(direct_parts(model), sizes, no_split)
+
+
+def class_names(given: str | Collection[str] | None) -> list[str]:
+    """One name, several or none, as a list."""
+    if given is None:
+        return []
+    return [given] if isinstance(given, str) else list(given)

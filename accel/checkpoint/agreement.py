@@ -1,0 +1,52 @@
+"""Doing something on every process and knowing, on every process, that it went well."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from accel.errors import CheckpointError
+from accel.state import PartialState
+
+Result = TypeVar("Result")
+
+
+def together(what: str, action: Callable[[], Result], group: Any = None) -> list[Result]:
+    """Run ``action`` on every process and return all results, in rank order; they must be picklable.
+
+    If it fails anywhere, `CheckpointError` is raised everywhere, naming the process: no process is left waiting.
+    ``group`` is the process group to agree in, by default the world's own.
+    """
+    result: tuple[Result | None, str | None]
+    cause: Exception | None = None
+    try:
+        result = action(), None
+    except Exception as error:
+        cause = error
+        result = None, str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+    everyones = _all(result, group)
+    failed = [(rank, message) for rank, (_, message) in enumerate(everyones) if message is not None]
+    if failed:
+        rank, message = failed[0]
+        where = f"process {rank}: " if len(everyones) > 1 else ""
+        raise CheckpointError(f"{what}: {where}{message}") from cause
+    return [value for value, _ in everyones]
+
+
+def _all(value: Any, group: Any) -> list[Any]:
+    state = PartialState()
+    if not state.use_distributed:
+        return [value]
+    seen: list[Any] = [None] * state.num_processes
+    dist.all_gather_object(seen, value, group=group)
+    return seen
+
+
+def side_group() -> Any:
+    """A new process group of all processes, over gloo, for what goes on beside training; ``None`` in a world of one.
+
+    All processes must come here. What is said in it and what is said in the world's own group do not mix.
+    """
+    return dist.new_group(backend="gloo") if PartialState().use_distributed else None

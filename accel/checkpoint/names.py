@@ -1,0 +1,53 @@
+"""The names of files in a checkpoint: those that Accelerate gives them, and ours."""
+
+from __future__ import annotations
+
+MODEL_NAME = "pytorch_model"
+SAFE_MODEL_NAME = "model"
+OPTIMIZER_NAME = "optimizer"
+SCHEDULER_NAME = "scheduler"
+SAMPLER_NAME = "sampler"
+SCALER_NAME = "scaler.pt"
+RNG_STATE_NAME = "random_states"
+
+WEIGHTS_NAME = "pytorch_model.bin"
+WEIGHTS_PATTERN_NAME = "pytorch_model{suffix}.bin"
+WEIGHTS_INDEX_NAME = "pytorch_model.bin.index.json"
+SAFE_WEIGHTS_NAME = "model.safetensors"
+SAFE_WEIGHTS_PATTERN_NAME = "model{suffix}.safetensors"
+SAFE_WEIGHTS_INDEX_NAME = "model.safetensors.index.json"
+
+EXTRA = "model_extra.bin"
+OPTIMIZER = f"{OPTIMIZER_NAME}.bin"
+SCHEDULER = f"{SCHEDULER_NAME}.bin"
+SAMPLER = f"{SAMPLER_NAME}.bin"
+MANIFEST = "accel_manifest.json"
+CHECKPOINT_PREFIX = "checkpoint_"
+
+
+def numbered_name(name: str, index: int) -> str:
+    """``model.safetensors``, ``model_1.safetensors``, …"""
+    if index == 0:
+        return name
+    stem, suffix = name.split(".", 1)
+    return f"{stem}_{index}.{suffix}"
+
+
+def custom_name(index: int) -> str:
+    """The file of the ``index``-th object given to ``register_for_checkpointing``."""
+    return f"custom_checkpoint_{index}.pkl"
+
+
+def gradients_name(process_index: int) -> str:
+    """The file of the gradients that a process had in the middle of an accumulation window."""
+    return f"gradients_{process_index}.safetensors"
+
+
+def random_states_name(process_index: int) -> str:
+    """The file of a process's random number generators."""
+    return f"{RNG_STATE_NAME}_{process_index}.pkl"
+
+
+def shard_name(pattern: str, number: int, total: int) -> str:
+    """``model-00001-of-00002.safetensors`` for ``model{suffix}.safetensors``; the plain name where there is one."""
+    return pattern.format(suffix="" if total == 1 else f"-{number:05d}-of-{total:05d}")

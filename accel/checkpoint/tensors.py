@@ -1,0 +1,182 @@
+"""Files of tensors, in the safetensors format (https://github.com/huggingface/safetensors, "Format").
+
+Written straight from the tensors' memory, and read as pages of the file that can be let go of again, so that neither
+way takes a second copy of what is kept.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import json
+import mmap
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from accel.checkpoint.durable import Digest, DurableFile, write_durably
+from accel.errors import CheckpointError
+
+TYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+}
+_BY_NAME = {name: kind for kind, name in TYPES.items()}
+_MAX_HEADER = 100_000_000  # as the format's own reader has it
+_ALIGNMENT = 64  # as torch aligns memory: the data can be used where they are mapped
+_POPULATE_READ = 22  # MADV_POPULATE_READ, from Linux 5.14 on
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> Digest:
+    """Write ``tensors`` as a safetensors file, one at a time, so that no second copy of them all is made.
+
+    Of names for the same memory (tied weights) the first is written and the others are noted in the header.
+    """
+    kept, aliases = untie(tensors)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {}), **aliases}}
+    end = 0
+    for name, tensor in kept.items():
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": _type_name(path, name, tensor),
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+
+    def fill(file: DurableFile) -> None:
+        file.write(len(text).to_bytes(8, "little"))
+        file.write(text)
+        for tensor in kept.values():
+            _write_elements(file, tensor)
+
+    return write_durably(path, fill)
+
+
+def _write_elements(file: DurableFile, tensor: torch.Tensor) -> None:
+    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    if flat.numel():
+        file.write(memoryview(flat.view(torch.uint8).numpy().data))
+
+
+def _type_name(path: Path, name: str, tensor: torch.Tensor) -> str:
+    if tensor.dtype not in TYPES:
+        raise CheckpointError(f"{path.name}: {name} is {tensor.dtype}, which safetensors has no name for")
+    return TYPES[tensor.dtype]
+
+
+def untie(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """The tensors, each memory once under its first name, and for every other name the first one."""
+    kept: dict[str, torch.Tensor] = {}
+    aliases: dict[str, str] = {}
+    seen: dict[Any, str] = {}
+    for name, tensor in tensors.items():
+        key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if tensor.numel() and key in seen:
+            aliases[name] = seen[key]
+        else:
+            seen[key] = name
+            kept[name] = tensor
+    return kept, aliases
+
+
+def read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Read a safetensors file; tied names come back as the same tensor.
+
+    The tensors are the file itself, read where they are touched: see `let_go`. What is written into them stays in
+    memory. Raises `CheckpointError` for a damaged file.
+    """
+    try:
+        header, start = _read_header(path)
+        metadata = header.pop("__metadata__", {})
+        tensors = _map_tensors(path, header, start)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is missing") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} cannot be loaded: {error}") from error
+    for alias, name in metadata.items():
+        if name in tensors:
+            tensors.setdefault(alias, tensors[name])
+    return tensors
+
+
+def _read_header(path: Path) -> tuple[dict[str, Any], int]:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(size - 8, _MAX_HEADER):
+            raise ValueError("its header does not fit into the file")
+        header = json.loads(file.read(length))
+    if not isinstance(header, dict):
+        raise ValueError("its header is not a table of tensors")
+    return header, 8 + length
+
+
+def _map_tensors(path: Path, header: Mapping[str, Any], start: int) -> dict[str, torch.Tensor]:
+    size = path.stat().st_size
+    whole: Any = torch.UntypedStorage.from_file(str(path), shared=False, nbytes=size)
+    tensors: dict[str, torch.Tensor] = {}
+    end = start
+    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        kind, shape = _BY_NAME[entry["dtype"]], torch.Size(entry["shape"])
+        first, past = (start + offset for offset in entry["data_offsets"])
+        if first != end or past > size or past - first != shape.numel() * kind.itemsize:
+            raise ValueError(f"{name} has not the place in the file that its header says")
+        tensors[name], end = _view(whole, first, past, kind, shape), past
+    if end != size:
+        raise ValueError(f"it has {size} bytes where its header tells of {end}")
+    return {name: tensors[name] for name in header}
+
+
+def _view(whole: Any, first: int, past: int, kind: torch.dtype, shape: torch.Size) -> torch.Tensor:
+    if first % kind.itemsize:  # other writers need not align what they write
+        piece = torch.empty(0, dtype=torch.uint8).set_(whole, first, (past - first,), (1,))
+        return piece.clone().view(kind).reshape(shape)
+    strides = torch.empty(shape, device="meta").stride()
+    return torch.empty(0, dtype=kind).set_(whole, first // kind.itemsize, shape, strides)
+
+
+@functools.cache
+def _madvise() -> Callable[[int, int, int], int] | None:
+    if sys.platform != "linux":
+        return None
+    function: Any = ctypes.CDLL(None, use_errno=True).madvise
+    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return function  # type: ignore[no-any-return]
+
+
+def _advise(mapped: torch.Tensor, advice: int) -> None:
+    advise = _madvise()
+    if advise is not None and mapped.numel():
+        start = mapped.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+        end = mapped.data_ptr() + mapped.numel() * mapped.element_size()
+        advise(start, end - start, advice)
+
+
+def bring(mapped: torch.Tensor) -> None:
+    """Read ``mapped``, pages of a file, into memory at once, where the system can; touching it does so bit by bit."""
+    _advise(mapped, _POPULATE_READ)
+
+
+def let_go(mapped: torch.Tensor) -> None:
+    """Give back the memory that reading ``mapped``, pages of a file, has taken; touched again, it is read again."""
+    if sys.platform == "linux":
+        _advise(mapped, mmap.MADV_DONTNEED)

@@ -1,0 +1,173 @@
+"""Weights of a model alone: in one file or in shards with an index, as safetensors or as `torch.save` writes them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from accel.checkpoint.durable import fsync_directory
+from accel.checkpoint.files import draft_of, read_object, replacing, write_object
+from accel.checkpoint.names import (
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    SAFE_WEIGHTS_PATTERN_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+    WEIGHTS_PATTERN_NAME,
+    numbered_name,
+    shard_name,
+)
+from accel.checkpoint.tensors import read_tensors, untie, write_tensors
+from accel.errors import ArgumentError, CheckpointError
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B", re.IGNORECASE)
+_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+_SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}(\.[a-z]+)")
+
+
+def size_in_bytes(size: int | str) -> int:
+    """``"10GB"`` (10¹⁰), ``"5MiB"`` (5 × 2²⁰) or a number, in bytes. Raises `ArgumentError` for anything else."""
+    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
+        return size
+    match = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
+    if match is None:
+        raise ArgumentError(f"max_shard_size={size!r}: give a number of bytes, or digits and a unit such as '5GB'")
+    base = 1024 if match[3] else 1000
+    return int(float(match[1]) * base ** _POWERS[match[2].upper()])
+
+
+def shards(state: Mapping[str, Any], most: int) -> list[dict[str, Any]]:
+    """Split ``state``, in its order, into parts of at most ``most`` bytes; a larger tensor is a part by itself.
+
+    Names of one memory (tied weights) come into one part.
+    """
+    parts: list[dict[str, Any]] = [{}]
+    filled = 0
+    home: dict[Any, dict[str, Any]] = {}
+    for name, value in state.items():
+        memory = _memory_of(value)
+        if memory in home:
+            home[memory][name] = value
+            continue
+        size = value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
+        if parts[-1] and filled + size > most:
+            parts.append({})
+            filled = 0
+        parts[-1][name] = value
+        filled += size
+        if memory is not None:
+            home[memory] = parts[-1]
+    return parts
+
+
+def _memory_of(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or not value.numel():
+        return None
+    return value.device, value.untyped_storage().data_ptr()
+
+
+def clean_state_dict_for_safetensors(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return ``state_dict`` with tied weights under their first name only, and its tensors contiguous."""
+    tensors = {name: value for name, value in state_dict.items() if isinstance(value, torch.Tensor)}
+    _, aliases = untie(tensors)
+    return {
+        name: value.contiguous() if isinstance(value, torch.Tensor) else value
+        for name, value in state_dict.items()
+        if name not in aliases
+    }
+
+
+def save_weights(state: Mapping[str, Any], folder: Path, max_shard_size: int | str, safe: bool) -> list[str]:
+    """Write ``state`` into ``folder``, split where it is larger than ``max_shard_size``; returns the files' names.
+
+    Files of an earlier save that no longer belong to it are deleted, last. Every file is whole at every moment; the
+    index, of which readers begin, is replaced when all it names are there. Raises `ArgumentError` for what safetensors
+    cannot hold.
+    """
+    most = size_in_bytes(max_shard_size)
+    aliases: dict[str, str] = {}
+    if safe:
+        _refuse_objects(state)
+        state, aliases = untie(state)
+    parts = shards(state, most)
+    pattern = SAFE_WEIGHTS_PATTERN_NAME if safe else WEIGHTS_PATTERN_NAME
+    index_name = SAFE_WEIGHTS_INDEX_NAME if safe else WEIGHTS_INDEX_NAME
+    names = [shard_name(pattern, number, len(parts)) for number in range(1, len(parts) + 1)]
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, part in zip(names, parts, strict=True):
+        draft = draft_of(folder / name)
+        if safe:
+            write_tensors(draft, part, {alias: owner for alias, owner in aliases.items() if owner in part})
+        else:
+            write_object(draft, part)
+        os.replace(draft, folder / name)
+    if len(parts) > 1:
+        total = sum(v.numel() * v.element_size() for v in state.values() if isinstance(v, torch.Tensor))
+        where = {key: name for name, part in zip(names, parts, strict=True) for key in part}
+        index = {"metadata": {"total_size": total}, "weight_map": where}
+        replacing(folder / index_name, (json.dumps(index, indent=2, sort_keys=True) + "\n").encode())
+    _clear(folder, keep={*names, *([index_name] if len(parts) > 1 else [])}, pattern=pattern, index_name=index_name)
+    fsync_directory(folder)
+    return names
+
+
+def _refuse_objects(state: Mapping[str, Any]) -> None:
+    for name, value in state.items():
+        if not isinstance(value, torch.Tensor):
+            raise ArgumentError(
+                f"save_model: {name} is a {type(value).__name__}, which safetensors cannot hold: "
+                "use safe_serialization=False"
+            )
+
+
+def _clear(folder: Path, *, keep: set[str], pattern: str, index_name: str) -> None:
+    stem, suffix = pattern.split("{suffix}")
+    for entry in folder.iterdir():
+        shard = _SHARD.fullmatch(entry.name)
+        ours = entry.name in (index_name, f"{stem}{suffix}") or (shard and (shard[1], shard[2]) == (stem, suffix))
+        if ours and entry.name not in keep:
+            entry.unlink()
+
+
+def read_weights(folder: Path, index: int = 0) -> dict[str, Any]:
+    """The state dict of model ``index`` in ``folder``, its tensors pages of the files; see `read_tensors`.
+
+    Looks for safetensors first, then for pickles, whole or in shards. Raises `CheckpointError` if there is none.
+    """
+    readers = ((SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, read_tensors), (WEIGHTS_NAME, WEIGHTS_INDEX_NAME, _mapped))
+    for name, index_name, read in readers:
+        whole, parts = folder / numbered_name(name, index), folder / index_name
+        if whole.exists():
+            return dict(read(whole))
+        if index == 0 and parts.exists():
+            return _read_shards(parts, read)
+    raise CheckpointError(
+        f"{folder} has no {numbered_name(SAFE_WEIGHTS_NAME, index)} and no {numbered_name(WEIGHTS_NAME, index)}: "
+        "it was saved with fewer objects prepared, or by another program"
+    )
+
+
+def _mapped(path: Path) -> dict[str, Any]:
+    state = read_object(path, mapped=True)
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{path} holds a {type(state).__name__}, not a state dict")
+    return state
+
+
+def _read_shards(index: Path, read: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+    try:
+        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index} is damaged: {error}") from error
+    state: dict[str, Any] = {}
+    for name in names:
+        if os.path.basename(name) != name:
+            raise CheckpointError(f"{index} names {name!r}, which is not in its folder")
+        state.update(read(index.with_name(name)))
+    return state

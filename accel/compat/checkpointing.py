@@ -1,0 +1,118 @@
+"""`accelerate.checkpointing`: a checkpoint's files, written into a folder and read from it without an `Accelerator`.
+
+`Accelerator.save_state` does more: what it writes is whole or not there, and is verified when it is read. Here each
+file is replaced whole, and no more than that is promised.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from accel.checkpoint import load, save
+from accel.checkpoint.contents import Contents, Piece
+from accel.checkpoint.names import SCALER_NAME, custom_name
+from accel.errors import CheckpointError, one_of
+from accel.parallel import choose_strategy
+from accel.precision import Precision
+from accel.state import PartialState
+
+
+def save_accelerator_state(
+    output_dir: str,
+    model_states: list[dict[str, Any]],
+    optimizers: list[Any],
+    schedulers: list[Any],
+    dataloaders: list[Any],
+    process_index: int,
+    step: int,
+    scaler: Any = None,
+    save_on_each_node: bool = False,
+    safe_serialization: bool = True,
+) -> Path:
+    """Write the files of a checkpoint into ``output_dir``, which must be there, and return it.
+
+    The main process (with ``save_on_each_node`` that of every node) writes what all share, every process its random
+    number generators and ``step``.
+    """
+    folder, state = Path(output_dir), PartialState()
+    contents = _contents((), optimizers, schedulers, dataloaders, process_index, safe=safe_serialization)
+    if state.is_local_main_process if save_on_each_node else state.is_main_process:
+        for piece in contents.shared(model_states):
+            _write(piece, folder)
+    if scaler is not None:
+        save(scaler.state_dict(), folder / SCALER_NAME, save_on_each_node)
+    for piece in contents.own(step, window_open=False):
+        _write(piece, folder)
+    return folder
+
+
+def load_accelerator_state(
+    input_dir: str,
+    models: list[Any],
+    optimizers: list[Any],
+    schedulers: list[Any],
+    dataloaders: list[Any],
+    process_index: int,
+    scaler: Any = None,
+    map_location: str | None = None,
+    load_kwargs: dict[str, Any] | None = None,
+    **load_model_func_kwargs: Any,
+) -> dict[str, Any]:
+    """Put back what `save_accelerator_state` or Accelerate wrote; returns ``{"step": …}`` where there is one on file.
+
+    Every tensor comes to the device of the object it belongs to, whatever ``map_location`` (``"cpu"`` or
+    ``"on_device"``) says. Raises `CheckpointError` naming the file that is missing, damaged or does not fit.
+    """
+    if map_location is not None:
+        one_of(map_location, ["cpu", "on_device"], what="load_accelerator_state(map_location=…)")
+    folder = Path(input_dir)
+    contents = _contents(models, optimizers, schedulers, dataloaders, process_index, options=load_kwargs)
+    step = contents.read(folder, **load_model_func_kwargs)
+    if scaler is not None:
+        scaler.load_state_dict(load(folder / SCALER_NAME))
+    return {} if step is None else {"step": step}
+
+
+def save_custom_state(obj: Any, path: str, index: int = 0, save_on_each_node: bool = False) -> None:
+    """Write ``obj.state_dict()`` into the folder ``path``, as number ``index`` of a checkpoint's own objects."""
+    save(obj.state_dict(), Path(path) / custom_name(index), save_on_each_node)
+
+
+def load_custom_state(obj: Any, path: str, index: int = 0) -> None:
+    """Put back what `save_custom_state` wrote. Raises `CheckpointError` where there is none."""
+    file = Path(path) / custom_name(index)
+    if not file.exists():
+        raise CheckpointError(f"{path} has no {file.name}")
+    obj.load_state_dict(load(file, map_location="cpu"))
+
+
+def _contents(
+    models: Sequence[Any],
+    optimizers: Sequence[Any],
+    schedulers: Sequence[Any],
+    dataloaders: Sequence[Any],
+    process_index: int,
+    **more: Any,
+) -> Contents:
+    state = PartialState()
+    return Contents(
+        device=state.device,
+        process_index=process_index,
+        strategy=choose_strategy(state, None),
+        precision=Precision(state.device),
+        models=models,
+        optimizers=optimizers,
+        schedulers=schedulers,
+        loaders=dataloaders,
+        **more,
+    )
+
+
+def _write(piece: Piece, folder: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".writing-") as draft:
+        piece.write(Path(draft))
+        os.replace(Path(draft) / piece.name, folder / piece.name)

@@ -1,0 +1,92 @@
+"""What libraries import from `accelerate.commands`: its launcher as a function, and its configuration file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from accel.errors import ArgumentError
+from accel.launch.errors import LaunchError
+from accel.launch.node import launch, plan
+from accel.launch.options import add_arguments
+from accel.launch.worker import Program
+
+_HOME = Path(os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface"))
+cache_dir = str(_HOME.expanduser() / "accelerate")
+default_json_config_file = os.path.join(cache_dir, "default_config.json")
+default_yaml_config_file = os.path.join(cache_dir, "default_config.yaml")
+default_config_file = default_yaml_config_file
+
+
+class Configuration:
+    """The values of a configuration file, each an attribute."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.__dict__.update(values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every value by its name."""
+        return dict(self.__dict__)
+
+
+def load_config_from_file(config_file: str | os.PathLike[str] | None) -> Configuration:
+    """Read a file that ``accelerate config`` wrote (without ``config_file``: the default one).
+
+    `accel launch` reads no such file. Raises `ArgumentError` where there is none, or it cannot be read.
+    """
+    path = Path(config_file or (default_yaml_config_file if _exists() else default_json_config_file))
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise ArgumentError(f"configuration file {path}: {error.strerror}") from None
+    values = json.loads(text) if path.suffix == ".json" else _yaml(text)
+    if not isinstance(values, dict):
+        raise ArgumentError(f"configuration file {path} holds no names and values")
+    return Configuration(values)
+
+
+def _exists() -> bool:
+    return os.path.isfile(default_yaml_config_file)
+
+
+def _yaml(text: str) -> Any:
+    import yaml
+
+    return yaml.safe_load(text)
+
+
+def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+    """A parser of `accel launch`'s flags, a script, and the script's own arguments."""
+    about = "Run a script here and now, one process per accelerator"
+    if subparsers is None:
+        parser = argparse.ArgumentParser("accelerate launch", description=about, allow_abbrev=False)
+    else:
+        parser = subparsers.add_parser("launch", description=about, allow_abbrev=False)
+    add_arguments(parser)
+    parser.add_argument("training_script", help="the script, module (-m) or command (--no_python)")
+    parser.add_argument("training_script_args", nargs=argparse.REMAINDER, help="its arguments")
+    parser.set_defaults(func=launch_command)
+    return parser
+
+
+def launch_command(args: argparse.Namespace) -> None:
+    """Run what `launch_command_parser` parsed, with `accelerate` answered by accel there too.
+
+    Raises `SystemExit` with the exit code of a program that failed. A single process takes this one's place.
+    """
+    words = [args.training_script, *args.training_script_args]
+    program = Program(argv=words, entry="module" if args.module else "command" if args.no_python else "script")
+    try:
+        code = launch(plan({**vars(args), "compat": True}, program))
+    except LaunchError as error:
+        raise SystemExit(f"accelerate launch: {error}") from None
+    if code:
+        raise SystemExit(code)
+
+
+def main() -> None:
+    """``accelerate-launch``: parse this process's arguments and run them."""
+    launch_command(launch_command_parser().parse_args())

@@ -1,0 +1,80 @@
+"""Puts accel in Accelerate's place on the import system's way, and hands that on to child processes.
+
+Light on purpose: every Python process that a run starts may come through here, most of them for nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, cast
+
+from accel.errors import StateError
+from accel.launch.compat import variables
+
+if TYPE_CHECKING:
+    from importlib.metadata import Distribution
+
+NAME = "accelerate"
+VERSION = "1.15.0"
+
+
+class Finder:
+    """Stands first on ``sys.meta_path`` and answers for `accelerate` and everything below it."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """The mirror's spec; ``None`` for other packages. Raises `ModuleNotFoundError` for what is not mirrored.
+
+        To leave an unknown submodule to the next finder could mix a part of Accelerate itself into the mirror.
+        """
+        if fullname.partition(".")[0] != NAME:
+            return None
+        from accel.compat.names import is_module, is_package, where_to_read
+
+        if not is_module(fullname):
+            raise ModuleNotFoundError(
+                f"No module named {fullname!r} under accel.compat: {where_to_read()}", name=fullname
+            )
+        spec = ModuleSpec(fullname, cast(Any, _Loader()), origin=str(Path(__file__).with_name("mirror.py")))
+        spec.has_location = True
+        spec.submodule_search_locations = [] if is_package(fullname) else None
+        return spec
+
+    def find_distributions(self, context: Any = None) -> Iterator[Distribution]:
+        """Accelerate's distribution, for `importlib.metadata`."""
+        name = getattr(context, "name", None)
+        if name is None or re.sub(r"[-_.]+", "-", name).lower() == NAME:
+            from accel.compat.distribution import Answered
+
+            yield Answered()
+
+
+class _Loader:
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        from accel.compat.mirror import Mirror
+
+        return Mirror(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Nothing to run: names are found when they are asked for."""
+
+
+def install() -> None:
+    """Answer for Accelerate from now on; a second time changes nothing.
+
+    Raises `StateError` if Accelerate itself was imported before: what holds its objects would go on with them.
+    """
+    loaded = sys.modules.get(NAME)
+    if loaded is not None and type(loaded).__name__ != "Mirror":
+        where = getattr(loaded, "__file__", None) or "an unknown place"
+        raise StateError(f"accelerate is already imported, from {where}: import accel.compat before it")
+    if not any(type(finder).__name__ == "Finder" and type(finder).__module__ == __name__ for finder in sys.meta_path):
+        sys.meta_path.insert(0, Finder())
+    os.environ.update(variables(os.environ))

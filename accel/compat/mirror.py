@@ -1,0 +1,71 @@
+"""The modules that stand for Accelerate's: each name is fetched from its home in accel when it is first asked for."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from types import FrameType, ModuleType
+from typing import Any
+
+from accel.compat.finder import NAME, VERSION
+from accel.compat.names import find, is_module, names_of, where_to_read
+from accel.errors import nearest
+
+_PATCHED = "_patched_homes"
+
+
+class Mirror(ModuleType):
+    """One of Accelerate's modules.
+
+    A name that is set here is set in its home too, so that a patch of ``accelerate.hooks.add_hook_to_module`` is seen
+    by the code that calls it; deleting it again puts back what was there.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "__version__" and self.__name__ == NAME:
+            return VERSION
+        if name == "__all__":
+            return names_of(self.__name__)
+        if name.startswith("__"):
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        home = find(self.__name__, name)
+        if home is None and is_module(f"{self.__name__}.{name}"):
+            return import_module(f"{self.__name__}.{name}")
+        if home is None:
+            raise _missing(self.__name__, name, sys._getframe(1))
+        value = getattr(import_module(home.module), home.name)
+        self.__dict__[name] = value
+        return value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        home = find(self.__name__, name) if not name.startswith("__") else None
+        if home is not None and isinstance(value, Mirror):
+            return  # `accelerate.utils.tqdm` is a module and, as an attribute, the function in it
+        if home is not None:
+            module = import_module(home.module)
+            self.__dict__.setdefault(_PATCHED, {}).setdefault(name, getattr(module, home.name))
+            setattr(module, home.name, value)
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        super().__delattr__(name)
+        patched = self.__dict__.get(_PATCHED, {})
+        home = find(self.__name__, name)
+        if home is not None and name in patched:
+            setattr(import_module(home.module), home.name, patched.pop(name))
+
+    def __dir__(self) -> list[str]:
+        return sorted({*self.__dict__, *names_of(self.__name__)} - {_PATCHED})
+
+
+def _missing(module: str, name: str, caller: FrameType) -> Exception:
+    text = f"{module} has no {name!r} under accel.compat{nearest(name, names_of(module))}; {where_to_read()}"
+    # `from … import …` replaces an AttributeError, and its text, by its own; hasattr() wants one.
+    return ImportError(text, name=module) if _is_import_from(caller) else AttributeError(text)
+
+
+def _is_import_from(frame: FrameType) -> bool:
+    import dis
+
+    code = frame.f_code.co_code
+    return 0 <= frame.f_lasti < len(code) and dis.opname[code[frame.f_lasti]] == "IMPORT_FROM"

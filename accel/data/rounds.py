@@ -1,0 +1,112 @@
+"""What the main process makes of the batches that it reads for everyone: rounds, one part for each share.
+
+A round is one batch for each share; or, where batches are split, one batch cut into as many parts. Parts of one round
+are made equally long where ``even`` is asked and the rows can be moved from one batch to another: the last of them is
+completed with rows from the start of the epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from accel.data.rows import count_rows, join_rows, take_rows
+from accel.errors import DataError
+
+
+@dataclass(frozen=True)
+class Round:
+    """``parts[s]`` is the batch of share s, ``None`` if it gets none.
+
+    ``counts[s]`` says how many of its rows are no repetitions; it is ``None`` if none anywhere are and all parts have
+    the rows that the loader's batch size makes.
+    """
+
+    parts: list[Any]
+    counts: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dealer:
+    """Makes rounds of ``shares`` parts.
+
+    ``nominal``: rows of a part where the loader says so. ``slice_fn(batch, rows, process_index=…, num_processes=…)``,
+    if given, cuts a part out of a batch of all shares.
+    """
+
+    shares: int
+    split: bool
+    even: bool
+    drop_last: bool
+    nominal: int | None = None
+    slice_fn: Callable[..., Any] | None = None
+
+    def deal(self, batches: Iterator[Any]) -> Iterator[Round]:
+        """The rounds that ``batches`` make."""
+        taken = 1 if self.split else self.shares
+        head: list[Any] = []
+        while dealt := list(islice(batches, taken)):
+            if len(dealt) < taken and self.drop_last:
+                return
+            head = head or dealt
+            yield self._round(dealt, head)
+
+    def _round(self, dealt: list[Any], head: list[Any]) -> Round:
+        sizes = [count_rows(batch) for batch in dealt]
+        alike = len(dealt) == self.shares and all(size == sizes[0] for size in sizes)
+        whole = not self.split and self.slice_fn is None
+        if whole and (alike or (not self.even and len(dealt) == self.shares)):
+            return Round(dealt, self._counted(sizes))
+        try:
+            return self._cut(join_rows(dealt), head)
+        except DataError:
+            if not whole:
+                raise
+        return self._filled(dealt, sizes, head)
+
+    def _cut(self, joined: Any, head: list[Any]) -> Round:
+        rows = count_rows(joined)
+        if rows is None:
+            raise DataError(f"a batch of type {type(joined).__name__} has no rows to give each process a part of")
+        each, rest = divmod(rows, self.shares)
+        if rest and self.even:
+            joined = self._completed(joined, self.shares - rest, head)
+            each += 1
+            edges = [share * each for share in range(self.shares + 1)]
+            counts = tuple(min(each, max(0, rows - start)) for start in edges[:-1])
+            return Round([self._slice(joined, edges, share) for share in range(self.shares)], counts)
+        edges = [share * each + min(share, rest) for share in range(self.shares + 1)]
+        parts = [
+            self._slice(joined, edges, share) if edges[share] < edges[share + 1] else None
+            for share in range(self.shares)
+        ]
+        return Round(parts, self._counted([edges[share + 1] - edges[share] for share in range(self.shares)]))
+
+    def _counted(self, sizes: list[int | None]) -> tuple[int, ...] | None:
+        if self.nominal is None or all(size == self.nominal or size is None for size in sizes):
+            return None
+        return tuple(size or 0 for size in sizes)
+
+    def _completed(self, joined: Any, missing: int, head: list[Any]) -> Any:
+        parts, source = [joined], head[0]
+        size = count_rows(source) or 0
+        if size == 0:
+            raise DataError("the first batch of the epoch has no rows to complete the last one with")
+        while missing > 0:
+            parts.append(take_rows(source, slice(0, missing)))
+            missing -= min(size, missing)
+        return join_rows(parts)
+
+    def _slice(self, joined: Any, edges: list[int], share: int) -> Any:
+        cut = take_rows if self.slice_fn is None else self.slice_fn
+        return cut(joined, slice(edges[share], edges[share + 1]), process_index=share, num_processes=self.shares)
+
+    def _filled(self, dealt: list[Any], sizes: list[int | None], head: list[Any]) -> Round:
+        """A round of batches that cannot be cut: whole ones, repeated for the shares that would have none."""
+        missing = self.shares - len(dealt)
+        if not self.even or missing == 0:
+            return Round([*dealt, *[None] * missing])
+        repeated = [head[place % len(head)] for place in range(missing)]
+        return Round([*dealt, *repeated], (*[size or 1 for size in sizes], *[0] * missing))

@@ -1,0 +1,118 @@
+"""Batches as rows: counting, cutting and joining nests whose leaves are tensors, or lists of one object a row."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from accel.errors import DataError
+from accel.nested import find_batch_size, honor_type, is_record
+
+
+def count_rows(batch: Any) -> int | None:
+    """Rows of ``batch``: the first dimension of its first tensor, else the length of its first list of objects."""
+    size = find_batch_size(batch)
+    return size if size is not None else next(_list_lengths(batch), None)
+
+
+def _list_lengths(data: Any) -> Iterator[int]:
+    if _is_object_list(data):
+        yield len(data)
+    elif isinstance(data, (list, tuple)):
+        for item in data:
+            yield from _list_lengths(item)
+    elif isinstance(data, Mapping):
+        for item in data.values():
+            yield from _list_lengths(item)
+
+
+def _is_object_list(data: Any) -> bool:
+    return (
+        isinstance(data, (list, tuple))
+        and not hasattr(data, "_fields")
+        and bool(data)
+        and not any(isinstance(item, (torch.Tensor, list, tuple, Mapping)) or is_record(item) for item in data)
+    )
+
+
+def take_rows(batch: Any, rows: slice, process_index: int | None = None, num_processes: int | None = None) -> Any:
+    """Return ``batch`` with only ``rows`` of its tensors and of its lists of one object a row; all else stays.
+
+    The other arguments are what a ``slice_fn`` is told besides.
+    """
+    size = count_rows(batch)
+
+    def cut(data: Any) -> Any:
+        if isinstance(data, torch.Tensor):
+            return data[rows] if data.ndim else data
+        if _is_object_list(data):
+            return data[rows] if len(data) == size else data
+        return _rebuild(data, [cut(item) for item in _items(data)]) if _is_nest(data) else data
+
+    return cut(batch)
+
+
+def join_rows(batches: list[Any]) -> Any:
+    """Join the rows of ``batches``, which must be alike but for their number of rows; else `DataError`."""
+    sizes = [count_rows(batch) for batch in batches]
+    return batches[0] if len(batches) == 1 else _join(batches, sizes)
+
+
+def _join(parts: list[Any], sizes: list[int | None]) -> Any:
+    first = parts[0]
+    if any(type(part) is not type(first) for part in parts):
+        raise DataError(f"batches of different types cannot be joined: {', '.join(type(p).__name__ for p in parts)}")
+    if isinstance(first, torch.Tensor) and first.ndim:
+        return _join_tensors(parts)
+    if _is_object_list(first):
+        if all(len(part) == size for part, size in zip(parts, sizes, strict=True)):
+            return type(first)(item for part in parts for item in part)
+    elif _is_nest(first):
+        rows = [_items(part) for part in parts]
+        if any(len(row) != len(rows[0]) for row in rows) or any(_keys(part) != _keys(first) for part in parts):
+            raise DataError("batches of different keys cannot be joined")
+        return _rebuild(first, [_join(list(column), sizes) for column in zip(*rows, strict=True)])
+    if all(_equal(part, first) for part in parts):
+        return first
+    raise DataError(f"batches cannot be joined: they hold different values of type {type(first).__name__}, not rows")
+
+
+def _join_tensors(parts: list[torch.Tensor]) -> torch.Tensor:
+    shapes = {tuple(part.shape[1:]) for part in parts}
+    if len(shapes) > 1:
+        shown = ", ".join(str(list(part.shape)) for part in parts)
+        raise DataError(f"batches of different shapes cannot be joined: {shown}")
+    return torch.cat(parts)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
+
+
+def _is_nest(data: Any) -> bool:
+    return isinstance(data, (list, tuple, Mapping)) or is_record(data)
+
+
+def _keys(data: Any) -> list[Any] | None:
+    return list(data) if isinstance(data, Mapping) else None
+
+
+def _items(data: Any) -> list[Any]:
+    if isinstance(data, Mapping):
+        return list(data.values())
+    if is_record(data):
+        return [getattr(data, field.name) for field in dataclasses.fields(data) if field.init]
+    return list(data)
+
+
+def _rebuild(like: Any, items: list[Any]) -> Any:
+    if isinstance(like, Mapping):
+        named = dict(zip(like, items, strict=True))
+        return named if type(like) is dict else type(like)(named)  # type: ignore[call-arg]
+    if is_record(like):
+        names = [field.name for field in dataclasses.fields(like) if field.init]
+        return dataclasses.replace(like, **dict(zip(names, items, strict=True)))
+    return honor_type(like, iter(items))

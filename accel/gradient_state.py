@@ -1,0 +1,112 @@
+"""Where a process is in its gradient accumulation window and in its data loaders."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from accel.plugins import GradientAccumulationPlugin
+
+if TYPE_CHECKING:
+    from accel.data.loader import PreparedLoader
+
+
+class GradientState:
+    """Where the process is in its accumulation window and in its data loaders.
+
+    ``sync_gradients`` is true on the batch that ends a window: only then do optimizers step and gradients travel.
+    """
+
+    _shared_state: ClassVar[dict[str, Any]] = {}
+
+    sync_gradients: bool
+    plugin: GradientAccumulationPlugin
+    dataloader_references: list[PreparedLoader]
+    _is_xla_gradients_synced: bool
+
+    def __init__(self, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None) -> None:
+        self.__dict__ = GradientState._shared_state
+        if not self.initialized:
+            self.sync_gradients = True
+            self.dataloader_references = []
+            self.plugin = GradientAccumulationPlugin()
+        if gradient_accumulation_plugin is not None:
+            self.plugin = gradient_accumulation_plugin
+
+    @property
+    def initialized(self) -> bool:
+        """Whether the state was made."""
+        return "sync_gradients" in GradientState._shared_state
+
+    @property
+    def plugin_kwargs(self) -> dict[str, Any]:
+        """What the plugin says that is not its default."""
+        return self.plugin.to_kwargs()
+
+    @property
+    def is_xla_gradients_synced(self) -> bool:
+        """Whether gradients were reduced by torch_xla, which does not train in this version; scripts may set it."""
+        return bool(self.__dict__.get("_is_xla_gradients_synced", False))
+
+    @is_xla_gradients_synced.setter
+    def is_xla_gradients_synced(self, is_synced: bool) -> None:
+        self.__dict__["_is_xla_gradients_synced"] = is_synced
+
+    @property
+    def num_steps(self) -> int:
+        """Batches in one accumulation window."""
+        return self.plugin.num_steps
+
+    @property
+    def adjust_scheduler(self) -> bool:
+        """Whether batches between steps are counted in the scheduler's step count."""
+        return self.plugin.adjust_scheduler
+
+    @property
+    def sync_with_dataloader(self) -> bool:
+        """Whether the last batch of a loader ends the window."""
+        return self.plugin.sync_with_dataloader
+
+    @property
+    def active_dataloader(self) -> PreparedLoader | None:
+        """The innermost prepared loader that is being iterated."""
+        return self.dataloader_references[-1] if self.dataloader_references else None
+
+    @property
+    def in_dataloader(self) -> bool:
+        """Whether a prepared loader is being iterated."""
+        return bool(self.dataloader_references)
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether the active loader has given its last batch of this epoch."""
+        active = self.active_dataloader
+        return active is not None and active.end_of_dataloader
+
+    @property
+    def remainder(self) -> int:
+        """Samples in the last, incomplete round of the active loader: 0 if it is complete, -1 if not known."""
+        active = self.active_dataloader
+        return -1 if active is None else active.remainder
+
+    def __repr__(self) -> str:
+        return (
+            f"Sync gradients: {self.sync_gradients}\nAt end of dataloader: {self.end_of_dataloader}\n"
+            f"Extra samples: {self.remainder}\nGradient accumulation steps: {self.num_steps}\n"
+        )
+
+    def _set_sync_gradients(self, sync_gradients: bool) -> None:
+        self.sync_gradients = sync_gradients
+
+    def _add_dataloader(self, loader: PreparedLoader) -> None:
+        self.dataloader_references.append(loader)
+
+    def _remove_dataloader(self, loader: PreparedLoader) -> None:
+        references = self.dataloader_references
+        for index in range(len(references) - 1, -1, -1):
+            if references[index] is loader:
+                del references[index]
+                return
+
+    @staticmethod
+    def _reset_state() -> None:
+        GradientState._shared_state.clear()

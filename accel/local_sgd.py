@@ -1,0 +1,80 @@
+"""Local SGD: processes train on their own and average their weights every few steps."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from accel.collectives import reduce
+from accel.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from accel.accelerator import Accelerator
+
+# What travels at once: weights need not be held twice to be averaged.
+_PIECE = 64 << 20
+
+
+class LocalSGD:
+    """A region in which gradients of ``model`` stay on their process, and weights are averaged now and then.
+
+    They are averaged at every ``local_sgd_steps``-th call of `step`, which goes after the optimizer's, and at the end
+    of the region, unless that is left by an error. In a world of one, or with ``enabled=False``, nothing is done. The
+    state of optimizers is not averaged. Every process must take as many steps. Raises `ArgumentError` for fewer than
+    one step.
+    """
+
+    def __init__(
+        self, accelerator: Accelerator, model: torch.nn.Module, local_sgd_steps: int, enabled: bool = True
+    ) -> None:
+        if local_sgd_steps < 1:
+            raise ArgumentError(f"LocalSGD(local_sgd_steps={local_sgd_steps}): it must be 1 or more")
+        self.accelerator = accelerator
+        self.model = model
+        self.local_sgd_steps = local_sgd_steps
+        self.enabled = enabled and accelerator.use_distributed
+        self.num_steps = 0
+        self._held: AbstractContextManager[Any] | None = None
+
+    def __enter__(self) -> LocalSGD:
+        if self.enabled:
+            self._held = self.accelerator.no_sync(self.model)
+            self._held.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._held is None:
+            return
+        held, self._held = self._held, None
+        held.__exit__(kind, error, trace)
+        # After an error this process does not know whether the others come here.
+        if error is None:
+            self._average()
+
+    def step(self) -> None:
+        """Count a step of the optimizer, and average the weights if it is time."""
+        self.num_steps += 1
+        if self.enabled and self.num_steps % self.local_sgd_steps == 0:
+            self._average()
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        piece: list[torch.Tensor] = []
+        size = 0
+        for parameter in self.model.parameters():
+            piece.append(parameter.data)
+            size += parameter.numel() * parameter.element_size()
+            if size >= _PIECE:
+                _average_in_place(piece)
+                piece, size = [], 0
+        _average_in_place(piece)
+
+
+def _average_in_place(weights: list[torch.Tensor]) -> None:
+    if weights:
+        torch._foreach_copy_(weights, reduce(weights, "mean"))

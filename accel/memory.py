@@ -1,0 +1,209 @@
+"""Memory of devices: giving it back, and finding the batch size that fits."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import logging
+from collections.abc import Callable
+from functools import partial, wraps
+from typing import Any, overload
+
+import torch
+
+from accel.errors import ArgumentError, StateError
+from accel.state import PartialState
+
+Function = Callable[..., Any]
+
+# What libraries say when memory runs out, or a kernel finds too little of it to work in.
+_SIGNS = (
+    " out of memory.",
+    "CUDA out of memory",
+    "MPS backend out of memory",
+    "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED.",
+    "DefaultCPUAllocator: can't allocate memory",
+    "DefaultCPUAllocator: not enough memory",
+    "FATAL ERROR :: MODULE:PT_DEVMEM Allocation failed",
+)
+_UNITS = ("bytes", "KB", "MB", "GB", "TB")
+_attempts = 0
+
+
+def clear_device_cache(garbage_collection: bool = False) -> None:
+    """Give memory that torch keeps but does not use back to the device; with ``garbage_collection`` collect first.
+
+    Initialises no device. Collecting takes tens of milliseconds: not for every step.
+    """
+    if garbage_collection:
+        gc.collect()
+    for kind in _kinds_in_use():
+        getattr(torch, kind).empty_cache()
+
+
+def _kinds_in_use() -> list[str]:
+    device = PartialState._shared_state.get("device")
+    named = {"cuda", "xpu"} | ({device.type} if device is not None else set())
+    found = []
+    for kind in sorted(named):
+        module = getattr(torch, kind, None)
+        started = getattr(module, "is_initialized", lambda: True)
+        if hasattr(module, "empty_cache") and started():
+            found.append(kind)
+    return found
+
+
+def release_memory(*objects: Any) -> list[Any]:
+    """Return as many ``None`` as ``objects``, to be assigned to their names, after giving their memory back.
+
+    ``a, b = release_memory(a, b)``: what nothing else refers to is gone when the names are assigned. What the caller's
+    names still hold is only given back to the device at the next `clear_device_cache`.
+    """
+    released: list[Any] = [None] * len(objects)
+    del objects
+    clear_device_cache(garbage_collection=True)
+    return released
+
+
+def should_reduce_batch_size(exception: BaseException) -> bool:
+    """Whether ``exception`` says that a device, or the host, has run out of memory."""
+    if isinstance(exception, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    if not isinstance(exception, RuntimeError) or len(exception.args) != 1:
+        return False
+    return any(sign in str(exception.args[0]) for sign in _SIGNS)
+
+
+@overload
+def find_executable_batch_size(
+    function: Function, starting_batch_size: int = 128, reduce_batch_size_fn: Callable[[], int] | None = None
+) -> Function: ...
+
+
+@overload
+def find_executable_batch_size(
+    function: None = None, starting_batch_size: int = 128, reduce_batch_size_fn: Callable[[], int] | None = None
+) -> Callable[[Function], Function]: ...
+
+
+def find_executable_batch_size(
+    function: Function | None = None,
+    starting_batch_size: int = 128,
+    reduce_batch_size_fn: Callable[[], int] | None = None,
+) -> Any:
+    """Decorate a function to be called with the largest batch size that fits in memory.
+
+    The function's first parameter is the batch size, which the decorator passes: callers leave it out. It is called
+    with ``starting_batch_size``; each time it runs out of memory it is called again with 0.9 of the size, or with what
+    ``reduce_batch_size_fn()`` returns. A later call begins with the size that was found.
+
+    Processes of one world shrink together: when any of them ran out, all call again with the same size. They agree once
+    each has returned or run out. One that is inside a collective for which a process that ran out is missing cannot be
+    called back: it ends when that collective times out, with a `StateError` that says why. What is prepared for
+    training must be made inside the function.
+
+    Raises `ArgumentError` when a batch size is passed by hand, and `StateError` when none fits.
+    """
+    if function is None:
+        return partial(
+            find_executable_batch_size,
+            starting_batch_size=starting_batch_size,
+            reduce_batch_size_fn=reduce_batch_size_fn,
+        )
+    call, size = function, starting_batch_size
+    parameters = list(inspect.signature(function).parameters.values())
+
+    @wraps(function)
+    def search(*args: Any, **kwargs: Any) -> Any:
+        nonlocal size
+        _refuse_batch_size(call, parameters, args)
+        clear_device_cache(garbage_collection=True)
+        while size > 0:
+            result, ran_out = _attempt(partial(call, size, *args, **kwargs))
+            if not _any_process(ran_out):
+                return result
+            del result
+            clear_device_cache(garbage_collection=True)
+            smaller = reduce_batch_size_fn() if reduce_batch_size_fn is not None else int(size * 0.9)
+            logging.getLogger(__name__).info("out of memory at batch size %d, going on with %d", size, smaller)
+            size = smaller
+        raise StateError(f"{call.__name__} ran out of memory at every batch size from {starting_batch_size} down to 1")
+
+    return search
+
+
+def _refuse_batch_size(function: Function, parameters: list[inspect.Parameter], args: tuple[Any, ...]) -> None:
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    if any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters):
+        return
+    names = [parameter.name for parameter in parameters if parameter.kind in kinds]
+    if len(names) >= len(args) + 1:
+        return
+    without = ", ".join(names[1:])
+    raise ArgumentError(
+        f"{function.__name__} takes its batch size from find_executable_batch_size: call {function.__name__}({without})"
+    )
+
+
+def _attempt(call: Callable[[], Any]) -> tuple[Any, bool]:
+    """What ``call`` returns, and whether it ran out of memory; any other error passes."""
+    try:
+        return call(), False
+    except Exception as error:
+        if not should_reduce_batch_size(error):
+            _blame_who_ran_out(error)
+            raise
+    # Out of the except clause, so that the traceback, which holds the call's tensors, is gone.
+    return None, True
+
+
+def _any_process(ran_out: bool) -> bool:
+    """Whether any process of the world ran out of memory; every process has to ask as often.
+
+    Asked through the world's store and not by a collective: processes that ran out in mid-step have called fewer of
+    these than the others, and the next one would meet another's.
+    """
+    global _attempts
+    world = _store()
+    if world is None:
+        return ran_out
+    store, size, rank = world
+    _attempts += 1
+    keys = [_key(_attempts, other) for other in range(size)]
+    store.set(keys[rank], "1" if ran_out else "0")
+    store.wait(keys)
+    return any(store.get(key) == b"1" for key in keys)
+
+
+def _blame_who_ran_out(error: Exception) -> None:
+    world = _store()
+    if world is None:
+        return
+    store, size, _ = world
+    for rank in range(size):
+        key = _key(_attempts + 1, rank)
+        if store.check([key]) and store.get(key) == b"1":
+            raise StateError(
+                f"process {rank} ran out of memory while this one waited for it in a collective ({error}): "
+                "begin with a smaller batch size"
+            ) from error
+
+
+def _store() -> tuple[Any, int, int] | None:
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return None
+    size, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+    return None if size == 1 else (torch.distributed.distributed_c10d._get_default_store(), size, rank)
+
+
+def _key(attempt: int, rank: int) -> str:
+    return f"accel/memory/{attempt}/{rank}"
+
+
+def convert_bytes(size: float) -> str:
+    """``size`` in the largest unit in which it is at least 1, with at most two decimals: ``"1.5 GB"``."""
+    for unit in _UNITS:
+        if size < 1024:
+            return f"{round(size, 2)} {unit}"
+        size /= 1024
+    return f"{round(size, 2)} PB"

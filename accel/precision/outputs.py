@@ -1,0 +1,42 @@
+"""Outputs of a model in short types, made fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import update_wrapper
+from typing import Any
+
+import torch
+
+from accel.nested import map_nested
+
+_SHORT = (torch.float16, torch.bfloat16)
+
+
+def _widen(leaf: Any) -> Any:
+    return leaf.float() if isinstance(leaf, torch.Tensor) and leaf.dtype in _SHORT else leaf
+
+
+def convert_to_fp32(tensor: Any) -> Any:
+    """Return ``tensor``, a nest, with every fp16 and bf16 tensor in fp32; everything else stays."""
+    return map_nested(_widen, tensor)
+
+
+class ConvertOutputsToFp32:
+    """A function whose outputs are fp32 where those of ``model_forward`` are shorter; pickles, unlike a closure."""
+
+    def __init__(self, model_forward: Callable[..., Any]) -> None:
+        self.model_forward = model_forward
+        update_wrapper(self, model_forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return convert_to_fp32(self.model_forward(*args, **kwargs))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"model_forward": self.model_forward}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["model_forward"])  # type: ignore[misc]
+
+
+convert_outputs_to_fp32 = ConvertOutputsToFp32

@@ -1,0 +1,57 @@
+"""DVCLive: files that DVC keeps with the code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accel.tracking.base import GeneralTracker, on_main_process
+from accel.tracking.values import leave_out, plain, scalars
+
+
+class DVCLiveTracker(GeneralTracker):
+    """Logs with ``live``, or a new `dvclive.Live` that takes ``kwargs``; ``run_name`` has no meaning there."""
+
+    name = "dvclive"
+    requires_logging_directory = False
+
+    def __init__(self, run_name: str | None = None, live: Any = None, **kwargs: Any) -> None:
+        super().__init__()
+        self.live = live
+        self.init_kwargs = kwargs
+
+    @on_main_process
+    def start(self) -> None:
+        """Make the ``Live`` where none was given."""
+        from dvclive import Live
+
+        if self.live is None:
+            self.live = Live(**self.init_kwargs)
+
+    @property
+    def tracker(self) -> Any:
+        """The `dvclive.Live`."""
+        return self.live
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Write ``values`` to ``params.yaml``."""
+        self.live.log_params(plain(values))
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log numbers and text at ``step``, and count a step; ``kwargs`` go to `dvclive.Live.log_metric`."""
+        from dvclive.plots import Metric
+
+        if step is not None:
+            self.live.step = step
+        for name, value in scalars(values).items():
+            if Metric.could_log(value):
+                self.live.log_metric(name, value, **kwargs)
+            else:
+                leave_out(self.name, name, value, "numbers and text")
+        self.live.next_step()
+
+    @on_main_process
+    def finish(self) -> None:
+        """End the ``Live``."""
+        self.live.end()

@@ -1,0 +1,182 @@
+"""Which trackers there are, which of them can be used here, and what ``Accelerator(log_with=…)`` asks for."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+from accel.enums import LoggerType
+from accel.errors import ArgumentError, nearest
+from accel.tracking.aim import AimTracker
+from accel.tracking.base import GeneralTracker
+from accel.tracking.clearml import ClearMLTracker
+from accel.tracking.comet_ml import CometMLTracker
+from accel.tracking.dvclive import DVCLiveTracker
+from accel.tracking.jsonl import JSONLTracker
+from accel.tracking.mlflow import MLflowTracker
+from accel.tracking.swanlab import SwanLabTracker
+from accel.tracking.tensorboard import TensorBoardTracker
+from accel.tracking.trackio import TrackioTracker
+from accel.tracking.wandb import WandBTracker
+
+logger = logging.getLogger(__name__)
+
+Choice = LoggerType | str | GeneralTracker | type[GeneralTracker]
+
+LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {
+    "aim": AimTracker,
+    "comet_ml": CometMLTracker,
+    "mlflow": MLflowTracker,
+    "tensorboard": TensorBoardTracker,
+    "wandb": WandBTracker,
+    "clearml": ClearMLTracker,
+    "dvclive": DVCLiveTracker,
+    "swanlab": SwanLabTracker,
+    "trackio": TrackioTracker,
+    "jsonl": JSONLTracker,
+}
+
+
+@dataclass(frozen=True)
+class _Needs:
+    """The packages any one of which a tracker needs; the first is the one to install."""
+
+    packages: tuple[str, ...] = ()
+
+    def met(self) -> bool:
+        return not self.packages or any(_installed(package) for package in self.packages)
+
+
+_NEEDS = {
+    LoggerType.TENSORBOARD: _Needs(("tensorboard", "tensorboardX")),
+    LoggerType.WANDB: _Needs(("wandb",)),
+    LoggerType.COMETML: _Needs(("comet_ml",)),
+    LoggerType.AIM: _Needs(("aim",)),
+    LoggerType.MLFLOW: _Needs(("mlflow",)),
+    LoggerType.CLEARML: _Needs(("clearml",)),
+    LoggerType.DVCLIVE: _Needs(("dvclive",)),
+    LoggerType.SWANLAB: _Needs(("swanlab",)),
+    LoggerType.TRACKIO: _Needs(("trackio",)),
+    LoggerType.JSONL: _Needs(),
+}
+
+
+@cache
+def _installed(package: str) -> bool:
+    spec = find_spec(package)
+    # A folder of that name beside the script, such as the wandb/ that a run leaves, is found too, but has no file.
+    return spec is not None and spec.origin is not None
+
+
+def get_available_trackers() -> list[LoggerType]:
+    """The trackers whose package is installed; none of them is imported."""
+    return [kind for kind, needs in _NEEDS.items() if needs.met()]
+
+
+def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
+    """Let ``log_with`` take ``tracker_class`` by its ``name``, from now on and in this process.
+
+    It is made with the project's name, then the logging directory if it ``requires_logging_directory``, and its part
+    of ``init_kwargs``. A class that had the name is replaced, with a warning. Raises `ArgumentError` for anything that
+    is no subclass of `GeneralTracker` with both attributes.
+    """
+    _check_class(tracker_class, "register_tracker_class")
+    name = str(tracker_class.name)  # type: ignore[attr-defined]
+    if name in LOGGER_TYPE_TO_CLASS:
+        warnings.warn(f"tracker {name!r} is replaced by {tracker_class.__name__}", stacklevel=2)
+    LOGGER_TYPE_TO_CLASS[name] = tracker_class
+
+
+def _check_class(tracker_class: Any, where: str) -> None:
+    if not (isinstance(tracker_class, type) and issubclass(tracker_class, GeneralTracker)):
+        raise ArgumentError(f"{where} takes a subclass of GeneralTracker, got {tracker_class!r}")
+    if not isinstance(getattr(tracker_class, "name", None), str) or not tracker_class.name:  # type: ignore[attr-defined]
+        raise ArgumentError(f"{where}: {tracker_class.__name__} lacks the class attribute name, a text")
+    if not hasattr(tracker_class, "requires_logging_directory"):
+        raise ArgumentError(
+            f"{where}: {tracker_class.__name__} lacks the class attribute requires_logging_directory, True or False"
+        )
+
+
+def filter_trackers(
+    log_with: Choice | Iterable[Choice] | None, logging_dir: str | os.PathLike[str] | None = None
+) -> list[Choice]:
+    """The trackers ``log_with`` asks for, each once: names as `LoggerType` or text, instances and classes as given.
+
+    ``"all"`` stands for every available one; those that need a logging directory are left out, and said, where there
+    is none. Raises `ArgumentError` for an unknown name, a package that is not installed, and a named tracker that
+    needs a directory where ``logging_dir`` is not given.
+    """
+    if log_with is None:
+        return []
+    asked = list(log_with) if isinstance(log_with, (list, tuple, set, frozenset)) else [log_with]
+    chosen: list[Choice] = []
+    for one in asked:
+        for choice in _all(logging_dir) if _is_all(one) else [_checked(one, logging_dir)]:
+            if not any(choice is known or (isinstance(choice, str) and choice == known) for known in chosen):
+                chosen.append(choice)
+    return chosen
+
+
+def name_of(choice: Choice) -> str:
+    """The name of what `filter_trackers` gave."""
+    return str(choice) if isinstance(choice, str) else str(choice.name)  # type: ignore[union-attr]
+
+
+def _is_all(one: Any) -> bool:
+    return isinstance(one, str) and str(one) == LoggerType.ALL.value
+
+
+def _all(logging_dir: str | os.PathLike[str] | None) -> list[Choice]:
+    found: list[Choice] = []
+    homeless: list[str] = []
+    for kind in get_available_trackers():
+        if logging_dir is None and LOGGER_TYPE_TO_CLASS[kind.value].requires_logging_directory:  # type: ignore[attr-defined]
+            homeless.append(kind.value)
+        else:
+            found.append(kind)
+    if homeless:
+        logger.warning("log_with='all' leaves out %s: no project_dir or logging_dir is given", ", ".join(homeless))
+    return found
+
+
+def _checked(one: Any, logging_dir: str | os.PathLike[str] | None) -> Choice:
+    if isinstance(one, GeneralTracker):
+        return one
+    if isinstance(one, type):
+        _check_class(one, "log_with")
+        kind: type[GeneralTracker] = one
+        choice: Choice = one
+    else:
+        choice = _named(one)
+        kind = LOGGER_TYPE_TO_CLASS[str(choice)]
+    name = name_of(choice)
+    if kind.requires_logging_directory and logging_dir is None:  # type: ignore[attr-defined]
+        raise ArgumentError(
+            f"log_with={name!r} needs a directory: give Accelerator(project_dir=…) or "
+            f"ProjectConfiguration(logging_dir=…)"
+        )
+    return choice
+
+
+def _named(one: Any) -> LoggerType | str:
+    name = str(one) if isinstance(one, str) else None
+    if name is None or name not in LOGGER_TYPE_TO_CLASS:
+        known = [*LOGGER_TYPE_TO_CLASS, LoggerType.ALL.value]
+        what = repr(name) if name is not None else f"{one!r} ({type(one).__name__})"
+        raise ArgumentError(f"log_with={what} is none of {', '.join(known)}{nearest(str(one), known)}")
+    if name not in LoggerType.list():
+        return name
+    kind = LoggerType(name)
+    needs = _NEEDS[kind]
+    own = LOGGER_TYPE_TO_CLASS[name].__module__.startswith(__package__ or "")
+    if own and not needs.met():
+        package = needs.packages[0]
+        raise ArgumentError(f"log_with={name!r} needs the package {package}, which is missing: pip install {package}")
+    return kind

@@ -1,0 +1,91 @@
+"""Weights & Biases."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accel.tracking.base import GeneralTracker, on_main_process
+from accel.tracking.values import scalars
+
+_OFFLINE = ("offline", "dryrun", "disabled")
+
+
+class WandBTracker(GeneralTracker):
+    """Logs to a run of ``wandb``; ``run_name`` is its project, ``kwargs`` go to `wandb.init`; ``.run`` is the run.
+
+    Records are sent by a process of wandb's own, so that `log` does not wait for the server.
+    """
+
+    name = "wandb"
+    requires_logging_directory = False
+    main_process_only = False
+    offline = "WANDB_MODE=offline logs to files that `wandb sync` sends later"
+
+    def __init__(self, run_name: str, **kwargs: Any) -> None:
+        super().__init__()
+        self.run_name = run_name
+        self.init_kwargs = kwargs
+
+    @on_main_process
+    def start(self) -> None:
+        """Begin the run."""
+        import wandb
+
+        self.run: Any = wandb.init(project=self.run_name, **self.init_kwargs)
+
+    @property
+    def tracker(self) -> Any:
+        """The ``wandb`` run."""
+        return self.run
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Merge ``values`` into the run's configuration."""
+        self.run.config.update(values, allow_val_change=True)
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log ``values``, of any type that wandb knows; ``kwargs`` go to the run's ``log``."""
+        self.run.log(scalars(values), step=step, **kwargs)
+
+    @on_main_process
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log each value, a list of arrays (H × W × C) or PIL images."""
+        import wandb
+
+        self.log({name: [wandb.Image(image) for image in images] for name, images in values.items()}, step, **kwargs)
+
+    @on_main_process
+    def log_table(
+        self,
+        table_name: str,
+        columns: list[str] | None = None,
+        data: list[list[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Log a table, from ``columns`` and rows of ``data`` or from a pandas ``dataframe``."""
+        import wandb
+
+        self.log({table_name: wandb.Table(columns=columns, data=data, dataframe=dataframe)}, step, **kwargs)
+
+    @on_main_process
+    def finish(self) -> None:
+        """Send what is left and end the run."""
+        self.run.finish()
+
+    def server(self) -> str | None:
+        """The server, where the run is to be online and no settings or proxy of wandb's own stand between."""
+        import wandb
+
+        settings = wandb.setup().settings
+        mode = self.init_kwargs.get("mode") or settings.mode
+        own = "settings" in self.init_kwargs or settings.http_proxy or settings.https_proxy
+        return None if own or mode in _OFFLINE else str(settings.base_url)
+
+    def is_outage(self, error: BaseException) -> bool:
+        """Whether wandb could not reach its server; a refused key is no outage."""
+        from wandb.errors import AuthenticationError, CommError
+
+        return isinstance(error, CommError) and not isinstance(error, AuthenticationError)

@@ -1,0 +1,193 @@
+"""How gradients travel: communication hooks, regions without and with synchronisation, wrapped models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from accel import Accelerator
+from accel.compiling import TorchDynamoPlugin
+from accel.enums import DDPCommunicationHookType
+from accel.errors import ArgumentError
+from accel.plugins import DistributedDataParallelKwargs
+
+from .worlds import outcomes, run, run_one
+
+# 1 + 1/2048 lies between two neighbours in fp16, 1 + 1/256 in bf16; both are exact in fp32.
+_FINE = {"no": 2.0**-11, "fp16": 2.0**-11, "bf16": 2.0**-8}
+
+
+def _hooked(hook: str, wrapper: str, options: dict[str, Any]) -> list[list[float]]:
+    kwargs = DistributedDataParallelKwargs(comm_hook=hook, comm_wrapper=wrapper, comm_state_option=options)
+    accelerator = Accelerator(kwargs_handlers=[kwargs])
+    torch.manual_seed(0)
+    model = accelerator.prepare(nn.Linear(16, 16, bias=False))
+    seen = []
+    for step in range(4):
+        model.zero_grad()
+        row = torch.full((1, 16), 1.0 + step + accelerator.process_index)
+        accelerator.backward(model(row).sum())
+        gathered = accelerator.gather(model.module.weight.grad[None])
+        seen.append([float((gathered[0] == gathered[1]).all()), gathered[0].mean().item()])
+    return seen
+
+
+@pytest.mark.parametrize("wrapper", ["no", "fp16", "bf16"])
+@pytest.mark.parametrize("hook", ["fp16", "bf16", "power_sgd"])
+def test_every_hook_averages_gradients(hook: str, wrapper: str) -> None:
+    options = {"start_powerSGD_iter": 2, "matrix_approximation_rank": 1} if hook == "power_sgd" else {}
+    for seen in run(_hooked, hook, wrapper, options):
+        assert [alike for alike, _ in seen] == [1.0] * 4
+        # Gradients of rank one, which low-rank compression keeps.
+        assert [mean for _, mean in seen] == pytest.approx([1.5, 2.5, 3.5, 4.5], rel=0.02)
+
+
+def _rounded(hook: str) -> float:
+    accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(comm_hook=hook)])
+    model = accelerator.prepare(nn.Linear(1, 1, bias=False))
+    accelerator.backward(model(torch.full((1, 1), 1.0 + _FINE[hook])).sum())
+    gradient: float = model.module.weight.grad.item()
+    return gradient
+
+
+def test_hooks_send_short_numbers() -> None:
+    assert run(_rounded, "no") == [1.0 + 2.0**-11] * 2
+    assert run(_rounded, "fp16") == [1.0] * 2
+    assert run(_rounded, "bf16") == [1.0] * 2
+
+
+def test_the_batched_hook_works_or_is_refused_before_training() -> None:
+    """In torch 2.13 it fails in the first backward pass that it compresses: its step takes matrices by the batch."""
+    options = {"start_powerSGD_iter": 2, "matrix_approximation_rank": 1}
+    for outcome in outcomes(_hooked, "batched_power_sgd", "no", options):
+        if outcome.error is None:
+            assert [mean for _, mean in outcome.value] == pytest.approx([1.5, 2.5, 3.5, 4.5], rel=0.02)
+        else:
+            assert outcome.error == "ArgumentError"
+            assert outcome.message.endswith("use 'power_sgd'")
+
+
+def test_hooks_that_do_not_exist_are_named() -> None:
+    with pytest.raises(ArgumentError, match=r"'powersgd' is none of .*; did you mean 'power_sgd'"):
+        DistributedDataParallelKwargs(comm_hook="powersgd")
+    with pytest.raises(ArgumentError, match=r"comm_wrapper=…\): 'power_sgd' is none of no, fp16, bf16"):
+        DistributedDataParallelKwargs(comm_wrapper=DDPCommunicationHookType.POWER_SGD)
+
+
+def _gradient(model: Any) -> float:
+    value: float = model.module.weight.grad.item()
+    return value
+
+
+def _late_sync() -> list[float]:
+    accelerator = Accelerator()
+    model = accelerator.prepare(nn.Linear(1, 1, bias=False))
+    inputs = torch.full((1, 1), 1.0 + accelerator.process_index)
+    with accelerator.no_sync(model):
+        first, second = model(inputs).sum(), model(inputs).sum()
+        accelerator.backward(first)
+    alone = _gradient(model)
+    with accelerator.trigger_sync_in_backward(model):
+        accelerator.backward(second)
+    together = _gradient(model)
+    model.zero_grad()
+    accelerator.backward(model(inputs).sum())
+    return [alone, together, _gradient(model)]
+
+
+def test_a_forward_without_synchronisation_can_have_a_backward_with_it() -> None:
+    assert run(_late_sync) == [[1.0, 3.0, 1.5], [2.0, 3.0, 1.5]]
+
+
+def _not_spread() -> list[float]:
+    accelerator = Accelerator()
+    model = accelerator.prepare(nn.Linear(1, 1, bias=False))
+    with accelerator.no_sync(model), accelerator.trigger_sync_in_backward(model):
+        accelerator.backward(model(torch.ones(1, 1)).sum())
+    return [model.weight.grad.item()]
+
+
+def test_one_process_has_nothing_to_synchronise() -> None:
+    assert run_one(_not_spread) == [1.0]
+
+
+def _compiled_no_sync() -> list[float]:
+    import warnings
+
+    warnings.simplefilter("ignore")  # torch's tracer warns at itself
+    accelerator = Accelerator(dynamo_plugin=TorchDynamoPlugin(backend="eager"))
+    model = accelerator.prepare(nn.Linear(1, 1, bias=False))
+    weight: Any = accelerator.unwrap_model(model, keep_torch_compile=False).weight
+    inputs = torch.full((1, 1), 1.0 + accelerator.process_index)
+    with accelerator.no_sync(model):
+        accelerator.backward(model(inputs).sum())
+    alone = weight.grad.item()
+    accelerator.backward(model(inputs).sum())
+    return [alone, weight.grad.item()]
+
+
+def test_a_compiled_model_rests_under_no_sync_too() -> None:
+    first, second = run(_compiled_no_sync)
+    assert [first[0], second[0]] == [1.0, 2.0]
+    assert first[1] == second[1] == 3.0
+
+
+def _several() -> list[bool]:
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    models = accelerator.prepare(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
+    inputs = torch.full((1, 1), 1.0 + accelerator.process_index)
+    alike = []
+    for _ in range(2):
+        with accelerator.accumulate(*models):
+            accelerator.backward(sum(model(inputs).sum() for model in models))
+        for model in models:
+            gathered = accelerator.gather(model.module.weight.grad)
+            alike.append(bool((gathered[0] == gathered[1]).all()))
+    return alike
+
+
+def test_gradients_of_several_models_travel_together() -> None:
+    assert run(_several) == [[False, False, True, True]] * 2
+
+
+def _frozen() -> list[Any]:
+    accelerator = Accelerator()
+    frozen = nn.Linear(1, 1).requires_grad_(False)
+    return [accelerator.prepare(frozen) is frozen, accelerator.prepare_model(nn.Linear(1, 1), evaluation_mode=True)]
+
+
+def test_models_that_are_not_trained_are_not_wrapped() -> None:
+    for same, evaluated in run(_frozen):
+        assert same
+        assert type(evaluated) is nn.Linear
+
+
+def _dispatched(training: bool) -> bool:
+    accelerator = Accelerator()
+    model = nn.Linear(1, 1)
+    model.hf_device_map = {"a": "cpu", "b": "disk"}  # type: ignore[assignment]
+    spread = accelerator.verify_device_map(nn.Sequential(model))
+    accelerator.prepare_model(model, evaluation_mode=not training)
+    return spread and not accelerator.verify_device_map(nn.Linear(1, 1))
+
+
+def test_a_dispatched_model_is_not_trained_by_several_processes() -> None:
+    assert run_one(_dispatched, True)
+    assert run(_dispatched, False) == [True, True]
+    for outcome in outcomes(_dispatched, True):
+        assert outcome.error == "ArgumentError"
+        assert outcome.message.endswith("load it without device_map, or start one process")
+
+
+def _lomo() -> None:
+    accelerator = Accelerator()
+    model = accelerator.prepare(nn.Linear(1, 1))
+    accelerator.backward(model(torch.ones(1, 1)).sum(), learning_rate=0.1)
+
+
+def test_lomo_is_refused_in_one_line() -> None:
+    told = outcomes(_lomo, processes=1)[0]
+    assert (told.error, told.message[:40]) == ("ArgumentError", "backward(learning_rate=…) is for LOMO op")
