@@ -1,0 +1,45 @@
+"""What can go wrong with a host. Every message is one line that begins with the host's name."""
+
+from __future__ import annotations
+
+from ..errors import SchedulerError, Unreachable
+
+
+class HostUnreachable(Unreachable):
+    """There is no connection to the host, or it is lost. Says nothing about what runs there."""
+
+    def __init__(self, host: str, problem: str) -> None:
+        super().__init__(f"{host}: {problem}")
+        self.host = host
+        self.problem = problem
+
+
+class HostKeyRefused(HostUnreachable):
+    """The host's key is unknown, changed or revoked; nothing was sent to it."""
+
+
+class LoginRefused(HostUnreachable):
+    """The host takes none of the keys that there are."""
+
+
+class RemoteError(SchedulerError):
+    """A command on a host could not be run, or did not do what it should."""
+
+    def __init__(self, host: str, problem: str, status: int | None = None) -> None:
+        super().__init__(f"{host}: {problem}")
+        self.host = host
+        self.problem = problem
+        self.status = status
+
+
+class RemoteTimeout(RemoteError):
+    """A command did not end in time. It may still be running."""
+
+
+def one_line(raw: bytes | str) -> str:
+    """The last line that says something, for a message; control characters are shown, not sent to a terminal."""
+    text = raw.decode("utf-8", "replace") if isinstance(raw, bytes) else raw
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    last = lines[-1] if lines else "it said nothing"
+    shown = "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in last)
+    return shown if len(shown) <= 300 else f"{shown[:300]}…"

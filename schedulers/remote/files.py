@@ -1,0 +1,201 @@
+"""Files on a host, below one directory of ours there: written whole or not at all, sent only when lacking.
+
+All that is asked for at once is done in one command, by a program that is sent along (`hostside/files.py`) and run by
+the host's Python. Over SFTP the same takes several round trips a file, and cannot verify or unpack anything.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.resources
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import SnapshotError, SpecError
+from .errors import RemoteError, one_line
+from .session import Session
+from .transport import Remote
+
+ROOT = "~/.accel"
+FILE_MODE = 0o600
+PROGRAM_MODE = 0o700
+READ_LIMIT = 1 << 20
+TRANSFER_S = 3600.0
+_ANSWER_S = 60.0
+_CHUNK = 1 << 20
+_MODULE = "schedulers.remote.hostside"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Range:
+    """Which part of a file: at most `limit` bytes from `offset` on."""
+
+    path: str
+    offset: int = 0
+    limit: int = READ_LIMIT
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What was there: `data` from the offset on, the file's whole `size` in bytes, and which file it is.
+
+    `file` changes when another file takes the path; a `size` below the offset means that this one was cut short.
+    """
+
+    data: bytes
+    size: int
+    file: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blob:
+    """A content and its digest, the sha256 of it in hexadecimal. Read from its source each time it is sent."""
+
+    digest: str
+    size: int
+    source: Path | bytes
+
+    @classmethod
+    def of(cls, source: Path | bytes) -> Blob:
+        """Raises SnapshotError when the file cannot be read."""
+        hashed, size = hashlib.sha256(), 0
+        for chunk in _chunks(source):
+            hashed.update(chunk)
+            size += len(chunk)
+        return cls(digest=hashed.hexdigest(), size=size, source=source)
+
+
+class Files:
+    """The files below `root` on a host; paths are relative to it and do not leave it.
+
+    Files are 0600 and directories 0700 unless told otherwise. Everything raises HostUnreachable, and RemoteError in one
+    line for what the host's disk or Python refuses; what was to be written whole is then not there.
+    """
+
+    def __init__(self, remote: Remote, *, root: str = ROOT, python: str = "python3") -> None:
+        self._remote = remote
+        self._root = root
+        self._python = python
+
+    def put(self, files: Mapping[str, bytes], *, mode: int = FILE_MODE) -> None:
+        """Writes files, each replaced in one step and on the disk when this returns."""
+        steps = [{"op": "put", "path": path, "size": len(data), "mode": mode} for path, data in files.items()]
+        self._do(steps, list(files.values()))
+
+    def send(self, blob: Blob) -> bool:
+        """Has the content there under its digest, verified there; False when it already was and nothing was sent."""
+        return bool(self._do([_blob_step(blob)], blob=blob)[0])
+
+    def unpack(self, blob: Blob, path: str) -> bool:
+        """Has the tar file's content there as the directory `path`, which is whole or not there; sends it if needed.
+
+        True when it was sent. Where the same content is unpacked already, nothing is done.
+        """
+        steps = [_blob_step(blob), {"op": "unpack", "digest": blob.digest, "path": path}]
+        return bool(self._do(steps, blob=blob)[0])
+
+    def read(self, ranges: Sequence[Range]) -> list[Part | None]:
+        """Parts of files, in one round trip; None for a file that is not there."""
+        for asked in ranges:
+            if asked.offset < 0 or asked.limit < 0:
+                raise SpecError(f"cannot read {asked.limit} bytes from byte {asked.offset} on")
+        steps = [{"op": "read", "path": r.path, "offset": r.offset, "limit": r.limit} for r in ranges]
+        with self._started(steps) as session:
+            session.close_stdin()
+            done = self._answer(session)["done"]
+            return [
+                None
+                if found is None
+                else Part(
+                    data=self._exactly(session, found["length"]), size=int(found["size"]), file=str(found["file"])
+                )
+                for found in done
+            ]
+
+    def sizes(self, paths: Sequence[str]) -> list[int | None]:
+        """In bytes; None for a file that is not there."""
+        return list(self._do([{"op": "size", "path": path} for path in paths]))
+
+    def remove(self, path: str) -> bool:
+        """Removes a file, or a directory with everything in it; False when it was not there."""
+        return bool(self._do([{"op": "remove", "path": path}])[0])
+
+    def _do(
+        self, steps: Sequence[Mapping[str, Any]], contents: Iterable[bytes] = (), *, blob: Blob | None = None
+    ) -> Any:
+        with self._started(steps) as session:
+            if blob is not None and self._answer(session)["need"]:
+                self._send(session, blob)
+            for content in contents:
+                session.write(content)
+            session.close_stdin()
+            done = self._answer(session)["done"]
+            session.finish(_ANSWER_S)
+            return done
+
+    def _send(self, session: Session, blob: Blob) -> None:
+        sent = 0
+        for chunk in _chunks(blob.source):
+            session.write(chunk)
+            sent += len(chunk)
+        if sent != blob.size:
+            session.close()
+            raise SnapshotError(f"{_named(blob.source)} was changed while it was sent to {self._remote.name}")
+
+    def _started(self, steps: Sequence[Mapping[str, Any]]) -> Session:
+        program = host_program("files")
+        session = self._remote.open([self._python, "-I", "-S", "-c", program_loader(program)])
+        session.write(program + json.dumps({"root": self._root, "do": list(steps)}).encode() + b"\n")
+        return session
+
+    def _answer(self, session: Session) -> dict[str, Any]:
+        line = session.read_line(TRANSFER_S)
+        if not line.endswith(b"\n"):
+            ended = session.finish(_ANSWER_S)
+            raise RemoteError(self._remote.name, f"{self._python}: {one_line(ended.stderr)}", ended.status)
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise RemoteError(self._remote.name, one_line(str(answer["error"])))
+        return answer
+
+    def _exactly(self, session: Session, count: int) -> bytes:
+        data = session.read(count, TRANSFER_S)
+        if len(data) != count:
+            raise RemoteError(self._remote.name, f"sent {len(data)} of {count} bytes of a file")
+        return data
+
+
+def program_loader(program: bytes) -> str:
+    """What to give to `python -c` so that it runs the `program` that comes first on its standard input."""
+    # In -c the first entry is the current directory: somebody's json.py there is not ours.
+    clean = "sys.path[:]=[p for p in sys.path if p]"
+    return f"import sys;{clean};exec(compile(sys.stdin.buffer.read({len(program)}),'accel','exec'))"
+
+
+@functools.cache
+def host_program(name: str) -> bytes:
+    return importlib.resources.files(_MODULE).joinpath(f"{name}.py").read_bytes()
+
+
+def _blob_step(blob: Blob) -> dict[str, Any]:
+    return {"op": "blob", "digest": blob.digest, "size": blob.size}
+
+
+def _named(source: Path | bytes) -> str:
+    return "a content" if isinstance(source, bytes) else str(source)
+
+
+def _chunks(source: Path | bytes) -> Iterable[bytes]:
+    if isinstance(source, bytes):
+        yield source
+        return
+    try:
+        with open(source, "rb") as file:
+            while chunk := file.read(_CHUNK):
+                yield chunk
+    except OSError as error:
+        raise SnapshotError(f"cannot read {source}: {error.strerror}") from error

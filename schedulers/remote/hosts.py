@@ -1,0 +1,288 @@
+"""Which hosts: `a,b`, `user@host:port`, `[fd00::1]:22`, `gpu[01-16]`, `gpu{01..16}`, `gpu*`, and hostfiles. Pure."""
+
+from __future__ import annotations
+
+import fnmatch
+import ipaddress
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from ..errors import ConfigError, SpecError, nearest
+
+MOST_HOSTS = 10_000
+_MOST_SLOTS = 1024
+_LAST_PORT = 65535
+_SHOWN = 8
+
+_NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?\.?")
+_USER = re.compile(r"[A-Za-z0-9_.][A-Za-z0-9_.+@\\-]*")
+_GROUP = re.compile(r"\[(?P<ranges>[^][]*)\]|\{(?P<braces>[^{}]*)\}")
+_SPAN = re.compile(r"(?P<first>[0-9]+)(?:-|\.\.)(?P<last>[0-9]+)")
+_SETTINGS = ("slots", "max_slots", "port", "user")
+_SPELLINGS = {"max-slots": "max_slots", "username": "user"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """A host as it was named.
+
+    name:   what was written: an address, a name, or an alias that `~/.ssh/config` knows more about.
+    user:   the user to log in as, and `port` the server's; None for what `~/.ssh/config` says.
+    slots:  how many processes a hostfile gives it; None when it does not say.
+    source: where it was named: `--hosts` or `file:line`.
+    """
+
+    name: str
+    user: str | None = None
+    port: int | None = None
+    slots: int | None = None
+    source: str = "--hosts"
+
+    def __str__(self) -> str:
+        """As it can be given to `--hosts` again."""
+        name = f"[{self.name}]" if ":" in self.name else self.name
+        user = f"{self.user}@" if self.user else ""
+        return f"{user}{name}:{self.port}" if self.port else f"{user}{name}"
+
+
+def parse_hosts(text: str, *, aliases: Sequence[str] = (), source: str = "--hosts") -> list[Host]:
+    """The hosts of a list, in its order. A word with `*` or `?` stands for the `aliases` that match it and are not
+    named elsewhere in the list. Raises SpecError for a host that is written twice, and for what names no host.
+    """
+    found: dict[tuple[str, int | None], Host] = {}
+    words = _split(text, source)
+    literal = [word for word in words if not _is_pattern(word)]
+    for host in itertools.chain.from_iterable(_expanded_hosts(word, source) for word in literal):
+        if (host.name, host.port) in found:
+            raise SpecError(f"{source}: {str(host)!r} is there twice; one launcher on a host starts all its processes")
+        found[host.name, host.port] = host
+    order: list[Host] = []
+    for word in words:
+        hosts = _matching(word, aliases, source) if _is_pattern(word) else _expanded_hosts(word, source)
+        for host in hosts:
+            if not _is_pattern(word) or (host.name, host.port) not in found:
+                order.append(host)
+                found[host.name, host.port] = host
+    return _few_enough(order, source)
+
+
+def parse_hostfile(text: str, file: str) -> list[Host]:
+    """The hosts of a hostfile, in its order: `host`, `host slots=8` (Open MPI, DeepSpeed), `host:8` (MPICH), and
+    comments after `#`. A host that is named again adds to its slots, a line that gives no number for one.
+
+    Raises ConfigError, with file:line, for what is not a hostfile and for two lines that contradict each other.
+    """
+    found: dict[tuple[str, int | None], Host] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        where = f"{file}:{number}"
+        try:
+            for host in _hostfile_line(words, where):
+                earlier = found.get((host.name, host.port))
+                found[host.name, host.port] = host if earlier is None else _merged(earlier, host)
+        except SpecError as error:
+            raise ConfigError(str(error)) from None
+    if not found:
+        raise ConfigError(f"{file}: no host in it; a line is a host, or `host slots=8`")
+    return _few_enough(list(found.values()), file)
+
+
+def expand(word: str, source: str = "--hosts") -> Iterator[str]:
+    """The names that a word with `[01-16,20]`, `{01..16}` or `{a,b}` stands for. Raises SpecError."""
+    pieces: list[Sequence[str]] = []
+    at = 0
+    for group in _GROUP.finditer(word):
+        pieces += [[word[at : group.start()]], list(_members(group, word, source))]
+        at = group.end()
+    rest = word[at:]
+    if any(sign in part for part in (rest, *(piece[0] for piece in pieces[::2])) for sign in "[]{}"):
+        raise SpecError(f"{source}: {word!r} has a bracket without its other half, or one inside another")
+    total = 1
+    for piece in pieces:
+        total *= len(piece)
+    if total > MOST_HOSTS:
+        raise SpecError(f"{source}: {word!r} names {total} hosts; at most {MOST_HOSTS} are possible")
+    return ("".join((*parts, rest)) for parts in itertools.product(*pieces))
+
+
+def _members(group: re.Match[str], word: str, source: str) -> Iterator[str]:
+    inside = group["ranges"] if group["ranges"] is not None else group["braces"]
+    total = 0
+    for item in inside.split(","):
+        span = _SPAN.fullmatch(item)
+        if span is None:
+            if not item or (group["ranges"] is not None and not item.isdigit()):
+                raise SpecError(f"{source}: {word!r}: {item!r} is not a number or a range (as in [01-16,20])")
+            yield item
+            continue
+        first, last = int(span["first"]), int(span["last"])
+        if last < first:
+            raise SpecError(f"{source}: {word!r}: the range {item} runs backwards")
+        total += last - first + 1
+        if total > MOST_HOSTS:
+            raise SpecError(f"{source}: {word!r} names more than {MOST_HOSTS} hosts")
+        width = len(span["first"]) if span["first"].startswith("0") else 0
+        yield from (f"{number:0{width}d}" for number in range(first, last + 1))
+
+
+def _split(text: str, source: str) -> list[str]:
+    """At commas and blanks, but for those in brackets."""
+    words: list[str] = []
+    word, depth = "", 0
+    for sign in text:
+        depth = max(0, depth + (sign in "[{") - (sign in "]}"))
+        if depth == 0 and (sign == "," or sign.isspace()):
+            words.append(word)
+            word = ""
+        else:
+            word += sign
+    words.append(word)
+    found = [word for word in words if word]
+    if not found:
+        raise SpecError(f"{source}: names no host")
+    return found
+
+
+def _is_pattern(word: str) -> bool:
+    return "*" in word or "?" in word
+
+
+def _matching(word: str, aliases: Sequence[str], source: str) -> Iterable[Host]:
+    user, at, pattern = word.rpartition("@")
+    names = [name for name in dict.fromkeys(aliases) if _NAME.fullmatch(name)]
+    matching = [name for name in names if fnmatch.fnmatchcase(name, pattern) and "[" not in pattern]
+    if not matching:
+        raise SpecError(
+            f"{source}: {word!r} matches no Host entry of the SSH configuration{nearest(pattern, aliases)}"
+            f" (it has {_shown(aliases)})"
+        )
+    for name in matching:
+        yield Host(name=_checked_name(name, source), user=_checked_user(user, word, source) if at else None)
+
+
+def _shown(names: Sequence[str]) -> str:
+    more = f", … ({len(names)} in all)" if len(names) > _SHOWN else ""
+    return f"{', '.join(names[:_SHOWN])}{more}" if names else "none"
+
+
+def _expanded_hosts(word: str, source: str) -> Iterator[Host]:
+    user, at, rest = word.rpartition("@")
+    if at:
+        _checked_user(user, word, source)
+    found = _ipv6(rest, source)
+    names = [(found[0], found[1])] if found else [_name_and_port(name, source) for name in expand(rest, source)]
+    for name, port in names:
+        yield Host(name=name, user=user if at else None, port=port, source=source)
+
+
+def _ipv6(text: str, source: str) -> tuple[str, int | None] | None:
+    """The address and the port of `[fd00::1]:22` or `fd00::1`; None for what is no such address at all."""
+    if text.count(":") < 2:
+        return None
+    inside, rest = text, ""
+    if text.startswith("["):
+        inside, bracket, rest = text[1:].partition("]")
+        if not bracket or (rest and not rest.startswith(":")):
+            raise SpecError(f"{source}: {text!r} is not an IPv6 address; it is written [fd00::1] or [fd00::1]:22")
+    try:
+        ipaddress.IPv6Address(inside)
+    except ValueError:
+        raise SpecError(
+            f"{source}: {text!r} is not a host: an IPv6 address is written [fd00::1] or [fd00::1]:22"
+        ) from None
+    return inside, _port(rest[1:], text, source) if rest else None
+
+
+def _name_and_port(text: str, source: str) -> tuple[str, int | None]:
+    name, colon, port = text.partition(":")
+    return _checked_name(name, source), _port(port, text, source) if colon else None
+
+
+def _checked_name(name: str, source: str) -> str:
+    # A name never begins with a dash: nothing that it is handed to may take it for an option.
+    if not _NAME.fullmatch(name) or ".." in name or len(name) > 253:
+        raise SpecError(f"{source}: {name!r} is not a host name (letters, digits, '.', '-' and '_')")
+    return name
+
+
+def _checked_user(user: str, word: str, source: str) -> str:
+    if not _USER.fullmatch(user):
+        raise SpecError(f"{source}: {word!r}: {user!r} is not a user name")
+    return user
+
+
+def _port(text: str, word: str, source: str) -> int:
+    if not (text.isascii() and text.isdigit()) or not 0 < int(text) <= _LAST_PORT:
+        raise SpecError(f"{source}: {word!r}: {text!r} is not a port (1 to {_LAST_PORT})")
+    return int(text)
+
+
+def _hostfile_line(words: Sequence[str], where: str) -> list[Host]:
+    word, *settings = words
+    if _is_pattern(word):
+        raise SpecError(f"{where}: {word!r}: patterns are for --hosts; a hostfile names each host")
+    given = _settings(settings, where)
+    user, at, rest = word.rpartition("@")
+    slots: int | None = None
+    name, colon, count = rest.rpartition(":")
+    if colon and (rest.startswith("[") or rest.count(":") == 1) and not rest.endswith("]"):
+        slots = _slots(count, word, where)
+        rest = name
+    hosts = list(_expanded_hosts(f"{user}{at}{rest}", where))
+    if slots is not None and "slots" in given:
+        raise SpecError(f"{where}: {word!r} has its slots twice: {count}, and slots={given['slots']}")
+    if at and given.get("user", user) != user:
+        raise SpecError(f"{where}: {word!r} has two users: {user}, and {given['user']}")
+    return [
+        replace(
+            host,
+            slots=_slots(given["slots"], word, where) if "slots" in given else slots,
+            port=_port(given["port"], word, where) if "port" in given else None,
+            user=_checked_user(given["user"], word, where) if "user" in given else host.user,
+        )
+        for host in hosts
+    ]
+
+
+def _settings(words: Iterable[str], where: str) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        name = _SPELLINGS.get(name, name)
+        if name not in _SETTINGS or not equals:
+            hint = nearest(name, _SETTINGS)
+            raise SpecError(f"{where}: {word!r} is not a setting{hint} (settings: {', '.join(_SETTINGS)}, each NAME=…)")
+        if name in found:
+            raise SpecError(f"{where}: {name} is there twice")
+        found[name] = value
+    if "max_slots" in found:
+        most = _slots(found["max_slots"], "max_slots", where)
+        if "slots" in found and _slots(found["slots"], "slots", where) > most:
+            raise SpecError(f"{where}: slots={found['slots']} is more than max_slots={most}")
+    return found
+
+
+def _slots(text: str, word: str, where: str) -> int:
+    if text.isascii() and text.isdigit() and 0 < int(text) <= _MOST_SLOTS:
+        return int(text)
+    port = "; in a hostfile the number after ':' is slots, a port is port=N" if text.isdigit() else ""
+    raise SpecError(f"{where}: {word!r}: {text!r} is not a number of slots (1 to {_MOST_SLOTS}){port}")
+
+
+def _merged(earlier: Host, later: Host) -> Host:
+    if earlier.user != later.user:
+        raise SpecError(
+            f"{later.source}: {later.name} as {later.user or 'the default user'} is at {earlier.source} "
+            f"as {earlier.user or 'the default user'}; leave one of the lines out"
+        )
+    return replace(earlier, slots=(earlier.slots or 1) + (later.slots or 1))
+
+
+def _few_enough(hosts: list[Host], source: str) -> list[Host]:
+    if len(hosts) > MOST_HOSTS:
+        raise SpecError(f"{source}: {len(hosts)} hosts; at most {MOST_HOSTS} are possible")
+    return hosts

@@ -1,0 +1,309 @@
+"""Reads and writes files on the host it runs on. One line of JSON comes in, with what to do; answers go out in lines.
+
+    {"root": "~/.accel", "do": [{"op": "put", "path": "a", "size": 3, "mode": 384}, …]}
+
+Contents follow the line as raw bytes, in the order of the operations; a blob's only once `{"need": true}` came back.
+The last line is `{"done": […]}`, with what was read after it as raw bytes, or `{"error": "…"}`.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import stat
+import sys
+import time
+
+# hashlib, shutil and tarfile, which take long to load, are imported where they are needed.
+
+TYPE_CHECKING = False  # typing itself would take as long to import as all the rest
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from typing import Any
+
+    Step = dict[str, Any]
+
+CHUNK = 1 << 20
+STALL_S = 120  # a sender that is cut off leaves no process behind
+STALE_S = 86400
+FORBIDDEN = "it writes outside its directory"
+
+
+class Refused(Exception):
+    """One line for people."""
+
+
+def main() -> None:
+    signal.signal(signal.SIGALRM, on_stall)
+    os.umask(0o077)
+    read: list[bytes] = []
+    try:
+        request = json.loads(sys.stdin.buffer.readline())
+        root = os.path.expanduser(request["root"])
+        os.makedirs(root, mode=0o700, exist_ok=True)
+        done = [OPERATIONS[step["op"]](root, step, read) for step in request["do"]]
+    except Refused as error:
+        return answer({"error": str(error)})
+    except OSError as error:
+        return answer({"error": explain(error)})
+    answer({"done": done})
+    for data in read:
+        sys.stdout.buffer.write(data)
+    sys.stdout.buffer.flush()
+    return None
+
+
+def answer(line: object) -> None:
+    sys.stdout.buffer.write(json.dumps(line).encode() + b"\n")
+    sys.stdout.buffer.flush()
+
+
+def on_stall(*_: object) -> None:
+    raise Refused(f"nothing came for {STALL_S} s")
+
+
+def explain(error: OSError) -> str:
+    import shutil
+
+    path = error.filename or "a file"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        where = path if isinstance(path, str) and os.path.exists(path) else os.path.dirname(str(path)) or "."
+        free = shutil.disk_usage(where).free // 1_000_000 if os.path.exists(where) else 0
+        return f"disk full: cannot write {path} ({free} MB free; quota?)"
+    return f"{path}: {(error.strerror or str(error)).lower()}"
+
+
+def place(root: str, path: str) -> str:
+    """A path inside the root. What lies outside it is not ours."""
+    parts = path.split("/")
+    if not path or path.startswith("/") or ".." in parts or "." in parts or not all(parts):
+        raise Refused(f"{path!r} is not a path inside {root}")
+    return os.path.join(root, *parts)
+
+
+def receive(size: int) -> Iterator[bytes]:
+    left = size
+    while left:
+        signal.alarm(STALL_S)
+        data = sys.stdin.buffer.read1(min(CHUNK, left))  # type: ignore[union-attr]  # standard input has it
+        signal.alarm(0)
+        if not data:
+            raise Refused(f"the transfer broke off, {size - left} of {size} bytes in")
+        left -= len(data)
+        yield data
+
+
+def write_whole(path: str, size: int, mode: int, digest: str | None = None) -> None:
+    """The file is there with all of its content, on the disk, or is not there."""
+    parent, name = os.path.split(path)
+    os.makedirs(parent, mode=0o700, exist_ok=True)
+    temporary = os.path.join(parent, f".{name}.{os.getpid()}.{os.urandom(4).hex()}.part")
+    hashed = None
+    if digest is not None:
+        import hashlib
+
+        hashed = hashlib.sha256()
+    try:
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(fd, "wb", buffering=0) as file:
+            for data in receive(size):
+                if hashed is not None:
+                    hashed.update(data)
+                put_all(file.fileno(), data, path)
+            os.fchmod(file.fileno(), mode)
+            os.fsync(file.fileno())
+        if hashed is not None and hashed.hexdigest() != digest:
+            raise Refused(f"{path} arrived damaged")
+        os.replace(temporary, path)
+        sync_directory(parent)
+    except BaseException:
+        if os.path.lexists(temporary):
+            os.unlink(temporary)
+        raise
+
+
+def put_all(fd: int, data: bytes, path: str) -> None:
+    rest = memoryview(data)
+    while rest:
+        try:
+            rest = rest[os.write(fd, rest) :]
+        except OSError as error:
+            error.filename = path
+            raise
+
+
+def sync_directory(path: str) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            raise
+    finally:
+        os.close(fd)
+
+
+def put(root: str, step: Step, read: list[bytes]) -> bool:
+    write_whole(place(root, step["path"]), step["size"], step["mode"])
+    return True
+
+
+def blob_path(root: str, digest: str) -> str:
+    return place(root, f"blobs/{digest}")
+
+
+def blob(root: str, step: Step, read: list[bytes]) -> bool:
+    """A content, kept under its digest: asked for only where it is not there. Says whether it was sent."""
+    path = blob_path(root, step["digest"])
+    if os.path.exists(path):
+        os.utime(path)  # in use: what removes old ones can see that
+        answer({"need": False})
+        return False
+    sweep(os.path.dirname(path))
+    answer({"need": True})
+    write_whole(path, step["size"], 0o600, step["digest"])
+    return True
+
+
+def sweep(directory: str) -> None:
+    """Removes what transfers that were killed left behind."""
+    if not os.path.isdir(directory):
+        return
+    for entry in os.scandir(directory):
+        if entry.name.endswith(".part") and time.time() - entry.stat().st_mtime > STALE_S:
+            os.unlink(entry.path)
+
+
+def unpack(root: str, step: Step, read: list[bytes]) -> bool:
+    """A directory out of a tar blob: whole when it is there. Says whether there was anything to do."""
+    import shutil
+
+    digest, destination = step["digest"], place(root, step["path"])
+    parent, name = os.path.split(destination)
+    marker = os.path.join(parent, f".{name}.digest")
+    if os.path.lexists(destination):
+        if os.path.exists(marker) and open(marker).read() == digest:  # noqa: SIM115  # ends with the program
+            return False
+        raise Refused(f"{destination} is there, and is something else")
+    source = blob_path(root, digest)
+    check_digest(source, digest)
+    temporary = os.path.join(parent, f".{name}.{os.getpid()}.{os.urandom(4).hex()}.part")
+    try:
+        os.makedirs(temporary, mode=0o700)
+        extract(source, temporary)
+        with open(marker + ".part", "w") as file:
+            file.write(digest)
+        os.replace(marker + ".part", marker)
+        finish(temporary, destination, marker, digest)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    return True
+
+
+def finish(temporary: str, destination: str, marker: str, digest: str) -> None:
+    import shutil
+
+    try:
+        os.rename(temporary, destination)
+    except OSError:
+        # Two at once: the other one was quicker, with the same content.
+        if not (os.path.isdir(destination) and open(marker).read() == digest):  # noqa: SIM115
+            raise
+        shutil.rmtree(temporary, ignore_errors=True)
+    sync_directory(os.path.dirname(destination))
+
+
+def check_digest(path: str, digest: str) -> None:
+    import hashlib
+
+    hashed = hashlib.sha256()
+    try:
+        with open(path, "rb") as file:
+            for data in iter(lambda: file.read(CHUNK), b""):
+                hashed.update(data)
+    except FileNotFoundError:
+        raise Refused(f"there is no blob {digest}") from None
+    if hashed.hexdigest() != digest:
+        os.unlink(path)
+        raise Refused(f"{path} was damaged on this disk, and is removed: send it again")
+
+
+def extract(source: str, top: str) -> None:
+    """Files, links that stay inside and empty directories; nothing is written through a link, as links come last."""
+    import tarfile
+
+    links = []
+    with tarfile.open(source, "r:", encoding="utf-8", errors="surrogateescape") as tar:
+        for member in tar:
+            whole = place(top, member.name)
+            if member.isdir():
+                os.makedirs(whole, mode=0o700, exist_ok=True)
+                os.chmod(whole, (member.mode & 0o777) | 0o700)
+            elif member.issym():
+                links.append((whole, member.linkname))
+            elif member.isreg():
+                os.makedirs(os.path.dirname(whole), mode=0o700, exist_ok=True)
+                content = tar.extractfile(member)
+                fd = os.open(whole, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+                with open(fd, "wb", buffering=0) as file:
+                    while content is not None:
+                        data = content.read(CHUNK)
+                        if not data:
+                            break
+                        put_all(file.fileno(), data, whole)
+                    os.fchmod(file.fileno(), member.mode & 0o777)
+            else:
+                raise Refused(f"{member.name!r} in {source} is neither a file, a link nor a directory")
+    for whole, target in links:
+        os.makedirs(os.path.dirname(whole), mode=0o700, exist_ok=True)
+        os.symlink(target, whole)
+    real = os.path.realpath(top)
+    for whole, target in links:
+        if os.path.isabs(target) or not (os.path.realpath(whole) + "/").startswith(real + "/"):
+            raise Refused(f"{os.path.relpath(whole, top)!r} in {source} is a link that leads outside")
+
+
+def read_range(root: str, step: Step, read: list[bytes]) -> dict[str, Any] | None:
+    """Some of a file from an offset on; null when there is no such file."""
+    try:
+        fd = os.open(place(root, step["path"]), os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    with open(fd, "rb", buffering=0) as file:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise Refused(f"{step['path']} is no file")
+        file.seek(step["offset"])
+        data = file.read(step["limit"]) or b""
+    read.append(data)
+    return {"size": found.st_size, "length": len(data), "file": f"{found.st_dev}.{found.st_ino}"}
+
+
+def size(root: str, step: Step, read: list[bytes]) -> int | None:
+    try:
+        return os.stat(place(root, step["path"])).st_size
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def remove(root: str, step: Step, read: list[bytes]) -> bool:
+    """A file, or a directory with all that is in it. Says whether it was there."""
+    path = place(root, step["path"])
+    if not os.path.lexists(path):
+        return False
+    if os.path.isdir(path) and not os.path.islink(path):
+        import shutil
+
+        shutil.rmtree(path)
+    else:
+        os.unlink(path)
+    return True
+
+
+OPERATIONS = {"put": put, "blob": blob, "unpack": unpack, "read": read_range, "size": size, "remove": remove}
+
+if __name__ == "__main__":
+    main()

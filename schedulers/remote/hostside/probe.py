@@ -1,0 +1,308 @@
+"""Tells what a host is and has, and tries whether it can be reached. JSON: one line in, one out, to the input's end.
+
+{"do": "facts", "root": "~/.accel"}                               what is asked for first
+{"do": "listen", "ports": [0], "token": "…"}                      answers `token` to whoever connects, from now on
+{"do": "connect", "addresses": ["…"], "port": 1, "token": "…", "seconds": 3}    tries them all at once
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+    Request = dict[str, Any]
+
+LIFETIME_S = 600  # whoever asked is long gone
+SIOCGIFCONF = 0x8912
+NVML = "libnvidia-ml.so.1"
+TOKEN_BYTES = 64
+
+
+def main() -> None:
+    signal.alarm(LIFETIME_S)
+    for line in sys.stdin.buffer:
+        request = json.loads(line)
+        try:
+            found = ACTIONS[request["do"]](request)
+        except OSError as error:
+            found = {"error": error.strerror or str(error)}
+        sys.stdout.write(json.dumps(found) + "\n")
+        sys.stdout.flush()
+
+
+def facts(request: Request) -> dict[str, Any]:
+    import resource
+
+    nproc, nofile = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_NPROC, resource.RLIMIT_NOFILE))
+    umask = os.umask(0o077)
+    os.umask(umask)
+    disk, disk_free, writable = disk_of(os.path.expanduser(request["root"]))
+    found = {
+        "name": socket.gethostname(),
+        "machine": machine(),
+        "user": user(),
+        "home": os.path.expanduser("~"),
+        "umask": umask,
+        "python": ".".join(map(str, sys.version_info[:3])),
+        "executable": sys.executable,
+        "packages": {name: version(name, module) for name, module in request["packages"].items()},
+        "disk": disk,
+        "disk_free": disk_free,
+        "disk_writable": writable,
+        "shm_free": disk_of("/dev/shm")[1],
+        "cpus": os.cpu_count() or 1,
+        "processes": max(-1, nproc),
+        "files": max(-1, nofile),
+        "gpus": gpus(),
+        "addresses": addresses(),
+    }
+    found["time"] = time.time()  # last: how old it is when it arrives is what the caller can tell best
+    return found
+
+
+def machine() -> str:
+    """The same for two names of one machine, and for nothing else (containers of one machine differ)."""
+    parts = [socket.gethostname()]
+    for path in ("/proc/sys/kernel/random/boot_id", "/etc/machine-id"):
+        try:
+            with open(path) as file:
+                parts.append(file.read().strip())
+        except OSError:
+            continue
+    if os.path.lexists("/proc/self/ns/net"):
+        parts.append(os.readlink("/proc/self/ns/net"))
+    return " ".join(parts)
+
+
+def user() -> str:
+    import pwd
+
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return str(os.getuid())
+
+
+def version(name: str, module: str) -> str | None:
+    """Of an installed package, without importing it; `?` for one that is there and does not say."""
+    import importlib.metadata
+    import importlib.util
+
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        pass
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        return None
+    if spec is None or not spec.origin:
+        return None
+    try:
+        with open(spec.origin, errors="replace") as file:
+            match = re.search(r"""^__version__ *= *["']([^"']+)""", file.read(), re.MULTILINE)
+    except OSError:
+        match = None
+    return match.group(1) if match else "?"
+
+
+def disk_of(path: str) -> tuple[str, int, bool]:
+    """The nearest directory that is there, its free bytes for this user, and whether this user may write to it."""
+    path = os.path.abspath(path)
+    while not os.path.isdir(path):
+        path = os.path.dirname(path)
+    found = os.statvfs(path)
+    return path, found.f_bavail * found.f_frsize, os.access(path, os.W_OK | os.X_OK)
+
+
+def gpus() -> dict[str, Any]:
+    """How many there are and who said so, or what is wrong with them."""
+    problem = ""
+    for how, count in (("nvml", nvml_gpus), ("nvidia-smi", smi_gpus), ("driver", driver_gpus), ("kfd", amd_gpus)):
+        found = count()
+        if isinstance(found, int):
+            return {"count": found, "how": how, "problem": "" if how != "driver" else problem}
+        problem = problem or found
+    return {"count": 0, "how": "", "problem": problem}
+
+
+def nvml_gpus() -> int | str:
+    import ctypes
+
+    try:
+        library = ctypes.CDLL(NVML)
+    except OSError:
+        return ""
+    status = library.nvmlInit_v2()
+    if status != 0:
+        return f"NVML does not start (error {status}; 18 is another version of the library than of the driver)"
+    count = ctypes.c_uint()
+    return int(count.value) if library.nvmlDeviceGetCount_v2(ctypes.byref(count)) == 0 else "NVML counts no GPUs"
+
+
+def smi_gpus() -> int | str:
+    import shutil
+    import subprocess
+
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return ""
+    try:
+        done = subprocess.run([command, "-L"], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"nvidia-smi does not answer ({error})"
+    if done.returncode != 0:
+        return (
+            (done.stdout + done.stderr).strip().splitlines()[0][:200]
+            if done.stdout + done.stderr
+            else "nvidia-smi fails"
+        )
+    return sum(line.startswith("GPU ") for line in done.stdout.splitlines())
+
+
+def driver_gpus() -> int | str:
+    try:
+        return len(os.listdir("/proc/driver/nvidia/gpus"))
+    except OSError:
+        return ""
+
+
+def amd_gpus() -> int | str:
+    nodes = "/sys/class/kfd/kfd/topology/nodes"
+    count = 0
+    try:
+        for node in os.listdir(nodes):
+            with open(os.path.join(nodes, node, "properties")) as file:
+                count += re.search(r"^simd_count [1-9]", file.read(), re.MULTILINE) is not None
+    except OSError:
+        return ""
+    return count
+
+
+def addresses() -> list[dict[str, Any]]:
+    """Every address that another host might reach: not the loopback's, nor IPv6 ones that hold on one link only."""
+    found = []
+    for interface, address in ipv4() + ipv6():
+        if interface != "lo":
+            speed = number(f"/sys/class/net/{interface}/speed")
+            virtual = os.path.isdir(f"/sys/devices/virtual/net/{interface}")
+            found.append({"interface": interface, "address": address, "speed": max(0, speed), "virtual": virtual})
+    return found
+
+
+def ipv4() -> list[tuple[str, str]]:
+    import array
+    import fcntl
+
+    size = 40 if struct.calcsize("P") == 8 else 32
+    buffer = array.array("B", bytes(size * 512))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        try:
+            answer = fcntl.ioctl(asked, SIOCGIFCONF, struct.pack("iP", len(buffer), buffer.buffer_info()[0]))
+        except OSError:
+            return []
+    length = struct.unpack("iP", answer)[0]
+    raw = buffer.tobytes()
+    return [
+        (
+            raw[at : at + 16].partition(b"\0")[0].decode(errors="replace").partition(":")[0],
+            socket.inet_ntoa(raw[at + 20 : at + 24]),
+        )
+        for at in range(0, length, size)
+    ]
+
+
+def ipv6() -> list[tuple[str, str]]:
+    try:
+        with open("/proc/net/if_inet6") as file:
+            rows = [line.split() for line in file]
+    except OSError:
+        return []
+    # The fourth column is the scope: 0 is global, which unique local addresses are too.
+    return [(row[5], socket.inet_ntop(socket.AF_INET6, bytes.fromhex(row[0]))) for row in rows if row[3] == "00"]
+
+
+def number(path: str) -> int:
+    try:
+        with open(path) as file:
+            return int(file.read())
+    except (OSError, ValueError):
+        return 0
+
+
+def listen(request: Request) -> dict[str, Any]:
+    """Takes the first of the ports (0 is any) that is free, for IPv4 and, where there is one, for IPv6."""
+    problem = "no port was asked for"
+    for port in request["ports"]:
+        try:
+            four = socket.create_server(("", port), family=socket.AF_INET, backlog=256)
+        except OSError as error:
+            problem = os.strerror(error.errno) if error.errno else str(error)
+            continue
+        bound = four.getsockname()[1]
+        servers = [four]
+        with contextlib.suppress(OSError, ValueError):
+            servers.append(socket.create_server(("::", bound), family=socket.AF_INET6, backlog=256))
+        for server in servers:
+            threading.Thread(target=serve, args=(server, request["token"].encode()), daemon=True).start()
+        return {"port": bound}
+    return {"error": problem}
+
+
+def serve(server: socket.socket, token: bytes) -> None:
+    while True:
+        connection, _ = server.accept()
+        with connection:
+            try:
+                connection.sendall(token)
+            except OSError:
+                continue
+
+
+def connect(request: Request) -> dict[str, Any]:
+    """For each address: `null` when the right host answered there, else why not."""
+    found: dict[str, str | None] = {}
+    threads = [
+        threading.Thread(target=try_one, args=(address, request, found), daemon=True)
+        for address in request["addresses"]
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(request["seconds"] + 5)
+    return {"reached": {address: found.get(address, "no answer") for address in request["addresses"]}}
+
+
+def try_one(address: str, request: Request, found: dict[str, str | None]) -> None:
+    deadline = time.monotonic() + request["seconds"]
+    try:
+        with socket.create_connection((address, request["port"]), timeout=request["seconds"]) as connection:
+            said = b""
+            while len(said) < len(request["token"]) and time.monotonic() < deadline:
+                data = connection.recv(TOKEN_BYTES)
+                if not data:
+                    break
+                said += data
+        found[address] = None if said == request["token"].encode() else "another machine answers there"
+    except socket.timeout:  # noqa: UP041  # its name until Python 3.10
+        found[address] = f"no answer within {request['seconds']:g} s"
+    except OSError as error:
+        found[address] = (error.strerror or str(error)).lower()
+
+
+ACTIONS = {"facts": facts, "listen": listen, "connect": connect}
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""One judge a question, over the facts of all hosts; its answers are findings, one line each with a remedy. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+from .facts import GB, Seen, Wanted
+
+T = TypeVar("T")
+
+_SKEW_WARNS_S = 5.0
+_SKEW_FAILS_S = 60.0
+_FEW_FILES = 4096
+_FEW_PROCESSES = 1024
+_LITTLE_SHM = 256_000_000
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that is wrong with a host. `fails` keeps it out of the job; `warns` does not."""
+
+    host: str
+    check: str
+    severity: Literal["fails", "warns"]
+    problem: str
+    remedy: str = ""
+
+    @classmethod
+    def fails(cls, host: str, check: str, problem: str, remedy: str = "") -> Finding:
+        return cls(host, check, "fails", problem, remedy)
+
+    @classmethod
+    def warns(cls, host: str, check: str, problem: str, remedy: str = "") -> Finding:
+        return cls(host, check, "warns", problem, remedy)
+
+    def __str__(self) -> str:
+        return f"{self.host}: {self.problem}" + (f"; {self.remedy}" if self.remedy else "")
+
+
+All = Mapping[str, Seen]
+Judge = Callable[[All, Wanted], Iterator[Finding]]
+
+
+def judge(hosts: All, wanted: Wanted) -> list[Finding]:
+    """Everything that is wrong, judge by judge, in the order of the hosts. `hosts` is a name -> what was seen there."""
+    return [finding for one in JUDGES for finding in one(hosts, wanted)]
+
+
+def same_machine(hosts: All, wanted: Wanted) -> Iterator[Finding]:
+    first: dict[str, str] = {}
+    for name, seen in hosts.items():
+        other = first.setdefault(seen.facts.machine, name)
+        if other != name:
+            yield Finding.fails(name, "machine", f"is the same machine as {other}", "leave one of the names out")
+
+
+def python(hosts: All, wanted: Wanted) -> Iterator[Finding]:
+    least = wanted.python
+    usual = _usual({name: ".".join(seen.facts.python.split(".")[:2]) for name, seen in hosts.items()})
+    for name, seen in hosts.items():
+        facts = seen.facts
+        version = tuple(int(part) for part in facts.python.split(".")[:2])
+        if version < least:
+            need = ".".join(map(str, least))
+            yield Finding.fails(
+                name, "python", f"{facts.executable} is Python {facts.python}, and {need} is needed", "name a newer one"
+            )
+        elif ".".join(map(str, version)) != usual:
+            yield Finding.warns(
+                name, "python", f"has Python {facts.python}, most hosts {usual}", "use the same environment everywhere"
+            )
+
+
+def packages(hosts: All, wanted: Wanted) -> Iterator[Finding]:
+    for package in wanted.packages:
+        versions = {name: seen.facts.packages.get(package) for name, seen in hosts.items()}
+        usual = _usual({name: version for name, version in versions.items() if version is not None})
+        for name, version in versions.items():
+            if version is None:
+                where = hosts[name].facts.executable
+                yield Finding.fails(
+                    name, "packages", f"no {package} for {where}", f"{where} -m pip install {package}, or name another"
+                )
+            elif version != usual:
+                # A release's second number changes how processes talk to each other; the third does not.
+                severity = Finding.warns if _release(version) == _release(usual) else Finding.fails
+                yield severity(
+                    name, "packages", f"has {package} {version}, most hosts {usual}", "install the same everywhere"
+                )
+
+
+def disk(hosts: All, wanted: Wanted) -> Iterator[Finding]:
+    for name, seen in hosts.items():
+        facts = seen.facts
+        if not facts.disk_writable:
+            yield Finding.fails(name, "disk", f"{facts.user} may not write to {facts.disk}", "name another directory")
+        elif facts.disk_free < wanted.disk_bytes:
+            free, need = _gigabytes(facts.disk_free), _gigabytes(wanted.disk_bytes)
+            yield Finding.fails(name, "disk", f"{free} free at {facts.disk}, {need} are needed", "make room there")
+        if facts.shm_free < _LITTLE_SHM:
+            free = _gigabytes(facts.shm_free)
+            yield Finding.warns(
+                name, "shm", f"{free} free at /dev/shm, which data loaders use", "enlarge it (--shm-size)"
+            )
+
+
+def clock(hosts: All, wanted: Wanted) -> Iterator[Finding]:
+    for name, seen in hosts.items():
+        skew = seen.skew_s
+        if abs(skew) > _SKEW_WARNS_S:
+            severity = Finding.fails if abs(skew) > _SKEW_FAILS_S else Finding.warns
+            way = "ahead" if skew > 0 else "behind"
+            yield severity(
+                name, "clock", f"its clock is {abs(skew):.0f} s {way}", "start a time service (chronyd, timedatectl)"
+            )
+
+
+def gpus(hosts: All, wanted: Wanted) -> Iterator[Finding]:
+    usual = _usual({name: seen.facts.gpus.count for name, seen in hosts.items()})
+    for name, seen in hosts.items():
+        found = seen.facts.gpus
+        if found.problem and (wanted.gpus or found.count):
+            yield Finding.fails(name, "gpus", f"its GPUs do not work: {found.problem}", "nvidia-smi there says more")
+        elif found.count < wanted.gpus:
+            said = f" ({found.how})" if found.how else ""
+            yield Finding.fails(
+                name, "gpus", f"has {found.count} of {wanted.gpus} GPUs{said}", "ask for fewer, or leave it out"
+            )
+        elif found.count != usual and wanted.gpus == 0:
+            yield Finding.warns(name, "gpus", f"has {found.count} GPUs, most hosts {usual}", "say how many to use")
+
+
+def limits(hosts: All, wanted: Wanted) -> Iterator[Finding]:
+    for name, seen in hosts.items():
+        facts = seen.facts
+        if 0 <= facts.files < _FEW_FILES and facts.gpus.count:
+            yield Finding.warns(name, "limits", f"{facts.user} may open {facts.files} files", "raise it: ulimit -n")
+        if 0 <= facts.processes < _FEW_PROCESSES:
+            yield Finding.warns(
+                name, "limits", f"{facts.user} may have {facts.processes} processes", "raise it: ulimit -u"
+            )
+
+
+JUDGES: tuple[Judge, ...] = (same_machine, python, packages, disk, clock, gpus, limits)
+
+
+def _usual(values: Mapping[str, T]) -> T | None:
+    """What most hosts have; the first host's of those that are equally common."""
+    common = Counter(values.values()).most_common(1)
+    return common[0][0] if common else None
+
+
+def _release(version: str | None) -> list[str]:
+    return re.split(r"[.+]", version or "")[:2]
+
+
+def _gigabytes(size: int) -> str:
+    return f"{size / GB:.1f} GB" if size >= GB / 10 else f"{size // 1_000_000} MB"

@@ -1,0 +1,105 @@
+"""The files of known host keys, as OpenSSH reads them: patterns, hashed names, `@revoked`, ports in brackets. Pure."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import enum
+import fnmatch
+import hashlib
+import hmac
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+_HASHED = "|1|"
+_SSH_PORT = 22
+
+
+@dataclass(frozen=True)
+class KnownKey:
+    """One line. `key` is the base64 text; `marker` is '', '@revoked' or '@cert-authority'."""
+
+    names: str
+    type: str
+    key: str
+    marker: str
+    where: str
+
+    def matches(self, name: str) -> bool:
+        """As sshd(8) says: any pattern, and none that begins with `!`."""
+        if self.names.startswith(_HASHED):
+            return _hash_matches(self.names, name)
+        found = False
+        for pattern in self.names.lower().split(","):
+            refused = pattern.startswith("!")
+            # Brackets stand for themselves here: they hold an address that has a port.
+            plain = pattern.removeprefix("!").replace("[", "[[]")
+            if fnmatch.fnmatchcase(name.lower(), plain):
+                if refused:
+                    return False
+                found = True
+        return found
+
+
+class Verdict(enum.Enum):
+    KNOWN = "known"
+    UNKNOWN = "unknown"
+    CHANGED = "changed"
+    REVOKED = "revoked"
+
+
+def read(text: str, file: str) -> list[KnownKey]:
+    """Every key in a file. As with OpenSSH, a line that is none is skipped."""
+    found = []
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.split()
+        marker = words.pop(0) if words and words[0].startswith("@") else ""
+        if len(words) >= 3 and not words[0].startswith("#"):
+            found.append(KnownKey(words[0], words[1], words[2], marker, f"{file}:{number}"))
+    return found
+
+
+def looked_up_as(name: str, port: int, alias: str | None) -> list[str]:
+    """The names under which a host's key may stand; the first is the one for a new line."""
+    if alias is not None:
+        return [alias]
+    return [name] if port == _SSH_PORT else [f"[{name}]:{port}", name]
+
+
+def judge(known: Iterable[KnownKey], names: Sequence[str], key_type: str, key: str) -> tuple[Verdict, list[KnownKey]]:
+    """Whether a host with one of these names may have this key, and the lines that say so.
+
+    A key that stands under the host's plain name is as good as under its name with the port, as with OpenSSH; one that
+    contradicts it there is not a change.
+    """
+    matching = [entry for entry in known if any(entry.matches(name) for name in names)]
+    revoked = [entry for entry in matching if entry.marker == "@revoked" and entry.key == key]
+    if revoked:
+        return Verdict.REVOKED, revoked
+    plain = [entry for entry in matching if not entry.marker]
+    same = [entry for entry in plain if (entry.type, entry.key) == (key_type, key)]
+    if same:
+        return Verdict.KNOWN, same
+    others = [entry for entry in plain if entry.matches(names[0])]
+    return (Verdict.CHANGED, others) if others else (Verdict.UNKNOWN, [])
+
+
+def known_types(known: Iterable[KnownKey], names: Sequence[str]) -> list[str]:
+    """The key types under which the host is known: the ones to ask it for first."""
+    types = [entry.type for entry in known if not entry.marker and any(entry.matches(name) for name in names)]
+    return list(dict.fromkeys(types))
+
+
+def fingerprint(key: str) -> str:
+    """As `ssh-keygen -l` prints it, of a key's base64 text."""
+    digest = hashlib.sha256(base64.b64decode(key)).digest()
+    return "SHA256:" + base64.b64encode(digest).decode().rstrip("=")
+
+
+def _hash_matches(hashed: str, name: str) -> bool:
+    try:
+        _, _, salt, digest = hashed.split("|")
+        made = hmac.new(base64.b64decode(salt), name.lower().encode(), hashlib.sha1).digest()
+        return hmac.compare_digest(made, base64.b64decode(digest))
+    except (ValueError, binascii.Error):
+        return False

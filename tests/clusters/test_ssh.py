@@ -1,0 +1,87 @@
+"""The hosts of the tests are what they promise to be."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.clusters.netns import lacking
+from tests.clusters.ssh import PROGRAMS, SshHosts, claim, main
+from tests.needs import missing
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def hosts() -> SshHosts:
+    absent = lacking(**PROGRAMS)
+    if absent:
+        missing(*absent)
+    return claim()
+
+
+def _ssh(hosts: SshHosts, name: str, command: str) -> str:
+    argv = ["ssh", "-F", str(hosts.config), name, command]
+    done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_hosts_share_the_files_of_this_computer_and_nothing_else(hosts: SshHosts) -> None:
+    try:
+        hosts.up(2)
+        for name in hosts.names:
+            assert _ssh(hosts, name, "hostname") == name
+            _ssh(hosts, name, f"echo {name} | tee ~/mine > /dev/shm/mine")
+            _ssh(hosts, name, "sleep 1000 >/dev/null 2>&1 &")
+        for name in hosts.names:
+            assert _ssh(hosts, name, "cat ~/mine /dev/shm/mine") == f"{name}\n{name}"
+            assert _ssh(hosts, name, "pgrep -c sleep") == "2"  # its own, and the one that keeps it up
+        python = f"PYTHONPATH={ROOT} {sys.executable} -c 'import schedulers; print(schedulers.__file__)'"
+        assert _ssh(hosts, "node1", python) == str(ROOT / "schedulers/__init__.py")
+        assert _ssh(hosts, "node1", f"getent ahostsv4 {hosts['node2'].name}").startswith(hosts["node2"].address)
+    finally:
+        hosts.down()
+
+
+def test_two_clusters_do_not_meet_and_leave_nothing(hosts: SshHosts) -> None:
+    other = claim()
+    try:
+        hosts.up(1)
+        other.up(1)
+        assert hosts["node1"].address != other["node1"].address
+        other.down()
+        assert _ssh(hosts, "node1", "hostname") == "node1"
+    finally:
+        hosts.down()
+        other.down()
+    for cluster in (hosts, other):
+        tag = cluster.network.slot.tag
+        assert not cluster.box.exists()
+        assert not [name for name in os.listdir("/sys/class/net") if name.startswith((f"{tag}v", f"{tag}br"))]
+        assert not [name for name in os.listdir("/run/netns") if name.startswith(f"{tag}-")]
+
+
+def test_faults_can_be_mended(hosts: SshHosts) -> None:
+    try:
+        hosts.up(2)
+        hosts["node1"].link(False)
+        hosts["node2"].kill()
+        hosts.heal()
+        hosts.end_sshd("node1")
+        hosts.heal()
+        assert [_ssh(hosts, name, "hostname") for name in hosts.names] == hosts.names
+    finally:
+        hosts.down()
+
+
+def test_the_command_says_how_it_is_used(capsys: pytest.CaptureFixture[str]) -> None:
+    if lacking(**PROGRAMS):
+        pytest.skip("it first says what is missing")
+    assert main(["link", "node1", "sideways"]) != 0
+    assert main(["nothing"]) == 2
+    assert "python -m tests.clusters.ssh up 4" in capsys.readouterr().err
