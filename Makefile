@@ -4,6 +4,8 @@
 
 VENV ?= .venv
 BIN := $(VENV)/bin
+# The tests wait for processes more than they compute; those of one file stay together and share what they start.
+WORKERS ?= 2
 
 .PHONY: demo test check build bench golden clean
 
@@ -12,7 +14,7 @@ demo: $(VENV)/.installed-demo
 	$(BIN)/accel status @last
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
