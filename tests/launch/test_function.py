@@ -27,7 +27,7 @@ torch.nn.Linear(4, 4)(torch.ones(1, 4)).sum().backward()
 
 
 def tell(**facts):
-    print(json.dumps(facts), flush=True)
+    os.write(1, json.dumps(facts).encode() + bytes([10]))
 
 
 def world(factor=1):

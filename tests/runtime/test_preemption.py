@@ -107,10 +107,13 @@ def test_off_the_main_thread_it_is_said() -> None:
 def _forked_child_dies() -> Any:
     accelerator = Accelerator()
     assert not accelerator.preempted
+    reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
+        os.write(writer, b"!")
         while True:
             time.sleep(0.01)
+    os.read(reader, 1)  # Python forgets the signals that come while it is still forking
     os.kill(child, signal.SIGTERM)
     _, status = os.waitpid(child, 0)
     return os.waitstatus_to_exitcode(status), accelerator.preempted

@@ -1,0 +1,24 @@
+"""What holds for every test."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+
+def pytest_collection_finish() -> None:
+    """Refuse to run where a test module has put accel in Accelerate's place: others compare accel with Accelerate."""
+    if "accel.compat" in sys.modules:
+        pytest.exit("a test module imports accel.compat: do it in a child process (tests/compat/children.py)", 1)
+
+
+@pytest.fixture(autouse=True)
+def no_state_is_left() -> Iterator[None]:
+    """Forget the states that a test has made in this process: the next one may stand in another file."""
+    yield
+    states = sys.modules.get("accel.state")
+    if states is not None:
+        states.AcceleratorState._reset_state(True)
+        states.GradientState._reset_state()
