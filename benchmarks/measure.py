@@ -63,7 +63,7 @@ def report(name: str, seconds: Mapping[str, list[float]], bars: list[Bar]) -> bo
         ratio = medians[bar.ours] / medians[bar.base]
         met &= ratio <= bar.limit
         verdict = "met" if ratio <= bar.limit else "MISSED"
-        print(f"  {bar.ours} / {bar.base} = {ratio:.2g} (at most {bar.limit:g}: {verdict})")
+        print(f"  {bar.ours} / {bar.base} = {ratio:.3g} (at most {bar.limit:g}: {verdict})")
     _keep(name, seconds, medians, bars)
     return met
 
