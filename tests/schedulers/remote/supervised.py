@@ -6,6 +6,7 @@ import json
 import secrets
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ HEARTBEAT_S = 5.0
 
 def shell(script: str) -> list[str]:
     """A command in the place of `accel launch`: the flags that it is given are `$@`, its machine rank is `$rank`."""
-    return ["/bin/sh", "-c", f'[ "$3" = --machine_rank ] && rank=$4\n{script}', "launch"]
+    told = """echo "{\\"event\\": \\"attempt\\", \\"attempt\\": $ACCEL_ATTEMPT}" >>"${10}/launch.jsonl" """
+    return ["/bin/sh", "-c", f"rank=$4\n{told}\n{script}", "launch"]
 
 
 class Job:
@@ -77,27 +79,30 @@ class Job:
             return ""
 
     def await_phase(self, phase: str, *names: str, attempt: int = 0) -> None:
+        def so(name: str) -> bool:
+            state = self.state(name)
+            return (state.get("phase"), state.get("attempt")) == (phase, attempt)
+
         for name in names or self.names:
-            self.until(
-                f"{name} is {phase} in attempt {attempt}",
-                lambda name=name: (self.state(name).get("phase"), self.state(name).get("attempt")) == (phase, attempt),
-            )
+            self.until(f"{name} is {phase} in attempt {attempt}", partial(so, name))
 
     def exits(self, *names: str, seconds: float = 60) -> list[dict[str, Any]]:
         """How it ended on these hosts, or on all; and nothing of it runs there any more."""
         found = []
         for name in names or self.names:
-            self.until(
-                f"{name} has a result", lambda name=name: self.read(name, "exit.json") is not None, seconds=seconds
-            )
+            self.until(f"{name} has a result", (self.directory(name) / "exit.json").exists, seconds)
             found.append(self.read(name, "exit.json"))
             if self.hosts[name].alive():
-                self.until(f"nothing is left on {name}", lambda name=name: not self.processes(name))
+                self.until(f"nothing is left on {name}", partial(self._is_empty, name))
         return found
+
+    def _is_empty(self, name: str) -> bool:
+        return not self.processes(name)
 
     def processes(self, name: str) -> list[str]:
         """Command lines of what carries the job's mark on a host, or is its supervisor."""
-        script = f"grep -alE 'ACCEL_JOB_ID={self.id}' /proc/[0-9]*/environ; grep -al 'jobs/{self.id}' /proc/[0-9]*/cmdline; :"
+        marked = f"grep -al 'ACCEL_JOB_ID={self.id}' /proc/[0-9]*/environ"
+        script = f"{marked}; grep -al 'jobs/{self.id}' /proc/[0-9]*/cmdline; :"
         pids = {line.split("/")[2] for line in self.hosts[name].run("sh", "-c", script).split() if "/" in line}
         commands = []
         for pid in pids:

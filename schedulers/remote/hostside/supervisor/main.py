@@ -1,4 +1,4 @@
-"""A job's supervisor on one host: it follows the leading one, or leads, and does here what the leader asks for.
+"""Starts a job's supervisor on this host, detached from whoever asks for it.
 
 settings.json  its instructions; secrets.json  values for the environment, removed once read; cancel  asks for the end;
 state.json     what it is doing; exit.json  how the job ended, written once, when nothing of the job runs here;
@@ -11,306 +11,24 @@ import contextlib
 import fcntl
 import json
 import os
-import select
-import signal
 import sys
 import time
 import traceback
 
 from . import wire
-from .leading import Leader
-from .work import Ending, Work, adopt_orphans
+from .documents import SCHEMA, write_once
+from .watching import Supervisor
+from .work import Ending, adopt_orphans
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    import socket
     from typing import Any, NoReturn
 
     Settings = dict[str, Any]
 
-SCHEMA = 1
-TICK_S = 0.25
-LINGER_S = 2.0
-STATE_S = 5.0
-PHASES = {"stopping": "ending", "stopped": "ending", "done": "ending", "ready": "setup", "failed": "ending"}
-
 
 class Problem(Exception):
     """Why there can be no supervisor; one line for people."""
-
-
-class Supervisor:
-    """One host's supervisor, from the first call to the leader to `exit.json`."""
-
-    def __init__(self, settings: Settings, directory: str, secrets: dict[str, str], server: socket.socket) -> None:
-        self._settings = settings
-        self._directory = directory
-        self._own = int(settings["node"])
-        self._hosts = settings["nodes"] + settings["spares"]
-        self._token = str(settings["token"]).encode()
-        self._heartbeat_s = float(settings["heartbeat_s"])
-        self._beat_s = self._heartbeat_s / 5
-        self._work = Work(settings, directory, secrets)
-        self._server = server
-        self._links: list[wire.Link] = []  # those that called
-        self._uplink: wire.Link | None = None
-        self._began = time.monotonic()
-        self._leader = 0
-        self._given_up: set[int] = set()
-        self._heard = self._began  # of the leader
-        self._met = False  # the leader, since it is that
-        self._leading: Leader | None = None
-        self._order: dict[str, Any] | None = None
-        self._sent: tuple[float, object] = (0.0, None)
-        self._next_call = 0.0
-        self._noted: tuple[float, object] = (0.0, None)
-        self._alone: dict[str, Any] | None = None  # how it ends when there is nobody to ask
-        self._woken, waker = os.pipe()
-        for end in (self._woken, waker):
-            os.set_blocking(end, False)
-        signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        if self._own == 0:
-            self._lead(self._began)
-
-    def run(self) -> None:
-        while not self._ended():
-            self._listen()
-            self._look_for_cancel()
-            if self._leading is None and self._alone is None:
-                self._follow(time.monotonic())
-            self._work.tick()
-            if self._leading is not None:
-                self._direct(self._leading, time.monotonic())
-            self._finish()
-            self._tell(time.monotonic())
-            self._note(time.monotonic())
-        self._note(time.monotonic())
-
-    # Hearing.
-
-    def _listen(self) -> None:
-        links = [link for link in [*self._links, self._uplink] if link is not None and not link.closed]
-        busy = self._work.state["phase"] in ("stopping",)
-        readers: list[Any] = [self._server, self._woken, *links]
-        readable, writable, _ = select.select(
-            readers,
-            [link for link in links if link.wants_to_write],
-            [],
-            min(TICK_S, self._beat_s / 2) if not busy else 0.05,
-        )
-        for link in links:
-            if link in writable:
-                link.flush()
-            if link in readable and not link.closed:
-                for message in link.receive():
-                    self._take(link, message)
-        if self._woken in readable:
-            with contextlib.suppress(BlockingIOError):
-                os.read(self._woken, 4096)
-        if self._server in readable:
-            with contextlib.suppress(OSError):
-                connected, _ = self._server.accept()
-                self._links.append(wire.Link(connected, self._token, self._own))
-        self._drop_dead_links(time.monotonic())
-
-    def _drop_dead_links(self, now: float) -> None:
-        for link in self._links:
-            patience = wire.PROOF_S if link.peer is None else self._heartbeat_s
-            if not link.closed and now - link.heard > patience:
-                link.close()
-        self._links = [link for link in self._links if not link.closed]
-
-    def _take(self, link: wire.Link, message: dict[str, Any]) -> None:
-        assert link.peer is not None
-        now = time.monotonic()
-        if link is not self._uplink:
-            if self._leading is None:
-                link.send({"leader": self._leader if self._met else None})
-            else:
-                self._leading.hear(link.peer, message, now)
-        elif "do" in message:
-            self._heard, self._met, self._order = now, True, message
-            if self._own in message["lost"]:
-                self._end_alone(f"{self._name(self._leader)} gave this host up as silent")
-        elif message["leader"] not in (None, self._leader, *self._given_up):
-            self._turn_to(int(message["leader"]), now)
-
-    # Following.
-
-    def _follow(self, now: float) -> None:
-        self._call(now)
-        if self._order is not None:
-            self._work.obey(self._order)
-        elif not self._given_up:  # nobody has been met yet
-            if now - self._began > self._settings["start_timeout_s"]:
-                name, limit = self._name(self._leader), self._settings["start_timeout_s"]
-                self._end_alone(f"{name} did not come within {limit:g} s: the job did not start")
-            return
-        patience = self._heartbeat_s if self._met else max(1.0, self._heartbeat_s / 2)
-        silent = now - self._heard
-        if silent <= patience or self._work.state["phase"] == "ended":
-            return
-        if self._met:
-            self._lost_s = silent
-            # Fencing: the others may soon go on without this host.
-            assert self._order is not None
-            self._work.stop(int(self._order["attempt"]))
-        self._given_up.add(self._leader)
-        self._turn_to(min(set(range(len(self._hosts))) - self._given_up), now)
-
-    def _turn_to(self, leader: int, now: float) -> None:
-        self._drop_uplink()
-        self._leader, self._heard, self._met, self._next_call = leader, now, False, 0.0
-        if leader == self._own:
-            self._lead(now)
-
-    def _lead(self, now: float) -> None:
-        last = None
-        if self._order is not None:
-            last = {**self._order, "silent_s": self._lost_s, "lost": sorted({*self._order["lost"], *self._given_up})}
-        self._leader, self._met = self._own, True
-        self._leading = Leader(self._settings, self._own, now, last)
-
-    def _call(self, now: float) -> None:
-        link = self._uplink
-        if link is not None and now - link.heard > self._heartbeat_s / 2:
-            link.close()  # packets may vanish on this way only, or the way back be long to be found by TCP
-        if (link is None or link.closed) and now >= self._next_call:
-            self._next_call = now + min(1.0, self._beat_s)
-            host = self._hosts[self._leader]
-            self._uplink = wire.call(host["address"], host["control_port"], self._token, self._own, self._leader)
-            if self._uplink is not None:
-                self._uplink.send(self._work.state)
-
-    def _drop_uplink(self) -> None:
-        if self._uplink is not None:
-            self._uplink.close()
-            self._uplink = None
-
-    # Leading.
-
-    def _direct(self, leader: Leader, now: float) -> None:
-        leader.hear(self._own, self._work.state, now)
-        if leader.step(now) or (leader.do == "end" and now - leader.since > self._heartbeat_s):
-            self._all_know = True
-        self._order = leader.order()
-        self._work.obey(self._order)
-
-    # Ending.
-
-    _all_know = False
-    _written_at: float | None = None
-    _lost_s = 0.0
-
-    def _look_for_cancel(self) -> None:
-        if self._work.state["cancel"] or not os.path.exists(os.path.join(self._directory, "cancel")):
-            return
-        self._work.state = {**self._work.state, "cancel": True}
-        if self._leading is None and not self._met and not self._given_up:
-            self._end_alone("cancelled before it started", state="cancelled", reason="user")
-
-    def _end_alone(self, message: str, state: str = "failed", reason: str = "node_failure") -> None:
-        if self._alone is None:
-            attempt = int(self._work.state["attempt"])
-            self._alone = {"state": state, "reason": reason, "exit_code": None, "attempt": attempt, "message": message,
-                           "native_state": "", "failure": None, "fenced": True}  # fmt: skip
-            self._work.stop(attempt)
-
-    def _finish(self) -> None:
-        status = self._alone or (self._order or {}).get("status")
-        if status is None or not self._work.stopped or self._written_at is not None:
-            return
-        status = {**status, "observed_at": time.time(), "schema": SCHEMA, "node": self._own}
-        write_once(os.path.join(self._directory, "exit.json"), status)
-        self._written_at = time.monotonic()
-        self._work.state = {**self._work.state, "phase": "ended"}
-
-    def _ended(self) -> bool:
-        if self._written_at is None:
-            return False
-        if self._leading is not None:
-            return self._all_know
-        unsent = self._uplink is not None and not self._uplink.closed
-        return not unsent or time.monotonic() - self._written_at > LINGER_S
-
-    # Telling.
-
-    def _tell(self, now: float) -> None:
-        told: Any = self._order if self._leading is not None else self._work.state
-        if told == self._sent[1] and now - self._sent[0] < self._beat_s:
-            return
-        self._sent = (now, told)
-        if self._leading is not None:
-            for link in self._links:
-                link.send(told)
-        elif self._uplink is not None and not self._uplink.closed:
-            self._uplink.send(told)
-
-    def _note(self, now: float) -> None:
-        phase, order = self._work.state["phase"], self._order or {}
-        attempt = order.get("attempt", 0)
-        shown = (phase, attempt, self._leader, order.get("do"))
-        if shown == self._noted[1] and now - self._noted[0] < min(STATE_S, self._beat_s):
-            return
-        if self._noted[1] is None or shown[0] != self._noted[1][0]:  # type: ignore[index]
-            self._since = time.time()
-        self._noted = (now, shown)
-        mine = self._own in order.get("members", [])
-        heard = self._leading.ages(now) if self._leading else {str(self._leader): round(now - self._heard, 3)}
-        state = {
-            "schema": SCHEMA,
-            "phase": PHASES.get(phase, phase),
-            "attempt": attempt,
-            "rank": self._work.rank if mine else None,
-            "members": order.get("members", []),
-            "since": self._since,
-            "heard": heard,
-            "message": self._message(phase),
-            "leader": self._leader,
-            "pid": os.getpid(),
-            "written": time.time(),
-        }
-        with contextlib.suppress(OSError):  # a full disk must not end a training run
-            write(os.path.join(self._directory, "state.json"), state)
-
-    _since = 0.0
-
-    def _message(self, phase: str) -> str:
-        if phase == "waiting" and self._leading is not None:
-            heard = self._leading.ages(time.monotonic())
-            missing = [host["name"] for index, host in enumerate(self._hosts) if str(index) not in heard]
-            return f"waits for {', '.join(missing)}" if missing else ""
-        if phase == "waiting":
-            return f"waits for {self._name(self._leader)}"
-        return str(self._work.state["message"])
-
-    def _name(self, index: int) -> str:
-        return str(self._hosts[index]["name"])
-
-
-def write(path: str, document: dict[str, Any], sync: bool = False) -> None:
-    """Writes JSON whole: a reader sees the old or the new."""
-    partial = f"{path}.{os.getpid()}"
-    with open(partial, "w") as file:
-        json.dump(document, file)
-        file.flush()
-        if sync:
-            os.fsync(file.fileno())
-    os.replace(partial, path)
-
-
-def write_once(path: str, document: dict[str, Any]) -> None:
-    """For how the job ended: a result that is there stays; one that cannot be written is tried again."""
-    for _ in range(60):
-        if os.path.exists(path):
-            return
-        try:
-            write(path, document, sync=True)
-        except OSError as error:
-            print(f"{path}: {error.strerror}", file=sys.stderr, flush=True)
-            time.sleep(1)
 
 
 def read_settings(directory: str, node: int) -> Settings:
@@ -341,14 +59,12 @@ def take_secrets(directory: str) -> dict[str, str]:
     return secrets
 
 
-def clean_up(settings: Settings, directory: str) -> None:
+def clean_up(settings: Settings, directory: str, message: str) -> None:
     """After a supervisor that was killed, or a restart of the host: nothing of its job stays, and it is said so."""
     adopt_orphans()
     ending = Ending(settings["job_id"])
     while not ending.done(float(settings["grace_s"])):
         time.sleep(0.05)
-    host = (settings["nodes"] + settings["spares"])[settings["node"]]["name"]
-    message = f"the supervisor on {host} was killed, or the host restarted, while the job was there"
     status = {"state": "failed", "reason": "node_failure", "exit_code": None, "attempt": 0, "message": message,
               "native_state": "", "failure": None, "fenced": True, "observed_at": time.time(), "schema": SCHEMA,
               "node": settings["node"]}  # fmt: skip
@@ -406,14 +122,20 @@ def become_supervisor(directory: str, node: int, telling: int) -> NoReturn:
     if server is None:
         os.write(telling, b"ok")
         os.close(telling)
-        clean_up(settings, directory)
+        message = f"the supervisor on {host['name']} was killed, or the host restarted, while the job was there"
+        clean_up(settings, directory, message)
         os._exit(0)
     adopt_orphans()
     supervisor = Supervisor(settings, directory, secrets, server)
-    supervisor._note(time.monotonic())
+    supervisor.note(time.monotonic())
     os.write(telling, b"ok")
     os.close(telling)
-    supervisor.run()
+    try:
+        supervisor.run()
+    except Exception as error:  # a defect of ours, or its directory was removed: nothing may go on unwatched
+        traceback.print_exc()
+        sys.stderr.flush()
+        clean_up(settings, directory, f"the supervisor on {host['name']} failed: {error!r} (see supervisor.log there)")
     sys.stderr.flush()
     os._exit(0)
 

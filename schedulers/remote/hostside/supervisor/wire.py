@@ -35,6 +35,7 @@ class Link:
         self.socket = connected
         self.peer: int | None = None
         self.closed = False
+        self.greeted = False  # for its owner: whether the other end has been told anything
         self.heard = self.opened = time.monotonic()
         self._token = token
         self._own = own
