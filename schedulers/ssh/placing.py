@@ -13,7 +13,7 @@ from ..remote.facts import Facts, Wanted
 from ..remote.hosts import Host
 from ..remote.preflight import Report, examine
 from ..remote.reaching import candidates
-from .asking import Hosts, tell_all
+from .asking import Hosts, Step
 from .options import SshOptions, port_range
 
 _PORTS_TRIED = 16
@@ -74,7 +74,9 @@ def enough(named: Sequence[Host], nodes: int, spares: int, name: str) -> list[Ho
     return list(named[: nodes + spares])
 
 
-def place(hosts: Hosts, options: SshOptions, name: str, chosen: Sequence[Host], nodes: int, gpus: int) -> Placement:
+def place(
+    hosts: Hosts, options: SshOptions, name: str, job_id: str, chosen: Sequence[Host], nodes: int, gpus: int
+) -> Placement:
     """Takes the first `nodes` hosts that nothing speaks against; what is left over of them is spare.
 
     Raises NotPlaced, with a line for each failure, when there are fewer.
@@ -86,7 +88,7 @@ def place(hosts: Hosts, options: SshOptions, name: str, chosen: Sequence[Host], 
         raise NotPlaced(f"{len(report.usable)} of {len(chosen)} hosts can take part, {nodes} are needed: {lines}")
     facts = {row.host: row.seen.facts for row in report.rows if row.seen is not None}
     addresses = _addresses(hosts, options, report, facts)
-    ports = _control_ports(hosts, options, name, report)
+    ports = _control_ports(hosts, options, name, job_id, report)
     made = [Node(host=host, facts=facts[host], address=addresses[host], port=ports[host]) for host in report.usable]
     warnings = [str(finding) for finding in report.findings if finding.severity == "warns"]
     left_out = [f"left out: {line}" for line in failures]
@@ -121,12 +123,18 @@ def _addresses(hosts: Hosts, options: SshOptions, report: Report, facts: dict[Ho
     return found
 
 
-def _control_ports(hosts: Hosts, options: SshOptions, name: str, report: Report) -> dict[Host, int]:
+def _control_ports(hosts: Hosts, options: SshOptions, name: str, job_id: str, report: Report) -> dict[Host, int]:
+    """A free port on each host, which on the way lays its claim to the job's directory."""
     wanted = [port for port in _some_ports(options, name) if port != report.port]
+    asked: dict[Host, list[Step]] = {
+        host: [{"op": "port", "ports": wanted}, {"op": "claim", "job": job_id, "node": number}]
+        for number, host in enumerate(report.usable)
+    }
     found = {}
-    for host, port, error in tell_all(hosts, report.usable, {"op": "port", "ports": wanted}):
-        if error is not None:
-            raise NotPlaced(f"{error}; nothing was started")
+    for host, outcome in hosts.ask(asked).items():
+        if outcome.value is None:
+            raise NotPlaced(f"{outcome.error}; nothing was started")
+        port = outcome.value.done[0]
         if port is None:
             raise NotPlaced(f"{host}: none of its ports {wanted} is free; name others (ports: in accel.yaml)")
         found[host] = int(port)

@@ -11,10 +11,9 @@ from typing import Any
 from .. import snapshot
 from ..errors import SpecError, SubmitError
 from ..job import Reason
+from ..remote import supervising
 from ..remote.files import Blob, Files
 from ..remote.hosts import Host
-from ..remote.supervising import PROGRAM, start_command
-from ..remote.supervising import program as supervisor
 from ..remote.transport import Outcome, Remote
 from .asking import Hosts, tell_all
 from .options import SshOptions
@@ -82,58 +81,75 @@ def ship(
     placement: Placement,
     *,
     code: Blob,
-    secrets: Mapping[str, str],
 ) -> None:
-    """Puts everything on every host, at once; only the code that a host lacks is sent. Raises NotStarted."""
+    """Puts everything but secrets on every host, at once; only the code that a host lacks is sent.
+
+    Raises NotStarted, with nothing of the job left on the hosts that can be reached.
+    """
     token = os.urandom(32).hex()
     numbers = {node.host: number for number, node in enumerate(placement.nodes)}
-    program = {f"jobs/{job_id}/{PROGRAM}": supervisor()}
+    program = {f"jobs/{job_id}/{supervising.PROGRAM}": supervising.program()}
 
     def one(remote: Remote) -> None:
         files = Files(remote, root=options.root, python=hosts.python)
-        files.remove(f"jobs/{job_id}")  # of an earlier submit of this job that started nothing
         files.unpack(code, f"jobs/{job_id}/code")
         settings = settings_of(template, placement, numbers[remote.host], token)
-        texts = {f"jobs/{job_id}/settings.json": json.dumps(settings).encode()}
-        if secrets:
-            texts[f"jobs/{job_id}/secrets.json"] = json.dumps(dict(secrets)).encode()
-        files.put({**program, **texts})
+        files.put({**program, f"jobs/{job_id}/settings.json": json.dumps(settings).encode()})
 
-    _all_or_none(hosts, job_id, hosts.pool.map(one, numbers), "nothing was started")
-    _check_not_shared(hosts, options, job_id, numbers)
+    problems = _cleared(hosts, options, job_id, numbers) or _problems(hosts.pool.map(one, numbers))
+    if problems:
+        for path in (f"jobs/{job_id}", f"jobs/{job_id}.claims"):
+            _remove(hosts, options, path, list(numbers))
+        raise NotStarted(f"{'; '.join(problems)}; nothing was started")
 
 
-def _check_not_shared(hosts: Hosts, options: SshOptions, job_id: str, numbers: Mapping[Host, int]) -> None:
-    """Every host must have a directory of its own, and a home directory may be on all of them."""
+def _cleared(hosts: Hosts, options: SshOptions, job_id: str, numbers: Mapping[Host, int]) -> list[str]:
+    """Room for the job on every host; or what is wrong, as when hosts have one directory between them."""
     by_number = {number: host for host, number in numbers.items()}
-    for host, found, error in tell_all(hosts, list(numbers), {"op": "node", "job": job_id}):
-        if error is not None:
-            raise NotStarted(f"{error}; nothing was started")
-        if found != numbers[host]:
-            raise NotStarted(
-                f"{host} and {by_number.get(found, 'another host')} share the directory {options.root}: name one that "
-                "each host has for itself (root: in accel.yaml); nothing was started"
-            )
+    asked = {host: [{"op": "clear", "job": job_id, "node": number}] for host, number in numbers.items()}
+    for host, outcome in hosts.ask(asked).items():
+        if outcome.value is None:
+            return [str(outcome.error)]
+        if outcome.value.done[0]:
+            other = by_number.get(outcome.value.done[0][0], "another host")
+            remedy = "name one that each host has for itself (root: in accel.yaml)"
+            return [f"{host} and {other} share the directory {options.root}: {remedy}"]
+    return []
 
 
-def start(hosts: Hosts, options: SshOptions, job_id: str, nodes: Sequence[Node]) -> None:
-    """Starts the supervisors, all at once. When one does not start, the others are told to end, and would end by
-    themselves: they wait for all before any runs. Raises NotStarted."""
+def start(hosts: Hosts, options: SshOptions, job_id: str, nodes: Sequence[Node], *, secrets: Mapping[str, str]) -> None:
+    """Starts the supervisors, all at once; each reads the secrets and removes the file that they come in.
+
+    When one does not start, the others are told to end, and would end by themselves: they wait for all before any
+    rank runs. Raises NotStarted.
+    """
     numbers = {node.host: number for number, node in enumerate(nodes)}
     homes = {node.host: node.facts.home for node in nodes}
+    secrets_file = f"jobs/{job_id}/secrets.json"
 
     def one(remote: Remote) -> None:
         directory = f"{absolute(options.root, homes[remote.host])}/jobs/{job_id}"
-        remote.run(start_command(hosts.python, directory, numbers[remote.host]), timeout_s=_START_S)
+        if secrets:
+            files = Files(remote, root=options.root, python=hosts.python)
+            files.put({secrets_file: json.dumps(dict(secrets)).encode()})
+        remote.run(supervising.start_command(hosts.python, directory, numbers[remote.host]), timeout_s=_START_S)
 
-    _all_or_none(hosts, job_id, hosts.pool.map(one, numbers), "none of the hosts runs the job")
-
-
-def _all_or_none(hosts: Hosts, job_id: str, outcomes: Sequence[Outcome[None]], then: str) -> None:
-    problems = [str(outcome.error) for outcome in outcomes if outcome.error is not None]
+    outcomes = hosts.pool.map(one, numbers)
+    problems = _problems(outcomes)
     if problems:
         cancel(hosts, job_id, [outcome.host for outcome in outcomes if outcome.error is None])
-        raise NotStarted(f"{'; '.join(problems)}; {then}")
+        if secrets:
+            _remove(hosts, options, secrets_file, [outcome.host for outcome in outcomes if outcome.error is not None])
+        raise NotStarted(f"{'; '.join(problems)}; no host runs the job")
+
+
+def _problems(outcomes: Sequence[Outcome[None]]) -> list[str]:
+    return [str(outcome.error) for outcome in outcomes if outcome.error is not None]
+
+
+def _remove(hosts: Hosts, options: SshOptions, path: str, of: Sequence[Host]) -> None:
+    """From the hosts that can be reached."""
+    hosts.pool.map(lambda remote: Files(remote, root=options.root, python=hosts.python).remove(path), of)
 
 
 def cancel(hosts: Hosts, job_id: str, asked: Sequence[Host]) -> list[str]:

@@ -110,15 +110,15 @@ class SshTarget:
         if template["procs_per_node"] is None and template["command"].count("--num_processes") == 0:
             template = self._with_slots(template, chosen, plan.settings["nodes"])
         placement = placing.place(
-            self._hosts, self._options, self.name, chosen, plan.settings["nodes"], plan.settings["gpus"]
+            self._hosts, self._options, self.name, plan.job_id, chosen, plan.settings["nodes"], plan.settings["gpus"]
         )
         for warning in placement.warnings:
             logger.warning("%s", warning)
         code = shipping.pack(plan.settings["code"], self._jobs.parent)
-        shipping.ship(self._hosts, self._options, plan.job_id, template, placement, code=code, secrets=secrets)
+        shipping.ship(self._hosts, self._options, plan.job_id, template, placement, code=code)
         native = Native.of(plan.job_id, [node.host for node in placement.nodes])
         disk.write_document(self._placed(plan.job_id), {"native_id": str(native), "nodes": plan.settings["nodes"]})
-        shipping.start(self._hosts, self._options, plan.job_id, placement.nodes)
+        shipping.start(self._hosts, self._options, plan.job_id, placement.nodes, secrets=secrets)
         return str(native)
 
     def poll(self, native_ids: Sequence[str]) -> Mapping[str, Status]:

@@ -207,10 +207,26 @@ def port(root: str, step: Step, contents: list[bytes]) -> int | None:
     return None
 
 
-def node(root: str, step: Step, contents: list[bytes]) -> Any:
-    """Which node of the job the settings here are for; None where there are none."""
-    settings = document(os.path.join(directory_of(root, step), "settings.json"))
-    return settings.get("node") if isinstance(settings, dict) else None
+def claim(root: str, step: Step, contents: list[bytes]) -> bool:
+    """Says to other hosts that see the same directory which node of the job this is."""
+    claims = directory_of(root, step) + ".claims"
+    os.makedirs(claims, mode=0o700, exist_ok=True)
+    os.close(os.open(os.path.join(claims, str(int(step["node"]))), os.O_WRONLY | os.O_CREAT, 0o600))
+    return True
+
+
+def clear(root: str, step: Step, contents: list[bytes]) -> list[int]:
+    """Removes what an earlier submit left, which started nothing. Where other nodes have laid their claim to the
+    directory, they are named and nothing is removed."""
+    import shutil
+
+    directory = directory_of(root, step)
+    others = [int(name) for name in entries(directory + ".claims") if name != str(int(step["node"]))]
+    if not others:
+        shutil.rmtree(directory + ".claims", ignore_errors=True)
+        if os.path.isdir(directory):
+            shutil.rmtree(directory)
+    return others
 
 
 def cancel(root: str, step: Step, contents: list[bytes]) -> bool:
@@ -222,7 +238,7 @@ def cancel(root: str, step: Step, contents: list[bytes]) -> bool:
     return True
 
 
-OPERATIONS = {"status": status, "logs": logs, "at": at, "port": port, "node": node, "cancel": cancel}
+OPERATIONS = {"status": status, "logs": logs, "at": at, "port": port, "claim": claim, "clear": clear, "cancel": cancel}
 
 if __name__ == "__main__":
     main()

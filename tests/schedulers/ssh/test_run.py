@@ -8,12 +8,14 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from schedulers import Reason, State, SubmitError, find, list_jobs
 from schedulers.polling import restore
+from schedulers.remote import supervising
 from tests.clusters.ssh import SshHosts
 
 from .conftest import ROOT, Submit, close, host_options, job_files, printed, until
@@ -72,6 +74,49 @@ def test_too_few_hosts_are_said_each_in_a_line_and_nothing_is_left_there(submit:
     with pytest.raises(SubmitError, match=re.escape("1 of 2 hosts can take part, 2 are needed: node2: ")):
         submit(SAY, hosts="node1,node2")
     assert not (ssh_hosts.home("node1") / ".accel/jobs").exists()
+
+
+def test_one_host_is_enough(submit: Submit) -> None:
+    job = submit(SAY, nodes=1, hosts="node3", procs_per_node=2)
+    assert job.wait(60).state is State.SUCCEEDED
+    assert sorted(printed(job).splitlines()) == ["rank 0 of 2 on node3", "rank 1 of 2 on node3"]
+
+
+def test_two_jobs_at_once_on_the_same_hosts_over_a_slow_network(submit: Submit, ssh_hosts: SshHosts) -> None:
+    ssh_hosts["node2"].delay(100)  # each way
+    with ThreadPoolExecutor() as pool:
+        jobs = list(pool.map(lambda nodes: submit(SAY, nodes=nodes), (2, 3)))
+    for job, count in zip(jobs, (2, 3), strict=True):
+        status = job.wait(90)
+        assert status.state is State.SUCCEEDED, status
+        assert sorted(printed(job).splitlines()) == [f"rank {i} of {count} on node{i + 1}" for i in range(count)]
+
+
+def test_a_host_whose_key_has_changed_gets_nothing(submit: Submit, ssh_hosts: SshHosts) -> None:
+    ssh_hosts.new_host_key("node2")
+    with pytest.raises(SubmitError, match="node2: ITS HOST KEY HAS CHANGED"):
+        submit(SAY, hosts="node1,node2")
+    assert not (ssh_hosts.home("node2") / ".accel").exists()
+
+
+def test_a_supervisor_that_cannot_start_leaves_no_job_and_no_secret(
+    submit: Submit, ssh_hosts: SshHosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOKEN_HERE", "hush-hush")
+    start = supervising.start_command
+
+    def wrong(python: str, directory: str, node: int) -> list[str]:
+        return start(python, directory, node) if node == 0 else ["false"]
+
+    monkeypatch.setattr(supervising, "start_command", wrong)
+    with pytest.raises(SubmitError, match=re.escape("node2: false failed (status 1): it said nothing; no host runs")):
+        submit(SAY, secrets={"TOKEN": "env:TOKEN_HERE"})
+    (record,) = list_jobs(refresh=False)
+    for node in ("node1", "node2"):
+        assert not (job_files(ssh_hosts, node, record.id) / "secrets.json").exists()
+    result = job_files(ssh_hosts, "node1", record.id) / "exit.json"
+    until(result.exists, "the one that was started has ended")
+    assert json.loads(result.read_text())["state"] == "cancelled"
 
 
 def test_slots_of_a_hostfile_are_processes(submit: Submit, project: Path) -> None:
