@@ -26,7 +26,7 @@ _SETTINGS = "settings.json"
 _SECRET_KINDS = ("env", "file")
 _UNKNOWN = "{when the hosts have been examined}"
 # Whatever a program's directory holds, `accel` is the installed package.
-_ACCEL = "import sys; sys.path[:1] = []; from accel.cli import main; sys.exit(main())"
+_ACCEL = "import sys; sys.path[:] = [p for p in sys.path if p]; from accel.cli import main; sys.exit(main())"
 
 logger = logging.getLogger(__name__)
 
