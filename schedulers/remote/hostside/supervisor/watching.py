@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     Settings = dict[str, Any]
 
 TICK_S = 0.25
+_ENDING_TICK_S = 0.05
 LINGER_S = 2.0
 STATE_S = 5.0
 PHASES = {"stopping": "ending", "stopped": "ending", "done": "ending", "ready": "setup", "failed": "ending"}
@@ -62,8 +63,11 @@ class Supervisor:
             self._lead(self._began)
 
     def run(self) -> None:
+        before: object = None
         while not self._ended():
-            self._listen()
+            stands = (self._work.state, self._order)
+            self._listen(wait=stands == before)  # what has just been done here may have consequences here
+            before = stands
             self._look_for_cancel()
             if self._leading is None and self._alone is None:
                 self._follow(time.monotonic())
@@ -77,15 +81,15 @@ class Supervisor:
 
     # Hearing.
 
-    def _listen(self) -> None:
+    def _listen(self, *, wait: bool) -> None:
         links = [link for link in [*self._links, self._uplink] if link is not None and not link.closed]
-        busy = self._work.state["phase"] in ("stopping",)
+        patience = _ENDING_TICK_S if self._work.state["phase"] == "stopping" else min(TICK_S, self._beat_s / 2)
         readers: list[Any] = [self._server, self._woken, *links]
         readable, writable, _ = select.select(
             readers,
             [link for link in links if link.wants_to_write],
             [],
-            min(TICK_S, self._beat_s / 2) if not busy else 0.05,
+            patience if wait else 0.0,
         )
         for link in links:
             if link in writable:
