@@ -309,6 +309,13 @@ def test_strangers_on_the_control_port_are_sent_away(make: Make) -> None:
     )
     said = job.hosts["node2"].run("python3", "-c", code)
     assert said.split("\n")[:2] == ["['nonce']", "b''"]
+    for odd in (b"[" * 1000, b'{"from": Infinity, "nonce": 1, "proof": 2}', b"\xff", b'"x"', b"x" * 5000):
+        code = (
+            f"import socket; s = socket.create_connection(({host['address']!r}, {host['control_port']}), 5)\n"
+            f"s.recv(999); s.sendall({odd!r} + b'\\n'); s.settimeout(5)\n"
+            "try: print(s.recv(9))\nexcept ConnectionError: print(b'')"
+        )
+        assert job.hosts["node2"].run("python3", "-c", code).strip() == "b''"
     for name in job.names:
         (job.hosts.home(name) / "enough").touch()
     assert [result["state"] for result in job.exits()] == ["succeeded", "succeeded"]

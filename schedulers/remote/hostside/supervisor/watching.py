@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 TICK_S = 0.25
 _ENDING_TICK_S = 0.05
 LINGER_S = 2.0
+MOST_STRANGERS = 200  # that call and have yet to prove who they are
 STATE_S = 5.0
 PHASES = {"stopping": "ending", "stopped": "ending", "done": "ending", "ready": "setup", "failed": "ending"}
 
@@ -103,7 +104,11 @@ class Supervisor:
         if self._server in readable:
             with contextlib.suppress(OSError):
                 connected, _ = self._server.accept()
-                self._links.append(wire.Link(connected, self._token, self._own))
+                strangers = sum(link.peer is None for link in self._links)
+                if strangers < MOST_STRANGERS:
+                    self._links.append(wire.Link(connected, self._token, self._own))
+                else:
+                    connected.close()
         self._drop_dead_links(time.monotonic())
 
     def _drop_dead_links(self, now: float) -> None:
@@ -123,6 +128,9 @@ class Supervisor:
                 self._leading.hear(link.peer, message, now)
                 if not link.greeted:
                     link.greeted = True
+                    for former in self._links:  # what is still on its way there is old
+                        if former is not link and former.peer == link.peer:
+                            former.close()
                     link.send(self._leading.order())
         elif "do" in message:
             self._heard, self._met, self._order = now, True, message

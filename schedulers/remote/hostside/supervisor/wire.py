@@ -41,7 +41,7 @@ class Link:
         self._own = own
         self._expected = expected  # whom this end called; None: it was called
         self._connecting = expected is not None
-        self._nonce = os.urandom(16).hex()
+        self._nonce, self._other = os.urandom(16).hex(), ""
         self._read = b""
         self._unsent = b""
         self._held = b""  # until the proof
@@ -102,7 +102,7 @@ class Link:
                     self._prove(message)
                 else:
                     messages.append(message)
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
                 self.close()
         if self.peer is not None:
             self.heard = time.monotonic()
