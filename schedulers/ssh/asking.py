@@ -113,6 +113,8 @@ class _Asked:
     ahead: list[Host]
     heard: list[dict[str, Any]] = field(default_factory=list)
     silent: list[str] = field(default_factory=list)
+    fenced: Status | None = None  # the result of a host that was cut off: the others may have gone on without it
+    nodes: int = 1
 
 
 def statuses(hosts: Hosts, jobs: Mapping[str, Native]) -> tuple[dict[str, Status], dict[str, str]]:
@@ -151,7 +153,13 @@ def _heard(job: _Asked, outcome: Outcome[Answer], number: int) -> Status | None:
         return None
     answer = outcome.value.done[number]
     if answer["exit"] is not None:
-        return _result(answer["exit"], outcome.host)
+        status = _result(answer["exit"], outcome.host)
+        if not (isinstance(answer["exit"], dict) and answer["exit"].get("fenced")):
+            return status
+        job.fenced = job.fenced or status
+        state = answer["state"]
+        job.nodes = max(job.nodes, len(state.get("members") or ()) if isinstance(state, dict) else 0)
+        return None
     if answer["alive"]:
         return _progress(answer["state"])
     job.heard.append(answer)
@@ -159,8 +167,13 @@ def _heard(job: _Asked, outcome: Outcome[Answer], number: int) -> Status | None:
 
 
 def _conclude(key: str, job: _Asked, found: dict[str, Status], silent: dict[str, str]) -> None:
-    """No host has the result or a living supervisor. Those that cannot be asked may have both."""
-    if job.silent:
+    """No host that can be asked has the job's own result or a living supervisor; those that cannot be may have both.
+
+    When these are fewer than the job needs, it has ended as the hosts say that were cut off from them.
+    """
+    if job.fenced is not None and len(job.silent) < job.nodes:
+        found[key] = job.fenced
+    elif job.silent:
         silent[key] = job.silent[0]
     elif any(answer["state"] is not None for answer in job.heard):
         message = "its supervisors were killed, or their hosts restarted, and they left no result"

@@ -104,6 +104,26 @@ def test_a_host_that_cannot_be_asked_is_no_answer(target: SshTarget, ssh_hosts: 
     assert list(caught.value.silent or {}) == [alone]
 
 
+FENCED = {**ENDED, "reason": "node_failure", "exit_code": None, "message": "cut off", "fenced": True}
+OF_TWO = {**RUNNING, "members": [0, 1]}
+
+
+def test_a_host_that_was_cut_off_does_not_speak_for_the_job(target: SshTarget, ssh_hosts: SshHosts) -> None:
+    put(ssh_hosts, "node1", state=OF_TWO, exit=FENCED)
+    assert target.poll([ALL])[ALL].reason is Reason.NODE_FAILURE  # nobody else knows of it
+    put(ssh_hosts, "node3", exit={**ENDED, "state": "succeeded", "reason": "none", "exit_code": 0})
+    assert target.poll([ALL])[ALL].state is State.SUCCEEDED
+
+
+def test_a_host_that_was_cut_off_is_believed_when_too_few_are_left(target: SshTarget, ssh_hosts: SshHosts) -> None:
+    put(ssh_hosts, "node1", state=OF_TWO, exit=FENCED)
+    ssh_hosts["node2"].kill()
+    assert target.poll([ALL])[ALL].reason is Reason.NODE_FAILURE
+    ssh_hosts["node3"].kill()  # the two that cannot be asked may have gone on
+    with pytest.raises(Unreachable, match=r"node[23]: "):
+        target.poll([ALL])
+
+
 def test_lines_of_all_hosts_from_a_cursor(target: SshTarget, ssh_hosts: SshHosts, supervised: Any) -> None:
     first, second = put(ssh_hosts, "node1", state=RUNNING), put(ssh_hosts, "node2", state=RUNNING)
     for directory in (first, second):
