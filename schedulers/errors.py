@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .job import Status
 
 
 class SchedulerError(Exception):
@@ -38,7 +42,18 @@ class SubmitError(SchedulerError):
 
 
 class Unreachable(SchedulerError):
-    """The backend could not be asked. Says nothing about the job."""
+    """The backend, or a part of it, could not be asked. Says nothing about the jobs that it could not be asked about.
+
+    silent:  native id -> why, of those jobs; None where it was all of them.
+    answers: what `poll` found out about the others, as it returns it.
+    """
+
+    def __init__(
+        self, message: str, *, answers: Mapping[str, Status] | None = None, silent: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.answers = answers or {}
+        self.silent = silent
 
 
 def nearest(word: str, valid: Iterable[str]) -> str:

@@ -101,13 +101,13 @@ def _lines(path: Path, since: Cursor | None, complete: bool, *, rank: int | None
     offset = int(at) if at and at.isdigit() else 0
     with path.open("rb") as file:
         file.seek(offset)
-        for data in _split(file.read, complete):
+        for data in split(file.read, complete):
             offset += len(data)
             text = data.decode("utf-8", "surrogateescape")
             yield LogLine(rank=rank, attempt=attempt, text=text, source=source, position=str(offset))
 
 
-def _split(read: Callable[[int], bytes], complete: bool) -> Iterator[bytes]:
+def split(read: Callable[[int], bytes], complete: bool) -> Iterator[bytes]:
     rest = b""
     while chunk := read(_CHUNK):
         lines = (rest + chunk).splitlines(keepends=True)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from . import disk
-from .errors import SchedulerError, StoreError
+from .errors import SchedulerError, StoreError, Unreachable
 from .job import Reason, State, Status
 
 if TYPE_CHECKING:
@@ -65,16 +65,24 @@ def _group(record: Record) -> str:
 
 def _poll(records: Sequence[Record]) -> None:
     asked_at = time.time()
+    silent: Mapping[str, str] = {}
     try:
         target = restore(records[0])
         answers: Mapping[str, Status] = target.poll([record.native_id or "" for record in records])
     except (SchedulerError, OSError) as error:
-        for record in records:
-            record.warning = str(error)
-        return
+        if isinstance(error, Unreachable) and error.silent is not None:
+            answers, silent = error.answers, error.silent
+        else:
+            for record in records:
+                record.warning = str(error)
+            return
     for record in records:
+        native_id = record.native_id or ""
+        if native_id in silent:
+            record.warning = silent[native_id]
+            continue
         try:
-            absorb(record, answers.get(record.native_id or ""), asked_at)
+            absorb(record, answers.get(native_id), asked_at)
         except StoreError as error:
             record.warning = str(error)
 

@@ -16,6 +16,7 @@ ENTRY_POINT_GROUP = "accel.targets"
 
 BUILT_IN: Mapping[str, str] = {
     "local": "schedulers.local.target:LocalTarget",
+    "ssh": "schedulers.ssh.target:SshTarget",
 }
 
 
@@ -100,6 +101,23 @@ class Dated(Protocol):
 
     def cursor_at(self, native_id: str, when: float) -> Cursor:
         """Where the log streams stood `when` (seconds since the epoch), to the second."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checked:
+    """What was found where jobs would run: a table, its header first, and a line for each thing that is wrong."""
+
+    table: list[list[str]]
+    failures: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+
+@runtime_checkable
+class Checks(Protocol):
+    """A target that can say, before any job, whether it could run one."""
+
+    def check(self) -> Checked:
+        """Changes nothing there. Raises SchedulerError when there is nothing to ask."""
 
 
 @dataclass(frozen=True, kw_only=True)

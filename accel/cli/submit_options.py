@@ -37,13 +37,20 @@ def _what_to_run(group: Group) -> None:
 
 def _where(group: Group) -> None:
     group.add_argument("--target", default="local", help="a name in accel.yaml, or a kind of target (default: local)")
-    group.add_argument("--nodes", **_COUNT, default=1, help="machines (default: 1)")
+    group.add_argument("--nodes", **_COUNT, help="machines (default: 1, or as many as --hosts or --hostfile names)")
     group.add_argument("--procs-per-node", **_COUNT, help="processes on each (default: one per GPU, or one)")
     group.add_argument("--gpus", **_COUNT, default=0, help="GPUs on each node (default: 0)")
     group.add_argument("--cpus", **_COUNT, help="CPU cores on each node")
     group.add_argument("--memory", metavar="SIZE", type=values.memory, help="on each node: 512M, 16G (16 means 16G)")
     option = "an option of the target, typed as in accel.yaml; repeatable"
     group.add_argument("--option", metavar="KEY=VALUE", type=values.option, **_MANY, help=option)
+    hosts = "machines of an ssh target: a,b or user@host:port or gpu[01-16], or a pattern of ~/.ssh/config"
+    group.add_argument("--hosts", metavar="LIST", help=hosts)
+    group.add_argument(
+        "--hostfile", metavar="FILE", help="a file with a machine a line (Open MPI's, DeepSpeed's syntax)"
+    )
+    group.add_argument("--spares", **_COUNT, help="further machines of the ssh target, to replace bad ones")
+    group.add_argument("--interface", metavar="NAME", help="the network interface that machines of it meet on")
     group.add_argument("--concurrency", **_COUNT, help="jobs that the local target runs at a time; the others wait")
     group.add_argument("--snapshot", action="store_true", help="run a copy of the code as it is now (local target)")
 

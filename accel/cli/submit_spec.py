@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .words import UsageError
@@ -31,7 +31,7 @@ def build_spec(args: Namespace, program: Sequence[str]) -> JobSpec:
         argv=tuple(program),
         entry=entry,
         name=args.name or default_name(program[0], entry),
-        nodes=args.nodes,
+        nodes=_nodes(args),
         procs_per_node=args.procs_per_node,
         resources=Resources(gpus=args.gpus, cpus=args.cpus, memory_gb=args.memory),
         env=_once("--env", args.env),
@@ -66,8 +66,40 @@ def _once(option: str, pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
+def _nodes(args: Namespace) -> int:
+    """As many as asked for; else all the machines that the command line names, but for the spares."""
+    if args.nodes is not None or (args.hosts is None and args.hostfile is None):
+        return 1 if args.nodes is None else int(args.nodes)
+    from schedulers.remote.hosts import parse_hostfile, parse_hosts
+
+    if args.hostfile is not None:
+        with open(args.hostfile, encoding="utf-8", errors="surrogateescape") as file:
+            count = len(parse_hostfile(file.read(), args.hostfile))
+    elif "*" in args.hosts or "?" in args.hosts:
+        raise UsageError("accel submit", f"--hosts {args.hosts} is a pattern: say how many of them with --nodes")
+    else:
+        count = len(parse_hosts(args.hosts))
+    spares = args.spares or 0
+    if count <= spares:
+        raise UsageError("accel submit", f"--spares {spares} leaves none of the {count} hosts to run on")
+    return count - spares
+
+
+def _host_options(args: Namespace) -> Iterator[tuple[str, Any]]:
+    if args.hosts is not None and args.hostfile is not None:
+        raise UsageError("accel submit", "--hosts and --hostfile both say where: keep one")
+    if args.hosts is not None:
+        yield from (("hosts", args.hosts), ("hostfile", None))
+    if args.hostfile is not None:
+        yield from (("hostfile", os.path.abspath(args.hostfile)), ("hosts", None))
+    if args.spares is not None:
+        yield "spares", args.spares
+    if args.interface is not None:
+        yield "interface", args.interface
+
+
 def _target_options(args: Namespace) -> dict[str, Any]:
-    pairs = list(args.option)
+    pairs = [*args.option, *_host_options(args)]
     if args.concurrency is not None:
         pairs.append(("concurrency", args.concurrency))
     if args.snapshot:

@@ -1,17 +1,19 @@
-"""`accel targets`: the places where jobs can run.
+"""`accel targets`: the places where jobs can run; `accel targets check NAME`: whether one of them could, now.
 
 Piped, a line for each without a heading, and between tabs: name, kind, where it is defined, its options.
 
 --json  {"targets": [{"name", "kind", "options", "source"}], "ignored": […]}: `ignored` has a line for each installed
-        plug-in that tried to take a built-in name.
+        plug-in that tried to take a built-in name. With `check`: {"name", "table", "failures", "warnings"}, the table
+        as rows of text under a header. `check` exits with 1 when there is a failure.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from . import exits
+from . import exits, values
 from .output import note, print_json, print_rows
+from .words import UsageError
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 EXAMPLES = """\
   accel targets
   accel targets --json | jq -r '.targets[].name'
+  accel targets check lab
+  accel targets check ssh --option hosts=gpu1,gpu2
 
 Names come from accel.yaml in the project (this directory or the nearest above) and in the user's config directory."""
 
@@ -29,10 +33,17 @@ COLUMNS = ("NAME", "KIND", "DEFINED IN", "OPTIONS")
 
 
 def add_arguments(parser: Parser) -> None:
+    parser.add_argument("check", nargs="*", metavar="check NAME", help="examine the machines of this target")
+    option = "with check: an option of the target, typed as in accel.yaml; repeatable"
+    parser.add_argument("--option", metavar="KEY=VALUE", type=values.option, action="append", default=[], help=option)
     parser.add_argument("--json", action="store_true", help="answer in JSON")
 
 
 def run(args: Namespace) -> int:
+    if args.check:
+        return _check(args)
+    if args.option:
+        raise UsageError("accel targets", "--option goes with check NAME")
     from schedulers.config import known_targets
     from schedulers.target import refused_entry_points
 
@@ -47,6 +58,30 @@ def run(args: Namespace) -> int:
     for line in ignored:
         note(f"warning: {line}")
     return exits.OK
+
+
+def _check(args: Namespace) -> int:
+    from schedulers.config import load_target
+    from schedulers.store import Store
+    from schedulers.target import Checks
+
+    word, *names = args.check
+    if word != "check" or len(names) != 1:
+        raise UsageError("accel targets", f"expects nothing, or check NAME, not {' '.join(args.check)!r}")
+    target = load_target(names[0], Store.default().jobs, overrides=dict(args.option))
+    if not isinstance(target, Checks):
+        raise UsageError("accel targets", f"target {names[0]} has no machines that could be examined before a submit")
+    found = target.check()
+    if args.json:
+        print_json({"name": names[0], "table": found.table, "failures": found.failures, "warnings": found.warnings})
+    else:
+        header, *rows = found.table
+        print_rows([name.upper() for name in header], rows, on_terminal=rows)
+        for line in found.failures:
+            note(f"fails: {line}")
+        for line in found.warnings:
+            note(f"warning: {line}")
+    return exits.ERROR if found.failures else exits.OK
 
 
 def _words(options: Mapping[str, Any]) -> str:

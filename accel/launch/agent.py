@@ -45,6 +45,7 @@ class RankSettings:
     log_of: Callable[[int, int], str | None]  # (rank, attempt) -> path
     spawn: bool
     grace_s: float
+    first_attempt: int = 0
 
 
 class GangAgent(SimpleElasticAgent):
@@ -78,7 +79,7 @@ class GangAgent(SimpleElasticAgent):
         self._next_peer_check = 0.0
         self._finished = False
         self._oom_kills = 0
-        self._attempt = -1
+        self._attempt = settings.first_attempt - 1
         self.failure: Failure | None = None
 
     # What the elastic agent asks for.

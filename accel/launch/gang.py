@@ -155,6 +155,7 @@ def _agent(run: Launch, handler: RendezvousHandler, server: ForkServer, signals:
         log_of=lambda rank, attempt: log_path(run.log_dir, rank, attempt),
         spawn=run.spawn,
         grace_s=run.grace_s,
+        first_attempt=run.first_attempt,
     )
     os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"  # all machines run equally many ranks: no exchange, no wait
     observe = _observer(run, tee)

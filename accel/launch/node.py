@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn
 
 from schedulers.errors import SpecError
-from schedulers.topology import Topology
+from schedulers.topology import Topology, number
 
 from . import compat, environment, guard
 from .devices import VISIBLE, Devices, find, only_cpu
@@ -43,6 +43,7 @@ class Launch:
     run_id: str = "accel"
     role: str = "default"
     max_restarts: int = 0
+    first_attempt: int = 0  # of a job whose supervisor has started it before
     grace_s: float = 30.0
     monitor_interval_s: float = 0.1
     log_dir: str | None = None
@@ -77,7 +78,7 @@ def plan(options: Mapping[str, Any], program: Program, env: Mapping[str, str] = 
         role=options["role"], max_restarts=options["max_restarts"], grace_s=options["shutdown_timeout"],
         monitor_interval_s=options["monitor_interval"], log_dir=options["log_dir"], tee=options["tee"],
         spawn=(options["start_method"] or ("spawn" if sys.platform == "darwin" else "fork")) == "spawn",
-        quiet=options["quiet"],
+        quiet=options["quiet"], first_attempt=_first_attempt(env),
     )  # fmt: skip
 
 
@@ -156,7 +157,8 @@ def _world_of_one(run: Launch) -> dict[str, str]:
     return {
         **dict.fromkeys(("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "ROLE_RANK"), "0"),
         **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"), "1"),
-        **dict.fromkeys(("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"), "0"),
+        "TORCHELASTIC_RESTART_COUNT": str(run.first_attempt),
+        "TORCHELASTIC_MAX_RESTARTS": "0",
         "ROLE_NAME": run.role,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(run.port or _free_port()),
@@ -220,6 +222,13 @@ def _near_script(name: str) -> str:
         return ""
     near = difflib.get_close_matches(name, there, n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _first_attempt(env: Mapping[str, str]) -> int:
+    try:
+        return number(env, "ACCEL_ATTEMPT", default=0)
+    except SpecError as error:
+        raise LaunchError(str(error)) from None
 
 
 def _devices(options: Mapping[str, Any], env: Mapping[str, str]) -> Devices:

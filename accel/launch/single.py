@@ -27,12 +27,12 @@ def run_single(run: Launch, launch_id: str) -> int:
 
     Returns its exit code (128 + N for signal N), or 128 + N when this process was told to end by signal N.
     """
-    log = log_path(run.log_dir, 0, 0)
+    log = log_path(run.log_dir, 0, run.first_attempt)
     record = recorder(run.log_dir)
     adopt_orphans()
     keeper = guard.start(launch_id)
     oom_kills = report.oom_kill_count()
-    record("attempt", attempt=0)
+    record("attempt", attempt=run.first_attempt)
     tee = Tee(run.tee, run.log_dir)
     watch = _Watch(run.grace_s)
     try:
@@ -49,7 +49,7 @@ def run_single(run: Launch, launch_id: str) -> int:
         return 0
     one = report.Exit(rank=0, local_rank=0, pid=watch.program.pid, code=code, time=time.time(),
                       error=report.error_in_log(log), log=log)  # fmt: skip
-    failure = report.diagnose(one, node=0, host=socket.gethostname(), attempt=0,
+    failure = report.diagnose(one, node=0, host=socket.gethostname(), attempt=run.first_attempt,
                               oom_kills=report.oom_kill_count() - oom_kills, others="")  # fmt: skip
     record("failure", failure=failure.to_json())
     if not run.quiet:

@@ -266,3 +266,16 @@ def test_no_more_processes(launcher: Launcher, group: Path) -> None:
     launcher.nothing_left(2)
     assert done.code == 1
     assert "cannot start a process: Resource temporarily unavailable" in done.err
+
+
+@pytest.mark.parametrize("flags", [GANG, SINGLE], ids=["gang", "single"])
+def test_a_job_that_was_started_before_goes_on_counting_its_attempts(
+    launcher: Launcher, flags: tuple[str, ...]
+) -> None:
+    launcher.script("import os, sys\nprint(os.environ['TORCHELASTIC_RESTART_COUNT'])\nsys.exit(3)\n")
+    launcher(*flags, "train.py", code=3, ACCEL_ATTEMPT="2")
+    told = failure(launcher)
+    assert (told["attempt"], told["log"]) == (2, f"logs/rank-{told['rank']}.a2.log")
+    assert launcher.log(told["rank"], attempt=2) == "2\n"
+    done = launcher(*flags, "train.py", code=1, ACCEL_ATTEMPT="two")
+    assert "ACCEL_ATTEMPT must be a whole number, not 'two'" in done.err

@@ -1,0 +1,274 @@
+"""What the leading supervisor decides: from what every host says of itself to what all of them are to do.
+
+Pure: no clock, no socket and no process here. Hosts tell their whole state (`hear`), the leader its whole order
+(`order`), and both are sent again and again.
+
+A host's state: {"phase", "attempt", "port", "code", "report", "message", "cancel"}, where `phase` is one of
+waiting, setup, ready, failed, armed, running, done, stopped, ended.
+An order: {"do", "attempt", "members", "address", "port", "leader", "lost", "restarts_left", "status"}, where `do` is
+one of wait, setup, arm, go, stop, end.
+"""
+
+from __future__ import annotations
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+    State = dict[str, Any]
+    Order = dict[str, Any]
+
+SETTLE_S = 3.0
+
+
+class Leader:
+    """One leader's view of its job. `status`, once there is one, is how the job ends; `fenced` with it says that
+    this side has too few hosts to speak for the job."""
+
+    def __init__(self, settings: dict[str, Any], own: int, now: float, last: Order | None = None) -> None:
+        """`last` is the order of the leader before this one, which has been lost."""
+        self._settings = settings
+        self._hosts = settings["nodes"] + settings["spares"]
+        self._needed = len(settings["nodes"])
+        self._heartbeat_s = float(settings["heartbeat_s"])
+        self._own = own
+        self._began = self.since = now
+        self._states: dict[int, State] = {}
+        self._heard: dict[int, float] = {}
+        self._silent: dict[int, float] = {}  # lost hosts, and how long they had been silent
+        self._former = own  # who led the last attempt: half of the hosts are enough with it
+        self._cause: dict[str, Any] | None = None
+        self._first_failure: float | None = None
+        self._stages = {"wait": self._wait, "setup": self._setup, "arm": self._arm, "go": self._go, "stop": self._stop}
+        self.do = "wait"
+        self.attempt = 0
+        self.members: list[int] = []
+        self.restarts_left = int(settings["max_restarts"])
+        self.address, self.port = "", 0
+        self.status: dict[str, Any] | None = None
+        self.fenced = False
+        if last is not None:
+            self._take_over(last, now)
+
+    def hear(self, index: int, state: State, now: float) -> None:
+        """Takes in what a host says of itself. One that has been given up stays so."""
+        if index not in self._silent:
+            self._states[index] = state
+            self._heard[index] = now
+
+    def order(self) -> Order:
+        return {
+            "do": self.do,
+            "attempt": self.attempt,
+            "members": self.members,
+            "address": self.address,
+            "port": self.port,
+            "leader": self._own,
+            "lost": sorted(self._silent),
+            "restarts_left": self.restarts_left,
+            "status": self.status,
+        }
+
+    def ages(self, now: float) -> dict[str, float]:
+        """How long ago each host was heard of, in seconds."""
+        return {str(index): round(now - heard, 3) for index, heard in sorted(self._heard.items())}
+
+    def step(self, now: float) -> bool:
+        """Decides what follows from what has been heard. True when the job has ended on all hosts that answer."""
+        if self.do == "end":
+            alive = [index for index in self._states if now - self._heard[index] <= self._heartbeat_s]
+            return all(self._states[index]["phase"] == "ended" for index in alive if index != self._own)
+        before = None
+        while before != (self.do, self.attempt, self.status is None):
+            before = (self.do, self.attempt, self.status is None)
+            self._look_for_silence(now)
+            self._look_for_ends(now)
+            if self.do != "end":
+                self._stages[self.do](now)
+        return False
+
+    # The stages, in their order.
+
+    def _wait(self, now: float) -> None:
+        present = sorted(self._states)
+        named = range(self._needed)
+        late = now - self._began >= self._settings["start_timeout_s"]
+        if all(index in self._states for index in named) or (late and len(present) >= self._needed):
+            self.members = present[: self._needed]
+            self._enter("setup", now)
+        elif late:
+            missing = ", ".join(self._name(index) for index in named if index not in self._states)
+            self._conclude("failed", "node_failure", f"{missing} did not come within "
+                      f"{self._settings['start_timeout_s']:g} s: the job did not start", now)  # fmt: skip
+
+    def _setup(self, now: float) -> None:
+        if self._all("ready"):
+            self._enter("arm", now)
+
+    def _arm(self, now: float) -> None:
+        if self._all("armed", now_attempt=True):
+            first = self.members[0]
+            self.address, self.port = self._hosts[first]["address"], self._states[first]["port"]
+            self._former = self._own
+            self._enter("go", now)
+
+    def _go(self, now: float) -> None:
+        limit = self._settings["time_limit_s"]
+        ended = [index for index in self.members if self._in_phase(index, "done")]
+        failed = [index for index in ended if self._states[index]["code"] != 0]
+        if failed:
+            if len(ended) == len(self.members) or now - self._failed_since(now) >= SETTLE_S:
+                self._stop_for(self._failure(failed), now)
+        elif len(ended) == len(self.members):
+            self._conclude("succeeded", "none", "", now, exit_code=0)
+        elif limit is not None and now - self.since >= limit:
+            self._stop_for(_status("failed", "time_limit", f"its time limit of {limit:g} s was reached"), now)
+
+    def _stop(self, now: float) -> None:
+        left = [index for index in self.members if index not in self._silent]
+        # After a leader was lost, even spares may be on their way here.
+        if not all(self._in_phase(index, "stopped") for index in left) or self._heard.keys() - self._states.keys():
+            return
+        cause = self._cause
+        assert cause is not None
+        usable = sorted(index for index, state in self._states.items() if not state["message"])
+        again = cause["reason"] not in ("user", "time_limit", "setup") and self.restarts_left > 0
+        if again and len(usable) >= self._needed and self._quorum():
+            self.restarts_left -= 1
+            self.attempt += 1
+            # Spares have the highest indices, and so the last ranks: as many as can be stay as they are.
+            self.members = usable[: self._needed]
+            self._cause = None
+            self._enter("setup", now)
+            return
+        if again and not self._quorum():
+            cause["message"] += f"; only {len(usable)} of the {len(self._hosts)} hosts are left here, too few to go on"
+        elif again:
+            cause["message"] += f"; {len(usable)} hosts are left of the {self._needed} that the job needs"
+        self._finish(cause, now)
+
+    # What is looked for in every stage.
+
+    def _look_for_silence(self, now: float) -> None:
+        for index, heard in list(self._heard.items()):
+            if now - heard > self._heartbeat_s and index not in self._silent and index != self._own:
+                self._lose(index, now - heard, now)
+        if self.do != "wait" and self._silent and self.do != "stop":
+            lost = [index for index in self.members if index in self._silent]
+            if lost:
+                self._stop_for(self._loss(), now)
+
+    def _lose(self, index: int, silent_s: float, now: float) -> None:
+        self._states.pop(index, None)
+        self._heard.pop(index, None)
+        if self.do != "wait":  # nothing has been begun with it: it may come back
+            self._silent[index] = silent_s
+
+    def _look_for_ends(self, now: float) -> None:
+        if any(state.get("cancel") for state in self._states.values()):
+            cancelled = _status("cancelled", "user", "cancelled")
+            if self.do == "wait":
+                self._finish(cancelled, now)
+            elif self.do == "stop":
+                self._cause = cancelled
+            elif self.do != "end":
+                self._stop_for(cancelled, now)
+        for index in self.members:
+            state = self._states.get(index)
+            if state is not None and state["phase"] == "failed" and self.do in ("setup", "arm"):
+                said = f"{self._name(index)}: {state['message']}"
+                self._stop_for(_status("failed", "setup", said, exit_code=state["code"]), now)
+
+    # Small parts.
+
+    def _take_over(self, last: Order, now: float) -> None:
+        self.attempt, self.members = last["attempt"], last["members"] or list(range(self._needed))
+        self.restarts_left = last["restarts_left"]
+        self._former = last["leader"]
+        for index in last["lost"]:
+            self._silent[index] = self._heartbeat_s
+        self._silent[last["leader"]] = last["silent_s"]
+        for index in range(len(self._hosts)):
+            if index not in self._silent:
+                self._heard[index] = now  # they have as long as anybody to be heard of
+        self._cause = self._loss()
+        self._enter("stop", now)
+
+    def _enter(self, do: str, now: float) -> None:
+        self.do, self.since, self._first_failure = do, now, None
+
+    def _failed_since(self, now: float) -> float:
+        if self._first_failure is None:
+            self._first_failure = now
+        return self._first_failure
+
+    def _in_phase(self, index: int, phase: str) -> bool:
+        state = self._states.get(index)
+        return state is not None and state["phase"] == phase and state["attempt"] == self.attempt
+
+    def _all(self, phase: str, now_attempt: bool = False) -> bool:
+        return all(
+            self._in_phase(index, phase) if now_attempt else self._states.get(index, {}).get("phase") == phase
+            for index in self.members
+        )
+
+    def _stop_for(self, cause: dict[str, Any], now: float) -> None:
+        self._cause = cause
+        self._enter("stop", now)
+
+    def _loss(self) -> dict[str, Any]:
+        lost = [index for index in self.members if index in self._silent]
+        said = ", ".join(f"{self._name(index)} was silent for {self._silent[index]:.1f} s" for index in lost)
+        return _status("failed", "node_failure", said)
+
+    def _failure(self, failed: list[int]) -> dict[str, Any]:
+        """The gang's first failure, by the time that its launchers tell."""
+        states = [(index, self._states[index]) for index in failed]
+        told = [state["report"]["failure"] for _, state in states if state["report"]["failure"]]
+        if told:
+            first = min(told, key=lambda failure: float(failure["time"]) or float("inf"))
+            status = _status("failed", first["reason"], _said(first), exit_code=first["exit_code"])
+            status["failure"] = first
+            return status
+        index, state = min(states, key=lambda pair: (pair[1]["report"]["ended"], pair[0]))
+        said = state["report"]["words"] or f"accel launch ended with exit code {state['code']}"
+        return _status("failed", state["report"]["refused"], f"{self._name(index)}: {said}", exit_code=state["code"])
+
+    def _quorum(self) -> bool:
+        """Whether no other part of the hosts can think that it is to go on."""
+        here = len(self._states)
+        former = self._former in self._states
+        return 2 * here > len(self._hosts) or (2 * here == len(self._hosts) and former)
+
+    def _conclude(self, state: str, reason: str, message: str, now: float, *, exit_code: int | None = None) -> None:
+        self._finish(_status(state, reason, message, exit_code=exit_code), now)
+
+    def _finish(self, status: dict[str, Any], now: float) -> None:
+        status["attempt"] = self.attempt
+        self.status = status
+        self.fenced = bool(self._silent) and not self._quorum()
+        status["fenced"] = self.fenced
+        self._enter("end", now)
+
+    def _name(self, index: int) -> str:
+        return str(self._hosts[index]["name"])
+
+
+def _status(state: str, reason: str, message: str, *, exit_code: int | None = None) -> dict[str, Any]:
+    return {
+        "state": state,
+        "reason": reason,
+        "exit_code": exit_code,
+        "attempt": 0,
+        "message": message,
+        "native_state": "",
+        "failure": None,
+        "fenced": False,
+    }
+
+
+def _said(failure: dict[str, Any]) -> str:
+    who = f"rank {failure['rank']}" if failure["rank"] is not None else "launcher"
+    message = str(failure["message"])
+    text = message if message.startswith(who) else f"{who}: {message}"
+    return f"{text} ({failure['cause']})" if failure["cause"] else text

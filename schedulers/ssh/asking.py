@@ -1,0 +1,214 @@
+"""What hosts say of jobs: one conversation a host, whatever is asked; and what their answers mean together."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import SchedulerError
+from ..job import Reason, State, Status
+from ..remote.errors import HostUnreachable, RemoteError, one_line
+from ..remote.files import host_program, program_loader
+from ..remote.hosts import Host
+from ..remote.transport import Outcome, Pool, Remote
+from .native import Native
+from .options import SshOptions, python_of
+
+_ANSWER_S = 60.0
+_DOWN_S = 20.0  # a host that could not be reached is asked after the others for so long
+
+Step = Mapping[str, Any]
+
+# The supervisor's phase -> ours. A job that starts again is queued between its attempts.
+_PHASES: Mapping[str, State] = {
+    "waiting": State.QUEUED,
+    "setup": State.QUEUED,
+    "armed": State.QUEUED,
+    "running": State.RUNNING,
+    "ending": State.RUNNING,
+    "ended": State.RUNNING,
+}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a host answered: a value for each step, and the bytes that came after."""
+
+    done: list[Any]
+    data: bytes
+
+
+class Hosts:
+    """The hosts of a target, as they are asked. Connections are kept and shared; safe to use from several threads."""
+
+    def __init__(self, options: SshOptions) -> None:
+        self._options = options
+        self._lock = threading.Lock()
+        self._pool: Pool | None = None
+        self._down: dict[Host, float] = {}
+
+    @property
+    def pool(self) -> Pool:
+        with self._lock:
+            if self._pool is None:
+                self._pool = Pool(config=self._options.ssh_config)
+            return self._pool
+
+    @property
+    def python(self) -> str:
+        return on_host(python_of(self._options))
+
+    def ask(self, asked: Mapping[Host, Sequence[Step]]) -> dict[Host, Outcome[Answer]]:
+        """All hosts at once, each in one conversation."""
+        outcomes = self.pool.map(lambda remote: self._ask_one(remote, asked[remote.host]), list(asked))
+        for outcome in outcomes:
+            with self._lock:
+                if isinstance(outcome.error, HostUnreachable):
+                    self._down[outcome.host] = time.monotonic() + _DOWN_S
+                else:
+                    self._down.pop(outcome.host, None)
+        return {outcome.host: outcome for outcome in outcomes}
+
+    def likely_first(self, hosts: Sequence[Host]) -> list[Host]:
+        """In their order, those last that could not be reached a moment ago."""
+        now = time.monotonic()
+        with self._lock:
+            return sorted(hosts, key=lambda host: self._down.get(host, 0.0) > now)
+
+    def close(self) -> None:
+        with self._lock:
+            pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.close()
+
+    def _ask_one(self, remote: Remote, steps: Sequence[Step]) -> Answer:
+        program = host_program("jobs")
+        request = json.dumps({"root": self._options.root, "do": list(steps)}).encode()
+        argv = [self.python, "-I", "-S", "-c", program_loader(program)]
+        said = remote.run(argv, stdin=program + request + b"\n", timeout_s=_ANSWER_S)
+        line, _, data = said.stdout.partition(b"\n")
+        try:
+            answer = json.loads(line)
+        except ValueError:
+            raise RemoteError(remote.name, f"answers nonsense: {one_line(line or said.stderr)}") from None
+        if "error" in answer:
+            raise RemoteError(remote.name, one_line(str(answer["error"])))
+        return Answer(answer["done"], data)
+
+
+def on_host(path: str) -> str:
+    """A program in the home directory, as it is named in a command: commands start there, and no shell expands `~`."""
+    return f"./{path[2:]}" if path.startswith("~/") else path
+
+
+@dataclass
+class _Asked:
+    """One job on its way from host to host."""
+
+    native: Native
+    ahead: list[Host]
+    heard: list[dict[str, Any]] = field(default_factory=list)
+    silent: list[str] = field(default_factory=list)
+    fenced: Status | None = None  # the result of a host that was cut off: the others may have gone on without it
+    nodes: int = 1
+
+
+def statuses(hosts: Hosts, jobs: Mapping[str, Native]) -> tuple[dict[str, Status], dict[str, str]]:
+    """The status of each job, and of those that could not be asked about, why. A job in neither is unknown.
+
+    Each job's hosts are asked in order until one has its result, or its supervisor alive.
+    """
+    found: dict[str, Status] = {}
+    silent: dict[str, str] = {}
+    open_ones = {key: _Asked(native, hosts.likely_first(native.hosts)) for key, native in jobs.items()}
+    while open_ones:
+        asked: dict[Host, list[str]] = {}
+        for key, job in open_ones.items():
+            asked.setdefault(job.ahead.pop(0), []).append(key)
+        steps = {
+            host: [{"op": "status", "job": open_ones[key].native.job_id} for key in keys]
+            for host, keys in asked.items()
+        }
+        for host, outcome in hosts.ask(steps).items():
+            for number, key in enumerate(asked[host]):
+                status = _heard(open_ones[key], outcome, number)
+                if status is not None:
+                    found[key] = status
+        for key, job in list(open_ones.items()):
+            if key in found or not job.ahead:
+                del open_ones[key]
+                if key not in found:
+                    _conclude(key, job, found, silent)
+    return found, silent
+
+
+def _heard(job: _Asked, outcome: Outcome[Answer], number: int) -> Status | None:
+    """The status, when this host's answer settles it."""
+    if outcome.error is not None or outcome.value is None:
+        job.silent.append(str(outcome.error))
+        return None
+    answer = outcome.value.done[number]
+    if answer["exit"] is not None:
+        status = _result(answer["exit"], outcome.host)
+        if not (isinstance(answer["exit"], dict) and answer["exit"].get("fenced")):
+            return status
+        job.fenced = job.fenced or status
+        state = answer["state"]
+        job.nodes = max(job.nodes, len(state.get("members") or ()) if isinstance(state, dict) else 0)
+        return None
+    if answer["alive"]:
+        return _progress(answer["state"])
+    job.heard.append(answer)
+    return None
+
+
+def _conclude(key: str, job: _Asked, found: dict[str, Status], silent: dict[str, str]) -> None:
+    """No host that can be asked has the job's own result or a living supervisor; those that cannot be may have both.
+
+    When these are fewer than the job needs, it has ended as the hosts say that were cut off from them.
+    """
+    if job.fenced is not None and len(job.silent) < job.nodes:
+        found[key] = job.fenced
+    elif job.silent:
+        silent[key] = job.silent[0]
+    elif any(answer["state"] is not None for answer in job.heard):
+        message = "its supervisors were killed, or their hosts restarted, and they left no result"
+        found[key] = Status(state=State.FAILED, reason=Reason.LOST, message=message)
+
+
+def _result(document: Any, host: Host) -> Status:
+    try:
+        status = Status.from_json(document)
+        if status.state.final:
+            return status
+    except (KeyError, ValueError, TypeError, AttributeError):
+        pass
+    message = f"its result on {host} cannot be read: {one_line(json.dumps(document))}"
+    return Status(state=State.FAILED, reason=Reason.LOST, message=message)
+
+
+def _progress(state: Any) -> Status:
+    phase = str(state.get("phase", ""))
+    message = str(state.get("message") or ("" if phase == "running" else phase))
+    return Status(
+        state=_PHASES.get(phase, State.RUNNING),
+        attempt=int(state.get("attempt") or 0),
+        message=message,
+        native_state=phase,
+    )
+
+
+def tell_all(hosts: Hosts, asked: Sequence[Host], step: Step) -> list[tuple[Host, Any, SchedulerError | None]]:
+    """One step for each host: its answer, or why there is none."""
+    outcomes = hosts.ask({host: [step] for host in asked})
+    return [
+        (host, None if outcome.value is None else outcome.value.done[0], outcome.error)
+        for host, outcome in outcomes.items()
+    ]
+
+
+__all__ = ["Answer", "Hosts", "on_host", "statuses", "tell_all"]

@@ -1,0 +1,145 @@
+"""What may be said of an ssh target, and what it means before any host is asked."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+
+from ..errors import ConfigError, SpecError
+from ..remote.files import ROOT
+from ..remote.hosts import Host, expand, parse_hostfile, parse_hosts
+
+_LEAST_HEARTBEAT_S = 5.0
+_LAST_PORT = 65535
+
+
+@dataclass(frozen=True, kw_only=True)
+class SshOptions:
+    """What `accel.yaml` may say of an ssh target.
+
+    hosts:           `a,b`, `user@host:port`, `gpu[01-16]`, or patterns of ~/.ssh/config such as `gpu*`.
+    hostfile:        a file with a host a line (Open MPI's, DeepSpeed's or MPICH's syntax), instead of `hosts`; a
+                     relative path is looked for from the code directory.
+    user, port:      of the SSH servers, where a host does not say.
+    interface:       the network interface (a name or its beginning) over which the hosts talk to each other.
+    ports:           from which ports on the hosts may be taken, as `29500-29599`.
+    spares:          so many of the hosts, beyond those the job asks for, stand in for bad ones.
+    python:          the interpreter on the hosts that has accel and torch; `venv` is a virtual environment with one.
+    setup:           argvs run once on every host before the ranks start, before those of the job.
+    cpu:             train on the CPU even where there are GPUs.
+    heartbeat_s:     after so many seconds of silence a host counts as lost.
+    start_timeout_s: how long the hosts wait for each other; when one does not come, none runs.
+    disk_gb:         what must be free on every host.
+    root:            where everything of ours is on the hosts.
+    ssh_config:      the configuration file for SSH, as `ssh -F` takes it, instead of ~/.ssh/config.
+    """
+
+    hosts: str | tuple[str, ...] | None = None
+    hostfile: str | None = None
+    user: str | None = None
+    port: int | None = None
+    interface: str | None = None
+    ports: str | None = None
+    spares: int = 0
+    python: str | None = None
+    venv: str | None = None
+    setup: tuple[tuple[str, ...], ...] = ()
+    cpu: bool = False
+    heartbeat_s: float = 30.0
+    start_timeout_s: float = 300.0
+    disk_gb: float = 1.0
+    root: str = ROOT
+    ssh_config: str | None = None
+
+
+def check(options: SshOptions, name: str) -> None:
+    """Raises SpecError, naming the key, for what cannot be meant."""
+    where = f"target {name}"
+    if options.hosts is not None and options.hostfile is not None:
+        raise SpecError(f"{where}: hosts and hostfile are both given: keep one (--hosts replaces hosts only)")
+    if options.heartbeat_s < _LEAST_HEARTBEAT_S or options.heartbeat_s == float("inf"):
+        raise SpecError(f"{where}: heartbeat_s must be {_LEAST_HEARTBEAT_S:g} or more, not {options.heartbeat_s:g}")
+    for key in ("start_timeout_s", "disk_gb"):
+        if not 0 < getattr(options, key) < float("inf"):
+            raise SpecError(f"{where}: {key} must be more than 0, not {getattr(options, key):g}")
+    if options.spares < 0:
+        raise SpecError(f"{where}: spares must be 0 or more, not {options.spares}")
+    if options.port is not None and not 0 < options.port <= _LAST_PORT:
+        raise SpecError(f"{where}: port must be 1 to {_LAST_PORT}, not {options.port}")
+    if options.python is not None and options.venv is not None:
+        raise SpecError(f"{where}: python and venv are both given: keep one")
+    if any(not argv or not argv[0] for argv in options.setup):
+        raise SpecError(f"{where}: setup: a command has no program")
+    if not (options.root == "~" or options.root.startswith(("~/", "/"))):
+        raise SpecError(f"{where}: root must begin with / or ~/, not {options.root!r}")
+    port_range(options, name)
+
+
+def port_range(options: SshOptions, name: str) -> range:
+    """The ports that may be taken. Where nothing is said, those below the ones that systems give out by themselves."""
+    if options.ports is None:
+        return range(20000, 32768)
+    first, dash, last = options.ports.partition("-")
+    if first.isdecimal() and (last.isdecimal() or not dash):
+        found = range(int(first), int(last or first) + 1)
+        if found and found[0] > 0 and found[-1] <= _LAST_PORT:
+            return found
+    raise SpecError(f"target {name}: ports must be a range such as 29500-29599, not {options.ports!r}")
+
+
+def python_of(options: SshOptions) -> str:
+    """The interpreter on the hosts; one in the home directory (~/) is made absolute when the home is known."""
+    return options.python or (f"{options.venv.rstrip('/')}/bin/python" if options.venv else "python3")
+
+
+def hosts_text(options: SshOptions) -> str | None:
+    hosts = options.hosts
+    return hosts if hosts is None or isinstance(hosts, str) else ",".join(hosts)
+
+
+def known_hosts_count(options: SshOptions, source: str) -> int | None:
+    """How many hosts there are, where that can be told without reading a file. Raises SpecError."""
+    text = hosts_text(options)
+    if text is None or "*" in text or "?" in text:
+        return None
+    return len(parse_hosts(text, source=source))
+
+
+def named_hosts(options: SshOptions, name: str, code: str) -> list[Host]:
+    """The hosts, in their order; reads the hostfile or the SSH configuration. Raises SpecError, ConfigError."""
+    text = hosts_text(options)
+    if options.hostfile is not None:
+        hosts = _from_file(os.path.join(code, os.path.expanduser(options.hostfile)))
+    elif text is not None:
+        hosts = parse_hosts(text, aliases=_aliases(options, text), source=f"target {name}: hosts")
+    else:
+        raise SpecError(f"target {name}: no hosts; give --hosts a,b or --hostfile FILE, or write hosts: in accel.yaml")
+    return [replace(host, user=host.user or options.user, port=host.port or options.port) for host in hosts]
+
+
+def _aliases(options: SshOptions, text: str) -> list[str]:
+    if "*" not in text and "?" not in text:
+        return []
+    from ..remote.sshconfig import aliases
+
+    return list(aliases(options.ssh_config))
+
+
+def _from_file(path: str) -> list[Host]:
+    try:
+        with open(path, encoding="utf-8", errors="surrogateescape") as file:
+            return parse_hostfile(file.read(), path)
+    except OSError as error:
+        raise ConfigError(f"hostfile {path}: {(error.strerror or str(error)).lower()}") from None
+
+
+__all__ = [
+    "SshOptions",
+    "check",
+    "expand",
+    "hosts_text",
+    "known_hosts_count",
+    "named_hosts",
+    "port_range",
+    "python_of",
+]

@@ -1,0 +1,269 @@
+"""The ssh target: `accel launch` on each of several machines, under supervisors that need nobody but each other."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from .. import disk
+from ..errors import SpecError, Unreachable
+from ..job import Cursor, JobSpec, LogLine, Status
+from ..remote.supervising import PROGRAM
+from ..target import Checked, Plan, TargetContext
+from . import options as meaning
+from .options import SshOptions
+
+if TYPE_CHECKING:
+    from ..remote.hosts import Host
+    from ..remote.preflight import Report
+    from .asking import Hosts
+
+SCHEMA = 1
+_SETTINGS = "settings.json"
+_SECRET_KINDS = ("env", "file")
+_UNKNOWN = "{when the hosts have been examined}"
+# Whatever a program's directory holds, `accel` is the installed package.
+_ACCEL = "import sys; sys.path[:] = [p for p in sys.path if p]; from accel.cli import main; sys.exit(main())"
+
+logger = logging.getLogger(__name__)
+
+
+class SshTarget:
+    """Runs each job on hosts that share nothing. A job's native id is `host,host,…/job id`."""
+
+    Options: ClassVar[type] = SshOptions
+
+    def __init__(self, context: TargetContext) -> None:
+        self.name = context.name
+        self._options: SshOptions = context.options
+        self._jobs = context.jobs
+        self._asked: Hosts | None = None
+        meaning.check(self._options, self.name)
+
+    @property
+    def _hosts(self) -> Hosts:
+        if self._asked is None:
+            from .asking import Hosts
+
+            self._asked = Hosts(self._options)
+        return self._asked
+
+    def plan(self, spec: JobSpec, job_id: str) -> Plan:
+        """What every host gets, and what is done, with what only the hosts can tell left open. Raises SpecError."""
+        options = self._options
+        self._check(spec)
+        command = self._command(spec)
+        settings = {
+            "schema": SCHEMA,
+            "job_id": job_id,
+            "token": "{32 random bytes}",
+            "node": "{0 … nodes - 1, then spares}",
+            "nodes": _UNKNOWN,
+            "spares": _UNKNOWN,
+            "procs_per_node": self._processes(spec),
+            "command": command,
+            "workdir": _join(options.root, "jobs", job_id, "code", spec.workdir),
+            "env": dict(spec.env),
+            "setup": [list(argv) for argv in (*options.setup, *spec.setup)],
+            "grace_s": spec.grace_s,
+            "time_limit_s": spec.time_limit_s,
+            "heartbeat_s": options.heartbeat_s,
+            "start_timeout_s": options.start_timeout_s,
+            "max_restarts": spec.retry.max_restarts,
+            "master_port": _UNKNOWN,
+        }
+        return Plan(
+            target=self.name,
+            kind="ssh",
+            job_id=job_id,
+            files={_SETTINGS: json.dumps(settings, indent=2) + "\n"},
+            actions=self._actions(spec, job_id, command),
+            settings={
+                "nodes": spec.nodes,
+                "gpus": spec.resources.gpus,
+                "code": spec.code,
+                "secrets": dict(spec.secrets),
+            },
+            warnings=_warnings(spec),
+        )
+
+    def submit(self, plan: Plan) -> str:
+        """Examines the hosts, puts everything on them and starts their supervisors.
+
+        Which hosts they are is on this disk before any is started: a submit that is repeated asks those first. Raises
+        SubmitError with a line for each host that fails, SpecError, ConfigError, and Unreachable when hosts that may
+        run the job from an earlier submit cannot be asked.
+        """
+        from . import placing, shipping
+        from .native import Native
+
+        earlier = self._earlier(plan.job_id)
+        if earlier is not None:
+            return earlier
+        secrets = shipping.secret_values(plan.settings["secrets"])
+        template = json.loads(plan.files[_SETTINGS])
+        named = meaning.named_hosts(self._options, self.name, plan.settings["code"])
+        chosen = placing.enough(named, plan.settings["nodes"], self._options.spares, self.name)
+        if template["procs_per_node"] is None and template["command"].count("--num_processes") == 0:
+            template = self._with_slots(template, chosen, plan.settings["nodes"])
+        placement = placing.place(
+            self._hosts, self._options, self.name, plan.job_id, chosen, plan.settings["nodes"], plan.settings["gpus"]
+        )
+        for warning in placement.warnings:
+            logger.warning("%s", warning)
+        code = shipping.pack(plan.settings["code"], self._jobs.parent)
+        shipping.ship(self._hosts, self._options, plan.job_id, template, placement, code=code)
+        native = Native.of(plan.job_id, [node.host for node in placement.nodes])
+        disk.write_document(self._placed(plan.job_id), {"native_id": str(native), "nodes": plan.settings["nodes"]})
+        shipping.start(self._hosts, self._options, plan.job_id, placement.nodes, secrets=secrets)
+        return str(native)
+
+    def poll(self, native_ids: Sequence[str]) -> Mapping[str, Status]:
+        """Asks the jobs' hosts, each once, until one tells of each job. A job that none of its hosts knows is missing.
+
+        Raises Unreachable, which has the answers that there were, when none of a job's hosts could tell.
+        """
+        from .asking import statuses
+        from .native import Native
+
+        found, silent = statuses(self._hosts, {native_id: Native.parse(native_id) for native_id in native_ids})
+        if silent:
+            raise Unreachable("; ".join(dict.fromkeys(silent.values())), answers=found, silent=silent)
+        return found
+
+    def logs(self, native_id: str, since: Cursor | None = None) -> Iterator[LogLine]:
+        from . import reading
+        from .native import Native
+
+        yield from reading.read(self._hosts, Native.parse(native_id), since)
+
+    def cursor_at(self, native_id: str, when: float) -> Cursor:
+        from . import reading
+        from .native import Native
+
+        return reading.cursor_at(self._hosts, Native.parse(native_id), when)
+
+    def cancel(self, native_id: str) -> None:
+        """Asks on all hosts at once for an orderly end; the one that leads hears of it from any other.
+
+        Raises Unreachable when no host could be asked.
+        """
+        from . import shipping
+        from .native import Native
+
+        native = Native.parse(native_id)
+        problems = shipping.cancel(self._hosts, native.job_id, native.hosts)
+        if len(problems) == len(native.hosts):
+            raise Unreachable("; ".join(problems))
+
+    def check(self) -> Checked:
+        """Examines all hosts of the target, as a submit would. Raises SchedulerError when there are none to ask."""
+        from . import placing
+
+        named = meaning.named_hosts(self._options, self.name, ".")
+        report: Report = placing.examined(self._hosts, self._options, self.name, named, 0)
+        lines = {
+            severity: [str(f) for f in report.findings if f.severity == severity] for severity in ("fails", "warns")
+        }
+        return Checked(table=report.table(), failures=tuple(lines["fails"]), warnings=tuple(lines["warns"]))
+
+    def close(self) -> None:
+        """Ends the connections; they are made anew when they are needed."""
+        if self._asked is not None:
+            self._asked.close()
+
+    def _placed(self, job_id: str) -> str:
+        return str(Path(self._jobs) / job_id / "placed.json")
+
+    def _earlier(self, job_id: str) -> str | None:
+        """The native id under which an earlier submit started this job, on at least one host."""
+        placed = disk.read_document(self._placed(job_id))
+        if placed is None:
+            return None
+        from .asking import tell_all
+        from .native import Native
+
+        native = Native.parse(placed["native_id"])
+        told = tell_all(self._hosts, native.hosts, {"op": "status", "job": job_id})
+        if any(answer is not None and (answer["state"] or answer["exit"]) for _, answer, _ in told):
+            return str(native)
+        problems = [str(error) for _, _, error in told if error is not None]
+        # It runs on as many hosts as it asked for, or on none.
+        if len(problems) >= placed["nodes"]:
+            raise Unreachable("; ".join(problems))
+        return None
+
+    def _command(self, spec: JobSpec) -> list[str]:
+        command = [meaning.python_of(self._options), "-c", _ACCEL, "launch"]
+        processes = self._processes(spec)
+        if processes:
+            command += ["--num_processes", str(processes * spec.nodes)]
+        if self._options.cpu:
+            command += ["--cpu"]
+        command += ["--shutdown_timeout", f"{spec.grace_s:g}"]
+        command += {"script": [], "module": ["-m"], "command": ["--no_python"]}[spec.entry]
+        return [*command, "--", *spec.argv]
+
+    def _processes(self, spec: JobSpec) -> int | None:
+        return spec.procs_per_node or spec.resources.gpus or None
+
+    def _with_slots(self, template: dict[str, Any], chosen: Sequence[Host], nodes: int) -> dict[str, Any]:
+        """A hostfile's slots are the processes of each node. Raises SpecError when they differ."""
+        slots = {host.slots for host in chosen}
+        if slots == {None}:
+            return template
+        if len(slots) != 1:
+            listed = ", ".join(f"{host} {host.slots or 'none'}" for host in chosen)
+            raise SpecError(f"hosts have different numbers of slots ({listed}); say --procs-per-node")
+        (count,) = slots
+        at = template["command"].index("launch") + 1
+        command = [*template["command"][:at], "--num_processes", str((count or 1) * nodes), *template["command"][at:]]
+        return {**template, "procs_per_node": count, "command": command}
+
+    def _check(self, spec: JobSpec) -> None:
+        options = self._options
+        if spec.image is not None:
+            raise SpecError(f"target {self.name}: hosts run the job as they are; --image needs another kind of target")
+        if spec.after:
+            raise SpecError(f"target {self.name}: hosts know no other jobs; submit it when those of --after have ended")
+        if spec.resources.accelerator is not None:
+            raise SpecError(f"target {self.name}: --accelerator needs a kind of target that can choose machines")
+        if options.cpu and spec.resources.gpus:
+            raise SpecError(f"target {self.name} trains on the CPU (cpu: true), and the job asks for GPUs: drop one")
+        for name, reference in spec.secrets.items():
+            kind = reference.partition(":")[0]
+            if kind not in _SECRET_KINDS:
+                raise SpecError(f"--secret {name}: an ssh target reads env:NAME and file:PATH, not {kind}:…")
+        if options.hosts is None and options.hostfile is None:
+            raise SpecError(
+                f"target {self.name}: no hosts; give --hosts a,b or --hostfile FILE, or write hosts: in accel.yaml"
+            )
+        count = meaning.known_hosts_count(options, f"target {self.name}: hosts")
+        if count is not None and count < spec.nodes + options.spares:
+            spares = f" and {options.spares} spares" if options.spares else ""
+            raise SpecError(f"target {self.name}: {spec.nodes} nodes{spares} asked for, and it has {count} hosts")
+
+    def _actions(self, spec: JobSpec, job_id: str, command: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+        options = self._options
+        hosts = f"hostfile {options.hostfile}" if options.hostfile else str(meaning.hosts_text(options))
+        count = spec.nodes + options.spares
+        job = _join(options.root, "jobs", job_id)
+        return (
+            ("examine", hosts, f"the first {count}"),
+            ("send", spec.code, "to", f"{job}/code", "where it is lacking"),
+            ("put", f"{job}/settings.json", f"{job}/{PROGRAM}", *(["secrets.json"] if spec.secrets else [])),
+            ("start", meaning.python_of(options), f"{job}/{PROGRAM}", "on each"),
+            tuple(command),
+        )
+
+
+def _join(root: str, *parts: str) -> str:
+    return "/".join([root.rstrip("/"), *(part for part in parts if part != ".")])
+
+
+def _warnings(spec: JobSpec) -> tuple[str, ...]:
+    unkept = [name for name in ("cpus", "memory_gb", "shm_gb") if getattr(spec.resources, name) is not None]
+    return tuple(f"{name} is not enforced on an ssh target" for name in unkept)

@@ -1,0 +1,75 @@
+"""The options of the command line that say which machines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accel.cli import exits, main
+
+
+@pytest.fixture(autouse=True)
+def _place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCEL_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("ACCEL_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hosts").write_text("a slots=2\nb slots=2\nc slots=2\n")
+    (tmp_path / "accel.yaml").write_text("targets:\n  lab:\n    kind: ssh\n    hosts: [x, 'y[1-3]']\n")
+
+
+def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    assert main(["submit", "--dry-run", "--json", *words, "--no-python", "true"]) == exits.OK
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("words", "nodes", "examined"),
+    [
+        (["--target", "ssh", "--hosts", "gpu[01-04]"], 4, ["gpu[01-04]", "the first 4"]),
+        (["--target", "ssh", "--hosts", "a,b,c", "--spares", "1"], 2, ["a,b,c", "the first 3"]),
+        (["--target", "ssh", "--hosts", "gpu*", "--nodes", "3"], 3, ["gpu*", "the first 3"]),
+        (["--target", "lab"], 1, ["x,y[1-3]", "the first 1"]),
+        (["--target", "lab", "--nodes", "3", "--spares", "1"], 3, ["x,y[1-3]", "the first 4"]),
+        (["--target", "lab", "--hosts", "a,b"], 2, ["a,b", "the first 2"]),
+    ],
+)
+def test_machines_on_the_line(
+    words: list[str], nodes: int, examined: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = planned(capsys, *words)
+    assert plan["settings"]["nodes"] == nodes
+    assert plan["actions"][0] == ["examine", *examined]
+
+
+def test_a_hostfile_is_found_from_here_and_replaces_the_targets_hosts(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    plan = planned(capsys, "--target", "lab", "--hostfile", "hosts")
+    assert plan["settings"]["nodes"] == 3
+    assert plan["actions"][0] == ["examine", f"hostfile {tmp_path / 'hosts'}", "the first 3"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--hosts", "a", "--hostfile", "hosts"], "accel submit: --hosts and --hostfile both say where: keep one"),
+        (["--hosts", "gpu*"], "accel submit: --hosts gpu* is a pattern: say how many of them with --nodes"),
+        (["--hosts", "a,b", "--spares", "2"], "accel submit: --spares 2 leaves none of the 2 hosts to run on"),
+        (["--hosts", "a,a"], "accel: --hosts: 'a' is there twice"),
+        (["--hostfile", "nowhere"], "accel: [Errno 2] No such file or directory: 'nowhere'"),
+    ],
+)
+def test_machines_that_cannot_be_meant(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["submit", "--target", "ssh", *words, "--no-python", "true"]) != exits.OK
+    assert capsys.readouterr().err.startswith(said)
+
+
+def test_what_cannot_be_checked(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["targets", "check", "local"]) == exits.USAGE
+    assert "has no machines that could be examined" in capsys.readouterr().err
+    assert main(["targets", "chekc", "lab"]) == exits.USAGE
+    assert "expects nothing, or check NAME, not 'chekc lab'" in capsys.readouterr().err

@@ -1,0 +1,247 @@
+"""What the leading supervisor decides, for hosts that are played by this test."""
+
+from __future__ import annotations
+
+import ast
+import io
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from schedulers.remote import supervising
+from schedulers.remote.hostside.supervisor import leading
+from schedulers.remote.hostside.supervisor.leading import Leader
+
+REPORT = {"failure": None, "refused": "exit_code", "words": "no luck", "ended": 1.0}
+
+
+def _settings(nodes: int, spares: int, **others: Any) -> dict[str, Any]:
+    hosts = [{"name": f"h{index}", "address": f"10.0.0.{index}"} for index in range(nodes + spares)]
+    return {"nodes": hosts[:nodes], "spares": hosts[nodes:], "heartbeat_s": 5, "start_timeout_s": 60,
+            "max_restarts": 0, "time_limit_s": None, **others}  # fmt: skip
+
+
+class Play:
+    """Hosts that do what they are told; `codes` says how launches end, by (attempt, host)."""
+
+    def __init__(self, nodes: int, spares: int = 0, **others: Any) -> None:
+        self.settings = _settings(nodes, spares, **others)
+        self.now = 0.0
+        self.leader = Leader(self.settings, 0, self.now)
+        self.hosts = {index: self._state("waiting") for index in range(nodes + spares)}
+        self.codes: dict[tuple[int, int], int] = {}
+        self.started: list[tuple[int, list[int]]] = []
+
+    def _state(self, phase: str, **facts: Any) -> dict[str, Any]:
+        return {"phase": phase, "attempt": 0, "port": 0, "code": None, "report": None, "message": "", "cancel": False,
+                **facts}  # fmt: skip
+
+    def lose(self, host: int) -> None:
+        """This one is heard of no more; if it led, the next one does."""
+        del self.hosts[host]
+        if host == self.leader.order()["leader"]:
+            self.now += 5.1
+            last = {**self.leader.order(), "silent_s": 5.1}
+            self.leader = Leader(self.settings, min(self.hosts), self.now, last)
+
+    def go(self, seconds: float = 200) -> dict[str, Any]:
+        """Plays until the job has ended everywhere, for so long at most. The last order."""
+        until = self.now + seconds
+        while self.now < until:
+            order = self.leader.order()
+            for index, state in self.hosts.items():
+                self._obey(index, state, order)
+                self.leader.hear(index, dict(state), self.now)
+            if self.leader.step(self.now):
+                break
+            if self.leader.do == "go" and (self.leader.attempt, self.leader.members) not in self.started:
+                self.started.append((self.leader.attempt, list(self.leader.members)))
+            self.now += 0.5
+        return self.leader.order()
+
+    def _obey(self, index: int, state: dict[str, Any], order: dict[str, Any]) -> None:
+        do, phase, attempt = order["do"], state["phase"], order["attempt"]
+        mine = index in order["members"]
+        if do == "end":
+            state["phase"] = "ended"
+        elif do == "stop":
+            state.update(phase="stopped", attempt=attempt)
+        elif phase == "waiting" and do != "wait":
+            state["phase"] = "ready"
+        elif do == "setup" and phase == "stopped":
+            state.update(phase="ready", attempt=attempt)
+        elif do == "arm" and mine and phase == "ready":
+            state.update(phase="armed", attempt=attempt, port=1000 + attempt)
+        elif do == "go" and mine and phase == "armed":
+            state["phase"] = "running"
+        elif phase == "running" and (attempt, index) in self.codes:
+            state.update(phase="done", code=self.codes[attempt, index], report=REPORT)
+
+
+def _ended(order: dict[str, Any]) -> tuple[str, str, int]:
+    return order["status"]["state"], order["status"]["reason"], order["status"]["attempt"]
+
+
+def test_all_run_and_end() -> None:
+    play = Play(3)
+    play.codes = {(0, index): 0 for index in range(3)}
+    order = play.go()
+    assert _ended(order) == ("succeeded", "none", 0)
+    assert (order["address"], order["port"]) == ("10.0.0.0", 1000)
+    assert play.started == [(0, [0, 1, 2])]
+
+
+def test_nothing_runs_before_all_are_there() -> None:
+    play = Play(3)
+    del play.hosts[2]
+    order = play.go()
+    assert _ended(order) == ("failed", "node_failure", 0)
+    assert order["status"]["message"] == "h2 did not come within 60 s: the job did not start"
+    assert play.started == []
+
+
+def test_a_spare_stands_in_for_a_host_that_does_not_come() -> None:
+    play = Play(2, 1)
+    del play.hosts[1]
+    play.codes = {(0, 0): 0, (0, 2): 0}
+    assert _ended(play.go()) == ("succeeded", "none", 0)
+    assert play.started == [(0, [0, 2])]
+
+
+def test_the_first_failure_by_the_time_told_is_the_jobs() -> None:
+    play = Play(2)
+    play.go(5)
+    failure = {"rank": 1, "message": "boom", "cause": "", "reason": "out_of_memory", "exit_code": 9, "time": 7.0}
+    for index, time in ((0, 8.0), (1, 7.0)):
+        report = {**REPORT, "failure": {**failure, "rank": index, "time": time}}
+        play.hosts[index].update(phase="done", code=9, report=report)
+    status = play.go()["status"]
+    assert (status["reason"], status["exit_code"], status["message"]) == ("out_of_memory", 9, "rank 1: boom")
+
+
+def test_a_failed_attempt_is_followed_by_others_while_there_are_any_left() -> None:
+    play = Play(2, max_restarts=2)
+    play.codes = {(0, 1): 3, (1, 0): 4, (2, 1): 5}
+    order = play.go()
+    assert _ended(order) == ("failed", "exit_code", 2)
+    assert (order["status"]["exit_code"], order["status"]["message"]) == (5, "h1: no luck")
+    assert play.started == [(attempt, [0, 1]) for attempt in range(3)]
+
+
+def test_lost_hosts_are_named_with_their_silence() -> None:
+    play = Play(3)
+    play.go(5)
+    play.lose(2)
+    status = play.go()["status"]
+    assert (status["reason"], status["message"], status["fenced"]) == (
+        "node_failure",
+        "h2 was silent for 5.5 s",
+        False,
+    )
+
+
+@pytest.mark.parametrize(("lost", "members"), [(1, [0, 2]), (0, [1, 2])])
+def test_spares_come_last(lost: int, members: list[int]) -> None:
+    play = Play(2, 1, max_restarts=1)
+    play.go(5)
+    play.lose(lost)
+    play.codes = {(1, index): 0 for index in members}
+    order = play.go()
+    assert _ended(order) == ("succeeded", "none", 1)
+    assert order["address"] == f"10.0.0.{members[0]}"
+    assert play.started == [(0, [0, 1]), (1, members)]
+
+
+def test_cancel_ends_an_attempt_that_is_being_ended_anyway() -> None:
+    play = Play(2, max_restarts=9)
+    play.go(5)
+    play.hosts[1]["cancel"] = True
+    play.codes = {(0, 0): 1}
+    assert _ended(play.go()) == ("cancelled", "user", 0)
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    nodes=st.integers(1, 4),
+    spares=st.integers(0, 3),
+    restarts=st.integers(0, 3),
+    losses=st.lists(st.tuples(st.integers(0, 6), st.floats(0.5, 20)), max_size=4),
+    codes=st.dictionaries(st.tuples(st.integers(0, 3), st.integers(0, 6)), st.sampled_from([0, 1])),
+)
+def test_whatever_happens_a_job_ends_whole_and_once(
+    nodes: int, spares: int, restarts: int, losses: list[tuple[int, float]], codes: dict[tuple[int, int], int]
+) -> None:
+    play = Play(nodes, spares, max_restarts=restarts, time_limit_s=30)
+    play.codes = codes
+    for host, after in losses:
+        play.go(after)
+        if host in play.hosts and len(play.hosts) > 1 and play.leader.status is None:
+            play.lose(host)
+    order = play.go(1000)
+    assert order["do"] == "end"
+    assert order["status"]["state"] in ("succeeded", "failed")
+    assert len({attempt for attempt, _ in play.started}) == len(play.started)
+    assert len(play.started) <= restarts + 1
+    for _, members in play.started:
+        assert len(set(members)) == nodes
+    if order["status"]["state"] == "succeeded":
+        attempt, members = play.started[-1]
+        assert all(codes.get((attempt, member)) == 0 for member in members)
+
+
+def test_at_most_one_side_of_a_cut_goes_on() -> None:
+    """Every way to part the hosts of every size of job: each side as it sees the other fall silent."""
+    for nodes in range(1, 5):
+        for spares in range(4):
+            for bits in range(1, 2 ** (nodes + spares) - 1):
+                sides = [{i for i in range(nodes + spares) if bool(bits >> i & 1) is here} for here in (True, False)]
+                went_on = 0
+                for side in sides:
+                    play = Play(nodes, spares, max_restarts=1)
+                    play.go(5)
+                    if 0 not in side:
+                        play.lose(0)
+                    for index in sorted(set(play.hosts) - side):
+                        del play.hosts[index]
+                    if play.leader.order()["leader"] not in side:
+                        last = {**play.leader.order(), "leader": 0, "silent_s": 5.0}
+                        play.leader = Leader(play.settings, min(side), play.now, last)
+                    play.codes = {(attempt, index): 0 for attempt in (0, 1) for index in range(nodes + spares)}
+                    play.go(0.5)
+                    broken = set(range(nodes)) - side
+                    play.codes = {key: 0 for key in play.codes if key[0] == 1}
+                    play.go()
+                    went_on += bool(broken) and any(attempt == 1 for attempt, _ in play.started)
+                assert went_on <= 1, (nodes, spares, bits)
+
+
+def test_the_program_is_one_file_that_older_pythons_read() -> None:
+    packed = supervising.program()
+    assert packed == supervising.program.__wrapped__()
+    with zipfile.ZipFile(io.BytesIO(packed)) as archive:
+        names = archive.namelist()
+        assert {"__main__.py", "supervisor/main.py", "supervisor/wire.py"} <= set(names)
+        for name in names:
+            tree = ast.parse(archive.read(name), feature_version=(3, 8))
+            roots = {
+                (node.module or "").partition(".")[0]
+                for node in ast.walk(tree)
+                if isinstance(node, ast.ImportFrom) and not node.level
+            } | {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+            assert roots <= {*sys.stdlib_module_names, "supervisor"}, name
+    assert Path(leading.__file__).name == "leading.py"
+
+
+def test_a_directory_without_instructions_is_refused(tmp_path: Path) -> None:
+    (tmp_path / supervising.PROGRAM).write_bytes(supervising.program())
+    argv = supervising.start_command(sys.executable, str(tmp_path), 0)
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"{tmp_path}/settings.json cannot be read:")
+    assert done.stderr.count("\n") == 1

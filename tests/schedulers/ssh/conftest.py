@@ -1,0 +1,97 @@
+"""Jobs on real hosts, in a store of their own; nothing of them is left when a test ends: the hosts lose their power."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import schedulers
+from schedulers import Job
+from tests.clusters.ssh import SshHosts
+from tests.needs import missing
+
+ROOT = Path(__file__).parents[3]
+Submit = Callable[..., Job]
+
+
+@pytest.fixture(autouse=True)
+def _paramiko(request: pytest.FixtureRequest) -> None:
+    if "ssh_hosts" in request.fixturenames:
+        try:
+            import paramiko  # noqa: F401
+        except ImportError:
+            missing("paramiko", "pip install 'accel-launch[ssh]'")
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("ACCEL_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A directory whose name would break any command line that was put together as text."""
+    directory = tmp_path / 'it\'s a "pro ject"; $(x)'
+    directory.mkdir()
+    return directory
+
+
+@pytest.fixture
+def submit(home: Path, project: Path, ssh_hosts: SshHosts) -> Iterator[Submit]:
+    """Submits `script` (the text of a shell script) to node1 … node4 or, with `hosts`, to these."""
+    jobs: list[Job] = []
+
+    def submit(text: str, args: tuple[str, ...] = (), *, hosts: str = "node[1-4]", **given: Any) -> Job:
+        script = project / "job.sh"
+        script.write_text(f"#!/bin/sh\n{text}\n")
+        script.chmod(0o755)
+        options = host_options(ssh_hosts) | {"hosts": hosts} | given.pop("options", {})
+        env = {"PYTHONPATH": str(ROOT), **given.pop("env", {})}
+        settings = {"entry": "command", "procs_per_node": 1, "nodes": 2, "grace_s": 2.0, **given}
+        job = schedulers.submit("./job.sh", args, target="ssh", cwd=project, env=env, options=options, **settings)
+        jobs.append(job)
+        return job
+
+    yield submit
+    for job in jobs:
+        close(job)
+    for machine in ssh_hosts.machines:
+        machine.kill()
+
+
+def close(job: Job) -> None:
+    target: Any = job.waiting_target()
+    if target is not None:
+        target.close()
+
+
+def host_options(hosts: SshHosts) -> dict[str, Any]:
+    return {
+        "ssh_config": str(hosts.config),
+        "python": sys.executable,
+        "cpu": True,
+        "heartbeat_s": 5,
+        "start_timeout_s": 20,
+        "disk_gb": 0.001,
+    }
+
+
+def until(condition: Callable[[], bool], what: str, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        time.sleep(0.05)
+
+
+def printed(job: Job, rank: int | None = None) -> str:
+    return "".join(line.text for line in job.logs() if line.rank is not None and rank in (None, line.rank))
+
+
+def job_files(hosts: SshHosts, node: str, job_id: str) -> Path:
+    return hosts.home(node) / ".accel/jobs" / job_id

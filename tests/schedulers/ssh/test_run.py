@@ -1,0 +1,241 @@
+"""Jobs on real hosts from the submit to the end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from schedulers import Reason, State, SubmitError, find, list_jobs
+from schedulers.polling import restore
+from schedulers.remote import supervising
+from tests.clusters.ssh import SshHosts
+
+from .conftest import ROOT, Submit, close, host_options, job_files, printed, until
+
+SAY = 'echo "rank $RANK of $WORLD_SIZE on $(hostname)"'
+
+
+def test_a_job_on_two_hosts(submit: Submit, ssh_hosts: SshHosts, project: Path) -> None:
+    odd = ("", "two words", "it's", "$(x)", "a\nb", "ü", "\udcff")
+    script = f"{SAY}; pwd; test -e sub/file && for word; do printf '<%s>' \"$word\"; done"
+    (project / "sub").mkdir()
+    (project / "sub/file").write_text("shipped")
+    job = submit(script, odd)
+    status = job.wait(60)
+    assert (status.state, status.exit_code) == (State.SUCCEEDED, 0), (status, list(job.logs()))
+    words = "".join(f"<{word}>" for word in odd)
+    for rank, node in enumerate(("node1", "node2")):
+        code = f"{ssh_hosts.box}/home/root/.accel/jobs/{job.id}/code"
+        assert printed(job, rank) == f"rank {rank} of 2 on {node}\n{code}\n{words}"
+    assert job.native_id == f"node1,node2/{job.id}"
+
+
+def test_another_machine_with_the_native_id_can_follow_and_cancel(submit: Submit) -> None:
+    job = submit("trap 'echo ended in order; exit 0' TERM; echo on; sleep 300 & wait")
+    other = restore(find(job.id).record)
+    assert job.native_id is not None
+    until(lambda: printed(job).count("on\n") == 2, "both ranks run")
+    assert other.poll([job.native_id])[job.native_id].state is State.RUNNING
+    other.cancel(job.native_id)
+    status = job.wait(60)
+    assert (status.state, status.reason) == (State.CANCELLED, Reason.USER)
+    assert printed(job).count("ended in order") == 2
+    other.close()  # type: ignore[attr-defined]
+
+
+def test_the_first_failure_is_the_jobs(submit: Submit) -> None:
+    job = submit('[ "$RANK" = 1 ] && { echo "no data here" >&2; exit 7; }; sleep 300')
+    status = job.wait(60)
+    assert (status.state, status.reason, status.exit_code) == (State.FAILED, Reason.EXIT_CODE, 7)
+    assert "rank 1" in status.message
+
+
+def test_a_bad_host_is_replaced_by_a_spare(
+    submit: Submit, ssh_hosts: SshHosts, caplog: pytest.LogCaptureFixture
+) -> None:
+    ssh_hosts["node1"].kill()
+    job = submit(SAY, hosts="node[1-3]", options={"spares": 1})
+    assert job.wait(60).state is State.SUCCEEDED
+    assert printed(job, 0) == "rank 0 of 2 on node2\n"
+    assert printed(job, 1) == "rank 1 of 2 on node3\n"
+    assert any(message.startswith("left out: node1: ") for message in caplog.messages)
+
+
+def test_too_few_hosts_are_said_each_in_a_line_and_nothing_is_left_there(submit: Submit, ssh_hosts: SshHosts) -> None:
+    ssh_hosts["node2"].kill()
+    with pytest.raises(SubmitError, match=re.escape("1 of 2 hosts can take part, 2 are needed: node2: ")):
+        submit(SAY, hosts="node1,node2")
+    assert not (ssh_hosts.home("node1") / ".accel/jobs").exists()
+
+
+def test_one_host_is_enough(submit: Submit) -> None:
+    job = submit(SAY, nodes=1, hosts="node3", procs_per_node=2)
+    assert job.wait(60).state is State.SUCCEEDED
+    assert sorted(printed(job).splitlines()) == ["rank 0 of 2 on node3", "rank 1 of 2 on node3"]
+
+
+def test_two_jobs_at_once_on_the_same_hosts_over_a_slow_network(submit: Submit, ssh_hosts: SshHosts) -> None:
+    ssh_hosts["node2"].delay(100)  # each way
+    with ThreadPoolExecutor() as pool:
+        jobs = list(pool.map(lambda nodes: submit(SAY, nodes=nodes), (2, 3)))
+    for job, count in zip(jobs, (2, 3), strict=True):
+        status = job.wait(90)
+        assert status.state is State.SUCCEEDED, status
+        assert sorted(printed(job).splitlines()) == [f"rank {i} of {count} on node{i + 1}" for i in range(count)]
+
+
+def test_a_host_whose_key_has_changed_gets_nothing(submit: Submit, ssh_hosts: SshHosts) -> None:
+    ssh_hosts.new_host_key("node2")
+    with pytest.raises(SubmitError, match="node2: ITS HOST KEY HAS CHANGED"):
+        submit(SAY, hosts="node1,node2")
+    assert not (ssh_hosts.home("node2") / ".accel").exists()
+
+
+def test_a_supervisor_that_cannot_start_leaves_no_job_and_no_secret(
+    submit: Submit, ssh_hosts: SshHosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOKEN_HERE", "hush-hush")
+    start = supervising.start_command
+
+    def wrong(python: str, directory: str, node: int) -> list[str]:
+        return start(python, directory, node) if node == 0 else ["false"]
+
+    monkeypatch.setattr(supervising, "start_command", wrong)
+    with pytest.raises(SubmitError, match=re.escape("node2: false failed (status 1): it said nothing; no host runs")):
+        submit(SAY, secrets={"TOKEN": "env:TOKEN_HERE"})
+    (record,) = list_jobs(refresh=False)
+    for node in ("node1", "node2"):
+        assert not (job_files(ssh_hosts, node, record.id) / "secrets.json").exists()
+    result = job_files(ssh_hosts, "node1", record.id) / "exit.json"
+    until(result.exists, "the one that was started has ended")
+    assert json.loads(result.read_text())["state"] == "cancelled"
+
+
+def test_slots_of_a_hostfile_are_processes(submit: Submit, project: Path) -> None:
+    (project / "hosts").write_text("node1 slots=2\nnode2 slots=2\n")
+    job = submit(SAY, procs_per_node=None, options={"hosts": None, "hostfile": "hosts"})
+    assert job.wait(60).state is State.SUCCEEDED
+    assert printed(job, 3) == "rank 3 of 4 on node2\n"
+
+
+def test_a_secret_reaches_the_ranks_and_nothing_else(
+    submit: Submit, ssh_hosts: SshHosts, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TOKEN_HERE", "hush-hush")
+    wait = tmp_path / "go on"
+    script = f'test "$TOKEN" = "hush$(printf -- -)hush" && echo has it; while [ ! -e "{wait}" ]; do sleep 0.1; done'
+    job = submit(script, secrets={"TOKEN": "env:TOKEN_HERE"})
+    until(lambda: printed(job) == "has it\nhas it\n", "both ranks have it")
+    for node in ("node1", "node2"):
+        files = [path for path in job_files(ssh_hosts, node, job.id).rglob("*") if path.is_file()]
+        assert not [path for path in files if b"hush-hush" in path.read_bytes()]
+        assert not [
+            path for path in files if path.name in ("settings.json", "state.json") and path.stat().st_mode & 0o77
+        ]
+        lines = ssh_hosts[node].run("sh", "-c", "cat /proc/*/cmdline")
+        assert "hush-hush" not in str(lines)
+    assert "hush-hush" not in json.dumps(job.describe())
+    wait.touch()
+    assert job.wait(60).state is State.SUCCEEDED
+
+
+def test_setup_runs_once_a_host_and_its_failure_is_the_jobs(submit: Submit) -> None:
+    job = submit(SAY, procs_per_node=2, options={"setup": [["sh", "-c", "echo preparing"]]})
+    assert job.wait(60).state is State.SUCCEEDED
+    setup = [line.text for line in job.logs() if line.source.endswith("/setup")]
+    assert setup == ["preparing\n"] * 2
+    job = submit(SAY, options={"setup": [["sh", "-c", "echo cannot; exit 3"]]})
+    status = job.wait(60)
+    assert (status.state, status.reason, status.exit_code) == (State.FAILED, Reason.SETUP, 3), status
+    assert printed(job) == ""
+
+
+def test_hosts_that_share_the_directory_are_refused(submit: Submit, tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    with pytest.raises(SubmitError, match=re.escape(f"share the directory {shared}: name one that each host has")):
+        submit(SAY, options={"root": str(shared)})
+
+
+PROGRAM = """
+import sys, schedulers
+schedulers.submit("./job.sh", target="ssh", entry="command", cwd=sys.argv[1], **eval(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize("after_s", [0.3, 0.6, 0.9, 1.2, 1.5, 1.8, 2.1])
+def test_a_client_that_is_killed_leaves_a_whole_job_or_none(
+    ssh_hosts: SshHosts, home: Path, project: Path, after_s: float
+) -> None:
+    (project / "job.sh").write_text("#!/bin/sh\necho on\nsleep 2\n")
+    (project / "job.sh").chmod(0o755)
+    options = host_options(ssh_hosts) | {"hosts": "node[1-3]", "start_timeout_s": 4}
+    given = {"nodes": 3, "procs_per_node": 1, "options": options, "env": {"PYTHONPATH": str(ROOT)}}
+    client = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, str(project), repr(given)], env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        client.wait(after_s)
+    client.kill()
+    client.wait()
+    records = list_jobs(refresh=False)
+    if not records:
+        return  # not even the intent was written
+    job = find(records[0].id)
+    status = job.wait(60)  # which carries out a submit that was cut off
+    ranks = printed(job) if job.native_id else ""
+    assert (status.state, ranks) in (
+        (State.SUCCEEDED, "on\n" * 3),
+        (State.FAILED, ""),
+    ), (status, ranks)
+    close(job)
+    for machine in ssh_hosts.machines:
+        assert "supervisor.pyz" not in str(machine.run("sh", "-c", "cat /proc/[0-9]*/cmdline | tr '\\0' ' '"))
+
+
+def test_a_submit_that_is_repeated_finds_its_job(submit: Submit, ssh_hosts: SshHosts) -> None:
+    job = submit(SAY)
+    again = restore(job.record)
+    assert again.submit(job.record.plan()) == job.native_id
+    assert job.wait(60).state is State.SUCCEEDED
+    assert again.submit(job.record.plan()) == job.native_id
+    assert printed(job) == "rank 0 of 2 on node1\nrank 1 of 2 on node2\n"
+    again.close()  # type: ignore[attr-defined]
+
+
+def test_a_host_that_dies_ends_the_job_and_its_name_is_said(submit: Submit, ssh_hosts: SshHosts) -> None:
+    job = submit("echo on; sleep 300")
+    until(lambda: printed(job).count("on\n") == 2, "both ranks run")
+    ssh_hosts["node2"].kill()
+    status = job.wait(60)
+    assert (status.state, status.reason) == (State.FAILED, Reason.NODE_FAILURE), status
+    assert "node2" in status.message
+    shown = list(job.logs(follow=True))
+    assert [line.text for line in shown if line.rank == 0] == ["on\n"]
+    assert [line.rank for line in shown if "its logs cannot be read: node2: " in line.text] == [None]
+
+
+def test_the_same_code_is_sent_once(submit: Submit, ssh_hosts: SshHosts) -> None:
+    first = submit(SAY)
+    blobs = ssh_hosts.home("node1") / ".accel/blobs"
+    before = {path.name: path.stat().st_ino for path in blobs.iterdir()}
+    second = submit(SAY)
+    assert {path.name: path.stat().st_ino for path in blobs.iterdir()} == before
+    assert len(before) == 1
+    assert first.wait(60).state is second.wait(60).state is State.SUCCEEDED
+
+
+def test_what_is_written_on_hosts_is_the_users_alone(submit: Submit, ssh_hosts: SshHosts) -> None:
+    job = submit(SAY)
+    job.wait(60)
+    top = ssh_hosts.home("node1") / ".accel"
+    own = [top, *(path for path in top.rglob("*") if "code" not in path.relative_to(top).parts)]
+    assert [str(path) for path in own if os.lstat(path).st_mode & 0o77] == []
+    close(job)
