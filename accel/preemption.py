@@ -157,6 +157,7 @@ class PreemptionControl:
     state: AcceleratorState
     project_configuration: ProjectConfiguration
     save_state: Callable[..., str]
+    _finish_trackers: Callable[[], None]
 
     def _init_preemption(self) -> None:
         self._preemption = Agreement(self.state)
@@ -186,6 +187,7 @@ class PreemptionControl:
     def checkpoint_on_preemption(self, dir: str | os.PathLike[str] | None = None) -> None:
         """Once this run is `preempted`: save its state, wait until that is on the disk, and end the process.
 
+        Trackers are finished in between; one that cannot be is named in a warning and costs no more than its records.
         ``dir`` is where, as for `save_state`; without it checkpoints must be named automatically. Ends by `SystemExit`
         with `accel.exit_codes.REQUEUE` (85), on every process, which ``accel launch`` reports as preempted. Otherwise
         returns at once. To be called by all, where a step is complete: like `preempted`, equally often.
@@ -198,6 +200,13 @@ class PreemptionControl:
         if not self.preempted:
             return
         place = self.save_state(dir)
+        try:
+            self._finish_trackers()
+        except Exception as error:
+            from accel.tracking.guard import first_line
+
+            # The state is safe: whoever starts the run again must still hear that it is to be started.
+            logger.warning(f"a tracker could not be finished: {first_line(error)}", main_process_only=False)
         logger.warning(f"preempted: saved {place}, ending with code {REQUEUE} to be started again")
         raise SystemExit(REQUEUE)
 

@@ -9,6 +9,7 @@ from . import __doc__ as about
 from .jobs import listing, noticing
 from .launch import gang, single
 from .runtime import checkpoints, collectives, ddp_steps, dispatch, imports, loaders, samplers, steps
+from .ssh import ssh_client, ssh_cut, ssh_fan_out, ssh_launch
 from .startup import startup
 
 ALL = {
@@ -25,18 +26,26 @@ ALL = {
     "dispatch": (dispatch, 7),
     "collectives": (collectives, 15),
     "checkpoints": (checkpoints, 5),
+    "ssh_launch": (ssh_launch, 5),
+    "ssh_fan_out": (ssh_fan_out, 7),
+    "ssh_cut": (ssh_cut, 3),
+    "ssh_client": (ssh_client, 5),
 }
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"one or more of {', '.join(ALL)}")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"one or more of {', '.join(ALL)}; ssh is all of ssh_…"
+    )
     parser.add_argument("--rounds", type=int, help="instead of each benchmark's own number")
     args = parser.parse_args()
-    unknown = [name for name in args.names if name not in ALL]
+    groups = {name: [member for member in ALL if member.startswith(f"{name}_")] for name in args.names}
+    chosen = [member for name in args.names or ALL for member in ([name] if name in ALL else groups[name])]
+    unknown = [name for name in args.names if name not in ALL and not groups[name]]
     if unknown:
         parser.error(f"no benchmark {unknown[0]!r}; there are {', '.join(ALL)}")
-    met = [ALL[name][0](args.rounds or ALL[name][1]) for name in args.names or ALL]
+    met = [ALL[name][0](args.rounds or ALL[name][1]) for name in chosen]
     return 0 if all(met) else 1
 
 

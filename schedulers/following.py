@@ -45,28 +45,34 @@ class Pause:
 
     def until_news(self, target: Target | None, native_id: str | None) -> None:
         """Until the job may have ended, or it is time to ask again: after 1 s at first, later after up to 30 s."""
-        if not self.on_target(target, native_id, _SLICE_S):
+        news = self.on_target(target, native_id, _SLICE_S)
+        if news is None:
             self._sleep(self.poll_after() if target is not None else _SLICE_S / 10)
+            return
+        ask_at = time.monotonic() + self.poll_after()
+        while not (news or self.over or time.monotonic() >= ask_at):
+            news = self.on_target(target, native_id, _SLICE_S)
 
     def poll_after(self) -> float:
         """Seconds until a backend may be asked once more. With chance in it, so that waiters do not ask in step."""
         self._polls += 1
         return float(min(_LAST_POLL_S, _FIRST_POLL_S * 1.3 ** (self._polls - 1))) * random.uniform(0.8, 1.2)
 
-    def on_target(self, target: Target | None, native_id: str | None, seconds: float) -> bool:
-        """Until the job may have ended, where the target is told of it; False, at once, where it is not."""
+    def on_target(self, target: Target | None, native_id: str | None, seconds: float) -> bool | None:
+        """Until the job may have ended, where the target is told of it; False when only the time is over, and None,
+        at once, where the target is not told."""
         from .target import Waits
 
         if native_id is None or not isinstance(target, Waits):
-            return False
+            return None
         started = time.monotonic()
         limit = self._limited(seconds)
-        target.wait(native_id, limit)
+        news = target.wait(native_id, limit)
         # A target that returns early time and again has no event to wait for, and must not be asked in a tight loop.
         self._early = self._early + 1 if time.monotonic() - started < limit / 2 else 0
         if self._early > 1:
             self._sleep(min(seconds, _FIRST_EARLY_S * 2 ** min(self._early, 10)))
-        return True
+        return news is not False
 
     def _sleep(self, seconds: float) -> None:
         if self._stop is not None:
@@ -114,9 +120,10 @@ def follow(
         if count or status.state.final:
             idle = _FIRST_READ_S
         if not count:
-            if pause.on_target(job.waiting_target(), job.native_id, idle):
+            news = pause.on_target(job.waiting_target(), job.native_id, idle)
+            if news:
                 ask_at = 0.0
-            else:
+            elif news is None:
                 pause.sleep(idle)
             idle = min(_LAST_READ_S, idle * 1.5)
 

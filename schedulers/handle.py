@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from .errors import SpecError, SubmitError, Unreachable
 from .following import Pause, follow, read_once
 from .job import Cursor, JobSpec, LogLine, Resources, Retry, State, Status
-from .polling import absorb, cut_off, poll_all, restore
+from .polling import absorb, cut_off, group, poll_all, restore
 from .store import Damaged, Record, Store
 from .submitting import default_name, places, prepare, send
 
@@ -104,9 +104,36 @@ def dry_run(
     return resolved.target.plan(spec, job_id)
 
 
-def find(ref: str, store: Store | None = None) -> Job:
-    """The job with that id or unique prefix; `@last` is the newest. Raises UnknownJob, StoreError."""
-    return Job((store or Store.default()).record(ref))
+def find(
+    ref: str, store: Store | None = None, *, target: str | None = None, options: Mapping[str, Any] | None = None
+) -> Job:
+    """The job with that id or unique prefix; `@last` is the newest.
+
+    With a `target` (and `options` for it, as for `submit`), a job that is not known here is looked for there by its
+    whole id, and known here from then on. Raises UnknownJob, StoreError, and with a target what asking it raises.
+    """
+    return find_all([ref], store, target=target, options=options)[0]
+
+
+def find_all(
+    refs: Sequence[str],
+    store: Store | None = None,
+    *,
+    target: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> list[Job]:
+    """`find` for several jobs. Those of one target share it, and so its connections."""
+    from .adopting import record_or_adopt
+
+    store = store or Store.default()
+    shared: dict[str, Target] = {}
+    jobs = []
+    for ref in refs:
+        record, resolved = record_or_adopt(ref, store, target, options)
+        if resolved is not None:
+            shared.setdefault(group(record), resolved.target)
+        jobs.append(Job(record, shared=shared))
+    return jobs
 
 
 def list_jobs(refresh: bool = True, store: Store | None = None) -> list[Record | Damaged]:
@@ -124,9 +151,13 @@ def list_jobs(refresh: bool = True, store: Store | None = None) -> list[Record |
 class Job:
     """A handle on one job. Holds what the store last said; any number of handles, in any processes, may be used."""
 
-    def __init__(self, record: Record, *, target: Target | None = None) -> None:
+    def __init__(
+        self, record: Record, *, target: Target | None = None, shared: dict[str, Target] | None = None
+    ) -> None:
+        """`shared` holds the targets that this job's may be one of, and is added to."""
         self.record = record
         self._made = target
+        self._shared = {} if shared is None else shared
 
     def __repr__(self) -> str:
         return f"<Job {self.id} {self.name!r} on {self.target}: {self.record.status.state.value}>"
@@ -305,7 +336,8 @@ class Job:
 
     def _target(self) -> Target:
         if self._made is None:
-            self._made = restore(self.record)
+            key = group(self.record)
+            self._made = self._shared.get(key) or self._shared.setdefault(key, restore(self.record))
         return self._made
 
     def _wait(self, timeout: float | None, stop: Event | None) -> Status:

@@ -188,7 +188,8 @@ class LogLine:
 
     rank:     who printed it; None is the launcher or the backend itself.
     attempt:  the attempt it belongs to.
-    stream:   "output" where a target keeps stdout and stderr as one stream, in the order they were written.
+    stream:   "output" where a target keeps stdout and stderr as one stream, in the order they were written; "missing"
+              for a line that says which lines of a job that is over could not be had.
     text:     the line with its own ending (`\\n`, `\\r`, or nothing at the end of a file). Bytes that are not UTF-8
               are surrogate escapes: joining the texts and encoding with `surrogateescape` gives the exact bytes.
     source:   the log stream, and `position` the point in it just after this line: see `Cursor`.

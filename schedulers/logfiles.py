@@ -16,7 +16,7 @@ from pathlib import Path
 
 from .job import Cursor, LogLine
 
-_NAME = re.compile(r"(?:rank-(?P<rank>\d+)\.a(?P<attempt>\d+)|node-\d+|setup)\.log\Z")
+_NAME = re.compile(r"(?:rank-(?P<rank>\d+)\.a(?P<attempt>\d+)|node-\d+|setup|slurm)\.log\Z")
 _CHUNK = 1 << 20
 
 

@@ -39,12 +39,12 @@ def poll_all(records: Sequence[Record]) -> None:
     groups: dict[str, list[Record]] = {}
     for record in records:
         if record.native_id is not None:
-            groups.setdefault(_group(record), []).append(record)
+            groups.setdefault(group(record), []).append(record)
         elif cut_off(record):
             record.warning = f"its submit was cut off; `accel status {record.id}` carries it out"
     if len(groups) < 2:
-        for group in groups.values():
-            _poll(group)
+        for those in groups.values():
+            _poll(those)
         return
     from concurrent.futures import ThreadPoolExecutor
 
@@ -53,7 +53,8 @@ def poll_all(records: Sequence[Record]) -> None:
         list(pool.map(_poll, groups.values()))
 
 
-def _group(record: Record) -> str:
+def group(record: Record) -> str:
+    """The same for records whose target is one and the same."""
     import json
 
     try:

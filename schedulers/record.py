@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 # Within one attempt a job goes this way; an answer that is older than the one in force cannot send it back.
 _ORDER = {State.SUBMITTING: 0, State.QUEUED: 1, State.RUNNING: 2}
 _NUMBER = (int, float)
+_ADOPTED = "adopted"
 
 T = TypeVar("T")
 
@@ -57,6 +58,7 @@ class Record:
     ended_at:     when the final state was written; None before.
     absent_since: when the backend first said that it does not know the job; None while it does.
     submitter:    (host, process id) that wrote the intent.
+    adopted:      another machine submitted the job, and it was found on its target.
     warning:      why `status` may be old; never stored.
     """
 
@@ -75,6 +77,7 @@ class Record:
     started_at: float | None
     ended_at: float | None
     absent_since: float | None
+    adopted: bool = False
     warning: str = ""
 
     @property
@@ -113,7 +116,7 @@ class Record:
 
     def append(self, name: str, **data: Any) -> None:
         """Adds a note to events.jsonl; the status stays. Raises StoreError when it is not on the disk."""
-        if name in ("submitting", "status"):
+        if name in ("submitting", "status", _ADOPTED):
             raise ValueError(f"{name} is an event of the store's own; use update()")
 
         def decide(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -260,6 +263,7 @@ def _fold(job_id: str, path: str, rows: list[dict[str, Any]]) -> Record:
         started_at=started,
         ended_at=ended,
         absent_since=absent,
+        adopted=first["event"] == _ADOPTED,
     )
 
 
@@ -325,4 +329,16 @@ def first_row(spec: JobSpec, *, target: str, kind: str) -> dict[str, Any]:
         "pid": os.getpid(),
         "status": Status(state=State.SUBMITTING, reason=Reason.NONE, observed_at=now).to_json(),
         "native_id": None,
+    }
+
+
+def adopted_row(spec: JobSpec, *, target: str, kind: str, native_id: str, created_at: float) -> dict[str, Any]:
+    """The first line of events.jsonl for a job that another machine submitted. Its state is not known yet."""
+    status = Status(state=State.QUEUED, message="found on its target, and not asked about yet")
+    row = first_row(spec, target=target, kind=kind)
+    return row | {
+        "event": _ADOPTED,
+        "created_at": created_at,
+        "status": status.to_json(),
+        "native_id": native_id,
     }

@@ -6,7 +6,7 @@ import contextlib
 import errno
 import os
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
@@ -87,17 +87,41 @@ def unpack(snapshot: Path, destination: Path) -> None:
         raise SnapshotError(str(disk.refusal(error, str(destination), "unpack"))) from error
 
 
+def _take_up(path: str) -> bool:
+    """Whether it is packed already; then it counts as packed now."""
+    if not os.path.exists(path):
+        return False
+    with alone(os.path.dirname(path)):
+        try:
+            os.utime(path)
+        except FileNotFoundError:
+            return False
+    return True
+
+
+@contextlib.contextmanager
+def alone(directory: str) -> Iterator[None]:
+    """Held while a snapshot in `directory` is taken up, or its age is judged and it is deleted. Raises OSError."""
+    path = os.path.join(directory, ".lock")
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        with disk.locked(fd, path):
+            yield
+    finally:
+        os.close(fd)
+
+
 def _pack(top: str, home: str) -> Snapshot:
     entries, warnings = list_code(top, _own_directories(top, home))
     hashes = [_content_hash(top, entry) for entry in entries]
     digest = _digest(zip(entries, hashes, strict=True))
     directory = os.path.join(home, "snapshots")
     path = os.path.join(directory, f"{digest}.tar")
-    if not os.path.exists(path):
-        try:
+    try:
+        if not _take_up(path):
             _write(top, entries, hashes, directory, path)
-        except OSError as error:
-            raise SnapshotError(str(disk.refusal(error, path, "write"))) from error
+    except OSError as error:
+        raise SnapshotError(str(disk.refusal(error, path, "write"))) from error
     return Snapshot(
         digest=digest,
         path=Path(path),

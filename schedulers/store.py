@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from . import disk, places
 from .errors import StoreError, UnknownJob, nearest
 from .job import JobSpec
-from .record import Damaged, Event, Record, first_row, read_record
+from .record import Damaged, Event, Record, adopted_row, first_row, read_record
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -71,11 +71,14 @@ class Store:
         target: str,
         kind: str,
         options: Mapping[str, Any] | None = None,
+        native_id: str | None = None,
     ) -> Record:
         """Writes the intent to run the job: when this returns it is on the disk, whole, and says `submitting`.
 
-        `options` are the target's, kept so that the job is found again from any directory. Raises StoreError when it
-        cannot be written or the id is taken, SpecError when the spec holds what JSON cannot.
+        `options` are the target's, kept so that the job is found again from any directory. With a `native_id` it is a
+        job that another machine submitted: `adopted`, never to be submitted here, and `queued` until its target is
+        asked. Raises StoreError when it cannot be written or the id is taken, SpecError when the spec holds what JSON
+        cannot.
         """
         if not _ID.match(job_id):
             raise StoreError(f"{job_id!r} is not a job id")
@@ -83,7 +86,9 @@ class Store:
             "spec.json": {"spec": spec.to_json()},
             "plan.json": {"plan": plan.to_json()},
             "target.json": {"name": target, "kind": kind, "options": dict(options or {})},
-            "events.jsonl": first_row(spec, target=target, kind=kind),
+            "events.jsonl": first_row(spec, target=target, kind=kind)
+            if native_id is None
+            else adopted_row(spec, target=target, kind=kind, native_id=native_id, created_at=created_at(job_id)),
         }
         texts = {name: disk.encode({"schema": disk.SCHEMA, **data}, name) + b"\n" for name, data in files.items()}
         if options is None:
@@ -239,6 +244,22 @@ def _remove_tree(path: str) -> None:
     import shutil
 
     shutil.rmtree(path, ignore_errors=True)
+
+
+def full_id(ref: str) -> str | None:
+    """The id that `ref` spells, when it is a whole one and not the beginning of one."""
+    spelled = ref.lower().translate(_LOOKALIKES)
+    return spelled if len(spelled) == _ID_LENGTH and set(spelled) <= set(_ALPHABET) else None
+
+
+def created_at(job_id: str) -> float:
+    """When the id was made, in seconds since the epoch, which is when its job was submitted; now for other ids."""
+    if full_id(job_id) != job_id:
+        return time.time()
+    number = 0
+    for letter in job_id:
+        number = number << 5 | _ALPHABET.index(letter)
+    return ((number >> _RANDOM_BITS) + _EPOCH_MS) / 1000
 
 
 _last_number = 0

@@ -11,13 +11,14 @@ from .errors import SchedulerError, SpecError, Unreachable
 from .job import JobSpec, Reason, State, Status
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from .config import ResolvedTarget
     from .job import Entry
     from .record import Record
     from .store import Store
-    from .target import Plan, Target
+    from .target import Plan, Sweeps, Target
 
 
 def places(here: str, code: str | os.PathLike[str] | None, *, explicit: bool) -> tuple[str, str]:
@@ -48,6 +49,26 @@ def prepare(spec: JobSpec, target_name: str, store: Store, start: str | Path | N
     code = os.path.normpath(os.path.join(here, spec.code))
     after = tuple(store.record(ref).id for ref in spec.after)
     return resolved, dataclasses.replace(spec, code=code, after=after)
+
+
+def send_many(records: Sequence[Record], target: Sweeps, plans: Sequence[Plan]) -> None:
+    """Hands the plans of a sweep to the target at once and records the answers; a refusal is recorded with each job,
+    and raised."""
+    asked_at = time.time()
+    # The first one's lock stands for all: a thousand jobs would need a thousand open files.
+    with records[0].submission():
+        try:
+            native_ids = target.submit_many(plans)
+        except Unreachable as error:
+            again = f"the {len(records)} jobs are kept as submitting, and `accel status ID` asks again"
+            raise Unreachable(f"{error}; {again}") from error
+        except SchedulerError as error:
+            reason = getattr(error, "reason", Reason.SETUP)
+            for record in records:
+                record.update(Status(state=State.FAILED, reason=reason, message=str(error), observed_at=time.time()))
+            raise
+        for record, native_id in zip(records, native_ids, strict=True):
+            record.update(Status(state=State.QUEUED, observed_at=asked_at), native_id)
 
 
 def send(record: Record, target: Target, plan: Plan) -> None:

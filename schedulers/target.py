@@ -91,8 +91,46 @@ class Target(Protocol):
 class Waits(Protocol):
     """A target that is told when a job ends, instead of asking again and again."""
 
-    def wait(self, native_id: str, timeout_s: float) -> None:
-        """Returns when the job may have reached a final state, or after `timeout_s` seconds."""
+    def wait(self, native_id: str, timeout_s: float) -> bool | None:
+        """Returns when the job may have reached a final state, or after `timeout_s` seconds.
+
+        False when only the time is over: the backend then need not be polled. None when that cannot be told.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """A job that another machine submitted, with all that is needed to follow it from here.
+
+    spec: as it was submitted, as far as the backend can tell; paths in it are that machine's.
+    plan: what was done, as far as it can be told.
+    """
+
+    native_id: str
+    spec: JobSpec
+    plan: Plan
+
+
+@runtime_checkable
+class Finds(Protocol):
+    """A target whose backend knows jobs by their id, whichever machine submitted them."""
+
+    def find(self, job_id: str) -> Found | None:
+        """The job of that id; None when the backend has none. Changes nothing there.
+
+        Raises Unreachable when it may be in a part of the backend that could not be asked.
+        """
+
+
+@runtime_checkable
+class Sweeps(Protocol):
+    """A target that takes many jobs, alike but for their arguments and names, in one request."""
+
+    def plan_many(self, specs: Sequence[JobSpec], job_ids: Sequence[str]) -> list[Plan]:
+        """A plan for each job, as pure as `plan`; what they share is in the first one's. Raises SpecError."""
+
+    def submit_many(self, plans: Sequence[Plan]) -> list[str]:
+        """Does what the plans say in one request and returns the native ids in their order. Idempotent."""
 
 
 @runtime_checkable
@@ -116,8 +154,23 @@ class Checked:
 class Checks(Protocol):
     """A target that can say, before any job, whether it could run one."""
 
-    def check(self) -> Checked:
-        """Changes nothing there. Raises SchedulerError when there is nothing to ask."""
+    def check(self, gpus: int = 0) -> Checked:
+        """Whether every machine could take part in a job that needs so many GPUs of each. Changes nothing there.
+
+        Raises SchedulerError when there is nothing to ask.
+        """
+
+
+@runtime_checkable
+class Clears(Protocol):
+    """A target that keeps something of a job that is over."""
+
+    def clear(self, jobs: Mapping[str, str | None]) -> list[str]:
+        """Removes what it keeps of these jobs, all of them over: job id -> native id, None where none was confirmed.
+
+        Removes as much as can be reached, and nothing of a job that still runs there; returns a line for people for
+        each thing that stays.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,12 +15,18 @@ class Topology:
     node_rank: 0 … nodes - 1.
     master:    a name or address of node 0 that every node can reach.
     attempt:   how often the backend has started the whole gang before.
+    port:      of node 0, where the scheduler has chosen one.
+    names:     of the nodes, by rank, where they are known.
+    source:    where this was found, for people, when it is a place that says how many nodes there are and who is who.
     """
 
     node_rank: int
     nodes: int
     master: str
     attempt: int = 0
+    port: int | None = None
+    names: tuple[str, ...] = ()
+    source: str = ""
 
     def __post_init__(self) -> None:
         if not 0 <= self.node_rank < self.nodes:
@@ -29,12 +35,14 @@ class Topology:
             raise SpecError("no address for node 0")
 
     def environment(self) -> dict[str, str]:
-        """The variables from which `from_env` reads this topology back."""
+        """The variables from which `from_env` reads this topology back, but for its source."""
         return {
             "ACCEL_NODE_RANK": str(self.node_rank),
             "ACCEL_NODES": str(self.nodes),
             "ACCEL_MASTER": self.master,
             "ACCEL_ATTEMPT": str(self.attempt),
+            **({} if self.port is None else {"ACCEL_PORT": str(self.port)}),
+            **({"ACCEL_NODE_NAMES": ",".join(self.names)} if self.names else {}),
         }
 
     @classmethod
@@ -56,11 +64,20 @@ def _accel(env: Mapping[str, str]) -> Topology:
         nodes=number(env, "ACCEL_NODES"),
         master=env.get("ACCEL_MASTER", ""),
         attempt=number(env, "ACCEL_ATTEMPT", default=0),
+        port=number(env, "ACCEL_PORT") if "ACCEL_PORT" in env else None,
+        names=tuple(name for name in env.get("ACCEL_NODE_NAMES", "").split(",") if name),
     )
+
+
+def _slurm(env: Mapping[str, str]) -> Topology:
+    from .slurm.topology import from_slurm
+
+    return from_slurm(env)
 
 
 RULES: Mapping[str, Callable[[Mapping[str, str]], Topology]] = {
     "ACCEL_NODE_RANK": _accel,
+    "SLURM_JOB_ID": _slurm,
 }
 
 

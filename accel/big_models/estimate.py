@@ -55,7 +55,10 @@ def estimate_training_usage(bytes: int, mixed_precision: str, msamp_config: str 
     if bytes < 0:
         raise ArgumentError(f"bytes={bytes} is negative")
     if msamp_config is not None:
-        raise ArgumentError(f"msamp_config={msamp_config!r}: MS-AMP is not supported")
+        raise ArgumentError(
+            f"msamp_config={msamp_config!r}: MS-AMP is not supported; leave it out, and mixed_precision "
+            f"{mixed_precision!r} is estimated without it"
+        )
     one_of(mixed_precision, _FULL + _HALF, what="mixed_precision")
     if mixed_precision in _FULL:
         return {"model": bytes, "optimizer": bytes * 2, "gradients": bytes, "step": bytes * 4}

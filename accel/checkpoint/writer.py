@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from accel.checkpoint import fence
 from accel.checkpoint.agreement import side_group, together
 from accel.checkpoint.background import Background
 from accel.checkpoint.contents import Contents, Piece
@@ -67,12 +68,18 @@ class Checkpoints:
         self.wait()
         place = place.resolve()
         what = f"saving {place}"
-        drafts = together(what, lambda: str(start_draft(place)) if self.keeper else None)
+        drafts = together(what, lambda: self._start(place))
         draft = Path(self._own(drafts))
         if beside:
             self._save_beside(what, draft, place, collect, prune)
         else:
             self._finish(what, draft, place, lambda: collect(draft), prune, None)
+
+    def _start(self, place: Path) -> str | None:
+        if not self.keeper:
+            return None
+        fence.check()  # before it deletes what looks like drafts that were given up
+        return str(start_draft(place))
 
     def _save_beside(
         self, what: str, draft: Path, place: Path, collect: Callable[[Path], Sequence[Piece]], prune: bool
@@ -126,6 +133,7 @@ class Checkpoints:
             if folder.is_dir():
                 fsync_directory(folder)
         write_manifest(draft, Manifest(num_processes=self.state.num_processes, files=files))
+        fence.check()
         publish(draft, place)
         if prune and self.config.total_limit is not None:
             for _, folder in numbered(self.config.checkpoints, CHECKPOINT_PREFIX)[: -self.config.total_limit]:

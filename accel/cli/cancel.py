@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from . import exits
+from . import exits, finding
 from .output import note, print_json
 
 if TYPE_CHECKING:
@@ -32,14 +32,13 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("jobs", metavar="JOB", nargs="+", help="an id, a unique prefix of one, or @last")
     parser.add_argument("--no-wait", action="store_true", help="ask for the end and return")
     parser.add_argument("--json", action="store_true", help="answer in JSON")
+    finding.add_arguments(parser)
 
 
 def run(args: Namespace) -> int:
-    from schedulers.handle import find
-
     from .rows import record_json
 
-    jobs = [find(reference) for reference in args.jobs]
+    jobs = finding.find_all("accel cancel", args.jobs, args)
     code = exits.OK
     asked = [job for job in jobs if _ask(job)]  # all are asked before any is waited for: their graces run together
     for job in asked:

@@ -12,7 +12,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from . import exits
+from . import exits, finding
 from .output import moment, print_fields, print_json
 
 if TYPE_CHECKING:
@@ -31,12 +31,11 @@ EXAMPLES = """\
 def add_arguments(parser: Parser) -> None:
     parser.add_argument("job", metavar="JOB", help="an id, a unique prefix of one, or @last")
     parser.add_argument("--json", action="store_true", help="answer in JSON")
+    finding.add_arguments(parser)
 
 
 def run(args: Namespace) -> int:
-    from schedulers.handle import find
-
-    job = find(args.job)
+    job = finding.find("accel describe", args.job, args)
     job.status()
     if args.json:
         print_json(job.describe())

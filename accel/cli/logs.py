@@ -3,6 +3,9 @@
 stdout gets exactly the bytes that the ranks wrote, behind a `[rank N] ` at the start of each line when there are
 several. What `accel launch` itself said, such as its report of a failure, goes to stderr.
 
+Where some lines cannot be had (a machine does not answer), the others are printed, stderr has a line that names it,
+and the exit code is 1. With -f that counts when the job is over; until then it is waited for.
+
 --json  a line each: {"rank", "attempt", "stream", "text", "cursor"}; "rank" is null for the launcher. A line that is
         not UTF-8 also has "base64", its exact bytes. `--since CURSOR` goes on exactly after the line with that cursor;
         `--since 10m` gives what was written in the last ten minutes.
@@ -12,7 +15,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from . import exits, values
+from . import exits, finding, values
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -23,7 +26,9 @@ EXAMPLES = """\
   accel logs -f @last
   accel logs --rank 0 --tail 20 1k2m
   accel logs --since 10m @last
-  accel logs --json 1k2m | jq -r .text"""
+  accel logs --json 1k2m | jq -r .text
+
+Exits with 1 when lines are missing, because a machine that has some does not answer; the others are printed."""
 
 
 def add_arguments(parser: Parser) -> None:
@@ -36,6 +41,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--tail", metavar="N", type=values.whole, help="only the last N lines of each rank so far")
     parser.add_argument("--no-prefix", action="store_true", help="never put [rank N] before a line")
     parser.add_argument("--json", action="store_true", help="answer in JSON, a line each, with cursors")
+    finding.add_arguments(parser)
 
 
 def _since(text: str) -> str | float:
@@ -52,11 +58,9 @@ def _since(text: str) -> str | float:
 
 
 def run(args: Namespace) -> int:
-    from schedulers.handle import find
-
     from .stream import LogPrinter, has_many_ranks, say_how_to_stop
 
-    job = find(args.job)
+    job = finding.find("accel logs", args.job, args)
     prefix = False if args.no_prefix else has_many_ranks(job, args.rank)
     since = job.cursor(args.since)
     printer = LogPrinter(prefix=prefix, json=args.json, since=since, flush=args.follow)
@@ -66,4 +70,4 @@ def run(args: Namespace) -> int:
         if args.follow:
             say_how_to_stop(job)
         return exits.INTERRUPTED
-    return exits.OK
+    return exits.OK if printer.complete else exits.ERROR

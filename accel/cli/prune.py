@@ -1,8 +1,12 @@
-"""`accel prune`: delete the records and logs of jobs that have ended. A job that has not ended is never touched.
+"""`accel prune`: delete the records and logs of jobs that have ended, and what their targets keep of them (the
+directories on the hosts of an ssh target). A job that has not ended is never touched.
+
+Packed code that no job uses any more, and that was not used for a day, goes too.
 
 stdout has the id of each deleted job in a line of its own.
 
---json  {"pruned": […ids], "dry_run": true or false}
+--json  {"pruned": […ids], "left": [a line for what could not be deleted, as where a target cannot be asked],
+         "snapshots": [digests of packed code], "dry_run": …}
 """
 
 from __future__ import annotations
@@ -39,17 +43,29 @@ def run(args: Namespace) -> int:
         raise UsageError("accel prune", "say which jobs: --older-than TIME, --keep N, or JOB …")
     if args.jobs and not (args.older_than is None and args.keep is None):
         raise UsageError("accel prune", "name jobs, or give --older-than and --keep: not both")
+    from schedulers.errors import StoreError
     from schedulers.handle import list_jobs
+    from schedulers.pruning import prune
     from schedulers.store import Store
+    from schedulers.unused import prune_snapshots
 
     list_jobs()  # a job that nobody has asked about since it ended still counts as running in its record
-    pruned = Store.default().prune(
-        older_than_s=args.older_than, keep=args.keep, ids=args.jobs or None, dry_run=args.dry_run
-    )
+    store = Store.default()
+    found = prune(store, older_than_s=args.older_than, keep=args.keep, ids=args.jobs or None, dry_run=args.dry_run)
+    others = [job for job in store.records() if job.id not in found.ids]
+    left, snapshots = list(found.left), []
+    try:
+        snapshots = prune_snapshots(store.home, others, dry_run=args.dry_run)
+    except StoreError as error:
+        left.append(str(error))
+    for line in left:
+        note(line)
     if args.json:
-        print_json({"pruned": pruned, "dry_run": args.dry_run})
+        pruned = {"pruned": list(found.ids), "left": left, "snapshots": snapshots}
+        print_json({**pruned, "dry_run": args.dry_run})
         return exits.OK
-    for job_id in pruned:
+    for job_id in found.ids:
         print(job_id)
-    note(f"{len(pruned)} jobs {'would be ' if args.dry_run else ''}deleted")
+    unused = f" and {len(snapshots)} unused snapshots of code" if snapshots else ""
+    note(f"{len(found.ids)} jobs{unused} {'would be ' if args.dry_run else ''}deleted")
     return exits.OK

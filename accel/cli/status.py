@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from . import exits
+from . import exits, finding
 from .output import age, moment, print_fields, print_json
 
 if TYPE_CHECKING:
@@ -18,20 +18,24 @@ if TYPE_CHECKING:
 
 EXAMPLES = """\
   accel status @last
-  accel status --json 1k2m | jq -r .state"""
+  accel status --json 1k2m | jq -r .state
+  accel status 2mxh4k0r7ab --target lab          # submitted by another machine
+  accel status 2mxh4k0r7ab --target ssh --hosts gpu01
+
+A job that was found on a target once is known here: by list, logs, wait, cancel and describe too, which take --target
+as well."""
 
 
 def add_arguments(parser: Parser) -> None:
     parser.add_argument("job", metavar="JOB", help="an id, a unique prefix of one, or @last")
     parser.add_argument("--json", action="store_true", help="answer in JSON")
+    finding.add_arguments(parser)
 
 
 def run(args: Namespace) -> int:
-    from schedulers.handle import find
-
     from .rows import phrase, record_json
 
-    job = find(args.job)
+    job = finding.find("accel status", args.job, args)
     status = job.status()
     record = job.record
     if args.json:
@@ -43,7 +47,11 @@ def run(args: Namespace) -> int:
             ("job", f"{record.id} ({record.name})"),
             ("state", phrase(status)),
             ("target", record.target if record.target == record.kind else f"{record.target} ({record.kind})"),
-            ("submitted", f"{moment(record.created_at)} ({age(now - record.created_at)} ago)"),
+            (
+                "submitted",
+                f"{moment(record.created_at)} ({age(now - record.created_at)} ago)"
+                + (", by another machine" if record.adopted else ""),
+            ),
             ("warning", record.warning),
             ("last seen", f"{age(now - status.observed_at)} ago" if status.observed_at else ""),
         ]

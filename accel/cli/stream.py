@@ -20,6 +20,8 @@ class LogPrinter:
     prefix: put `[rank N] ` before every rank's line; this also ends a last line that had no ending of its own, which
             would otherwise run into the next rank's. None: from the first line on that is not rank 0's.
     json:   all lines as JSON on stdout, each with the cursor from which reading goes on after it.
+
+    `complete` is False once a line said that others could not be had.
     """
 
     def __init__(self, *, prefix: bool | None, json: bool, since: Cursor | None, flush: bool) -> None:
@@ -30,9 +32,11 @@ class LogPrinter:
         self._flush = flush
         self._cursor = Cursor.parse(str(since or ""))
         self._unended = False
+        self.complete = True
 
     def print(self, lines: Iterable[LogLine]) -> None:
         for line in lines:
+            self.complete = self.complete and line.stream != "missing"
             if self._json:
                 self._print_json(line)
             elif line.rank is None:

@@ -2,7 +2,7 @@
 
 stdout holds the job's id alone; with --follow, the job's output instead (and the id is on stderr).
 
---json            {"id", "name", "target", "kind", "native_id"}
+--json            {"id", "name", "target", "kind", "native_id"}; of a sweep, a list of these
 --dry-run --json  the plan: {"target", "kind", "job_id", "files", "actions", "settings", "warnings"}
 --follow --json   a line each: the first of these, the lines of `accel logs --json`, then that of `accel status --json`
 """
@@ -31,6 +31,7 @@ EXAMPLES = """\
   accel submit train.py --lr 1e-3
   accel submit --procs-per-node 2 --follow train.py
   accel submit --target local --time-limit 2h --max-restarts 3 --env SEED=1 -m my.training --epochs 10
+  accel submit --sweep lr=1e-3,1e-4 --sweep seed=1,2,3 train.py --epochs 10
   accel submit --dry-run --json --no-python nvidia-smi -L
 
 All that follows the script belongs to the script. --follow exits with the job's exit code (143: cancelled)."""
@@ -43,7 +44,7 @@ def run_argv(argv: Sequence[str]) -> int:
     from . import COMMANDS
     from .parser import Parser
     from .submit_options import add_arguments
-    from .submit_spec import build_spec
+    from .submit_spec import build_spec, build_sweep
 
     parser = Parser("submit", COMMANDS["submit"][1], EXAMPLES, usage=USAGE)
     add_arguments(parser)
@@ -51,6 +52,9 @@ def run_argv(argv: Sequence[str]) -> int:
     if args.dry_run and args.follow:
         raise UsageError(parser.prog, "--dry-run runs nothing that --follow could follow: keep one")
     spec = build_spec(args, program)
+    jobs = build_sweep(args, spec)
+    if jobs:
+        return _show_plans(jobs, args) if args.dry_run else _submit_sweep(jobs, args)
     if args.dry_run:
         return _show_plan(spec, args)
     return _submit(spec, args)
@@ -67,6 +71,30 @@ def _show_plan(spec: JobSpec, args: Namespace) -> int:
         print_json(plan.to_json())
     else:
         print(plan, end="")
+    return exits.OK
+
+
+def _show_plans(jobs: Sequence[JobSpec], args: Namespace) -> int:
+    from schedulers import sweeps
+
+    plans = sweeps.plans(jobs, args.target, [f"{DRY_RUN_ID}-{number}" for number in range(len(jobs))])
+    if args.json:
+        print_json([plan.to_json() for plan in plans])
+    else:
+        print("\n".join(str(plan) for plan in plans), end="")
+    return exits.OK
+
+
+def _submit_sweep(specs: Sequence[JobSpec], args: Namespace) -> int:
+    from schedulers import sweeps
+
+    jobs = sweeps.submit_sweep(specs, args.target)
+    _say_warnings(jobs[0].record.plan().warnings)
+    if args.json:
+        print_json([_summary(job) for job in jobs])
+    else:
+        print("\n".join(job.id for job in jobs))
+    note(f"{len(jobs)} jobs submitted to {args.target}; see them: accel list")
     return exits.OK
 
 

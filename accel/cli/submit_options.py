@@ -19,6 +19,7 @@ _TIME: dict[str, Any] = {"type": values.duration, "metavar": "TIME"}
 def add_arguments(parser: Parser) -> None:
     _what_to_run(parser.add_argument_group("what to run"))
     _where(parser.add_argument_group("where, and with what"))
+    _sweep(parser.add_argument_group("many jobs at once"))
     _when(parser.add_argument_group("when, and for how long"))
     _how_to_answer(parser.add_argument_group("how to answer"))
 
@@ -43,6 +44,8 @@ def _where(group: Group) -> None:
     group.add_argument("--cpus", **_COUNT, help="CPU cores on each node")
     group.add_argument("--memory", metavar="SIZE", type=values.memory, help="on each node: 512M, 16G (16 means 16G)")
     option = "an option of the target, typed as in accel.yaml; repeatable"
+    group.add_argument("--accelerator", metavar="TYPE", help="the type of the GPUs, where the target can choose")
+    group.add_argument("--image", metavar="IMAGE", help="a container image, where the target runs one")
     group.add_argument("--option", metavar="KEY=VALUE", type=values.option, **_MANY, help=option)
     hosts = "machines of an ssh target: a,b or user@host:port or gpu[01-16], or a pattern of ~/.ssh/config"
     group.add_argument("--hosts", metavar="LIST", help=hosts)
@@ -53,6 +56,12 @@ def _where(group: Group) -> None:
     group.add_argument("--interface", metavar="NAME", help="the network interface that machines of it meet on")
     group.add_argument("--concurrency", **_COUNT, help="jobs that the local target runs at a time; the others wait")
     group.add_argument("--snapshot", action="store_true", help="run a copy of the code as it is now (local target)")
+
+
+def _sweep(group: Group) -> None:
+    axis = "a job for each value: {NAME} in the arguments, or --NAME VALUE after them; repeatable, all combinations"
+    group.add_argument("--sweep", metavar="NAME=V1,V2", type=values.axis, **_MANY, help=axis)
+    group.add_argument("--array", metavar="FILE", help="the same from a table: CSV, or YAML with points or a grid")
 
 
 def _when(group: Group) -> None:

@@ -33,7 +33,8 @@ def build_spec(args: Namespace, program: Sequence[str]) -> JobSpec:
         name=args.name or default_name(program[0], entry),
         nodes=_nodes(args),
         procs_per_node=args.procs_per_node,
-        resources=Resources(gpus=args.gpus, cpus=args.cpus, memory_gb=args.memory),
+        resources=Resources(gpus=args.gpus, cpus=args.cpus, memory_gb=args.memory, accelerator=args.accelerator),
+        image=args.image,
         env=_once("--env", args.env),
         secrets=_once("--secret", args.secret),
         code=code,
@@ -44,6 +45,20 @@ def build_spec(args: Namespace, program: Sequence[str]) -> JobSpec:
         after=tuple(args.after),
         options=_target_options(args),
     )
+
+
+def build_sweep(args: Namespace, spec: JobSpec) -> list[JobSpec]:
+    """The jobs of a sweep, or none where no sweep is asked for. Raises UsageError, SpecError."""
+    if not args.sweep and args.array is None:
+        return []
+    if args.sweep and args.array is not None:
+        raise UsageError("accel submit", "--sweep and --array both say which jobs: keep one")
+    if args.follow:
+        raise UsageError("accel submit", "--follow follows one job; submit the sweep, then accel logs -f JOB")
+    from schedulers import sweeps
+
+    points = sweeps.read(args.array) if args.array is not None else sweeps.grid(_once("--sweep", args.sweep))
+    return sweeps.specs(spec, points)
 
 
 def _check_script(script: str, directory: str) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from . import exits, values
+from . import exits, finding, values
 from .output import note, print_json, print_rows
 from .words import UsageError
 
@@ -25,7 +25,7 @@ EXAMPLES = """\
   accel targets
   accel targets --json | jq -r '.targets[].name'
   accel targets check lab
-  accel targets check ssh --option hosts=gpu1,gpu2
+  accel targets check ssh --hosts gpu[1-4] --gpus 8
 
 Names come from accel.yaml in the project (this directory or the nearest above) and in the user's config directory."""
 
@@ -36,14 +36,18 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("check", nargs="*", metavar="check NAME", help="examine the machines of this target")
     option = "with check: an option of the target, typed as in accel.yaml; repeatable"
     parser.add_argument("--option", metavar="KEY=VALUE", type=values.option, action="append", default=[], help=option)
+    parser.add_argument("--hosts", metavar="LIST", help="with check: these machines, as for submit")
+    parser.add_argument("--hostfile", metavar="FILE", help="with check: the machines in this file")
+    gpus = "with check: GPUs that each machine must have"
+    parser.add_argument("--gpus", metavar="N", type=values.whole, help=gpus)
     parser.add_argument("--json", action="store_true", help="answer in JSON")
 
 
 def run(args: Namespace) -> int:
     if args.check:
         return _check(args)
-    if args.option:
-        raise UsageError("accel targets", "--option goes with check NAME")
+    if args.option or args.hosts or args.hostfile or args.gpus is not None:
+        raise UsageError("accel targets", "--option, --hosts, --hostfile and --gpus go with check NAME")
     from schedulers.config import known_targets
     from schedulers.target import refused_entry_points
 
@@ -68,10 +72,10 @@ def _check(args: Namespace) -> int:
     word, *names = args.check
     if word != "check" or len(names) != 1:
         raise UsageError("accel targets", f"expects nothing, or check NAME, not {' '.join(args.check)!r}")
-    target = load_target(names[0], Store.default().jobs, overrides=dict(args.option))
+    target = load_target(names[0], Store.default().jobs, overrides=finding.options_of("accel targets", args))
     if not isinstance(target, Checks):
         raise UsageError("accel targets", f"target {names[0]} has no machines that could be examined before a submit")
-    found = target.check()
+    found = target.check(args.gpus or 0)
     if args.json:
         print_json({"name": names[0], "table": found.table, "failures": found.failures, "warnings": found.warnings})
     else:

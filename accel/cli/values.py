@@ -51,6 +51,17 @@ def key_value(text: str) -> tuple[str, str]:
     return key, value
 
 
+def axis(text: str) -> tuple[str, list[str]]:
+    """`NAME=V1,V2,…`; a value that holds a comma stands in double quotes, as in CSV."""
+    import csv
+
+    name, values = key_value(text)
+    try:
+        return name, next(csv.reader([values], strict=True))
+    except (csv.Error, StopIteration):
+        raise ArgumentTypeError(f"expects NAME=V1,V2, not {text!r}") from None
+
+
 def environment(text: str) -> tuple[str, str]:
     """`NAME=VALUE` as given, or `NAME` with the value that it has here."""
     import os

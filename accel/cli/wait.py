@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from . import exits, values
+from . import exits, finding, values
 from .output import note, print_json
 
 if TYPE_CHECKING:
@@ -32,14 +32,13 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("jobs", metavar="JOB", nargs="+", help="an id, a unique prefix of one, or @last")
     parser.add_argument("--timeout", metavar="TIME", type=values.duration, help="stop waiting after 90 (s), 30m, 2h")
     parser.add_argument("--json", action="store_true", help="answer in JSON")
+    finding.add_arguments(parser)
 
 
 def run(args: Namespace) -> int:
-    from schedulers.handle import find
-
     from .rows import record_json
 
-    jobs = [find(reference) for reference in args.jobs]
+    jobs = finding.find_all("accel wait", args.jobs, args)
     deadline = None if args.timeout is None else time.monotonic() + args.timeout
     codes = [_wait(job, deadline, quiet=args.json) for job in jobs]
     if args.json:

@@ -20,9 +20,9 @@ from . import guard, report
 from .agent import GangAgent, RankSettings
 from .errors import LaunchError
 from .forkserver import ForkServer, ServerGone
-from .node import Launch, die_of, log_path, recorder, say
+from .node import Launch, die_of, log_path, recorder, said_again, say
 from .preload import preload
-from .rendezvous import DEFAULT_TIMEOUT_S, LOST_AFTER_S, GangRendezvous
+from .rendezvous import DEFAULT_TIMEOUT_S, LOST_AFTER_S, STAY_S, GangRendezvous
 from .tee import Tee
 from .worker import WARNINGS
 
@@ -48,7 +48,8 @@ class Signals:
 
     def _on_end(self, signum: int, _: FrameType | None) -> None:
         if self._received is not None:
-            self._server.hurry()  # asked twice: no more grace
+            if not said_again(signum):
+                self._server.hurry()  # asked twice: no more grace
             return
         self._received = signum
         if self._raising:
@@ -166,7 +167,7 @@ def _agent(run: Launch, handler: RendezvousHandler, server: ForkServer, signals:
 
 
 def _observer(run: Launch, tee: Tee) -> Callable[..., None]:
-    record = recorder(run.log_dir)
+    record = recorder(run.log_dir, run.events)
 
     def observe(event: str, **facts: Any) -> None:
         failure = facts.get("failure")
@@ -188,7 +189,10 @@ def _rendezvous(run: Launch, signals: Signals) -> RendezvousHandler:
     if run.rdzv_backend == "static":
         return GangRendezvous(
             address=run.address, port=run.port, node_rank=run.node_rank, nodes=run.nodes, run_id=run.run_id,
-            timeout_s=timeout_s, lost_after_s=_seconds(run, "lost_after", LOST_AFTER_S), interrupted=signals.check,
+            names=run.node_names,
+            timeout_s=timeout_s, lost_after_s=_seconds(run, "lost_after", LOST_AFTER_S),
+            stay_s=_seconds(run, "stay", STAY_S), interrupted=signals.check,
+            ending=lambda: signals.received is not None,
         )  # fmt: skip
     from torch.distributed.elastic.rendezvous import registry
 

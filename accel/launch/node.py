@@ -50,6 +50,9 @@ class Launch:
     tee: str = "0"
     spawn: bool = False
     quiet: bool = False
+    node_names: tuple[str, ...] = ()  # by rank, where a scheduler has told them
+    source: str = ""  # what has told how many machines there are and which of them this is
+    events: str | None = None  # where to tell what happens, instead of beside the logs
 
     @property
     def alone(self) -> bool:
@@ -62,7 +65,11 @@ def plan(options: Mapping[str, Any], program: Program, env: Mapping[str, str] = 
     _check_program(program)
     parse(options["tee"])
     devices = _devices(options, env)
-    low, high, rank, address = _machines(options, env)
+    found = _topology(env, by_hand=options["num_machines"] is not None)
+    low, high, rank, address = _machines(options, found)
+    if options["num_machines"] is not None:
+        _check_agreement(options, found, low, high)
+        found = Topology(node_rank=0, nodes=1, master=address)  # what is said by hand goes before what is found
     processes = _per_node(options["num_processes"], low, devices)
     _check_gpus(processes, devices, options)
     extra = environment.training(options, devices) | environment.threads(
@@ -70,7 +77,7 @@ def plan(options: Mapping[str, Any], program: Program, env: Mapping[str, str] = 
     )
     if options["compat"] or compat.is_asked(env):
         extra |= compat.variables(env)
-    port = _port(options["main_process_port"], high)
+    port = _port(options["main_process_port"], high, found)
     return Launch(
         program=program, processes=processes, nodes=low, max_nodes=high, node_rank=rank, address=address,
         port=port, env=extra, rdzv_backend=options["rdzv_backend"],
@@ -78,7 +85,8 @@ def plan(options: Mapping[str, Any], program: Program, env: Mapping[str, str] = 
         role=options["role"], max_restarts=options["max_restarts"], grace_s=options["shutdown_timeout"],
         monitor_interval_s=options["monitor_interval"], log_dir=options["log_dir"], tee=options["tee"],
         spawn=(options["start_method"] or ("spawn" if sys.platform == "darwin" else "fork")) == "spawn",
-        quiet=options["quiet"], first_attempt=_first_attempt(env),
+        quiet=options["quiet"], first_attempt=_first_attempt(env, found), node_names=found.names,
+        source=found.source, events=None if guard.LAUNCH_ID in env else env.get("ACCEL_LAUNCH_EVENTS"),
     )  # fmt: skip
 
 
@@ -89,6 +97,8 @@ def launch(run: Launch) -> int:
     this process's place.
     """
     _open_standard_descriptors()
+    if run.source and run.node_rank == 0 and not run.quiet:
+        say(f"accel launch: {run.nodes} nodes, node 0 at {run.address}:{run.port}, as {run.source} says")
     ignore_warnings()  # from the first moment: loading torch takes a second, and a scheduler's warning may come in it
     if run.log_dir:
         _check_log_dir(run.log_dir)
@@ -119,7 +129,7 @@ def launch(run: Launch) -> int:
         return run_gang(run, launch_id)
     except LaunchError as error:
         reason = "rendezvous" if isinstance(error, RendezvousFailed) else "setup"
-        recorder(run.log_dir)("refused", reason=reason, message=str(error))
+        recorder(run.log_dir, run.events)("refused", reason=reason, message=str(error))
         raise
 
 
@@ -130,19 +140,26 @@ def say(text: str) -> None:
             print(text, file=sys.stderr, flush=True)
 
 
+def said_again(signum: int) -> bool:
+    """Whether a second signal to end says nothing new. Slurm tells every process of a step several times over, at the
+    beginning of a grace and at its end, and kills the step itself when its time is up."""
+    return signum == signal.SIGTERM and "SLURM_STEP_ID" in os.environ
+
+
 def log_path(log_dir: str | None, rank: int, attempt: int) -> str | None:
     return os.path.join(log_dir, f"rank-{rank}.a{attempt}.log") if log_dir else None
 
 
-def recorder(log_dir: str | None) -> Callable[..., None]:
-    """Writes what happens to `launch.jsonl` beside the logs, where a supervisor reads it; nothing without a log_dir."""
+def recorder(log_dir: str | None, events: str | None = None) -> Callable[..., None]:
+    """Writes what happens to `events`, by default `launch.jsonl` beside the logs, where a supervisor reads it; nothing
+    without a log_dir."""
 
     def record(event: str, **facts: Any) -> None:
         if log_dir is None:
             return
         line = json.dumps({"schema": 1, "event": event, "time": time.time(), **facts}) + "\n"
         with contextlib.suppress(OSError):  # a full disk must not end a training run
-            fd = os.open(os.path.join(log_dir, "launch.jsonl"), os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+            fd = os.open(events or os.path.join(log_dir, "launch.jsonl"), os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
             try:
                 size = os.fstat(fd).st_size
                 torn = size > 0 and os.pread(fd, 1, size - 1) != b"\n"  # a line that a full disk cut short
@@ -224,9 +241,9 @@ def _near_script(name: str) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
-def _first_attempt(env: Mapping[str, str]) -> int:
+def _first_attempt(env: Mapping[str, str], found: Topology) -> int:
     try:
-        return number(env, "ACCEL_ATTEMPT", default=0)
+        return number(env, "ACCEL_ATTEMPT", default=found.attempt)
     except SpecError as error:
         raise LaunchError(str(error)) from None
 
@@ -248,17 +265,27 @@ def _devices(options: Mapping[str, Any], env: Mapping[str, str]) -> Devices:
     return chosen
 
 
-def _machines(options: Mapping[str, Any], env: Mapping[str, str]) -> tuple[int, int, int, str]:
+def _topology(env: Mapping[str, str], *, by_hand: bool) -> Topology:
+    """What the scheduler says. Flags make good for what cannot be understood of it."""
+    alone = Topology(node_rank=0, nodes=1, master="127.0.0.1")
+    if guard.LAUNCH_ID in env:  # a rank's program starts ranks of its own: these are for this machine
+        return alone
+    try:
+        return Topology.from_env(env)
+    except SpecError as error:
+        if by_hand:
+            return alone
+        raise LaunchError(str(error)) from None
+
+
+def _machines(options: Mapping[str, Any], found: Topology) -> tuple[int, int, int, str]:
     """Least and most machines, this one's rank, machine 0's address: by flags, else by the scheduler's variables."""
     if options["num_machines"] is None:
         if options["machine_rank"] is not None:
             raise LaunchError(f"--machine_rank {options['machine_rank']} needs --num_machines: how many are there?")
-        try:
-            topology = Topology.from_env(env)
-        except SpecError as error:
-            raise LaunchError(str(error)) from None
-        return topology.nodes, topology.nodes, topology.node_rank, options["main_process_ip"] or topology.master
+        return found.nodes, found.nodes, found.node_rank, options["main_process_ip"] or found.master
     low, high = _range(options["num_machines"])
+    _check_spread(options["num_processes"], low)
     if high > 1 and options["rdzv_backend"] == "static":
         if low != high:
             raise LaunchError("--num_machines MIN:MAX needs --rdzv_backend c10d; static worlds have one size")
@@ -272,9 +299,26 @@ def _machines(options: Mapping[str, Any], env: Mapping[str, str]) -> tuple[int, 
     return low, high, options["machine_rank"] or 0, options["main_process_ip"] or "127.0.0.1"
 
 
-def _port(asked: int | None, machines: int) -> int:
+def _check_agreement(options: Mapping[str, Any], found: Topology, low: int, high: int) -> None:
+    """Flags may fill in what a scheduler leaves open; where it has placed this process they must say the same."""
+    if not found.source or found.nodes == 1:
+        return
+    remedy = "leave the machine flags out"
+    if not low <= found.nodes <= high:
+        raise LaunchError(
+            f"--num_machines {options['num_machines']} contradicts {found.source}, which has {found.nodes} nodes: "
+            f"{remedy} (for separate runs, start each in a step of its own: srun --nodes=1)"
+        )
+    rank = options["machine_rank"]
+    if rank is not None and rank != found.node_rank:
+        raise LaunchError(
+            f"--machine_rank {rank} contradicts {found.source}, where this is node {found.node_rank}: {remedy}"
+        )
+
+
+def _port(asked: int | None, machines: int, found: Topology) -> int:
     if asked is None:
-        return 0 if machines == 1 else PORT
+        return 0 if machines == 1 else found.port or PORT
     if asked > 65535:
         raise LaunchError(f"--main_process_port {asked}: ports end at 65535")
     if asked == 0 and machines > 1:
@@ -290,14 +334,16 @@ def _range(text: str) -> tuple[int, int]:
 
 
 def _per_node(total: int | None, machines: int, devices: Devices) -> int:
-    if total is None:
-        return devices.count
-    if total < 1 or total % machines:
+    _check_spread(total, machines)
+    return devices.count if total is None else total // machines
+
+
+def _check_spread(total: int | None, machines: int) -> None:
+    if total is not None and (total < 1 or total % machines):
         raise LaunchError(
             f"--num_processes {total} cannot be spread evenly over {machines} machines: "
             "it counts the ranks on all of them"
         )
-    return total // machines
 
 
 def _check_gpus(processes: int, devices: Devices, options: Mapping[str, Any]) -> None:

@@ -12,28 +12,35 @@ import json
 import socket
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from .errors import LaunchError, RendezvousFailed
+from .patience import Patience, StoreSilent
+
+T = TypeVar("T")
 
 DEFAULT_TIMEOUT_S = 300.0
 LOST_AFTER_S = 30.0
+STAY_S = 10.0
 _SLICE_S = 0.25
 _BEAT_S = 1.0
-_LEAVE_S = 10.0
 _STORE_TIMEOUT = timedelta(seconds=60)
 
 
 class GangRendezvous(RendezvousHandler):
     """The meeting of `nodes` agents at node 0's `address:port`; `port` 0 (one node only) takes any that is free.
 
+    lost_after_s: how long another node may be silent.
+    stay_s:      how long node 0, told to end, stays for the others to learn of it.
     interrupted: called between slices of waiting; raises to give up.
+    names:       of the nodes, by rank, where they are known: for messages.
+    ending:      whether this node has been told to end.
     """
 
     def __init__(
@@ -46,12 +53,18 @@ class GangRendezvous(RendezvousHandler):
         run_id: str,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         lost_after_s: float = LOST_AFTER_S,
+        stay_s: float = STAY_S,
         interrupted: Callable[[], None] = lambda: None,
+        names: Sequence[str] = (),
+        ending: Callable[[], bool] = lambda: False,
     ) -> None:
         self._address, self._port = address, port
         self._node_rank, self._nodes, self._run_id = node_rank, nodes, run_id
         self._timeout_s, self._lost_after_s = timeout_s, lost_after_s
+        self._stay_s, self._ending = stay_s, ending
         self._interrupted = interrupted
+        self._names = names
+        self._patience = Patience(lost_after_s, ending)
         self._refused = False  # another node has this one's rank: it has no say in what becomes of the gang
         self._token = f"{socket.gethostname()} {uuid.uuid4().hex}"
         self._control: Store | None = None  # outlives the attempts
@@ -109,21 +122,25 @@ class GangRendezvous(RendezvousHandler):
         """Makes `failure` the gang's, unless another node was first. Returns the gang's."""
         if self._nodes == 1:
             return failure
-        won = self._store().compare_set("failure", "", json.dumps(failure))
-        return dict(json.loads(won))
+        store = self._store()
+        return dict(json.loads(self._ask(lambda: store.compare_set("failure", "", json.dumps(failure)))))
 
     def announce_success(self) -> None:
         if self._nodes > 1:
-            self._store().add("succeeded", 1)
+            store = self._store()
+            self._ask(lambda: store.add("succeeded", 1))
 
     def failure_elsewhere(self) -> dict[str, Any] | None:
         """The gang's failure in this attempt, if any node has told of one."""
-        if self._nodes == 1 or not self._store().check(["failure"]):
+        if self._nodes == 1:
             return None
-        return dict(json.loads(self._store().get("failure")))
+        store = self._store()
+        told = self._ask(lambda: store.get("failure") if store.check(["failure"]) else None)
+        return dict(json.loads(told)) if told is not None else None
 
     def all_succeeded(self) -> bool:
-        return self._nodes == 1 or self._store().add("succeeded", 0) >= self._nodes
+        store = self._store()
+        return self._nodes == 1 or self._ask(lambda: store.add("succeeded", 0)) >= self._nodes
 
     def beat(self) -> None:
         """Tells node 0 that this node lives. To be called often; it knows itself when to speak."""
@@ -131,7 +148,8 @@ class GangRendezvous(RendezvousHandler):
         if self._nodes == 1 or self._node_rank == 0 or self._control is None or now < self._next_beat:
             return
         self._next_beat = now + _BEAT_S
-        self._control.add(f"beat/{self._node_rank}", 1)
+        control = self._control
+        self._ask(lambda: control.add(f"beat/{self._node_rank}", 1))
 
     def silent(self) -> tuple[int, str, float] | None:
         """On node 0: a node that has not been heard of for too long, with its host and the seconds."""
@@ -154,18 +172,26 @@ class GangRendezvous(RendezvousHandler):
             return
         if not self._met:
             self._give_up(f"node {self._node_rank} was ended before all nodes had met")
-        gone = self._control.add("gone", 1)
-        deadline = time.monotonic() + _LEAVE_S
-        while self._node_rank == 0 and gone < self._present() and time.monotonic() < deadline:
+        control = self._control
+        gone = self._ask(lambda: control.add("gone", 1))
+        began = time.monotonic()
+        while self._node_rank == 0 and gone < self._present():
+            if time.monotonic() - began >= (self._stay_s if self._ending() else STAY_S):
+                break
             time.sleep(0.02)
-            gone = self._control.add("gone", 0)
+            gone = control.add("gone", 0)
 
     def _present(self) -> int:
         """How many nodes came to this attempt: those that will want to know how it ended."""
         return sum(self._store().check([f"node/{rank}"]) for rank in set(range(self._nodes)) - self._lost)
 
     def _give_up(self, why: str) -> None:
-        self._store().compare_set("gave up", "", why)
+        store = self._store()
+        self._ask(lambda: store.compare_set("gave up", "", why))
+
+    def _ask(self, question: Callable[[], T]) -> T:
+        """Puts a question to node 0's store, which may be silent. Raises StoreSilent, and what the question raises."""
+        return question() if self._node_rank == 0 else self._patience.ask(question)
 
     # Meeting.
 
@@ -233,10 +259,12 @@ class GangRendezvous(RendezvousHandler):
             self._store().set("port", str(port))
             return port
         self._wait(["port"], deadline)
-        return int(self._store().get("port"))
+        store = self._store()
+        return int(self._ask(lambda: store.get("port")))
 
     def _meet(self, deadline: float) -> None:
-        holder = self._store().compare_set(f"node/{self._node_rank}", "", self._token).decode()
+        store = self._store()
+        holder = self._ask(lambda: store.compare_set(f"node/{self._node_rank}", "", self._token)).decode()
         if holder != self._token:
             self._refused = True
             raise LaunchError(
@@ -250,14 +278,15 @@ class GangRendezvous(RendezvousHandler):
         while True:
             self._interrupted()
             try:
-                if store.check(keys):
+                if self._ask(lambda: store.check(keys)):
                     return
-                if store.check(["gave up"]):
-                    raise RendezvousFailed(store.get("gave up").decode())
-            except (DistStoreError, DistNetworkError) as error:
+                if self._ask(lambda: store.check(["gave up"])):
+                    raise RendezvousFailed(self._ask(lambda: store.get("gave up")).decode())
+            except (DistStoreError, DistNetworkError, StoreSilent) as error:
+                self._interrupted()
                 raise RendezvousFailed(f"node {self._node_rank} lost node 0 at {self._address}: {error}") from None
             if time.monotonic() >= deadline:
-                missing = [key.rpartition("/")[2] for key in keys if not store.check([key])]
+                missing = [self._named(int(key.rpartition("/")[2])) for key in keys if not store.check([key])]
                 why = (
                     f"of {self._nodes} nodes, node {', '.join(missing)} did not come to "
                     f"{self._address}:{self._port} within {self._timeout_s:g} s"
@@ -265,6 +294,9 @@ class GangRendezvous(RendezvousHandler):
                 self._give_up(why)
                 raise RendezvousFailed(why)
             time.sleep(0.02)
+
+    def _named(self, rank: int) -> str:
+        return f"{rank} ({self._names[rank]})" if rank < len(self._names) else str(rank)
 
 
 def _resolved(name: str) -> str:

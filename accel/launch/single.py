@@ -15,7 +15,7 @@ from schedulers.processes import adopt_orphans, descendants, die_with_parent, en
 
 from . import guard, report
 from .errors import LaunchError
-from .node import Launch, die_of, log_path, recorder, say
+from .node import Launch, die_of, log_path, recorder, said_again, say
 from .tee import Tee
 from .worker import WARNINGS, ignore_warnings
 
@@ -28,7 +28,7 @@ def run_single(run: Launch, launch_id: str) -> int:
     Returns its exit code (128 + N for signal N), or 128 + N when this process was told to end by signal N.
     """
     log = log_path(run.log_dir, 0, run.first_attempt)
-    record = recorder(run.log_dir)
+    record = recorder(run.log_dir, run.events)
     adopt_orphans()
     keeper = guard.start(launch_id)
     oom_kills = report.oom_kill_count()
@@ -101,6 +101,8 @@ class _Watch:
             signal.signal(signum, lambda received, _: self._pending.append(received))
 
     def _on_end(self, signum: int, _: FrameType | None) -> None:
+        if self.told is not None and said_again(signum):
+            return
         now = time.monotonic()
         self._deadline = now + self._grace_s if self.told is None else now  # asked twice: no more grace
         if self.told is None:

@@ -4,42 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
-from accel.tracking.base import GeneralTracker, on_main_process
+from accel.tracking.base import on_main_process
+from accel.tracking.run import RunTracker
 from accel.tracking.values import leave_out, scalars
 
 
-class SwanLabTracker(GeneralTracker):
+class SwanLabTracker(RunTracker):
     """Logs to a run of ``swanlab``; ``run_name`` is its project; ``.run`` is the run.
 
     ``kwargs`` go to `swanlab.init`.
     """
 
     name = "swanlab"
-    requires_logging_directory = False
-    main_process_only = False
     offline = "SWANLAB_MODE=offline (or local) logs to files under swanlog"
-
-    def __init__(self, run_name: str, **kwargs: Any) -> None:
-        super().__init__()
-        self.run_name = run_name
-        self.init_kwargs = kwargs
 
     @on_main_process
     def start(self) -> None:
         """Begin the run."""
         import swanlab
 
-        self.run: Any = swanlab.init(project=self.run_name, **self.init_kwargs)
-
-    @property
-    def tracker(self) -> Any:
-        """The ``swanlab`` run."""
-        return self.run
-
-    @on_main_process
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Merge ``values`` into the run's configuration."""
-        self.run.config.update(values)
+        self.run = swanlab.init(project=self.run_name, **self.init_kwargs)
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
@@ -60,11 +44,6 @@ class SwanLabTracker(GeneralTracker):
         import swanlab
 
         self.log({name: [swanlab.Image(image) for image in images] for name, images in values.items()}, step, **kwargs)
-
-    @on_main_process
-    def finish(self) -> None:
-        """Send what is left and end the run."""
-        self.run.finish()
 
     def server(self) -> str | None:
         """The server, where the run is to be online and no settings of its own are given."""

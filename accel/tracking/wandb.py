@@ -4,39 +4,28 @@ from __future__ import annotations
 
 from typing import Any
 
-from accel.tracking.base import GeneralTracker, on_main_process
+from accel.tracking.base import on_main_process
+from accel.tracking.run import RunTracker
 from accel.tracking.values import scalars
 
 _OFFLINE = ("offline", "dryrun", "disabled")
 
 
-class WandBTracker(GeneralTracker):
+class WandBTracker(RunTracker):
     """Logs to a run of ``wandb``; ``run_name`` is its project, ``kwargs`` go to `wandb.init`; ``.run`` is the run.
 
     Records are sent by a process of wandb's own, so that `log` does not wait for the server.
     """
 
     name = "wandb"
-    requires_logging_directory = False
-    main_process_only = False
     offline = "WANDB_MODE=offline logs to files that `wandb sync` sends later"
-
-    def __init__(self, run_name: str, **kwargs: Any) -> None:
-        super().__init__()
-        self.run_name = run_name
-        self.init_kwargs = kwargs
 
     @on_main_process
     def start(self) -> None:
         """Begin the run."""
         import wandb
 
-        self.run: Any = wandb.init(project=self.run_name, **self.init_kwargs)
-
-    @property
-    def tracker(self) -> Any:
-        """The ``wandb`` run."""
-        return self.run
+        self.run = wandb.init(project=self.run_name, **self.init_kwargs)
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
@@ -69,11 +58,6 @@ class WandBTracker(GeneralTracker):
         import wandb
 
         self.log({table_name: wandb.Table(columns=columns, data=data, dataframe=dataframe)}, step, **kwargs)
-
-    @on_main_process
-    def finish(self) -> None:
-        """Send what is left and end the run."""
-        self.run.finish()
 
     def server(self) -> str | None:
         """The server, where the run is to be online and no settings or proxy of wandb's own stand between."""

@@ -82,6 +82,7 @@ class Wanted:
     packages:  a package's name -> the module by which it is found where it was not installed as a package.
     interface: the network interface (a name or its beginning) whose address node 0 should have.
     ports:     of which the first one that is free on node 0 is taken; 0 is any.
+    leads:     of so many hosts, node 0 first, the others must be able to reach an address: those after it may lead.
     """
 
     gpus: int = 0
@@ -90,3 +91,4 @@ class Wanted:
     packages: Mapping[str, str] = field(default_factory=lambda: {"accel-launch": "accel", "torch": "torch"})
     interface: str | None = None
     ports: tuple[int, ...] = (0,)
+    leads: int = 4

@@ -13,12 +13,14 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import SnapshotError, SpecError
 from .errors import RemoteError, one_line
-from .session import Session
-from .transport import Remote
+
+if TYPE_CHECKING:
+    from .session import Session
+    from .transport import Remote
 
 ROOT = "~/.accel"
 FILE_MODE = 0o600
@@ -63,7 +65,7 @@ class Blob:
     def of(cls, source: Path | bytes) -> Blob:
         """Raises SnapshotError when the file cannot be read."""
         hashed, size = hashlib.sha256(), 0
-        for chunk in _chunks(source):
+        for chunk in chunks(source):
             hashed.update(chunk)
             size += len(chunk)
         return cls(digest=hashed.hexdigest(), size=size, source=source)
@@ -74,12 +76,16 @@ class Files:
 
     Files are 0600 and directories 0700 unless told otherwise. Everything raises HostUnreachable, and RemoteError in one
     line for what the host's disk or Python refuses; what was to be written whole is then not there.
+    When a content is sent, those that nobody has sent or unpacked for `unused_s` seconds are removed.
     """
 
-    def __init__(self, remote: Remote, *, root: str = ROOT, python: str = "python3") -> None:
+    def __init__(
+        self, remote: Remote, *, root: str = ROOT, python: str = "python3", unused_s: float | None = None
+    ) -> None:
         self._remote = remote
         self._root = root
         self._python = python
+        self._unused_s = unused_s
 
     def put(self, files: Mapping[str, bytes], *, mode: int = FILE_MODE) -> None:
         """Writes files, each replaced in one step and on the disk when this returns."""
@@ -88,14 +94,14 @@ class Files:
 
     def send(self, blob: Blob) -> bool:
         """Has the content there under its digest, verified there; False when it already was and nothing was sent."""
-        return bool(self._do([_blob_step(blob)], blob=blob)[0])
+        return bool(self._do([self._blob_step(blob)], blob=blob)[0])
 
     def unpack(self, blob: Blob, path: str) -> bool:
         """Has the tar file's content there as the directory `path`, which is whole or not there; sends it if needed.
 
         True when it was sent. Where the same content is unpacked already, nothing is done.
         """
-        steps = [_blob_step(blob), {"op": "unpack", "digest": blob.digest, "path": path}]
+        steps = [self._blob_step(blob), {"op": "unpack", "digest": blob.digest, "path": path}]
         return bool(self._do(steps, blob=blob)[0])
 
     def read(self, ranges: Sequence[Range]) -> list[Part | None]:
@@ -137,9 +143,12 @@ class Files:
             session.finish(_ANSWER_S)
             return done
 
+    def _blob_step(self, blob: Blob) -> dict[str, Any]:
+        return {"op": "blob", "digest": blob.digest, "size": blob.size, "unused_s": self._unused_s}
+
     def _send(self, session: Session, blob: Blob) -> None:
         sent = 0
-        for chunk in _chunks(blob.source):
+        for chunk in chunks(blob.source):
             session.write(chunk)
             sent += len(chunk)
         if sent != blob.size:
@@ -181,15 +190,11 @@ def host_program(name: str) -> bytes:
     return importlib.resources.files(_MODULE).joinpath(f"{name}.py").read_bytes()
 
 
-def _blob_step(blob: Blob) -> dict[str, Any]:
-    return {"op": "blob", "digest": blob.digest, "size": blob.size}
-
-
 def _named(source: Path | bytes) -> str:
     return "a content" if isinstance(source, bytes) else str(source)
 
 
-def _chunks(source: Path | bytes) -> Iterable[bytes]:
+def chunks(source: Path | bytes) -> Iterable[bytes]:
     if isinstance(source, bytes):
         yield source
         return

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from .facts import GB, Seen, Wanted
+from .facts import GB, Facts, Seen, Wanted
 
 T = TypeVar("T")
 
@@ -17,6 +17,8 @@ _SKEW_FAILS_S = 60.0
 _FEW_FILES = 4096
 _FEW_PROCESSES = 1024
 _LITTLE_SHM = 256_000_000
+OTHER_PYTHON = "name another (python: or venv: in accel.yaml)"
+_LIMITS = "raise {} there, in /etc/security/limits.conf"
 
 
 @dataclass(frozen=True)
@@ -67,11 +69,11 @@ def python(hosts: All, wanted: Wanted) -> Iterator[Finding]:
         if version < least:
             need = ".".join(map(str, least))
             yield Finding.fails(
-                name, "python", f"{facts.executable} is Python {facts.python}, and {need} is needed", "name a newer one"
+                name, "python", f"{facts.executable} is Python {facts.python}, and {need} is needed", OTHER_PYTHON
             )
         elif ".".join(map(str, version)) != usual:
             yield Finding.warns(
-                name, "python", f"has Python {facts.python}, most hosts {usual}", "use the same environment everywhere"
+                name, "python", f"has Python {facts.python}, most hosts {usual}", f"use the same one, or {OTHER_PYTHON}"
             )
 
 
@@ -80,32 +82,37 @@ def packages(hosts: All, wanted: Wanted) -> Iterator[Finding]:
         versions = {name: seen.facts.packages.get(package) for name, seen in hosts.items()}
         usual = _usual({name: version for name, version in versions.items() if version is not None})
         for name, version in versions.items():
+            where = _as_typed(hosts[name].facts)
+            # A build (+cu126) is what an index has, not what pip can be asked for.
+            same = package if usual in (None, "?") else f"{package}=={str(usual).partition('+')[0]}"
+            remedy = f"run there: {where} -m pip install {same}"
             if version is None:
-                where = hosts[name].facts.executable
-                yield Finding.fails(
-                    name, "packages", f"no {package} for {where}", f"{where} -m pip install {package}, or name another"
-                )
+                problem = f"no {package} for {where}"
+                yield Finding.fails(name, "packages", problem, f"{remedy}, or {OTHER_PYTHON}")
             elif version != usual:
                 # A release's second number changes how processes talk to each other; the third does not.
                 severity = Finding.warns if _release(version) == _release(usual) else Finding.fails
-                yield severity(
-                    name, "packages", f"has {package} {version}, most hosts {usual}", "install the same everywhere"
-                )
+                yield severity(name, "packages", f"has {package} {version}, most hosts {usual}", remedy)
 
 
 def disk(hosts: All, wanted: Wanted) -> Iterator[Finding]:
     for name, seen in hosts.items():
         facts = seen.facts
         if not facts.disk_writable:
-            yield Finding.fails(name, "disk", f"{facts.user} may not write to {facts.disk}", "name another directory")
+            yield Finding.fails(
+                name,
+                "disk",
+                f"{facts.user} may not write to {facts.disk}",
+                "name another directory (root: in accel.yaml)",
+            )
         elif facts.disk_free < wanted.disk_bytes:
             free, need = _gigabytes(facts.disk_free), _gigabytes(wanted.disk_bytes)
-            yield Finding.fails(name, "disk", f"{free} free at {facts.disk}, {need} are needed", "make room there")
+            remedy = "make room there, or ask for less (disk_gb: in accel.yaml)"
+            yield Finding.fails(name, "disk", f"{free} free at {facts.disk}, {need} are needed", remedy)
         if facts.shm_free < _LITTLE_SHM:
             free = _gigabytes(facts.shm_free)
-            yield Finding.warns(
-                name, "shm", f"{free} free at /dev/shm, which data loaders use", "enlarge it (--shm-size)"
-            )
+            remedy = "enlarge it there: mount -o remount,size=50% /dev/shm (a container: --shm-size)"
+            yield Finding.warns(name, "shm", f"{free} free at /dev/shm, which data loaders use", remedy)
 
 
 def clock(hosts: All, wanted: Wanted) -> Iterator[Finding]:
@@ -114,9 +121,8 @@ def clock(hosts: All, wanted: Wanted) -> Iterator[Finding]:
         if abs(skew) > _SKEW_WARNS_S:
             severity = Finding.fails if abs(skew) > _SKEW_FAILS_S else Finding.warns
             way = "ahead" if skew > 0 else "behind"
-            yield severity(
-                name, "clock", f"its clock is {abs(skew):.0f} s {way}", "start a time service (chronyd, timedatectl)"
-            )
+            remedy = "start a time service there: timedatectl set-ntp true (or chronyd)"
+            yield severity(name, "clock", f"its clock is {abs(skew):.0f} s {way}", remedy)
 
 
 def gpus(hosts: All, wanted: Wanted) -> Iterator[Finding]:
@@ -124,24 +130,29 @@ def gpus(hosts: All, wanted: Wanted) -> Iterator[Finding]:
     for name, seen in hosts.items():
         found = seen.facts.gpus
         if found.problem and (wanted.gpus or found.count):
-            yield Finding.fails(name, "gpus", f"its GPUs do not work: {found.problem}", "nvidia-smi there says more")
+            yield Finding.fails(name, "gpus", f"its GPUs do not work: {found.problem}", "run there: nvidia-smi")
         elif found.count < wanted.gpus:
             said = f" ({found.how})" if found.how else ""
             yield Finding.fails(
-                name, "gpus", f"has {found.count} of {wanted.gpus} GPUs{said}", "ask for fewer, or leave it out"
+                name,
+                "gpus",
+                f"has {found.count} of {wanted.gpus} GPUs{said}",
+                "ask for fewer (--gpus), or leave it out",
             )
         elif found.count != usual and wanted.gpus == 0:
-            yield Finding.warns(name, "gpus", f"has {found.count} GPUs, most hosts {usual}", "say how many to use")
+            yield Finding.warns(
+                name, "gpus", f"has {found.count} GPUs, most hosts {usual}", "say how many to use: --gpus"
+            )
 
 
 def limits(hosts: All, wanted: Wanted) -> Iterator[Finding]:
     for name, seen in hosts.items():
         facts = seen.facts
         if 0 <= facts.files < _FEW_FILES and facts.gpus.count:
-            yield Finding.warns(name, "limits", f"{facts.user} may open {facts.files} files", "raise it: ulimit -n")
+            yield Finding.warns(name, "limits", f"{facts.user} may open {facts.files} files", _LIMITS.format("nofile"))
         if 0 <= facts.processes < _FEW_PROCESSES:
             yield Finding.warns(
-                name, "limits", f"{facts.user} may have {facts.processes} processes", "raise it: ulimit -u"
+                name, "limits", f"{facts.user} may have {facts.processes} processes", _LIMITS.format("nproc")
             )
 
 
@@ -152,6 +163,12 @@ def _usual(values: Mapping[str, T]) -> T | None:
     """What most hosts have; the first host's of those that are equally common."""
     common = Counter(values.values()).most_common(1)
     return common[0][0] if common else None
+
+
+def _as_typed(facts: Facts) -> str:
+    """The interpreter, as a shell of that user understands it."""
+    home = facts.home.rstrip("/") + "/"
+    return "~/" + facts.executable.removeprefix(home) if facts.executable.startswith(home) else facts.executable
 
 
 def _release(version: str | None) -> list[str]:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import paramiko
 
 _AGENT_S = 10.0
+_PORT = 22
 
 
 class Keys:
@@ -143,11 +144,13 @@ def _no_keys_taken(settings: Settings, allowed: list[str]) -> str:
 
 
 def _refused(settings: Settings, tried: list[str], unusable: list[str], *, cut_off: bool) -> str:
+    port = f"-p {settings.port} " if settings.port != _PORT else ""
+    copy = f"ssh-copy-id {port}{settings.user}@{settings.alias}"
     if not tried:
         text = f"no key to log in as {settings.user} with"
-        remedy = f"; make one (ssh-keygen) and take it there (ssh-copy-id {settings.alias})"
+        remedy = f"; make one (ssh-keygen) and take it there ({copy})"
     else:
         text = f"does not let {settings.user} in; tried {', '.join(tried)}"
         cut = "; the server hung up after these: name the right one (IdentityFile, IdentitiesOnly yes)"
-        remedy = cut if cut_off else f"; check the user, or ssh-copy-id {settings.alias}"
+        remedy = cut if cut_off else f"; check the user, or {copy}"
     return text + (f"; {'; '.join(unusable)}" if unusable else "") + remedy

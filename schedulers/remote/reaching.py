@@ -1,4 +1,4 @@
-"""Which address of node 0 is the one: of those that it has, the best that every other host reached. Pure."""
+"""Which address of a host that leads is the one: of those that it has, the best that every other host reached. Pure."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from .judging import Finding
 # Bridges and tunnels of containers and virtual machines: the same addresses may be on every host.
 _HOST_ONLY = re.compile(r"(docker|br-|virbr|veth|cni|flannel|cali|lxc|lxd|podman|kube|tunl|vmnet|tailscale|wg|tun)")
 _SHOWN = 4
+_REMEDY = "open the target's ports in the firewall (ports: in accel.yaml), or name the network to use (--interface)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +42,7 @@ def candidates(
         if not chosen:
             return [], (
                 f"no interface {interface!r} with an address{nearest(interface, names)} (it has {', '.join(names)})",
-                "name another interface",
+                "name another (--interface)",
             )
 
     def rank(address: Address) -> tuple[bool, int, bool, bool]:
@@ -65,17 +66,30 @@ def choose(
     """
     missed = {address: [name for name, found in matrix.items() if found[address] is not None] for address in addresses}
     address = min(addresses, key=lambda address: len(missed[address]))
-    remedy = "open the port in the firewall, or name the network between them (--interface)"
     if matrix and len(missed[address]) == len(matrix):
         name, found = next(iter(matrix.items()))
         whom = "no other host reaches it" if len(matrix) > 1 else f"{name} does not reach it"
         problem = f"{whom} on port {port} (from {name}: {_why(found)})"
-        return Reach(address=None, matrix=matrix), [Finding.fails(first, "reach", problem, remedy)]
+        return Reach(address=None, matrix=matrix), [Finding.fails(first, "reach", problem, _REMEDY)]
     findings = [
-        Finding.fails(name, "reach", f"cannot reach {first} on port {port} ({_why(matrix[name])})", remedy)
+        Finding.fails(name, "reach", f"cannot reach {first} on port {port} ({_why(matrix[name])})", _REMEDY)
         for name in missed[address]
     ]
     return Reach(address=address, matrix=matrix), findings
+
+
+def could_lead(
+    name: str, addresses: Sequence[str], matrix: Mapping[str, Mapping[str, str | None]], port: int
+) -> tuple[str, list[Finding]]:
+    """The same for a host that leads when those before it are lost; who does not reach it is a warning."""
+    missed = {address: [name for name, found in matrix.items() if found[address] is not None] for address in addresses}
+    address = min(addresses, key=lambda address: len(missed[address]))
+    if not missed[address]:
+        return address, []
+    first, *others = missed[address]
+    whom = f"{first} and {len(others)} more do" if others else f"{first} does"
+    why = f"(from {first}: {_why(matrix[first])}), so it cannot lead when the first host is lost"
+    return address, [Finding.warns(name, "reach", f"{whom} not reach it on port {port} {why}", _REMEDY)]
 
 
 def _why(found: Mapping[str, str | None]) -> str:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import queue
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from ..errors import SchedulerError
 from ..job import Reason, State, Status
@@ -19,6 +20,7 @@ from .native import Native
 from .options import SshOptions, python_of
 
 _ANSWER_S = 60.0
+_SOON_S = 1.0  # so long a host is waited for alone
 _DOWN_S = 20.0  # a host that could not be reached is asked after the others for so long
 
 Step = Mapping[str, Any]
@@ -49,7 +51,11 @@ class Hosts:
         self._options = options
         self._lock = threading.Lock()
         self._pool: Pool | None = None
-        self._down: dict[Host, float] = {}
+        self._down: dict[Host, tuple[float, SchedulerError]] = {}
+
+    @property
+    def root(self) -> str:
+        return self._options.root
 
     @property
     def pool(self) -> Pool:
@@ -62,22 +68,37 @@ class Hosts:
     def python(self) -> str:
         return on_host(python_of(self._options))
 
-    def ask(self, asked: Mapping[Host, Sequence[Step]]) -> dict[Host, Outcome[Answer]]:
-        """All hosts at once, each in one conversation."""
-        outcomes = self.pool.map(lambda remote: self._ask_one(remote, asked[remote.host]), list(asked))
+    def ask(self, asked: Mapping[Host, Sequence[Step]], *, believe_down: bool = False) -> dict[Host, Outcome[Answer]]:
+        """All hosts at once, each in one conversation. With `believe_down`, those that could not be reached a moment
+        ago are not tried again: the others' answers need not wait for them."""
+        known = {host: error for host in asked if believe_down and (error := self._why_down(host)) is not None}
+        tried = [host for host in asked if host not in known]
+        outcomes = self.pool.map(lambda remote: self._ask_one(remote, asked[remote.host]), tried)
         for outcome in outcomes:
-            with self._lock:
-                if isinstance(outcome.error, HostUnreachable):
-                    self._down[outcome.host] = time.monotonic() + _DOWN_S
-                else:
-                    self._down.pop(outcome.host, None)
-        return {outcome.host: outcome for outcome in outcomes}
+            self.note(outcome.host, outcome.error)
+        found = {outcome.host: outcome for outcome in outcomes}
+        return {host: found.get(host) or Outcome(host, error=known[host]) for host in asked}
+
+    def note(self, host: Host, error: SchedulerError | None) -> None:
+        """How the last attempt to reach a host went."""
+        with self._lock:
+            if isinstance(error, HostUnreachable):
+                self._down[host] = (time.monotonic() + _DOWN_S, error)
+            else:
+                self._down.pop(host, None)
+
+    def is_down(self, host: Host) -> bool:
+        """Whether it could not be reached a moment ago."""
+        return self._why_down(host) is not None
 
     def likely_first(self, hosts: Sequence[Host]) -> list[Host]:
         """In their order, those last that could not be reached a moment ago."""
-        now = time.monotonic()
+        return sorted(hosts, key=self.is_down)
+
+    def _why_down(self, host: Host) -> SchedulerError | None:
         with self._lock:
-            return sorted(hosts, key=lambda host: self._down.get(host, 0.0) > now)
+            until, error = self._down.get(host, (0.0, None))
+        return error if until > time.monotonic() else None
 
     def close(self) -> None:
         with self._lock:
@@ -115,35 +136,66 @@ class _Asked:
     silent: list[str] = field(default_factory=list)
     fenced: Status | None = None  # the result of a host that was cut off: the others may have gone on without it
     nodes: int = 1
+    asked: int = 0  # hosts that have yet to answer
+
+
+Answers: TypeAlias = "queue.SimpleQueue[tuple[list[str], Outcome[Answer]]]"
 
 
 def statuses(hosts: Hosts, jobs: Mapping[str, Native]) -> tuple[dict[str, Status], dict[str, str]]:
     """The status of each job, and of those that could not be asked about, why. A job in neither is unknown.
 
-    Each job's hosts are asked in order until one has its result, or its supervisor alive.
+    Each job's hosts are asked in order until one has its result, or its supervisor alive; the next one, too, when the
+    others have not answered for a moment.
     """
     found: dict[str, Status] = {}
     silent: dict[str, str] = {}
     open_ones = {key: _Asked(native, hosts.likely_first(native.hosts)) for key, native in jobs.items()}
+    answers: Answers = queue.SimpleQueue()
+    _ask_next(hosts, open_ones, answers)
     while open_ones:
-        asked: dict[Host, list[str]] = {}
-        for key, job in open_ones.items():
-            asked.setdefault(job.ahead.pop(0), []).append(key)
-        steps = {
-            host: [{"op": "status", "job": open_ones[key].native.job_id} for key in keys]
-            for host, keys in asked.items()
-        }
-        for host, outcome in hosts.ask(steps).items():
-            for number, key in enumerate(asked[host]):
-                status = _heard(open_ones[key], outcome, number)
-                if status is not None:
-                    found[key] = status
-        for key, job in list(open_ones.items()):
-            if key in found or not job.ahead:
+        try:
+            keys, outcome = answers.get(timeout=_SOON_S)
+        except queue.Empty:
+            _ask_next(hosts, open_ones, answers)  # whoever answers first need not wait for one that may be cut off
+            continue
+        unsettled = {}
+        for number, key in enumerate(keys):
+            job = open_ones.get(key)
+            if job is None:
+                continue
+            job.asked -= 1
+            status = _heard(job, outcome, number)
+            if status is not None:
+                found[key] = status
                 del open_ones[key]
-                if key not in found:
-                    _conclude(key, job, found, silent)
+            elif job.ahead:
+                unsettled[key] = job
+            elif not job.asked:
+                _conclude(key, job, found, silent)
+                del open_ones[key]
+        _ask_next(hosts, unsettled, answers)
     return found, silent
+
+
+def _ask_next(hosts: Hosts, jobs: Mapping[str, _Asked], answers: Answers) -> None:
+    """Asks the next host of each job, those of one host together."""
+    asked: dict[Host, list[str]] = {}
+    for key, job in jobs.items():
+        if job.ahead:
+            job.asked += 1
+            asked.setdefault(job.ahead.pop(0), []).append(key)
+    for host, keys in asked.items():
+        steps = [{"op": "status", "job": jobs[key].native.job_id} for key in keys]
+
+        def ask(host: Host = host, keys: list[str] = keys, steps: Sequence[Step] = steps) -> None:
+            outcome: Outcome[Answer] = Outcome(host, error=RemoteError(host.name, "asking it failed (see the log)"))
+            try:
+                outcome = hosts.ask({host: steps})[host]
+            finally:
+                answers.put((keys, outcome))
+
+        threading.Thread(target=ask, name=f"asking {host}", daemon=True).start()
 
 
 def _heard(job: _Asked, outcome: Outcome[Answer], number: int) -> Status | None:
@@ -191,7 +243,8 @@ def _result(document: Any, host: Host) -> Status:
     return Status(state=State.FAILED, reason=Reason.LOST, message=message)
 
 
-def _progress(state: Any) -> Status:
+def _progress(document: Any) -> Status:
+    state = document if isinstance(document, dict) else {"phase": "waiting"}
     phase = str(state.get("phase", ""))
     message = str(state.get("message") or ("" if phase == "running" else phase))
     return Status(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..errors import SpecError
 from ..remote.hosts import Host, parse_hosts
@@ -25,8 +25,9 @@ class Native:
         hosts, slash, job_id = text.rpartition("/")
         if not slash or not job_id:
             raise SpecError(f"{text!r} is not the id of a job of an ssh target (host,host,…/job)")
-        return cls(job_id=job_id, hosts=tuple(parse_hosts(hosts, source=f"job {job_id}")))
+        return cls.of(job_id, parse_hosts(hosts, source=f"job {job_id}"))
 
     @classmethod
     def of(cls, job_id: str, hosts: Sequence[Host]) -> Native:
-        return cls(job_id=job_id, hosts=tuple(hosts))
+        # A host is the same one, and asked once, whichever job or file named it.
+        return cls(job_id=job_id, hosts=tuple(replace(host, source="", slots=None) for host in hosts))

@@ -11,6 +11,7 @@ from ..remote.hosts import Host, expand, parse_hostfile, parse_hosts
 
 _LEAST_HEARTBEAT_S = 5.0
 _LAST_PORT = 65535
+_LEAST_UNUSED_DAYS = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,11 +26,16 @@ class SshOptions:
     ports:           from which ports on the hosts may be taken, as `29500-29599`.
     spares:          so many of the hosts, beyond those the job asks for, stand in for bad ones.
     python:          the interpreter on the hosts that has accel and torch; `venv` is a virtual environment with one.
+    requirements:    a requirements file of pip: a virtual environment is made of it on each host, once for the same
+                     content, out of that interpreter, whose packages it sees; looked for from the code directory.
     setup:           argvs run once on every host before the ranks start, before those of the job.
     cpu:             train on the CPU even where there are GPUs.
     heartbeat_s:     after so many seconds of silence a host counts as lost.
     start_timeout_s: how long the hosts wait for each other; when one does not come, none runs.
+    fan_out:         from 16 hosts on, code of 1 MB and more is sent to one of them, and the hosts pass it on to each
+                     other, unencrypted; without it, each gets it from here.
     disk_gb:         what must be free on every host.
+    unused_days:     contents and environments on a host that were not used for so long may be removed there.
     root:            where everything of ours is on the hosts.
     ssh_config:      the configuration file for SSH, as `ssh -F` takes it, instead of ~/.ssh/config.
     """
@@ -43,11 +49,14 @@ class SshOptions:
     spares: int = 0
     python: str | None = None
     venv: str | None = None
+    requirements: str | None = None
     setup: tuple[tuple[str, ...], ...] = ()
     cpu: bool = False
     heartbeat_s: float = 30.0
     start_timeout_s: float = 300.0
+    fan_out: bool = True
     disk_gb: float = 1.0
+    unused_days: float = 30.0
     root: str = ROOT
     ssh_config: str | None = None
 
@@ -62,12 +71,16 @@ def check(options: SshOptions, name: str) -> None:
     for key in ("start_timeout_s", "disk_gb"):
         if not 0 < getattr(options, key) < float("inf"):
             raise SpecError(f"{where}: {key} must be more than 0, not {getattr(options, key):g}")
+    if not options.unused_days >= _LEAST_UNUSED_DAYS:
+        raise SpecError(f"{where}: unused_days must be {_LEAST_UNUSED_DAYS:g} or more, not {options.unused_days:g}")
     if options.spares < 0:
         raise SpecError(f"{where}: spares must be 0 or more, not {options.spares}")
     if options.port is not None and not 0 < options.port <= _LAST_PORT:
         raise SpecError(f"{where}: port must be 1 to {_LAST_PORT}, not {options.port}")
     if options.python is not None and options.venv is not None:
         raise SpecError(f"{where}: python and venv are both given: keep one")
+    if options.requirements is not None and not options.requirements.strip():
+        raise SpecError(f"{where}: requirements must be the name of a file")
     if any(not argv or not argv[0] for argv in options.setup):
         raise SpecError(f"{where}: setup: a command has no program")
     if not (options.root == "~" or options.root.startswith(("~/", "/"))):

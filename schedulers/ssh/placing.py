@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import SpecError, SubmitError
@@ -13,6 +13,7 @@ from ..remote.facts import Facts, Wanted
 from ..remote.hosts import Host
 from ..remote.preflight import Report, examine
 from ..remote.reaching import candidates
+from ..remote.transport import Remote
 from .asking import Hosts, Step
 from .options import SshOptions, port_range
 
@@ -52,15 +53,30 @@ class Placement:
         return self.members + self.spares
 
 
-def examined(hosts: Hosts, options: SshOptions, name: str, chosen: Sequence[Host], gpus: int) -> Report:
-    """What the hosts say of themselves, and whether they can run a job together."""
+def examined(
+    hosts: Hosts,
+    options: SshOptions,
+    name: str,
+    chosen: Sequence[Host],
+    gpus: int,
+    *,
+    python: Callable[[Remote], str] | None = None,
+    packages: bool = True,
+) -> Report:
+    """What the hosts say of themselves, and whether they can run a job together.
+
+    `python` says which interpreter the ranks get on a host, where it is not the target's; without `packages` nobody
+    asks what is installed there.
+    """
     wanted = Wanted(
         gpus=gpus,
         disk_bytes=int(options.disk_gb * 1_000_000_000),
         interface=options.interface,
         ports=_some_ports(options, name),
     )
-    return examine(hosts.pool, chosen, wanted, python=hosts.python, root=options.root)
+    if not packages:
+        wanted = replace(wanted, packages={})
+    return examine(hosts.pool, chosen, wanted, python=python or hosts.python, root=options.root)
 
 
 def enough(named: Sequence[Host], nodes: int, spares: int, name: str) -> list[Host]:
@@ -75,13 +91,21 @@ def enough(named: Sequence[Host], nodes: int, spares: int, name: str) -> list[Ho
 
 
 def place(
-    hosts: Hosts, options: SshOptions, name: str, job_id: str, chosen: Sequence[Host], nodes: int, gpus: int
+    hosts: Hosts,
+    options: SshOptions,
+    name: str,
+    job_id: str,
+    chosen: Sequence[Host],
+    nodes: int,
+    gpus: int,
+    *,
+    python: Callable[[Remote], str] | None = None,
 ) -> Placement:
     """Takes the first `nodes` hosts that nothing speaks against; what is left over of them is spare.
 
     Raises NotPlaced, with a line for each failure, when there are fewer.
     """
-    report = examined(hosts, options, name, chosen, gpus)
+    report = examined(hosts, options, name, chosen, gpus, python=python)
     failures = [str(finding) for finding in report.findings if finding.severity == "fails"]
     if len(report.usable) < nodes or report.master is None or report.port is None:
         lines = "; ".join(failures)
@@ -107,15 +131,16 @@ def _some_ports(options: SshOptions, name: str) -> tuple[int, ...]:
 
 
 def _addresses(hosts: Hosts, options: SshOptions, report: Report, facts: dict[Host, Facts]) -> dict[Host, str]:
-    """Node 0's is the one that all others reached; the others' are on the interface of the same name, if there is one.
-
-    They matter when another host has to take the lead.
+    """Node 0's, and those of the next few, are the ones that all others reached; the others' are on the interface of
+    the same name, if there is one. They matter when another host has to take the lead.
     """
-    first, *others = report.usable
+    first = report.usable[0]
     assert report.master is not None  # looked at by the caller
     interface = next((a.interface for a in facts[first].addresses if a.address == report.master), None)
-    found = {first: report.master}
-    for host in others:
+    found = {host: report.leads[host] for host in report.usable if host in report.leads}
+    for host in report.usable:
+        if host in found:
+            continue
         same = [a.address for a in facts[host].addresses if a.interface == interface]
         kind = [address for address in same if (":" in address) == (":" in report.master)]
         ranked, _ = candidates(facts[host].addresses, hosts.pool.settings(host).hostname, options.interface)

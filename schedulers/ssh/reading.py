@@ -48,12 +48,12 @@ def read(hosts: Hosts, native: Native, since: Cursor | None) -> Iterator[LogLine
     numbers = {host: number for number, host in enumerate(native.hosts)}
     asked, limits = list(native.hosts), dict.fromkeys(native.hosts, _LIMIT)
     errors: dict[Host, SchedulerError] = {}
-    over = False
+    over, believe = False, True
     while asked:
         steps = {host: [_step(native, positions, numbers[host], limits[host])] for host in asked}
         pieces: list[_Piece] = []
         again: list[Host] = []
-        for host, outcome in hosts.ask(steps).items():
+        for host, outcome in hosts.ask(steps, believe_down=believe).items():
             if outcome.error is not None or outcome.value is None:
                 errors[host] = outcome.error or Unreachable(f"{host}: no answer")
                 continue
@@ -71,6 +71,12 @@ def read(hosts: Hosts, native: Native, since: Cursor | None) -> Iterator[LogLine
             if not lines and piece.more:  # one line is longer than what was read
                 limits[native.hosts[int(piece.source.partition("/")[0])]] *= 4
         asked = again
+        if not asked and over and believe:
+            # They may be back; what they do not give now is missing for good.
+            believe = False
+            asked = [host for host in errors if f"{numbers[host]}/{_SILENT}" not in positions]
+            for host in asked:
+                del errors[host]
     yield from _of_silence(errors, numbers, positions, over=over)
 
 
@@ -130,9 +136,9 @@ def _of_silence(
     if not errors:
         return
     if not over:
-        raise Unreachable("; ".join(map(str, errors.values())))
+        raise Unreachable(f"its logs cannot be read: {'; '.join(map(str, errors.values()))}")
     for host, error in errors.items():
         source = f"{numbers[host]}/{_SILENT}"
         if source not in positions:
             text = f"accel: its logs cannot be read: {error}\n"
-            yield LogLine(rank=None, text=text, source=source, position="1")
+            yield LogLine(rank=None, stream="missing", text=text, source=source, position="1")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,15 +12,17 @@ from typing import Any
 from .. import snapshot
 from ..errors import SpecError, SubmitError
 from ..job import Reason
-from ..remote import supervising
+from ..remote import fanout, supervising
 from ..remote.files import Blob, Files
 from ..remote.hosts import Host
 from ..remote.transport import Outcome, Remote
 from .asking import Hosts, tell_all
-from .options import SshOptions
+from .clearing import unused_s
+from .options import SshOptions, port_range
 from .placing import Node, Placement
 
 _START_S = 60.0
+_PORTS_TRIED = 16
 
 
 class NotStarted(SubmitError):
@@ -91,16 +94,33 @@ def ship(
     program = {f"jobs/{job_id}/{supervising.PROGRAM}": supervising.program()}
 
     def one(remote: Remote) -> None:
-        files = Files(remote, root=options.root, python=hosts.python)
+        files = Files(remote, root=options.root, python=hosts.python, unused_s=unused_s(options))
         files.unpack(code, f"jobs/{job_id}/code")
         settings = settings_of(template, placement, numbers[remote.host], token)
         files.put({**program, f"jobs/{job_id}/settings.json": json.dumps(settings).encode()})
 
-    problems = _cleared(hosts, options, job_id, numbers) or _problems(hosts.pool.map(one, numbers))
+    problems = _cleared(hosts, options, job_id, numbers)
+    if not problems:
+        if options.fan_out and fanout.worthwhile(len(numbers), code):
+            _pass_on(hosts, options, placement, code)
+        problems = _problems(hosts.pool.map(one, numbers))
     if problems:
         for path in (f"jobs/{job_id}", f"jobs/{job_id}.claims"):
             _remove(hosts, options, path, list(numbers))
         raise NotStarted(f"{'; '.join(problems)}; nothing was started")
+
+
+def _pass_on(hosts: Hosts, options: SshOptions, placement: Placement, code: Blob) -> None:
+    """Has the code on as many of the hosts as get it from each other, on ports that their supervisors do not want."""
+    some = random.sample(ports := port_range(options, ""), min(_PORTS_TRIED, len(ports)))
+    fanout.spread(
+        hosts.pool,
+        {node.host: node.address for node in placement.nodes},
+        code,
+        root=options.root,
+        python=hosts.python,
+        ports={n.host: [port for port in some if port not in (n.port, placement.master_port)] for n in placement.nodes},
+    )
 
 
 def _cleared(hosts: Hosts, options: SshOptions, job_id: str, numbers: Mapping[Host, int]) -> list[str]:
@@ -118,28 +138,24 @@ def _cleared(hosts: Hosts, options: SshOptions, job_id: str, numbers: Mapping[Ho
 
 
 def start(hosts: Hosts, options: SshOptions, job_id: str, nodes: Sequence[Node], *, secrets: Mapping[str, str]) -> None:
-    """Starts the supervisors, all at once; each reads the secrets and removes the file that they come in.
+    """Starts the supervisors, all at once, and gives each the secrets, which are written nowhere.
 
     When one does not start, the others are told to end, and would end by themselves: they wait for all before any
     rank runs. Raises NotStarted.
     """
     numbers = {node.host: number for number, node in enumerate(nodes)}
     homes = {node.host: node.facts.home for node in nodes}
-    secrets_file = f"jobs/{job_id}/secrets.json"
+    values = json.dumps(dict(secrets)).encode()
 
     def one(remote: Remote) -> None:
         directory = f"{absolute(options.root, homes[remote.host])}/jobs/{job_id}"
-        if secrets:
-            files = Files(remote, root=options.root, python=hosts.python)
-            files.put({secrets_file: json.dumps(dict(secrets)).encode()})
-        remote.run(supervising.start_command(hosts.python, directory, numbers[remote.host]), timeout_s=_START_S)
+        command = supervising.start_command(hosts.python, directory, numbers[remote.host])
+        remote.run(command, stdin=values, timeout_s=_START_S)
 
     outcomes = hosts.pool.map(one, numbers)
     problems = _problems(outcomes)
     if problems:
         cancel(hosts, job_id, [outcome.host for outcome in outcomes if outcome.error is None])
-        if secrets:
-            _remove(hosts, options, secrets_file, [outcome.host for outcome in outcomes if outcome.error is not None])
         raise NotStarted(f"{'; '.join(problems)}; no host runs the job")
 
 

@@ -12,7 +12,7 @@ from .. import disk
 from ..errors import SpecError, Unreachable
 from ..job import Cursor, JobSpec, LogLine, Status
 from ..remote.supervising import PROGRAM
-from ..target import Checked, Plan, TargetContext
+from ..target import Checked, Found, Plan, TargetContext
 from . import options as meaning
 from .options import SshOptions
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from ..remote.hosts import Host
     from ..remote.preflight import Report
     from .asking import Hosts
+    from .environments import Environments
+    from .watching import Watch
 
 SCHEMA = 1
 _SETTINGS = "settings.json"
@@ -41,6 +43,7 @@ class SshTarget:
         self._options: SshOptions = context.options
         self._jobs = context.jobs
         self._asked: Hosts | None = None
+        self._watch: Watch | None = None
         meaning.check(self._options, self.name)
 
     @property
@@ -67,6 +70,7 @@ class SshTarget:
             "command": command,
             "workdir": _join(options.root, "jobs", job_id, "code", spec.workdir),
             "env": dict(spec.env),
+            "secrets": list(spec.secrets),
             "setup": [list(argv) for argv in (*options.setup, *spec.setup)],
             "grace_s": spec.grace_s,
             "time_limit_s": spec.time_limit_s,
@@ -74,6 +78,7 @@ class SshTarget:
             "start_timeout_s": options.start_timeout_s,
             "max_restarts": spec.retry.max_restarts,
             "master_port": _UNKNOWN,
+            "spec": spec.to_json(),  # for machines that did not submit the job, and follow it
         }
         return Plan(
             target=self.name,
@@ -104,14 +109,16 @@ class SshTarget:
         if earlier is not None:
             return earlier
         secrets = shipping.secret_values(plan.settings["secrets"])
+        environments = self._environments(plan.settings["code"])
         template = json.loads(plan.files[_SETTINGS])
         named = meaning.named_hosts(self._options, self.name, plan.settings["code"])
         chosen = placing.enough(named, plan.settings["nodes"], self._options.spares, self.name)
         if template["procs_per_node"] is None and template["command"].count("--num_processes") == 0:
             template = self._with_slots(template, chosen, plan.settings["nodes"])
         placement = placing.place(
-            self._hosts, self._options, self.name, plan.job_id, chosen, plan.settings["nodes"], plan.settings["gpus"]
-        )
+            self._hosts, self._options, self.name, plan.job_id, chosen, plan.settings["nodes"], plan.settings["gpus"],
+            python=environments.made if environments is not None else None,
+        )  # fmt: skip
         for warning in placement.warnings:
             logger.warning("%s", warning)
         code = shipping.pack(plan.settings["code"], self._jobs.parent)
@@ -159,24 +166,78 @@ class SshTarget:
         if len(problems) == len(native.hosts):
             raise Unreachable("; ".join(problems))
 
-    def check(self) -> Checked:
-        """Examines all hosts of the target, as a submit would. Raises SchedulerError when there are none to ask."""
+    def wait(self, native_id: str, timeout_s: float) -> bool:
+        """Listens to two of the job's hosts, and to others when these go away."""
+        from .native import Native
+        from .watching import Watch
+
+        if self._watch is None:
+            self._watch = Watch(self._hosts)
+        return self._watch.wait(Native.parse(native_id), timeout_s)
+
+    def find(self, job_id: str) -> Found | None:
+        """Looks for a job that another machine submitted on all hosts of the target, at once.
+
+        Raises Unreachable when only hosts that cannot be asked may have it, SpecError when there are none to ask.
+        """
+        from . import finding
+
+        named = meaning.named_hosts(self._options, self.name, ".")
+        return finding.find(self._hosts, named, job_id, self.name)
+
+    def clear(self, jobs: Mapping[str, str | None]) -> list[str]:
+        """Removes the jobs' directories from their hosts, and what nobody has used there for `unused_days`."""
+        from . import clearing
+        from .native import Native
+
+        known = {job_id: native_id or self._placed_as(job_id) for job_id, native_id in jobs.items()}
+        natives = [Native.parse(native_id) for native_id in known.values() if native_id is not None]
+        return clearing.clear_jobs(self._hosts, self._options, natives)
+
+    def check(self, gpus: int = 0) -> Checked:
+        """Examines all hosts of the target, as a submit of a job with so many GPUs on each node would.
+
+        Raises SchedulerError when there are none to ask.
+        """
         from . import placing
 
         named = meaning.named_hosts(self._options, self.name, ".")
-        report: Report = placing.examined(self._hosts, self._options, self.name, named, 0)
+        environments = self._environments(".")
+        lacking = environments.lacking(self._hosts.pool, named) if environments is not None else []
+        report: Report = placing.examined(
+            self._hosts, self._options, self.name, named, gpus,
+            python=environments.made if environments is not None and not lacking else None,
+            packages=not lacking,
+        )  # fmt: skip
         lines = {
             severity: [str(f) for f in report.findings if f.severity == severity] for severity in ("fails", "warns")
         }
-        return Checked(table=report.table(), failures=tuple(lines["fails"]), warnings=tuple(lines["warns"]))
+        later = f"the environment for {self._options.requirements} is not there yet: the first submit makes it"
+        warnings = (*lines["warns"], *(f"{host}: {later}" for host in lacking))
+        return Checked(table=report.table(), failures=tuple(lines["fails"]), warnings=warnings)
 
     def close(self) -> None:
         """Ends the connections; they are made anew when they are needed."""
         if self._asked is not None:
             self._asked.close()
 
+    def _environments(self, code: str) -> Environments | None:
+        """What makes the environments on the hosts, when there are to be any. Raises ConfigError."""
+        options = self._options
+        if options.requirements is None:
+            return None
+        from .clearing import unused_s
+        from .environments import Environments, read
+
+        found = read(options.requirements, code)
+        return Environments(found, root=options.root, python=self._hosts.python, unused_s=unused_s(options))
+
     def _placed(self, job_id: str) -> str:
         return str(Path(self._jobs) / job_id / "placed.json")
+
+    def _placed_as(self, job_id: str) -> str | None:
+        placed = disk.read_document(self._placed(job_id))
+        return None if placed is None else str(placed["native_id"])
 
     def _earlier(self, job_id: str) -> str | None:
         """The native id under which an earlier submit started this job, on at least one host."""
@@ -197,7 +258,7 @@ class SshTarget:
         return None
 
     def _command(self, spec: JobSpec) -> list[str]:
-        command = [meaning.python_of(self._options), "-c", _ACCEL, "launch"]
+        command = [self._python(), "-c", _ACCEL, "launch"]
         processes = self._processes(spec)
         if processes:
             command += ["--num_processes", str(processes * spec.nodes)]
@@ -206,6 +267,11 @@ class SshTarget:
         command += ["--shutdown_timeout", f"{spec.grace_s:g}"]
         command += {"script": [], "module": ["-m"], "command": ["--no_python"]}[spec.entry]
         return [*command, "--", *spec.argv]
+
+    def _python(self) -> str:
+        if self._options.requirements is None:
+            return meaning.python_of(self._options)
+        return _join(self._options.root, "envs", f"{{digest of {self._options.requirements}}}", "bin/python")
 
     def _processes(self, spec: JobSpec) -> int | None:
         return spec.procs_per_node or spec.resources.gpus or None
@@ -252,10 +318,21 @@ class SshTarget:
         count = spec.nodes + options.spares
         job = _join(options.root, "jobs", job_id)
         return (
+            *(
+                [("make", _join(options.root, "envs"), "from", options.requirements, "where it is lacking")]
+                if options.requirements
+                else []
+            ),
             ("examine", hosts, f"the first {count}"),
             ("send", spec.code, "to", f"{job}/code", "where it is lacking"),
-            ("put", f"{job}/settings.json", f"{job}/{PROGRAM}", *(["secrets.json"] if spec.secrets else [])),
-            ("start", meaning.python_of(options), f"{job}/{PROGRAM}", "on each"),
+            ("put", f"{job}/settings.json", f"{job}/{PROGRAM}"),
+            (
+                "start",
+                meaning.python_of(options),
+                f"{job}/{PROGRAM}",
+                "on each",
+                *(["with the secrets on its standard input"] if spec.secrets else []),
+            ),
             tuple(command),
         )
 

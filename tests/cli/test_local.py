@@ -250,10 +250,26 @@ def test_prune_deletes_what_has_ended_and_only_that(accel: Accel, gate: Gate) ->
     accel("wait", ended)
     assert accel("prune", "--older-than", "1h") == ""
     assert accel("prune", "--older-than", "0", "--dry-run") == f"{ended}\n"
-    assert json.loads(accel("prune", "--json", "--keep", "0")) == {"pruned": [ended], "dry_run": False}
+    assert json.loads(accel("prune", "--json", "--keep", "0")) == {
+        "pruned": [ended], "left": [], "snapshots": [], "dry_run": False
+    }  # fmt: skip
     assert [job["id"] for job in json.loads(accel("list", "--json"))["jobs"]] == [running]
     gate.open()
     accel("wait", running)
+
+
+def test_prune_deletes_packed_code_that_no_job_uses(accel: Accel) -> None:
+    job = accel("submit", "--snapshot", accel.script("")).strip()
+    accel("wait", job)
+    (packed,) = (accel.home / "snapshots").glob("*.tar")
+    os.utime(packed, (1, 1))
+    assert json.loads(accel("prune", "--json", "--keep", "1"))["snapshots"] == []
+    would = json.loads(accel("prune", "--json", "--dry-run", "--keep", "0"))
+    assert (would["pruned"], would["snapshots"]) == ([job], [packed.stem])
+    done = accel.finish("prune", "--keep", "0")
+    assert done.stdout.decode() == f"{job}\n"
+    assert done.stderr.decode() == "accel: 1 jobs and 1 unused snapshots of code deleted\n"
+    assert not packed.exists()
 
 
 def test_describe_tells_all(accel: Accel) -> None:

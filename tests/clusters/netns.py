@@ -6,6 +6,7 @@ found again by name and by process identity, so that one program may start machi
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import shutil
@@ -14,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,14 +87,30 @@ class Slot:
     @classmethod
     def claim(cls, kind: str) -> Slot:
         for number in _SLOTS:
-            lock = os.open(BOXES / f".accel-{kind}{number}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                os.close(lock)
-                continue
-            return cls(kind, number, lock)
+            slot = cls.take(kind, number)
+            if slot is not None:
+                return slot
         raise ClusterError("no free slot for a cluster")
+
+    @classmethod
+    def take(cls, kind: str, number: int) -> Slot | None:
+        """This very slot; None while it belongs to a process."""
+        lock = os.open(BOXES / f".accel-{kind}{number}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(lock)
+            return None
+        return cls(kind, number, lock)
+
+    @classmethod
+    def abandoned(cls, kind: str) -> Iterator[Slot]:
+        """The slots, now this process's, whose owners ended without cleaning up."""
+        for number in _SLOTS:
+            if cls(kind, number).box.exists():
+                slot = cls.take(kind, number)
+                if slot is not None:
+                    yield slot
 
     def release(self) -> None:
         if self.lock is not None:
@@ -218,6 +235,20 @@ class Machine:
 
     def run(self, *argv: str) -> str:
         return call(*self.argv(*argv))
+
+    def processes(self, command: str = "") -> list[Identity]:
+        """The live processes of the machine, or those of this name; as this computer numbers them."""
+        if not self.alive():
+            return []
+        inside = os.readlink(f"/proc/{self.argv()[2]}/ns/pid")
+        found: list[Identity] = []
+        for entry in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                same = os.readlink(entry / "ns/pid") == inside
+                if same and command in ("", (entry / "comm").read_text().rstrip("\n")):
+                    identity = Identity.of(int(entry.name))
+                    found += [identity] if identity is not None else []
+        return found
 
     def second_nic(self, name: str, address: str) -> None:
         """A network interface that leads nowhere: its address answers on this machine and on no other."""

@@ -37,6 +37,8 @@ _BOOT = """\
 hostname {name}
 for file in hosts passwd shadow group; do mount --bind {box}/etc/$file /etc/$file; done
 mount -t tmpfs tmpfs /dev/shm
+cat /proc/sys/kernel/random/uuid >{own}/boot_id
+mount --bind {own}/boot_id /proc/sys/kernel/random/boot_id
 mount --bind {own}/home {box}/home
 /usr/sbin/sshd -D -e -f {own}/sshd_config &
 sleep infinity &
@@ -141,6 +143,18 @@ class SshHosts:
                 self.start_sshd(machine.name)
         self._write_client_files()
         self._wait()
+
+    def reboot(self, name: str) -> None:
+        """Off and on again: its disk is as it was, its processes are gone, and it has another boot id."""
+        self[name].kill()
+        self[name].start()
+        self._wait_for(self[name])
+
+    def small_disk(self, name: str, directory: str, megabytes: float) -> None:
+        """A disk of this size, empty, for a directory on that host, until it is off."""
+        size = f"size={int(megabytes * 1024)}k"
+        self[name].run("mkdir", "-p", directory)
+        self[name].run("mount", "-t", "tmpfs", "-o", f"{size},mode=700", "tmpfs", directory)
 
     def end_sshd(self, name: str) -> None:
         """Kills the server that listens; its sessions go on."""

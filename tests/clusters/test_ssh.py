@@ -79,9 +79,24 @@ def test_faults_can_be_mended(hosts: SshHosts) -> None:
         hosts.down()
 
 
+def test_a_host_comes_back_with_its_disk_and_another_boot_id(hosts: SshHosts) -> None:
+    try:
+        hosts.up(1)
+        before = _ssh(hosts, "node1", "echo kept >~/mine; cat /proc/sys/kernel/random/boot_id")
+        hosts.reboot("node1")
+        assert _ssh(hosts, "node1", "cat ~/mine") == "kept"
+        assert _ssh(hosts, "node1", "cat /proc/sys/kernel/random/boot_id") not in ("", before)
+        hosts.small_disk("node1", f"{hosts.box}/home/root/small", 1)
+        said = _ssh(hosts, "node1", "cd ~/small; head -c 2000000 /dev/zero >fill 2>&1 || stat -c %s fill")
+        assert said == str(1 << 20)
+    finally:
+        hosts.down()
+
+
 def test_the_command_says_how_it_is_used(capsys: pytest.CaptureFixture[str]) -> None:
-    if lacking(**PROGRAMS):
-        pytest.skip("it first says what is missing")
+    absent = lacking(**PROGRAMS)
+    if absent:
+        missing(*absent)  # which it says first
     assert main(["link", "node1", "sideways"]) != 0
     assert main(["nothing"]) == 2
     assert "python -m tests.clusters.ssh up 4" in capsys.readouterr().err

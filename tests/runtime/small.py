@@ -1,4 +1,4 @@
-"""A model, an optimizer and a script's own object, small enough to be saved often."""
+"""A model, an optimizer, a script's own object and a dataset, small enough to be saved and read often."""
 
 from __future__ import annotations
 
@@ -7,8 +7,24 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import Dataset
 
 from accel import Accelerator
+
+
+class Numbers(Dataset[int]):
+    """The numbers below ``size``; knows what was read."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> int:
+        self.read.append(index)
+        return index
 
 
 class Tally:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from accel import Accelerator, DataLoaderConfiguration, set_seed, skip_first_batches
 from accel.data import DataLoaderDispatcher, prepare_data_loader
@@ -17,20 +17,8 @@ from accel.errors import DataError
 from accel.plugins import GradientAccumulationPlugin
 from accel.state import GradientState, PartialState
 
+from .small import Numbers
 from .worlds import outcomes, run
-
-
-class Numbers(Dataset[int]):
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.read: list[int] = []
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> int:
-        self.read.append(index)
-        return index
 
 
 class Stream(IterableDataset[Any]):

@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from accel import Accelerator, DataLoaderConfiguration
 from accel.nested import find_batch_size
 
-from .test_loader import Numbers, OwnBatches, Shuffled, Stream
+from .small import Numbers
+from .test_loader import OwnBatches, Shuffled, Stream
 from .worlds import run, run_one
 
 

@@ -14,7 +14,6 @@ import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    Dataset,
     IterableDataset,
     RandomSampler,
     Sampler,
@@ -25,22 +24,8 @@ from accel.data import DataLoaderShard, PreparedLoader, prepare_data_loader
 from accel.errors import ArgumentError
 from accel.state import GradientState
 
+from .small import Numbers
 from .worlds import run
-
-
-class Numbers(Dataset[int]):
-    """The numbers below ``size``; knows what was read."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.read: list[int] = []
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> int:
-        self.read.append(index)
-        return index
 
 
 class Stream(IterableDataset[int]):

@@ -191,3 +191,33 @@ def _lomo() -> None:
 def test_lomo_is_refused_in_one_line() -> None:
     told = outcomes(_lomo, processes=1)[0]
     assert (told.error, told.message[:40]) == ("ArgumentError", "backward(learning_rate=…) is for LOMO op")
+
+
+class Walked(nn.Linear):
+    """Counts how often its parts are gone through."""
+
+    walks = 0
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
+        self.walks += 1
+        return super().named_modules(*args, **kwargs)
+
+    def named_children(self) -> Any:
+        self.walks += 1
+        return super().named_children()
+
+
+def _unwrapped() -> list[Any]:
+    accelerator = Accelerator()
+    raw = Walked(2, 1)
+    model = accelerator.prepare(raw)
+    before = raw.walks
+    ways = [{}, {"keep_fp32_wrapper": False}, {"keep_torch_compile": False}]
+    same = all(accelerator.unwrap_model(model, **way) is raw for way in ways for _ in range(3))
+    return [same, accelerator.unwrap_model(raw) is raw, raw.walks - before, model(torch.ones(1, 2)).shape]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_unwrapping_looks_at_the_wrappers_alone(processes: int) -> None:
+    """So that it costs the same for every model, and a script may do it for every batch."""
+    assert run(_unwrapped, processes=processes) == [[True, True, 0, (1, 1)]] * processes

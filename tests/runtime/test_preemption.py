@@ -16,6 +16,8 @@ from torch import nn
 from accel import Accelerator, ProjectConfiguration
 from accel.checkpoint.manifest import damage
 from accel.exit_codes import REQUEUE
+from accel.tracking import GeneralTracker
+from accel.tracking.jsonl import read_records
 
 from .worlds import outcomes, run, run_one
 
@@ -153,6 +155,48 @@ def test_the_state_is_saved_and_the_exit_asks_for_a_requeue(tmp_path: Path, proc
     assert run(_exit_code, directory, str(tmp_path / "project"), processes=processes) == [REQUEUE] * processes
     place = tmp_path / "here" if named else tmp_path / "project/checkpoints/checkpoint_0"
     assert damage(place) is None
+
+
+class Unfinished(GeneralTracker):
+    """A tracker that cannot be finished."""
+
+    name = "unfinished"
+    requires_logging_directory = False
+    tracker = None
+
+    def finish(self) -> None:
+        raise ValueError("half a record is left")
+
+
+def _tracked(project: str, trackers: list[Any], ends_itself: bool) -> list[Any]:
+    accelerator = Accelerator(project_dir=project, log_with=trackers)
+    accelerator.init_trackers("run")
+    _ = accelerator.preempted
+    os.kill(os.getpid(), signal.SIGTERM)
+    try:
+        for step in range(200):
+            accelerator.log({"loss": 1.0}, step=step)
+            accelerator.checkpoint_on_preemption(f"{project}/kept")
+    except SystemExit as end:
+        if ends_itself:
+            accelerator.end_training()  # as a script's `finally` would
+        return [end.code, step]
+    return [None, -1]
+
+
+@pytest.mark.parametrize(("processes", "ends_itself"), [(1, False), (1, True), (2, False)])
+def test_trackers_are_finished_once(tmp_path: Path, processes: int, ends_itself: bool) -> None:
+    ended = run(_tracked, str(tmp_path), ["jsonl"], ends_itself, processes=processes)
+    assert [code for code, _ in ended] == [REQUEUE] * processes
+    records = list(read_records(tmp_path / "run/metrics.jsonl"))
+    assert [record["kind"] for record in records] == ["start", *["log"] * (ended[0][1] + 1), "end"]
+
+
+def test_a_tracker_that_cannot_finish_does_not_cost_the_requeue(tmp_path: Path) -> None:
+    ((code, _),) = run(_tracked, str(tmp_path), [Unfinished, "jsonl"], False, processes=1)
+    assert code == REQUEUE
+    assert damage(tmp_path / "kept") is None
+    assert [record["kind"] for record in read_records(tmp_path / "run/metrics.jsonl")][-1] == "end"
 
 
 def test_where_to_save_is_asked_at_once(tmp_path: Path) -> None:

@@ -146,7 +146,9 @@ def sync_directory(path: str) -> None:
 
 
 def put(root: str, step: Step, read: list[bytes]) -> bool:
-    write_whole(place(root, step["path"]), step["size"], step["mode"])
+    path = place(root, step["path"])
+    room(root, step["size"], path)
+    write_whole(path, step["size"], step["mode"])
     return True
 
 
@@ -161,19 +163,36 @@ def blob(root: str, step: Step, read: list[bytes]) -> bool:
         os.utime(path)  # in use: what removes old ones can see that
         answer({"need": False})
         return False
-    sweep(os.path.dirname(path))
+    sweep(os.path.dirname(path), step.get("unused_s"))
+    room(root, step["size"], path)
     answer({"need": True})
     write_whole(path, step["size"], 0o600, step["digest"])
     return True
 
 
-def sweep(directory: str) -> None:
-    """Removes what transfers that were killed left behind."""
+def sweep(directory: str, unused_s: float | None) -> None:
+    """Removes what transfers that were killed left behind, and what nobody has used for so long."""
     if not os.path.isdir(directory):
         return
     for entry in os.scandir(directory):
-        if entry.name.endswith(".part") and time.time() - entry.stat().st_mtime > STALE_S:
-            os.unlink(entry.path)
+        longest = STALE_S if entry.name.endswith(".part") else unused_s
+        try:
+            if longest is not None and time.time() - entry.stat().st_mtime > longest:
+                os.unlink(entry.path)
+        except FileNotFoundError:  # somebody else was quicker
+            continue
+
+
+def room(root: str, size: int, path: str) -> None:
+    """What cannot fit is not even sent."""
+    found = os.statvfs(root)
+    free = found.f_bavail * found.f_frsize
+    if free < size:
+        raise Refused(f"disk full: {path} needs {megabytes(size)}, and {megabytes(free)} are free")
+
+
+def megabytes(size: int) -> str:
+    return f"{size / 1_000_000:.1f} MB"
 
 
 def unpack(root: str, step: Step, read: list[bytes]) -> bool:
@@ -189,6 +208,7 @@ def unpack(root: str, step: Step, read: list[bytes]) -> bool:
         raise Refused(f"{destination} is there, and is something else")
     source = blob_path(root, digest)
     check_digest(source, digest)
+    room(root, os.path.getsize(source), destination)
     temporary = os.path.join(parent, f".{name}.{os.getpid()}.{os.urandom(4).hex()}.part")
     try:
         os.makedirs(temporary, mode=0o700)

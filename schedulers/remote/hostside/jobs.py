@@ -3,6 +3,11 @@
     {"root": "~/.accel", "do": [{"op": "status", "job": "…"}, {"op": "logs", "job": "…", "from": {}, "limit": 1000000}]}
 
 One line comes out, `{"done": […]}` or `{"error": "…"}`, and after it the bytes of the logs, in their order.
+
+    {"root": "~/.accel", "watch_s": 600}
+
+is followed by ids of jobs, a line each; each comes out again, a line each, as soon as that job may have ended here.
+That goes on for so many seconds, or until the input ends.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ import os
 import re
 import socket
 import sys
+import time
 
 TYPE_CHECKING = False  # typing itself would take as long to import as all the rest
 if TYPE_CHECKING:
@@ -21,11 +27,13 @@ if TYPE_CHECKING:
 
     Step = dict[str, Any]
 
-LOG = re.compile(r"(?:rank-(?P<rank>\d+)\.a(?P<attempt>\d+)|node-\d+|setup)\.log\Z")
+LOG = re.compile(r"(?:rank-(?P<rank>\d+)\.a(?P<attempt>\d+)|node-\d+|setup|slurm)\.log\Z")
 ATTEMPT = re.compile(r"a(\d+)\Z")
 JOB = re.compile(r"[A-Za-z0-9_-]+\Z")
 AT_ONCE = 64 << 20
 BLOCK = 4096
+LOOK_S = 0.1
+LOOK_FOR_LIFE_S = 1.0
 
 
 class Refused(Exception):
@@ -38,6 +46,9 @@ def main() -> None:
     try:
         request = json.loads(sys.stdin.buffer.readline())
         root = os.path.expanduser(request["root"])
+        if "watch_s" in request:
+            watch(root, request["watch_s"])
+            return
         line: dict[str, Any] = {"done": [OPERATIONS[step["op"]](root, step, contents) for step in request["do"]]}
     except Refused as error:
         line = {"error": str(error)}
@@ -55,6 +66,42 @@ def directory_of(root: str, step: Step) -> str:
     if not JOB.match(job):
         raise Refused(f"{job!r} is no job id")
     return os.path.join(root, "jobs", job)
+
+
+def watch(root: str, seconds: float) -> None:
+    import threading
+
+    wanted: dict[str, str] = {}
+
+    def hear() -> None:
+        for line in sys.stdin.buffer:
+            job = line.decode("ascii", "replace").strip()
+            wanted[job] = directory_of(root, {"job": job})
+        os._exit(0)
+
+    threading.Thread(target=hear, daemon=True).start()
+    began = looked = time.monotonic()
+    while time.monotonic() - began < seconds:
+        for_life = time.monotonic() - looked >= LOOK_FOR_LIFE_S
+        looked = time.monotonic() if for_life else looked
+        for job, directory in list(wanted.items()):
+            ended = os.path.exists(os.path.join(directory, "exit.json"))
+            if ended or (for_life and not alive(directory)):
+                del wanted[job]
+                os.write(1, job.encode() + b"\n")
+        time.sleep(LOOK_S)
+
+
+def find(root: str, step: Step, contents: list[bytes]) -> Any:
+    """The job's settings without what only its supervisors may know, and whether it was ever started; None when there
+    is no such job here."""
+    directory = directory_of(root, step)
+    settings = document(os.path.join(directory, "settings.json"))
+    if not isinstance(settings, dict):
+        return None
+    settings.pop("token", None)
+    started = any(os.path.exists(os.path.join(directory, name)) for name in ("state.json", "exit.json"))
+    return {"settings": settings, "started": started}
 
 
 def status(root: str, step: Step, contents: list[bytes]) -> dict[str, Any]:
@@ -85,6 +132,8 @@ def document(path: str) -> Any:
 
 def alive(directory: str) -> bool:
     """Whether the job has a supervisor here: it holds its lock for as long as it lives, and no longer."""
+    if not os.path.exists(os.path.join(directory, "state.json")):
+        return False  # one that is just starting must find its lock free
     try:
         lock = os.open(os.path.join(directory, "supervisor.lock"), os.O_RDWR)
     except (FileNotFoundError, NotADirectoryError):
@@ -238,7 +287,16 @@ def cancel(root: str, step: Step, contents: list[bytes]) -> bool:
     return True
 
 
-OPERATIONS = {"status": status, "logs": logs, "at": at, "port": port, "claim": claim, "clear": clear, "cancel": cancel}
+OPERATIONS = {
+    "status": status,
+    "find": find,
+    "logs": logs,
+    "at": at,
+    "port": port,
+    "claim": claim,
+    "clear": clear,
+    "cancel": cancel,
+}
 
 if __name__ == "__main__":
     main()

@@ -2,7 +2,7 @@
 
 {"do": "facts", "root": "~/.accel"}                               what is asked for first
 {"do": "listen", "ports": [0], "token": "…"}                      answers `token` to whoever connects, from now on
-{"do": "connect", "addresses": ["…"], "port": 1, "token": "…", "seconds": 3}    tries them all at once
+{"do": "connect", "to": [{"addresses": ["…"], "port": 1, "token": "…"}], "seconds": 3}    tries them all at once
 """
 
 from __future__ import annotations
@@ -272,32 +272,35 @@ def serve(server: socket.socket, token: bytes) -> None:
 
 
 def connect(request: Request) -> dict[str, Any]:
-    """For each address: `null` when the right host answered there, else why not."""
-    found: dict[str, str | None] = {}
+    """For each host, and each of its addresses: `null` when the right host answered there, else why not."""
+    seconds = request["seconds"]
+    reached: list[dict[str, str | None]] = [dict.fromkeys(host["addresses"], "no answer") for host in request["to"]]
     threads = [
-        threading.Thread(target=try_one, args=(address, request, found), daemon=True)
-        for address in request["addresses"]
+        threading.Thread(target=try_one, args=(address, host, seconds, found), daemon=True)
+        for host, found in zip(request["to"], reached)  # noqa: B905  # `strict` is younger than some hosts' Python
+        for address in host["addresses"]
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(request["seconds"] + 5)
-    return {"reached": {address: found.get(address, "no answer") for address in request["addresses"]}}
+        thread.join(seconds + 5)
+    return {"reached": [dict(found) for found in reached]}
 
 
-def try_one(address: str, request: Request, found: dict[str, str | None]) -> None:
-    deadline = time.monotonic() + request["seconds"]
+def try_one(address: str, host: Request, seconds: float, found: dict[str, str | None]) -> None:
+    deadline = time.monotonic() + seconds
+    token = host["token"].encode()
     try:
-        with socket.create_connection((address, request["port"]), timeout=request["seconds"]) as connection:
+        with socket.create_connection((address, host["port"]), timeout=seconds) as connection:
             said = b""
-            while len(said) < len(request["token"]) and time.monotonic() < deadline:
+            while len(said) < len(token) and time.monotonic() < deadline:
                 data = connection.recv(TOKEN_BYTES)
                 if not data:
                     break
                 said += data
-        found[address] = None if said == request["token"].encode() else "another machine answers there"
+        found[address] = None if said == token else "another machine answers there"
     except socket.timeout:  # noqa: UP041  # its name until Python 3.10
-        found[address] = f"no answer within {request['seconds']:g} s"
+        found[address] = f"no answer within {seconds:g} s"
     except OSError as error:
         found[address] = (error.strerror or str(error)).lower()
 

@@ -141,6 +141,8 @@ def test_estimates() -> None:
     assert (rows["int8"].training, rows["int8"].training_peak) == (None, None)
     with pytest.raises(ArgumentError, match="'fp61'"):
         estimate_training_usage(1, "fp61")
+    with pytest.raises(ArgumentError, match=r"msamp_config='O2': MS-AMP .* leave it out, and mixed_precision 'fp8'"):
+        estimate_training_usage(1, "fp8", msamp_config="O2")
 
 
 def test_tied_weights_count_once() -> None:

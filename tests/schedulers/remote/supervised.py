@@ -36,6 +36,7 @@ class Job:
         self.hosts, self.pool = hosts, pool
         self.id = f"t-{secrets.token_hex(4)}"
         self.names = hosts.names[: nodes + spares]
+        self.secret: dict[str, str] = {}
         port = 20000 + secrets.randbelow(10000)
         everyone = [{"name": name, "address": hosts[name].address, "control_port": port} for name in self.names]
         self.settings = {
@@ -47,10 +48,10 @@ class Job:
 
     def start(self, *names: str, secret: dict[str, str] | None = None) -> Job:
         """On these hosts, or on all of its."""
+        self.secret = secret or {}
         for name in names or self.names:
-            text = {"settings.json": json.dumps({**self.settings, "node": self.names.index(name)}).encode()}
-            if secret:
-                text["secrets.json"] = json.dumps(secret).encode()
+            settings = {**self.settings, "node": self.names.index(name), "secrets": list(self.secret)}
+            text = {"settings.json": json.dumps(settings).encode()}
             text[PROGRAM] = program()
             Files(self.pool.on(name)).put({f"jobs/{self.id}/{path}": data for path, data in text.items()})
         for name in names or self.names:
@@ -58,7 +59,8 @@ class Job:
         return self
 
     def start_supervisor(self, name: str) -> None:
-        self.pool.on(name).run(start_command("python3", f"~/.accel/jobs/{self.id}", self.names.index(name)))
+        command = start_command("python3", f"~/.accel/jobs/{self.id}", self.names.index(name))
+        self.pool.on(name).run(command, stdin=json.dumps(self.secret).encode())
 
     def directory(self, name: str) -> Path:
         return self.hosts.home(name) / ".accel" / "jobs" / self.id

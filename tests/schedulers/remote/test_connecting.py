@@ -163,7 +163,8 @@ def test_a_user_who_is_not_let_in(pool: Pool, ssh_hosts: SshHosts) -> None:
     with pytest.raises(LoginRefused) as error:
         pool.on(Host(name="node1", user="nobody-there")).run(["true"])
     assert str(error.value) == (
-        f"node1: does not let nobody-there in; tried {ssh_hosts.identity}; check the user, or ssh-copy-id node1"
+        f"node1: does not let nobody-there in; tried {ssh_hosts.identity}; "
+        "check the user, or ssh-copy-id nobody-there@node1"
     )
 
 

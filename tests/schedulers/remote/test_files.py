@@ -39,9 +39,11 @@ def test_programs_for_hosts_need_no_more_than_python_3_8() -> None:
     assert programs
     for path in programs:
         tree = ast.parse(path.read_text(), feature_version=(3, 8))
+        # One that is used here too may try to import its sibling as such first.
+        tried = {id(node) for outer in ast.walk(tree) if isinstance(outer, ast.Try) for node in outer.body}
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom):
-                assert node.level == 0
+                assert node.level == 0 or id(node) in tried, path
 
 
 def test_files_are_written_whole_and_privately(files: Files, there: Path) -> None:
@@ -141,7 +143,9 @@ def test_a_full_disk_is_said_and_leaves_nothing(pool: Pool, ssh_hosts: SshHosts)
         lambda: files.send(Blob.of(b"x" * 10_000_000)),
         lambda: files.put({"kept": b"x" * 10_000_000}),
     ):
-        with pytest.raises(RemoteError, match=r"^node1: disk full: cannot write /dev/shm/small/.* MB free; quota\?\)$"):
+        with pytest.raises(
+            RemoteError, match=r"^node1: disk full: /dev/shm/small/.* needs 10.0 MB, and 2.\d MB are free$"
+        ):
             act()
     assert _part(files, "kept").data == b"as it was"
     left = ssh_hosts["node1"].run("find", "/dev/shm/small", "-type", "f").split()

@@ -55,39 +55,61 @@ def test_nothing_is_wrong_with_hosts_that_are_alike() -> None:
         ({"machine": "m1"}, "fails c: is the same machine as a; leave one of the names out"),
         (
             {"python": "3.8.10"},
-            "fails c: /usr/bin/python3 is Python 3.8.10, and 3.10 is needed; name a newer one",
+            "fails c: /usr/bin/python3 is Python 3.8.10, and 3.10 is needed; "
+            "name another (python: or venv: in accel.yaml)",
         ),
-        ({"python": "3.12.1"}, "warns c: has Python 3.12.1, most hosts 3.11; use the same environment everywhere"),
+        (
+            {"python": "3.12.1"},
+            "warns c: has Python 3.12.1, most hosts 3.11; "
+            "use the same one, or name another (python: or venv: in accel.yaml)",
+        ),
         (
             {"packages": {"accel-launch": "0.3.0", "torch": None}},
-            "fails c: no torch for /usr/bin/python3; /usr/bin/python3 -m pip install torch, or name another",
+            "fails c: no torch for /usr/bin/python3; run there: /usr/bin/python3 -m pip install torch==2.13.0, "
+            "or name another (python: or venv: in accel.yaml)",
         ),
         (
             {"packages": {"accel-launch": "0.3.0", "torch": "2.13.1+cu126"}},
-            "warns c: has torch 2.13.1+cu126, most hosts 2.13.0+cu126; install the same everywhere",
+            "warns c: has torch 2.13.1+cu126, most hosts 2.13.0+cu126; "
+            "run there: /usr/bin/python3 -m pip install torch==2.13.0",
         ),
         (
             {"packages": {"accel-launch": "0.3.0", "torch": "2.12.0"}},
-            "fails c: has torch 2.12.0, most hosts 2.13.0+cu126; install the same everywhere",
+            "fails c: has torch 2.12.0, most hosts 2.13.0+cu126; "
+            "run there: /usr/bin/python3 -m pip install torch==2.13.0",
         ),
-        ({"disk_free": 3_000_000}, "fails c: 3 MB free at /home/bob, 1.0 GB are needed; make room there"),
-        ({"disk_writable": False}, "fails c: bob may not write to /home/bob; name another directory"),
+        (
+            {"disk_free": 3_000_000},
+            "fails c: 3 MB free at /home/bob, 1.0 GB are needed; "
+            "make room there, or ask for less (disk_gb: in accel.yaml)",
+        ),
+        (
+            {"disk_writable": False},
+            "fails c: bob may not write to /home/bob; name another directory (root: in accel.yaml)",
+        ),
         (
             {"shm_free": 64_000_000},
-            "warns c: 64 MB free at /dev/shm, which data loaders use; enlarge it (--shm-size)",
+            "warns c: 64 MB free at /dev/shm, which data loaders use; "
+            "enlarge it there: mount -o remount,size=50% /dev/shm (a container: --shm-size)",
         ),
-        ({"time": 1030.0}, "warns c: its clock is 30 s ahead; start a time service (chronyd, timedatectl)"),
-        ({"time": 0.0}, "fails c: its clock is 1000 s behind; start a time service (chronyd, timedatectl)"),
+        (
+            {"time": 1030.0},
+            "warns c: its clock is 30 s ahead; start a time service there: timedatectl set-ntp true (or chronyd)",
+        ),
+        (
+            {"time": 0.0},
+            "fails c: its clock is 1000 s behind; start a time service there: timedatectl set-ntp true (or chronyd)",
+        ),
         (
             {"gpus": Gpus(count=4, how="nvidia-smi")},
-            "warns c: has 4 GPUs, most hosts 8; say how many to use",
+            "warns c: has 4 GPUs, most hosts 8; say how many to use: --gpus",
         ),
         (
             {"gpus": Gpus(count=8, how="driver", problem="NVML does not start (error 18)")},
-            "fails c: its GPUs do not work: NVML does not start (error 18); nvidia-smi there says more",
+            "fails c: its GPUs do not work: NVML does not start (error 18); run there: nvidia-smi",
         ),
-        ({"files": 1024}, "warns c: bob may open 1024 files; raise it: ulimit -n"),
-        ({"processes": 100}, "warns c: bob may have 100 processes; raise it: ulimit -u"),
+        ({"files": 1024}, "warns c: bob may open 1024 files; raise nofile there, in /etc/security/limits.conf"),
+        ({"processes": 100}, "warns c: bob may have 100 processes; raise nproc there, in /etc/security/limits.conf"),
     ],
 )
 def test_what_is_wrong_is_one_line_with_its_remedy(other: dict[str, object], expected: str) -> None:
@@ -95,7 +117,7 @@ def test_what_is_wrong_is_one_line_with_its_remedy(other: dict[str, object], exp
 
 
 def test_gpus_are_as_asked_or_the_host_fails() -> None:
-    line = "fails c: has 4 of 8 GPUs (nvml); ask for fewer, or leave it out"
+    line = "fails c: has 4 of 8 GPUs (nvml); ask for fewer (--gpus), or leave it out"
     assert _findings(Wanted(gpus=8), gpus=Gpus(count=4, how="nvml")) == [line]
 
 
@@ -155,7 +177,7 @@ def test_a_host_that_reached_none_is_named() -> None:
     assert reach.address == "1"
     assert [str(finding) for finding in findings] == [
         "c: cannot reach a on port 7 (1: refused, 2: no answer); "
-        "open the port in the firewall, or name the network between them (--interface)"
+        "open the target's ports in the firewall (ports: in accel.yaml), or name the network to use (--interface)"
     ]
 
 

@@ -117,7 +117,8 @@ def test_a_spare_stands_in_for_a_host_that_does_not_come() -> None:
 def test_the_first_failure_by_the_time_told_is_the_jobs() -> None:
     play = Play(2)
     play.go(5)
-    failure = {"rank": 1, "message": "boom", "cause": "", "reason": "out_of_memory", "exit_code": 9, "time": 7.0}
+    failure = {"rank": 1, "host": "h1", "how": "failed", "message": "boom", "cause": "",
+               "reason": "out_of_memory", "exit_code": 9, "time": 7.0}  # fmt: skip
     for index, time in ((0, 8.0), (1, 7.0)):
         report = {**REPORT, "failure": {**failure, "rank": index, "time": time}}
         play.hosts[index].update(phase="done", code=9, report=report)
@@ -221,6 +222,103 @@ def test_at_most_one_side_of_a_cut_goes_on() -> None:
                 assert went_on <= 1, (nodes, spares, bits)
 
 
+def test_a_leader_that_most_hosts_have_lost_does_not_run_beside_them() -> None:
+    """All members are on its side of the cut, but the spares on the other are enough to start again without them."""
+    play = Play(1, 2, max_restarts=1)
+    play.go(5)
+    for spare in (1, 2):
+        play.lose(spare)
+    order = play.go()
+    assert _ended(order) == ("failed", "node_failure", 0)
+    assert order["status"]["fenced"]
+    assert order["status"]["message"].startswith("h1 was silent for 5.5 s, h2 was silent for 5.5 s")
+
+
+@pytest.mark.parametrize(("nodes", "spares", "restarts"), [(1, 2, 0), (2, 1, 1), (3, 4, 0)])
+def test_spares_that_are_lost_are_no_harm_where_they_cannot_go_on_without_the_members(
+    nodes: int, spares: int, restarts: int
+) -> None:
+    play = Play(nodes, spares, max_restarts=restarts)
+    play.go(5)
+    for spare in range(nodes, nodes + spares):
+        play.lose(spare)
+    play.go(20)
+    play.codes = {(0, index): 0 for index in range(nodes)}
+    order = play.go()
+    assert (_ended(order), order["status"]["fenced"]) == (("succeeded", "none", 0), False)
+
+
+def test_spares_that_lost_all_members_do_not_speak_for_the_job() -> None:
+    play = Play(1, 2)
+    play.go(5)
+    play.lose(0)
+    order = play.go()
+    assert (_ended(order), order["status"]["fenced"]) == (("failed", "node_failure", 0), True)
+
+
+def test_of_a_cut_network_one_side_at_most_runs_the_job() -> None:
+    for nodes in range(1, 4):
+        for spares in range(5):
+            for bits in range(2 ** (nodes + spares - 1) - 1):
+                here = {0, *(index for index in range(1, nodes + spares) if bits >> (index - 1) & 1)}
+                there = set(range(nodes + spares)) - here
+                run = 0
+                for side in (here, there):
+                    play = Play(nodes, spares, max_restarts=1)
+                    play.go(5)
+                    last = {**play.leader.order(), "silent_s": 5.0}
+                    play.hosts = {index: play.hosts[index] for index in side}
+                    if 0 not in side:
+                        play.leader = Leader(play.settings, min(side), play.now, last)
+                    run += play.go()["do"] == "go"
+                assert run <= 1, (nodes, spares, here)
+
+
+def _taken_over(play: Play) -> dict[str, Any]:
+    play.lose(0)
+    return play.go()
+
+
+def test_who_takes_over_before_anything_began_begins_nothing() -> None:
+    play = Play(2, 3, max_restarts=1)
+    del play.hosts[1]
+    play.go(5)
+    order = _taken_over(play)
+    assert (_ended(order), order["status"]["fenced"]) == (("failed", "node_failure", 0), True)
+    assert play.started == []
+
+
+def test_who_takes_over_a_job_that_was_being_cancelled_does_not_start_it_again() -> None:
+    play = Play(2, 1, max_restarts=1)
+    play.go(5)
+    play.hosts[0]["cancel"] = True
+    play.leader.hear(0, dict(play.hosts[0]), play.now)
+    play.leader.step(play.now)
+    assert play.leader.do == "stop"
+    assert _ended(_taken_over(play)) == ("cancelled", "user", 0)
+    assert len(play.started) == 1
+
+
+def test_who_takes_over_a_job_that_has_ended_lets_it_end() -> None:
+    play = Play(2, 1, max_restarts=1)
+    play.codes = {(0, 0): 0, (0, 1): 0}
+    play.go(5)
+    assert play.leader.do == "end"
+    order = _taken_over(play)
+    assert (_ended(order), len(play.started)) == (("succeeded", "none", 0), 1)
+
+
+def test_a_host_whose_disk_was_full_is_named_at_the_end() -> None:
+    play = Play(2)
+    play.go(5)
+    play.hosts[1]["warning"] = "its disk was full: lines of its logs are missing"
+    play.codes = {(0, 0): 0, (0, 1): 0}
+    status = play.go()["status"]
+    assert (status["state"], status["message"]) == (
+        "succeeded", "h1: its disk was full: lines of its logs are missing",
+    )  # fmt: skip
+
+
 def test_the_program_is_one_file_that_older_pythons_read() -> None:
     packed = supervising.program()
     assert packed == supervising.program.__wrapped__()
@@ -241,7 +339,7 @@ def test_the_program_is_one_file_that_older_pythons_read() -> None:
 def test_a_directory_without_instructions_is_refused(tmp_path: Path) -> None:
     (tmp_path / supervising.PROGRAM).write_bytes(supervising.program())
     argv = supervising.start_command(sys.executable, str(tmp_path), 0)
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert done.stderr.startswith(f"{tmp_path}/settings.json cannot be read:")
     assert done.stderr.count("\n") == 1

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import sys
+import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
@@ -238,7 +241,7 @@ def test_real_ranks_end_with_the_supervisor_that_is_killed(make: Make) -> None:
     job.hosts["node2"].run("kill", "-9", str(job.state("node2")["pid"]))
     job.until("nothing is left", lambda: not job.processes("node2"))
     (result,) = job.exits("node1")
-    assert (result["reason"], result["message"].split()[0]) == ("node_failure", "node2")
+    assert (result["reason"], result["message"].split()[0]) == ("node_failure", "node2"), job.told()
 
 
 def test_a_short_cut_is_no_harm(make: Make) -> None:
@@ -267,6 +270,27 @@ def test_secrets_reach_the_ranks_and_nothing_else(make: Make) -> None:
         assert set(modes.values()) == {0}, modes
     (job.directory("node1") / "cancel").touch()
     job.exits()
+
+
+def test_who_looks_for_a_supervisor_does_not_pass_for_one(make: Make) -> None:
+    """`accel status` holds the lock for a moment, and that may be the moment in which a supervisor is started again."""
+    job = make(FOREVER, nodes=1).start()
+    job.await_phase("running")
+    job.hosts["node1"].run("kill", "-9", str(job.state("node1")["pid"]))
+    with (job.directory("node1") / "supervisor.lock").open() as lock:
+        job.until("it has died", partial(_shared, lock))
+        threading.Timer(0.3, fcntl.flock, (lock, fcntl.LOCK_UN)).start()
+        job.start_supervisor("node1")
+        (result,) = job.exits("node1")
+    assert "was killed" in result["message"]
+
+
+def _shared(lock: IO[str]) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 def test_starting_twice_starts_once(make: Make) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from schedulers import Cursor, LogLine, Reason, State, Unreachable
+from schedulers.ssh.native import Native
 from schedulers.ssh.options import SshOptions
 from schedulers.ssh.target import SshTarget
 from schedulers.target import TargetContext
@@ -104,6 +106,25 @@ def test_a_host_that_cannot_be_asked_is_no_answer(target: SshTarget, ssh_hosts: 
     assert list(caught.value.silent or {}) == [alone]
 
 
+def test_a_host_that_is_cut_off_holds_up_no_answer(
+    target: SshTarget, ssh_hosts: SshHosts, supervised: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    supervised(put(ssh_hosts, "node2", state=RUNNING))
+    assert target.poll([ALL])[ALL].state is State.RUNNING  # and there is a connection to each
+    ssh_hosts["node1"].link(False)
+    answered = threading.Event()
+    hold = target._hosts.note
+
+    def note(host: Any, error: Any) -> None:
+        if host.name == "node1":
+            answered.wait(60)
+        hold(host, error)
+
+    monkeypatch.setattr(target._hosts, "note", note)  # however soon its silence is noticed, it is not waited for
+    assert target.poll([ALL])[ALL].state is State.RUNNING
+    answered.set()
+
+
 FENCED = {**ENDED, "reason": "node_failure", "exit_code": None, "message": "cut off", "fenced": True}
 OF_TWO = {**RUNNING, "members": [0, 1]}
 
@@ -122,6 +143,10 @@ def test_a_host_that_was_cut_off_is_believed_when_too_few_are_left(target: SshTa
     ssh_hosts["node3"].kill()  # the two that cannot be asked may have gone on
     with pytest.raises(Unreachable, match=r"node[23]: "):
         target.poll([ALL])
+
+
+def test_a_host_of_two_jobs_is_one_host() -> None:
+    assert Native.parse("me@a:22,b/one").hosts == Native.parse("me@a:22,b/two").hosts
 
 
 def test_lines_of_all_hosts_from_a_cursor(target: SshTarget, ssh_hosts: SshHosts, supervised: Any) -> None:
@@ -151,6 +176,23 @@ def test_lines_of_all_hosts_from_a_cursor(target: SshTarget, ssh_hosts: SshHosts
     assert [line.text for line in take(target, cursor)] == ["partly\n"]
     put(ssh_hosts, "node1", exit=ENDED)
     assert [line.text for line in take(target, cursor)] == ["last"]
+
+
+def test_a_host_that_came_back_is_asked_before_its_lines_are_given_up(
+    target: SshTarget, ssh_hosts: SshHosts, supervised: Any
+) -> None:
+    for number, node in enumerate(("node1", "node2")):
+        directory = put(ssh_hosts, node, state=RUNNING)
+        supervised(directory)
+        (directory / f"logs/rank-{number}.a0.log").write_text(f"of {node}\n")
+    ssh_hosts.end_sshd("node2")
+    cursor, job = Cursor(), f"node1,node2/{JOB}"
+    with pytest.raises(Unreachable, match="its logs cannot be read: node2: "):
+        take(target, cursor, job)
+    ssh_hosts.start_sshd("node2")
+    for node in ("node1", "node2"):
+        put(ssh_hosts, node, exit=ENDED)
+    assert [line.text for line in take(target, Cursor(), job)] == ["of node1\n", "of node2\n"]
 
 
 def test_lines_longer_than_what_is_read_at_once(target: SshTarget, ssh_hosts: SshHosts) -> None:

@@ -13,7 +13,7 @@ import schedulers
 from schedulers import Reason, State
 from tests.clusters.ssh import SshHosts
 
-from .conftest import ROOT, Submit, close, host_options, printed, until
+from .conftest import ROOT, Submit, close, host_options, nothing_is_left, printed, until
 
 WAIT = 'echo "rank $RANK on $(hostname) in $ACCEL_ATTEMPT"; test "$ACCEL_ATTEMPT" = 1 || sleep 300'
 
@@ -39,6 +39,7 @@ def test_four_hosts_train_as_one_process_does(ssh_hosts: SshHosts, home: Path, t
     assert len(four) > 10
     assert max(abs(a - b) for a, b in zip(one, four, strict=True)) <= 1e-5
     close(job)
+    nothing_is_left(ssh_hosts)
 
 
 def test_the_gang_starts_again_on_a_spare(submit: Submit, ssh_hosts: SshHosts) -> None:
@@ -49,6 +50,7 @@ def test_the_gang_starts_again_on_a_spare(submit: Submit, ssh_hosts: SshHosts) -
     assert (status.state, status.attempt) == (State.SUCCEEDED, 1), status
     again = {line.text for line in job.logs() if line.rank is not None and line.attempt == 1}
     assert again == {"rank 0 on node1 in 1\n", "rank 1 on node3 in 1\n"}
+    nothing_is_left(ssh_hosts)
 
 
 def test_a_host_that_is_cut_off_ends_its_own_ranks(submit: Submit, ssh_hosts: SshHosts) -> None:
@@ -62,3 +64,4 @@ def test_a_host_that_is_cut_off_ends_its_own_ranks(submit: Submit, ssh_hosts: Ss
     until(lambda: f"ACCEL_JOB_ID={job.id}" not in running("sh", "-c", "cat /proc/[0-9]*/environ || :"), "no orphan")
     ssh_hosts["node2"].link(True)
     assert job.status().reason is Reason.NODE_FAILURE
+    nothing_is_left(ssh_hosts)

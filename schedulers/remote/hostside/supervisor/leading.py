@@ -3,10 +3,10 @@
 Pure: no clock, no socket and no process here. Hosts tell their whole state (`hear`), the leader its whole order
 (`order`), and both are sent again and again.
 
-A host's state: {"phase", "attempt", "port", "code", "report", "message", "cancel"}, where `phase` is one of
+A host's state: {"phase", "attempt", "port", "code", "report", "message", "warning", "cancel"}, where `phase` is one of
 waiting, setup, ready, failed, armed, running, done, stopped, ended.
-An order: {"do", "attempt", "members", "address", "port", "leader", "lost", "restarts_left", "status"}, where `do` is
-one of wait, setup, arm, go, stop, end.
+An order: {"do", "attempt", "members", "address", "port", "leader", "lost", "restarts_left", "cause", "status"}, where
+`do` is one of wait, setup, arm, go, stop, end; `cause` is why it is stop.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ class Leader:
         self.address, self.port = "", 0
         self.status: dict[str, Any] | None = None
         self.fenced = False
+        self._began_nothing = False
         if last is not None:
             self._take_over(last, now)
 
@@ -66,6 +67,7 @@ class Leader:
             "leader": self._own,
             "lost": sorted(self._silent),
             "restarts_left": self.restarts_left,
+            "cause": self._cause,
             "status": self.status,
         }
 
@@ -117,8 +119,11 @@ class Leader:
         ended = [index for index in self.members if self._in_phase(index, "done")]
         failed = [index for index in ended if self._states[index]["code"] != 0]
         if failed:
-            if len(ended) == len(self.members) or now - self._failed_since(now) >= SETTLE_S:
-                self._stop_for(self._failure(failed), now)
+            failure = self._failure(failed)
+            # Launchers feel that another host is gone before its silence is long enough to be said of it.
+            patience = self._heartbeat_s + 1 if failure["reason"] == "node_failure" else SETTLE_S
+            if len(ended) == len(self.members) or now - self._failed_since(now) >= patience:
+                self._stop_for(failure, now)
         elif len(ended) == len(self.members):
             self._conclude("succeeded", "none", "", now, exit_code=0)
         elif limit is not None and now - self.since >= limit:
@@ -133,6 +138,7 @@ class Leader:
         assert cause is not None
         usable = sorted(index for index, state in self._states.items() if not state["message"])
         again = cause["reason"] not in ("user", "time_limit", "setup") and self.restarts_left > 0
+        again = again and not self._began_nothing
         if again and len(usable) >= self._needed and self._quorum():
             self.restarts_left -= 1
             self.attempt += 1
@@ -153,10 +159,8 @@ class Leader:
         for index, heard in list(self._heard.items()):
             if now - heard > self._heartbeat_s and index not in self._silent and index != self._own:
                 self._lose(index, now - heard, now)
-        if self.do != "wait" and self._silent and self.do != "stop":
-            lost = [index for index in self.members if index in self._silent]
-            if lost:
-                self._stop_for(self._loss(), now)
+        if self.do not in ("wait", "stop", "end") and (self._lost_members() or self._outvoted()):
+            self._stop_for(self._loss(), now)
 
     def _lose(self, index: int, silent_s: float, now: float) -> None:
         self._states.pop(index, None)
@@ -183,6 +187,7 @@ class Leader:
 
     def _take_over(self, last: Order, now: float) -> None:
         self.attempt, self.members = last["attempt"], last["members"] or list(range(self._needed))
+        self._began_nothing = last["do"] == "wait"  # the leader that was lost may still begin, with other hosts
         self.restarts_left = last["restarts_left"]
         self._former = last["leader"]
         for index in last["lost"]:
@@ -191,7 +196,11 @@ class Leader:
         for index in range(len(self._hosts)):
             if index not in self._silent:
                 self._heard[index] = now  # they have as long as anybody to be heard of
-        self._cause = self._loss()
+        if last["status"] is not None:
+            self.status, self.fenced = last["status"], last["status"]["fenced"]
+            self._enter("end", now)
+            return
+        self._cause = last["cause"] or self._loss()
         self._enter("stop", now)
 
     def _enter(self, do: str, now: float) -> None:
@@ -216,8 +225,11 @@ class Leader:
         self._cause = cause
         self._enter("stop", now)
 
+    def _lost_members(self) -> list[int]:
+        return [index for index in self.members if index in self._silent]
+
     def _loss(self) -> dict[str, Any]:
-        lost = [index for index in self.members if index in self._silent]
+        lost = self._lost_members() or sorted(self._silent)
         said = ", ".join(f"{self._name(index)} was silent for {self._silent[index]:.1f} s" for index in lost)
         return _status("failed", "node_failure", said)
 
@@ -240,14 +252,28 @@ class Leader:
         former = self._former in self._states
         return 2 * here > len(self._hosts) or (2 * here == len(self._hosts) and former)
 
+    def _outvoted(self) -> bool:
+        """Whether the hosts that are silent here may, if they hear each other, start again without these."""
+        enough = len(self._silent) >= self._needed and 2 * len(self._silent) > len(self._hosts)
+        return enough and self.restarts_left > 0
+
+    def _speaks_for_the_job(self) -> bool:
+        lost = self._lost_members()
+        if self._began_nothing or self._outvoted():
+            return False
+        return not lost or (len(lost) < len(self.members) and self._quorum())
+
     def _conclude(self, state: str, reason: str, message: str, now: float, *, exit_code: int | None = None) -> None:
         self._finish(_status(state, reason, message, exit_code=exit_code), now)
 
     def _finish(self, status: dict[str, Any], now: float) -> None:
         status["attempt"] = self.attempt
         self.status = status
-        self.fenced = bool(self._silent) and not self._quorum()
+        self.fenced = not self._speaks_for_the_job()
         status["fenced"] = self.fenced
+        warned = sorted((index, state["warning"]) for index, state in self._states.items() if state.get("warning"))
+        said = [status["message"], *(f"{self._name(index)}: {warning}" for index, warning in warned)]
+        status["message"] = "; ".join(filter(None, said))
         self._enter("end", now)
 
     def _name(self, index: int) -> str:
@@ -268,7 +294,7 @@ def _status(state: str, reason: str, message: str, *, exit_code: int | None = No
 
 
 def _said(failure: dict[str, Any]) -> str:
-    who = f"rank {failure['rank']}" if failure["rank"] is not None else "launcher"
-    message = str(failure["message"])
+    who = f"rank {failure['rank']}" if failure["rank"] is not None else f"the launcher on {failure['host']}"
+    message = str(failure["message"] or failure["how"])
     text = message if message.startswith(who) else f"{who}: {message}"
     return f"{text} ({failure['cause']})" if failure["cause"] else text

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import signal
 import time
 
 from . import wire
-from .documents import SCHEMA, write, write_once
+from .documents import SCHEMA, Document, say
 from .leading import Leader
 from .work import Work
 
@@ -25,13 +26,18 @@ _ENDING_TICK_S = 0.05
 LINGER_S = 2.0
 MOST_STRANGERS = 200  # that call and have yet to prove who they are
 STATE_S = 5.0
+STATE_ROOM, HOST_ROOM = 1024, 32
+RETRY_S = 1.0
+WRITE_S = 60.0  # so long it is tried to write how the job ended
 PHASES = {"stopping": "ending", "stopped": "ending", "done": "ending", "ready": "setup", "failed": "ending"}
 
 
 class Supervisor:
     """One host's supervisor, from the first call to the leader to `exit.json`."""
 
-    def __init__(self, settings: Settings, directory: str, secrets: dict[str, str], server: socket.socket) -> None:
+    def __init__(
+        self, settings: Settings, directory: str, secrets: dict[str, str], server: socket.socket, result: Document
+    ) -> None:
         self._settings = settings
         self._directory = directory
         self._own = int(settings["node"])
@@ -41,6 +47,10 @@ class Supervisor:
         self._beat_s = self._heartbeat_s / 5
         self._work = Work(settings, directory, secrets)
         self._server = server
+        self._result = result
+        self._state = Document(os.path.join(directory, "state.json"), STATE_ROOM + HOST_ROOM * len(self._hosts))
+        self._boot = _boot_id()
+        self._turned = _awake()
         self._links: list[wire.Link] = []  # those that called
         self._uplink: wire.Link | None = None
         self._began = time.monotonic()
@@ -59,7 +69,8 @@ class Supervisor:
             os.set_blocking(end, False)
         signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        signal.signal(signal.SIGHUP, lambda *_: None)  # what is ignored would be so in the ranks too
+        signal.signal(signal.SIGTERM, self._on_end)
         if self._own == 0:
             self._lead(self._began)
 
@@ -69,6 +80,7 @@ class Supervisor:
             stands = (self._work.state, self._order)
             self._listen(wait=stands == before)  # what has just been done here may have consequences here
             before = stands
+            self._look_for_standstill()
             self._look_for_cancel()
             if self._leading is None and self._alone is None:
                 self._follow(time.monotonic())
@@ -83,33 +95,47 @@ class Supervisor:
     # Hearing.
 
     def _listen(self, *, wait: bool) -> None:
-        links = [link for link in [*self._links, self._uplink] if link is not None and not link.closed]
         patience = _ENDING_TICK_S if self._work.state["phase"] == "stopping" else min(TICK_S, self._beat_s / 2)
-        readers: list[Any] = [self._server, self._woken, *links]
-        readable, writable, _ = select.select(
-            readers,
-            [link for link in links if link.wants_to_write],
-            [],
-            patience if wait else 0.0,
-        )
-        for link in links:
-            if link in writable:
-                link.flush()
-            if link in readable and not link.closed:
-                for message in link.receive():
-                    self._take(link, message)
-        if self._woken in readable:
-            with contextlib.suppress(BlockingIOError):
-                os.read(self._woken, 4096)
-        if self._server in readable:
-            with contextlib.suppress(OSError):
-                connected, _ = self._server.accept()
-                strangers = sum(link.peer is None for link in self._links)
-                if strangers < MOST_STRANGERS:
-                    self._links.append(wire.Link(connected, self._token, self._own))
-                else:
-                    connected.close()
+        poller = select.poll()  # no select(): a thousand hosts have higher numbers than it takes
+        poller.register(self._woken, select.POLLIN)
+        if time.monotonic() >= self._deaf_until:
+            poller.register(self._server, select.POLLIN)
+        links = {link.fileno(): link for link in [*self._links, self._uplink] if link is not None and not link.closed}
+        for number, link in links.items():
+            poller.register(number, select.POLLIN | (select.POLLOUT if link.wants_to_write else 0))
+        for number, events in poller.poll(patience * 1000 if wait else 0):
+            if number in links:
+                self._serve(links[number], events)
+            elif number == self._woken:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self._woken, 4096)
+            else:
+                self._accept()
         self._drop_dead_links(time.monotonic())
+
+    def _serve(self, link: wire.Link, events: int) -> None:
+        broken = events & ~(select.POLLIN | select.POLLOUT)
+        if (events & select.POLLOUT or broken) and link.wants_to_write:
+            link.flush()
+        if (events & select.POLLIN or broken) and not link.closed:
+            for message in link.receive():
+                self._take(link, message)
+
+    def _accept(self) -> None:
+        """All who call: when a job starts, its hosts do so at once."""
+        strangers = sum(link.peer is None for link in self._links)
+        while True:
+            try:
+                connected, _ = self._server.accept()
+            except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                    self._deaf_until = time.monotonic() + RETRY_S
+                return
+            strangers += 1
+            if strangers > MOST_STRANGERS + len(self._hosts):
+                connected.close()
+            else:
+                self._links.append(wire.Link(connected, self._token, self._own))
 
     def _drop_dead_links(self, now: float) -> None:
         for link in self._links:
@@ -210,10 +236,32 @@ class Supervisor:
 
     # Ending.
 
+    _deaf_until = 0.0
+    _told_to_end = False
     _all_know = False
     _sought = 0
+    _write_next = 0.0
+    _write_until: float | None = None
     _written_at: float | None = None
     _lost_s = 0.0
+
+    def _on_end(self, *_: object) -> None:
+        self._told_to_end = True
+
+    def _look_for_standstill(self) -> None:
+        """After more than a heartbeat without a turn the others have given this host up, whatever it still hears of
+        what they said before: it must not lead them, nor run its ranks beside theirs."""
+        stood_s, self._turned = _awake() - self._turned, _awake()
+        if self._told_to_end:
+            self._resign(f"{self._name(self._own)}: the supervisor was told to end (SIGTERM)")
+        elif stood_s > self._heartbeat_s and len(self._hosts) > 1 and (self._order or {}).get("do", "wait") != "wait":
+            self._resign(f"{self._name(self._own)}: the supervisor stood still for {stood_s:.1f} s")
+
+    def _resign(self, message: str) -> None:
+        if (self._order or {}).get("status") is None and self._alone is None:
+            self._leading, self._met = None, False
+            self._drop_uplink()
+            self._end_alone(message)
 
     def _look_for_cancel(self) -> None:
         if self._work.state["cancel"] or not os.path.exists(os.path.join(self._directory, "cancel")):
@@ -231,11 +279,19 @@ class Supervisor:
 
     def _finish(self) -> None:
         status = self._alone or (self._order or {}).get("status")
-        if status is None or not self._work.stopped or self._written_at is not None:
+        now = time.monotonic()
+        if status is None or not self._work.stopped or self._written_at is not None or now < self._write_next:
             return
         status = {**status, "observed_at": time.time(), "schema": SCHEMA, "node": self._own}
-        write_once(os.path.join(self._directory, "exit.json"), status)
-        self._written_at = time.monotonic()
+        self._write_until = self._write_until or now + WRITE_S
+        try:
+            self._result.write_once(status)
+        except OSError as error:  # the other hosts have it, and may wait for this one's beat
+            say(f"{self._result.path}: {error.strerror}")
+            if now < self._write_until:
+                self._write_next = now + RETRY_S
+                return
+        self._written_at = now
         self._work.state = {**self._work.state, "phase": "ended"}
 
     def _ended(self) -> bool:
@@ -282,10 +338,11 @@ class Supervisor:
             "message": self._message(phase),
             "leader": self._leader,
             "pid": os.getpid(),
+            "boot": self._boot,
             "written": time.time(),
         }
         with contextlib.suppress(OSError):  # a full disk must not end a training run
-            write(os.path.join(self._directory, "state.json"), state)
+            self._state.write(state)
 
     _since = 0.0
 
@@ -300,3 +357,16 @@ class Supervisor:
 
     def _name(self, index: int) -> str:
         return str(self._hosts[index]["name"])
+
+
+def _boot_id() -> str:
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
+
+
+def _awake() -> float:
+    """A clock that goes on while the machine sleeps, and that nobody sets."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)

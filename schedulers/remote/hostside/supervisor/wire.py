@@ -163,7 +163,7 @@ def listen(port: int) -> socket.socket:
     """Takes calls on all addresses of this host, of IPv6 too where there is such a thing."""
     both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
-    server = socket.create_server(("", port), family=family, backlog=256, dualstack_ipv6=both)
+    server = socket.create_server(("", port), family=family, backlog=4096, dualstack_ipv6=both)
     server.setblocking(False)
     return server
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
+import resource
 import signal
 import subprocess
 import time
 
 from . import wire
+from .documents import make_room
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -22,7 +25,12 @@ MARKER = "ACCEL_JOB_ID"  # in the environment of everything that a job starts
 ALLOWANCE_S = 6.0  # for `accel launch` to end its ranks after their grace
 LEFTOVER_GRACE_S = 1.0
 NOTE_S = 1.0
+FULL_BYTES = 1 << 16
+FULL = "its disk was full: lines of its logs are missing"
+FILES_LIMIT = resource.getrlimit(resource.RLIMIT_NOFILE)  # as it was when this program began
 _LONGEST_WORDS = 500
+_TAIL = 1 << 16
+_STARTED = 19  # of the fields of /proc/PID/stat that come after the name
 _OF_THE_SESSION = ("SSH_CLIENT", "SSH_CONNECTION", "SSH_TTY", "SSH_AUTH_SOCK", "SSH_ORIGINAL_COMMAND")
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -48,7 +56,8 @@ class Work:
         self._noted = 0.0
         self.rank = -1
         self.state: dict[str, Any] = {
-            "phase": "waiting", "attempt": 0, "port": 0, "code": None, "report": None, "message": "", "cancel": False,
+            "phase": "waiting", "attempt": 0, "port": 0, "code": None, "report": None, "message": "", "warning": "",
+            "cancel": False,
         }  # fmt: skip
 
     def obey(self, order: dict[str, Any]) -> None:
@@ -60,7 +69,8 @@ class Work:
         elif do in ("setup", "arm", "go") and phase == "waiting":
             self._begin_setup()
         elif do == "setup" and phase == "stopped" and attempt > self.state["attempt"]:
-            self._set("failed" if self._setup_left else "ready", attempt=attempt)
+            if not self.state["message"]:
+                self._begin_setup(attempt=attempt)
         elif do == "arm" and mine and phase == "ready":
             wanted = self._settings["master_port"] if attempt == 0 else 0
             self._set("armed", attempt=attempt, port=wire.free_port(wanted))
@@ -86,6 +96,7 @@ class Work:
 
     def tick(self) -> None:
         """Looks at what runs. To be called after every change of a child, and now and then."""
+        self._collect_adopted()
         self._note_sizes()
         phase = self.state["phase"]
         if phase == "setup":
@@ -107,11 +118,22 @@ class Work:
                 self._note_sizes(now=True)
                 self._set("stopped", attempt=self._attempt_stopped)
 
+    def _collect_adopted(self) -> None:
+        """Those that the job has left to themselves and that have ended since, lest they stay as zombies."""
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                if ended is None or (self._process is not None and ended.si_pid == self._process.pid):
+                    return  # that one is asked after by its owner
+                os.waitpid(ended.si_pid, os.WNOHANG)
+
     # Setup.
 
-    def _begin_setup(self) -> None:
-        self._setup_left = [list(argv) for argv in self._settings["setup"]]
-        self._set("setup")
+    def _begin_setup(self, **facts: Any) -> None:
+        """From its beginning, or from the command that the end of an attempt has interrupted."""
+        if self._setup_left is None:
+            self._setup_left = [list(argv) for argv in self._settings["setup"]]
+        self._set("setup", **facts)
         self._go_on_with_setup()
 
     def _go_on_with_setup(self) -> None:
@@ -145,6 +167,8 @@ class Work:
         self._ending = Ending(self._settings["job_id"])
         try:
             command = self._command(order, len(members))
+            for name in ("launch.jsonl", f"node-{self._index}.log"):
+                make_room(os.path.join(self._logs, name))
             self._process = self._run(command, f"node-{self._index}.log", {"ACCEL_ATTEMPT": str(attempt)})
             self._set("running")
         except OSError as error:
@@ -162,8 +186,9 @@ class Work:
             "log_dir": self._logs,
             "max_restarts": 0,
             "shutdown_timeout": settings["grace_s"],
-            # The supervisors notice first, and know more.
-            "rdzv_conf": f"timeout={settings['start_timeout_s']:g},lost_after={2 * settings['heartbeat_s'] + 10:g}",
+            # The supervisors notice first, know more, and tell every launcher when to end: none stays for the others.
+            "rdzv_conf": f"timeout={settings['start_timeout_s']:g},stay=0,"
+            f"lost_after={2 * settings['heartbeat_s'] + 10:g}",
         }
         if settings["procs_per_node"] is not None:
             flags["num_processes"] = nodes * settings["procs_per_node"]
@@ -177,6 +202,7 @@ class Work:
         own = os.getpid()
 
         def enter() -> None:
+            resource.setrlimit(resource.RLIMIT_NOFILE, FILES_LIMIT)
             _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
             if os.getppid() != own:
                 os._exit(128 + signal.SIGTERM)
@@ -223,8 +249,9 @@ class Work:
 
     def _last_words(self) -> str:
         try:
-            with open(os.path.join(self._logs, f"node-{self._index}.log"), errors="replace") as file:
-                lines = file.read().strip().splitlines()
+            with open(os.path.join(self._logs, f"node-{self._index}.log"), "rb") as file:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL))
+                lines = file.read().decode(errors="replace").strip().splitlines()
         except OSError:
             return ""
         words = lines[-1][:_LONGEST_WORDS] if lines else ""
@@ -240,10 +267,14 @@ class Work:
         if not now and time.monotonic() < self._noted + NOTE_S:
             return
         self._noted = time.monotonic()
+        free = os.statvfs(self._logs)
+        if free.f_bavail * free.f_frsize < FULL_BYTES:
+            self._say_that_it_is_full()
         sizes = {}
         for entry in os.scandir(self._logs):
             if entry.name.endswith(".log"):
-                sizes[entry.name[: -len(".log")]] = entry.stat().st_size
+                with contextlib.suppress(FileNotFoundError):
+                    sizes[entry.name[: -len(".log")]] = entry.stat().st_size
         if sizes == self._sizes:
             return
         self._sizes = sizes
@@ -252,7 +283,16 @@ class Work:
             with open(os.path.join(self._logs, "sizes.jsonl"), "ab", buffering=0) as file:
                 file.write(line.encode())
         except OSError:  # a full disk loses the note, not the job
+            self._say_that_it_is_full()
+
+    def _say_that_it_is_full(self) -> None:
+        """Once, where the job's log lines are read, for those of the ranks may be lost; and in how the job ends."""
+        if self._process is None or self.state["phase"] == "setup" or self.state["warning"]:
             return
+        self.state = {**self.state, "warning": FULL}
+        path = os.path.join(self._logs, f"node-{self._index}.log")
+        with contextlib.suppress(OSError), open(path, "ab", buffering=0) as file:
+            file.write(f"accel: the disk that holds {self._logs} is full: lines of the ranks are lost\n".encode())
 
 
 class Ending:
@@ -261,7 +301,7 @@ class Ending:
     def __init__(self, job_id: str) -> None:
         self._mark = os.fsencode(f"{MARKER}={job_id}")
         self._began: float | None = None
-        self._told: set[int] = set()
+        self._told: set[tuple[int, bytes]] = set()
 
     def done(self, grace_s: float) -> bool:
         """Goes on with it, without waiting; True once nothing is left. To be called again until then."""
@@ -273,33 +313,34 @@ class Ending:
         if self._began is None:
             self._began = now
         late = now - self._began >= grace_s
-        for pid in left if late else left - self._told:
-            try:
-                os.kill(pid, signal.SIGKILL if late else signal.SIGTERM)
-            except OSError:  # gone, or a set-user-id program that only root may end
-                continue
+        for pid, started in left if late else left - self._told:
+            _send(pid, started, signal.SIGKILL if late else signal.SIGTERM)
         self._told |= left
         return False
 
-    def _left(self) -> set[int]:
+    def _left(self) -> set[tuple[int, bytes]]:
+        """Process ids, each with when it was started: numbers are used again."""
         own = os.getpid()
         parents: dict[int, int] = {}
-        found: set[int] = set()
+        found: dict[int, bytes] = {}
         for name in os.listdir("/proc"):
             if not name.isdigit():
                 continue
             try:
-                with open(f"/proc/{name}/stat", "rb") as file:
-                    fields = file.read().rpartition(b")")[2].split()
-                pid = int(name)
-                parents[pid] = int(fields[1])
-                if fields[0] in b"ZX":
-                    _collect(pid if parents[pid] == own else 0)
-                    continue
-                found.add(pid)
+                fields = _stat(name)
             except OSError:
                 continue
-        return {pid for pid in found if pid != own and (_below(pid, own, parents) or self._marked(pid))}
+            pid = int(name)
+            parents[pid] = int(fields[1])
+            if fields[0] in b"ZX":
+                _collect(pid if parents[pid] == own else 0)
+            else:
+                found[pid] = fields[_STARTED]
+        return {
+            (pid, started)
+            for pid, started in found.items()
+            if pid != own and (_below(pid, own, parents) or self._marked(pid))
+        }
 
     def _marked(self, pid: int) -> bool:
         try:
@@ -307,6 +348,26 @@ class Ending:
                 return self._mark in file.read().split(b"\0")
         except OSError:
             return False
+
+
+def _stat(pid: int | str) -> list[bytes]:
+    with open(f"/proc/{pid}/stat", "rb") as file:
+        return file.read().rpartition(b")")[2].split()
+
+
+def _send(pid: int, started: bytes, signum: int) -> None:
+    """To that process and no other that has come to its number since."""
+    with contextlib.suppress(OSError):  # gone, or a set-user-id program that only root may end
+        if not hasattr(os, "pidfd_open"):  # Python 3.8
+            if _stat(pid)[_STARTED] == started:
+                os.kill(pid, signum)
+            return
+        handle = os.pidfd_open(pid)
+        try:
+            if _stat(pid)[_STARTED] == started:
+                signal.pidfd_send_signal(handle, signum)
+        finally:
+            os.close(handle)
 
 
 def _below(pid: int, top: int, parents: dict[int, int]) -> bool:

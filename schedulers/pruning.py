@@ -1,0 +1,72 @@
+"""Jobs that are over, deleted: what their targets keep of them, then their records."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .errors import SchedulerError, StoreError
+from .polling import restore
+from .target import Clears
+
+if TYPE_CHECKING:
+    from .record import Record
+    from .store import Store
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pruned:
+    """ids: the jobs whose records are gone (or would be), newest first; left: a line for what a target still has."""
+
+    ids: tuple[str, ...]
+    left: tuple[str, ...] = ()
+
+
+def prune(
+    store: Store,
+    *,
+    older_than_s: float | None = None,
+    keep: int | None = None,
+    ids: Sequence[str] | None = None,
+    dry_run: bool = False,
+) -> Pruned:
+    """What `Store.prune` does, after the jobs' targets have removed what they keep of them.
+
+    A target that cannot be asked keeps it, and that stops nothing. Of a job that another machine submitted, only the
+    record here goes, unless the job is named (`ids`): that machine may still want its logs. Raises StoreError.
+    """
+    chosen = store.prune(older_than_s=older_than_s, keep=keep, ids=ids, dry_run=True)
+    if dry_run or not chosen:
+        return Pruned(ids=tuple(chosen))
+    left = _clear(store, set(chosen), others=ids is not None)
+    still = set(store.ids())  # another process may have pruned some of them meanwhile
+    wanted = [job_id for job_id in chosen if job_id in still]
+    return Pruned(ids=tuple(store.prune(ids=wanted)) if wanted else (), left=tuple(left))
+
+
+def _clear(store: Store, chosen: set[str], *, others: bool) -> list[str]:
+    from .record import Record
+
+    groups: dict[tuple[str, str, str], list[Record]] = {}
+    for record in store.records():
+        if isinstance(record, Record) and record.id in chosen and (others or not record.adopted):
+            groups.setdefault(_alike(record), []).append(record)
+    left = []
+    for records in groups.values():
+        try:
+            target = restore(records[0])
+            if isinstance(target, Clears):
+                left += target.clear({record.id: record.native_id for record in records})
+        except (SchedulerError, OSError) as error:
+            left.append(f"target {records[0].target}: {error}; what it has of {len(records)} jobs stays there")
+    return left
+
+
+def _alike(record: Record) -> tuple[str, str, str]:
+    """The same for jobs of one target with the same options, which are cleared together."""
+    try:
+        return record.kind, record.target, json.dumps(record.options(), sort_keys=True)
+    except StoreError:
+        return record.kind, record.target, record.id

@@ -1,0 +1,173 @@
+"""Removes from the host it runs on what is needed no longer. One line of JSON comes in:
+
+    {"root": "~/.accel", "jobs": ["…"], "unused_s": 2592000}
+
+The directories of these jobs go, but for one that still has its supervisor; and the contents and environments that no
+job here needs and that nobody has used for so long. One line comes out, `{"kept": {job: why}}` or `{"error": "…"}`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import re
+import shutil
+import stat
+import sys
+import time
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+JOB = re.compile(r"[A-Za-z0-9_-]+\Z")
+DIGEST = re.compile(r"[0-9a-f]{64}\Z")
+GRAVE = ".old-"
+ABANDONED_S = 86400
+
+
+def main() -> None:
+    os.umask(0o077)
+    try:
+        request = json.loads(sys.stdin.buffer.readline())
+        root = os.path.expanduser(request["root"])
+        kept = {job: why for job in request["jobs"] for why in [clear_job(root, job)] if why}
+        sweep_graves(os.path.join(root, "jobs"))
+        before = time.time() - request["unused_s"]
+        clear_blobs(os.path.join(root, "blobs"), before)
+        clear_environments(root, before)
+        line: dict[str, Any] = {"kept": kept}
+    except OSError as error:
+        line = {"error": "{}: {}".format(error.filename or "a file", (error.strerror or str(error)).lower())}
+    sys.stdout.write(json.dumps(line) + "\n")
+
+
+def clear_job(root: str, job: str) -> str | None:
+    """Removes the job's directory; why not, if it cannot be. One that is not there is no error."""
+    if not JOB.match(job):
+        return "it is no job id"
+    directory = os.path.join(root, "jobs", job)
+    if supervised(directory):
+        return "its supervisor still runs"
+    # Renamed first: what is half removed must not look like a job.
+    grave = os.path.join(root, "jobs", f"{GRAVE}{job}-{os.urandom(3).hex()}")
+    with contextlib.suppress(FileNotFoundError):
+        os.rename(directory, grave)
+    remove(grave)
+    remove(directory + ".claims")
+    return f"{grave} cannot be removed" if os.path.lexists(grave) else None
+
+
+def supervised(directory: str) -> bool:
+    """A supervisor holds its lock for as long as it lives, and no longer."""
+    try:
+        lock = os.open(os.path.join(directory, "supervisor.lock"), os.O_RDWR)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(lock)
+    return False
+
+
+def remove(path: str) -> None:
+    if os.path.lexists(path):
+        shutil.rmtree(path, onerror=try_with_rights)
+
+
+def try_with_rights(function: Any, path: str, _: object) -> None:
+    """A job may have taken the rights to a directory from itself."""
+    with contextlib.suppress(OSError):
+        for at in (os.path.dirname(path), path):
+            if not os.path.islink(at) and os.path.isdir(at):
+                os.chmod(at, stat.S_IRWXU)
+        if function in (os.unlink, os.rmdir):
+            function(path)
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def entries(directory: str) -> list[os.DirEntry[str]]:
+    try:
+        return list(os.scandir(directory))
+    except FileNotFoundError:
+        return []
+
+
+def sweep_graves(jobs: str) -> None:
+    for entry in entries(jobs):
+        if entry.name.startswith(GRAVE):
+            remove(entry.path)
+
+
+def clear_blobs(directory: str, before: float) -> None:
+    """What a job has of a content is a copy of its own: only the time of the last use counts."""
+    for entry in entries(directory):
+        with contextlib.suppress(FileNotFoundError):
+            used = entry.stat(follow_symlinks=False).st_mtime
+            part = entry.name.endswith(".part") and used < time.time() - ABANDONED_S
+            if part or (DIGEST.match(entry.name) and used < before):
+                os.unlink(entry.path)
+
+
+def clear_environments(root: str, before: float) -> None:
+    used = used_environments(os.path.join(root, "jobs"))
+    for entry in entries(os.path.join(root, "envs")):
+        if not DIGEST.match(entry.name):
+            continue
+        last = max(marked(entry.path), used.get(entry.name, 0.0))
+        if last < before:
+            clear_environment(entry.path, before)
+
+
+def marked(directory: str) -> float:
+    """When it was last used or, where it was never whole, begun."""
+    for path in (os.path.join(directory, ".whole"), directory):
+        with contextlib.suppress(FileNotFoundError):
+            return os.stat(path).st_mtime
+    return 0.0
+
+
+def used_environments(jobs: str) -> dict[str, float]:
+    """Until when each was used by a job that is here; one that has not ended uses it for ever."""
+    used: dict[str, float] = {}
+    for entry in entries(jobs):
+        try:
+            with open(os.path.join(entry.path, "settings.json")) as file:
+                python = json.load(file)["command"][0]
+        except (OSError, ValueError, LookupError, TypeError):
+            continue
+        digest = os.path.basename(os.path.dirname(os.path.dirname(python)))
+        try:
+            until = os.stat(os.path.join(entry.path, "exit.json")).st_mtime
+        except FileNotFoundError:
+            until = float("inf")
+        used[digest] = max(until, used.get(digest, 0.0))
+    return used
+
+
+def clear_environment(directory: str, before: float) -> None:
+    """Under its lock, so that nobody makes it, or has just found it, meanwhile."""
+    lock = os.open(directory + ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if marked(directory) < before:
+            remove(directory)
+            for end in (".log", ".lock"):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(directory + end)
+    except OSError as error:
+        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+            raise
+    finally:
+        os.close(lock)
+
+
+if __name__ == "__main__":
+    main()

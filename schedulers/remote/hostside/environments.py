@@ -1,0 +1,177 @@
+"""Makes a virtual environment on the host it runs on, once for the same requirements and the same interpreter.
+
+    {"root": "~/.accel", "files": {"requirements.txt": "…"}, "make": true}
+
+comes in as one line, and standard input then stays open: its end means that nobody waits any more. One line comes out,
+`{"python": "/…/envs/<digest>/bin/python", "made": true}` (`null` where there is none and none was to be made) or
+`{"error": "…"}`. An environment is used only with its marker, which is written last; who makes it holds its lock, and
+so does the pip that it runs: one that was orphaned is waited for, and its work is thrown away.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import signal
+import site
+import subprocess
+import sys
+import sysconfig
+import threading
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+SCHEMA = 1
+MARKER = ".whole"
+TAIL = 8192
+SAID_LINES = 2
+
+running: list[int] = []  # the process groups that end with the asker
+building = threading.Event()
+over = threading.Event()
+
+
+class Refused(Exception):
+    """One line for people."""
+
+
+def main() -> None:
+    os.umask(0o077)
+    request = json.loads(sys.stdin.buffer.readline())
+    threading.Thread(target=end_with_the_asker, daemon=True).start()
+    try:
+        line: dict[str, Any] = found(os.path.expanduser(request["root"]), request["files"], request["make"])
+    except Refused as error:
+        line = {"error": str(error)}
+    except OSError as error:
+        line = {"error": "{}: {}".format(error.filename or "a file", (error.strerror or str(error)).lower())}
+    with contextlib.suppress(BrokenPipeError):
+        sys.stdout.write(json.dumps(line) + "\n")
+        sys.stdout.flush()
+    os._exit(0)  # the thread that reads must not be waited for
+
+
+def end_with_the_asker() -> None:
+    while os.read(0, 4096):
+        pass
+    over.set()
+    end_what_runs()
+    if not building.is_set():  # else what is half made has to be removed first
+        os._exit(1)
+
+
+def end_what_runs() -> None:
+    for group in list(running):
+        with contextlib.suppress(OSError):
+            os.killpg(group, signal.SIGKILL)
+
+
+def found(root: str, files: dict[str, str], make: bool) -> dict[str, Any]:
+    key = [SCHEMA, sys.version, sys.executable, sys.prefix, sorted(files.items())]
+    digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()
+    top = os.path.join(root, "envs")
+    directory = os.path.join(top, digest)
+    python = os.path.join(directory, "bin", "python")
+    if not make:
+        return {"python": python if whole(directory) else None, "made": False}
+    os.makedirs(top, mode=0o700, exist_ok=True)
+    lock = locked(directory + ".lock")
+    if whole(directory):
+        os.utime(os.path.join(directory, MARKER))  # in use: what removes old ones can see that
+        return {"python": python, "made": False}
+    shutil.rmtree(directory, ignore_errors=True)
+    building.set()
+    try:
+        build(directory, python, files, lock)
+    except BaseException:
+        shutil.rmtree(directory, ignore_errors=True)
+        raise
+    return {"python": python, "made": True}
+
+
+def whole(directory: str) -> bool:
+    return os.path.exists(os.path.join(directory, MARKER))
+
+
+def locked(path: str) -> int:
+    """The lock, held; waits for it. Whoever clears an environment away removes the file with it."""
+    while True:
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            if os.path.samestat(os.fstat(lock), os.stat(path)):
+                return lock
+        except FileNotFoundError:
+            pass
+        os.close(lock)
+
+
+def build(directory: str, python: str, files: dict[str, str], lock: int) -> None:
+    log = directory + ".log"
+    with open(log, "wb"):
+        pass  # of this try only
+    in_one = sys.prefix != sys.base_prefix
+    flags = [] if in_one else ["--system-site-packages"]
+    run([sys.executable, "-m", "venv", "--without-pip", *flags, directory], log, lock, "venv")
+    if in_one:
+        see_packages_of_this_one(directory, python)
+    if subprocess.call([python, "-m", "pip", "--version"], **quietly(directory)) != 0:
+        run([python, "-m", "ensurepip", "--default-pip"], log, lock, "ensurepip")
+    own = os.path.join(directory, "requirements")
+    os.mkdir(own)
+    for name, text in files.items():
+        with open(os.path.join(own, name), "w", encoding="utf-8", errors="surrogateescape") as file:
+            file.write(text)
+    install = [python, "-m", "pip", "install", "--no-input", "--disable-pip-version-check", "--no-color"]
+    run([*install, "-r", os.path.join(own, "requirements.txt")], log, lock, "pip install")
+    os.sync()  # after a power loss a marker must not stand over empty files
+    os.close(os.open(os.path.join(directory, MARKER), os.O_WRONLY | os.O_CREAT, 0o600))
+
+
+def see_packages_of_this_one(directory: str, python: str) -> None:
+    """To a virtual environment that is made out of another one, that one's packages are not the system's."""
+    where = sysconfig.get_path("purelib", "posix_prefix", {"base": directory, "platbase": directory})
+    lines = [f"import site; site.addsitedir({path!r})\n" for path in site.getsitepackages()]
+    with open(os.path.join(where, "_packages_below.pth"), "w") as file:
+        file.writelines(lines)
+
+
+def quietly(directory: str) -> dict[str, Any]:
+    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME", "PIP_TARGET")}
+    null = subprocess.DEVNULL
+    env = {**kept, "PIP_USER": "0"}
+    return {"stdin": null, "stdout": null, "stderr": null, "cwd": directory, "env": env}
+
+
+def run(argv: list[str], log: str, lock: int, name: str) -> None:
+    with open(log, "ab") as output:
+        where = {**quietly(os.path.dirname(log)), "stdout": output, "stderr": output}
+        process = subprocess.Popen(argv, pass_fds=(lock,), start_new_session=True, **where)
+        running.append(process.pid)
+        if over.is_set():
+            end_what_runs()
+        status = process.wait()
+        running.remove(process.pid)
+    if over.is_set():
+        raise Refused("nobody waits for it any more")
+    if status != 0:
+        raise Refused(f"{name} failed (status {status}): {said(log)} (all of it: {log})")
+
+
+def said(log: str) -> str:
+    """What tells most of the reason: the last errors, or the last lines."""
+    with open(log, "rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL))
+        lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+    errors = [line for line in lines if line.lower().startswith("error")]
+    return " / ".join((errors or lines or ["it said nothing"])[-SAID_LINES:])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""What may be said of a slurm target, and what of it cannot be meant."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ..errors import SpecError
+from ..remote.files import ROOT
+from . import sbatch
+
+Runtime = Literal["pyxis", "apptainer", "singularity"]
+
+_VERSION = re.compile(r"\d\d\.\d\d(\.\d+)?\Z")
+_GRES = re.compile(r"[^,\s]+(,[^,\s]+)*\Z")
+_LAST_PORT = 65535
+
+# Our names of what sbatch knows under a name of its own.
+DIRECTIVES: Mapping[str, str] = {
+    "partition": "partition",
+    "account": "account",
+    "qos": "qos",
+    "constraint": "constraint",
+    "nodelist": "nodelist",
+    "exclude": "exclude",
+    "reservation": "reservation",
+    "mail_type": "mail-type",
+    "mail_user": "mail-user",
+    "exclusive": "exclusive",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmOptions:
+    """What `accel.yaml` may say of a slurm target.
+
+    login:           the login node, as `user@host:port` or a name in ~/.ssh/config, where this machine is none.
+    user, port:      of its SSH server, where `login` does not say.
+    ssh_config:      the configuration file for SSH, as `ssh -F` takes it, instead of ~/.ssh/config.
+    root:            where everything of ours is on the cluster's shared file system, with `login`.
+    python:          the interpreter on the nodes that has accel and torch (without `login`: this one).
+    snapshot:        run a copy of the code as it was at the submit; with `login` always.
+    cpu:             train on the CPU even where there are GPUs.
+    partition, account, qos, constraint, nodelist, exclude, reservation, mail_type, mail_user, exclusive:
+                     as sbatch has them; several words as a list.
+    gres:            generic resources beside, or instead of, the job's GPUs: `gpu:a100:4,nvme:1`.
+    gpu_type:        the type of the job's GPUs, as in `gpu:TYPE:4` (--accelerator wins).
+    array_throttle:  how many jobs of one sweep may run at a time.
+    container:       what runs `--image`: pyxis (enroot), apptainer or singularity.
+    container_mounts: further directories in the container, as `/host:/inside`.
+    container_python: the interpreter in the container that has accel and torch.
+    modules:         environment modules that the batch script loads.
+    prologue:        lines of bash in the batch script, before anything of ours, on the first node.
+    setup:           argvs run once on every node before the ranks start, before those of the job.
+    interface:       the network interface over which the nodes talk to each other.
+    start_timeout_s: how long the nodes wait for each other.
+    sbatch:          any other option of sbatch by its own name.
+    srun:            further words for srun, which starts one launcher on each node.
+    slurm_version:   of the cluster, as 23.11: options that it does not have yet are warned about.
+    """
+
+    login: str | None = None
+    user: str | None = None
+    port: int | None = None
+    ssh_config: str | None = None
+    root: str = ROOT
+    python: str | None = None
+    snapshot: bool = False
+    cpu: bool = False
+    partition: str | tuple[str, ...] | None = None
+    account: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    nodelist: str | tuple[str, ...] | None = None
+    exclude: str | tuple[str, ...] | None = None
+    reservation: str | None = None
+    mail_type: str | tuple[str, ...] | None = None
+    mail_user: str | None = None
+    exclusive: bool | str = False
+    gres: str | None = None
+    gpu_type: str | None = None
+    array_throttle: int | None = None
+    container: Runtime | None = None
+    container_mounts: tuple[str, ...] = ()
+    container_python: str = "python3"
+    modules: tuple[str, ...] = ()
+    prologue: tuple[str, ...] = ()
+    setup: tuple[tuple[str, ...], ...] = ()
+    interface: str | None = None
+    start_timeout_s: float = 300.0
+    sbatch: Mapping[str, str | int | float | bool] = field(default_factory=dict)
+    srun: tuple[str, ...] = ()
+    slurm_version: str | None = None
+
+
+def check(options: SlurmOptions, name: str) -> None:
+    """Raises SpecError, naming the key, for what cannot be meant."""
+    where = f"target {name}"
+    sbatch.check(options.sbatch, f"{where}: sbatch")
+    _check_said_once(options, where)
+    for key in DIRECTIVES:
+        value = getattr(options, key)
+        words = value if isinstance(value, tuple) else (str(value),)
+        if value is not None and not all(word and word.isprintable() for word in words):
+            raise SpecError(f"{where}: {key} must be one printable line, not {value!r}")
+    if options.gres is not None and not _GRES.match(options.gres):
+        raise SpecError(f"{where}: gres must be like gpu:a100:4,nvme:1, not {options.gres!r}")
+    if not 0 < options.start_timeout_s < float("inf"):
+        raise SpecError(f"{where}: start_timeout_s must be more than 0, not {options.start_timeout_s:g}")
+    if options.array_throttle is not None and options.array_throttle < 1:
+        raise SpecError(f"{where}: array_throttle must be 1 or more, not {options.array_throttle}")
+    if options.slurm_version is not None and not _VERSION.match(options.slurm_version):
+        raise SpecError(f"{where}: slurm_version must be like '23.11', in quotes, not {options.slurm_version!r}")
+    if any("\n" in line or "\0" in line for line in (*options.modules, *options.prologue)):
+        raise SpecError(f"{where}: modules and prologue are lists of lines, and one of them holds a line break")
+    if any(not argv or not argv[0] for argv in options.setup):
+        raise SpecError(f"{where}: setup: a command has no program")
+    _check_login(options, where)
+
+
+def _check_said_once(options: SlurmOptions, where: str) -> None:
+    given = {word.replace("_", "-"): word for word in options.sbatch}
+    for key, directive in DIRECTIVES.items():
+        if directive in given and getattr(options, key) not in (None, False):
+            raise SpecError(f"{where}: {key} and sbatch: {given[directive]} say the same thing: keep one")
+
+
+def _check_login(options: SlurmOptions, where: str) -> None:
+    if options.login is None:
+        for key in ("user", "port", "ssh_config"):
+            if getattr(options, key) is not None:
+                raise SpecError(f"{where}: {key} belongs to login, which is not given")
+    if options.port is not None and not 0 < options.port <= _LAST_PORT:
+        raise SpecError(f"{where}: port must be 1 to {_LAST_PORT}, not {options.port}")
+    if not (options.root == "~" or options.root.startswith(("~/", "/"))):
+        raise SpecError(f"{where}: root must begin with / or ~/, not {options.root!r}")

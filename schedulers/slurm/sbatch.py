@@ -1,0 +1,114 @@
+"""The options of sbatch by their own names, so that a wrong one is refused before sbatch is called.
+
+From the manual pages of Slurm 20.11 to 25.05 (https://slurm.schedmd.com/sbatch.html). The number is the version that
+brought an option, where that is later than 20.11.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from ..errors import SpecError, nearest
+
+Value = Literal["value", "switch", "either"]
+
+_VALUES = """
+account acctg-freq batch bb bbf begin chdir cluster-constraint clusters comment constraint core-spec cores-per-socket
+cpu-freq cpus-per-gpu cpus-per-task deadline delay-boot dependency distribution error exclude export export-file
+extra-node-info gid gpu-bind gpu-freq gpus gpus-per-node gpus-per-socket gpus-per-task gres gres-flags hint input
+job-name kill-on-invalid-dep licenses mail-type mail-user mcs-label mem mem-bind mem-per-cpu mem-per-gpu mincpus
+network nodefile nodelist nodes ntasks ntasks-per-core ntasks-per-gpu ntasks-per-node ntasks-per-socket open-mode
+output partition power priority profile qos reservation signal sockets-per-node switches thread-spec threads-per-core
+time time-min tmp uid wait-all-nodes wckey array
+""".split()
+_SWITCHES = """
+contiguous hold ignore-pbs no-requeue overcommit oversubscribe parsable quiet reboot requeue spread-job test-only
+use-min-nodes verbose wait
+""".split()
+_EITHER = "exclusive get-user-env nice no-kill propagate".split()
+_LATER: Mapping[str, tuple[str, Value]] = {
+    "container": ("21.08", "value"),
+    "prefer": ("22.05", "value"),
+    "container-id": ("23.02", "value"),
+    "extra": ("23.02", "value"),
+    "tres-bind": ("23.02", "value"),
+    "tres-per-task": ("23.02", "value"),
+    "oom-kill-step": ("24.05", "either"),
+    "resv-ports": ("24.05", "either"),
+    "segment": ("24.05", "value"),
+    "stepmgr": ("24.05", "switch"),
+    "consolidate-segments": ("25.05", "switch"),
+    "spread-segments": ("25.05", "switch"),
+}
+
+# What accel itself says to sbatch, and the name under which it may be said to accel.
+_OURS: Mapping[str, str] = {
+    "array": "--sweep",
+    "chdir": "--code",
+    "comment": "nothing: it is how accel finds its jobs again",
+    "cpus-per-task": "--cpus",
+    "dependency": "--after",
+    "error": "accel logs",
+    "export": "--env",
+    "gres": "gres: in the target, or --gpus",
+    "job-name": "--name",
+    "kill-on-invalid-dep": "--after",
+    "mem": "--memory",
+    "nodes": "--nodes",
+    "no-requeue": "--max-restarts",
+    "ntasks": "--procs-per-node",
+    "ntasks-per-node": "--procs-per-node",
+    "open-mode": "accel logs",
+    "output": "accel logs",
+    "parsable": "--json",
+    "quiet": "--json",
+    "requeue": "--max-restarts",
+    "signal": "--grace",
+    "test-only": "--dry-run",
+    "time": "--time-limit",
+    "verbose": "--json",
+    "wait": "accel wait",
+}
+
+OPTIONS: Mapping[str, Value] = {
+    **dict.fromkeys(_VALUES, "value"),
+    **dict.fromkeys(_SWITCHES, "switch"),
+    **dict.fromkeys(_EITHER, "either"),
+    **{name: kind for name, (_, kind) in _LATER.items()},
+}
+
+
+def since(name: str) -> str:
+    """The version of Slurm that has brought the option; 20.11 stands for that or an earlier one."""
+    return _LATER[name][0] if name in _LATER else "20.11"
+
+
+def check(options: Mapping[str, str | int | float | bool], where: str) -> None:
+    """Raises SpecError for a name that sbatch does not have, that is accel's to say, or that has the wrong value."""
+    for given, value in options.items():
+        name = given.replace("_", "-")
+        kind = OPTIONS.get(name)
+        if kind is None:
+            raise SpecError(f"{where}: sbatch has no option {given!r}{nearest(name, OPTIONS)}")
+        if name in _OURS:
+            raise SpecError(f"{where}: accel says {name!r} to sbatch itself; what you can say is {_OURS[name]}")
+        if kind == "value" and isinstance(value, bool):
+            raise SpecError(f"{where}: {given} needs a value")
+        if kind == "switch" and not isinstance(value, bool):
+            raise SpecError(f"{where}: {given} is true or false, not {value!r}")
+        if "\n" in str(value) or "\0" in str(value):
+            raise SpecError(f"{where}: {given} must be one line, not {value!r}")
+
+
+def too_new(options: Mapping[str, object], version: str) -> list[str]:
+    """A line for each option that the manual of this version of Slurm does not have yet."""
+    return [
+        f"sbatch --{name} came with Slurm {since(name)}, and the target says {version}"
+        for name in (given.replace("_", "-") for given in options)
+        if name in _LATER and _number(since(name)) > _number(version)
+    ]
+
+
+def _number(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2])

@@ -1,0 +1,248 @@
+"""What a job is to Slurm: its batch script, its srun, and the settings that its nodes read. Pure, all of it."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from ..errors import SpecError
+from ..job import JobSpec
+from .options import DIRECTIVES, SlurmOptions
+
+SCHEMA = 1
+COMMENT = "accel:"
+_BATCH = "slurm/batch.py"
+_PICKLES = "slurm/pickles"
+_MOST_WARNING_S = 65535
+
+
+def check(spec: JobSpec, options: SlurmOptions, name: str) -> None:
+    """Raises SpecError for a job that this target cannot run as it is described."""
+    where = f"target {name}"
+    if spec.image is not None and options.container is None:
+        raise SpecError(f"{where}: --image needs container: pyxis, apptainer or singularity")
+    if options.cpu and spec.resources.gpus:
+        raise SpecError(f"{where} trains on the CPU (cpu: true), and the job asks for GPUs: drop one")
+    if spec.grace_s > _MOST_WARNING_S:
+        raise SpecError(f"--grace {spec.grace_s:g}: Slurm warns {_MOST_WARNING_S} seconds ahead at most")
+    in_gres = _gpus_in(options.gres)
+    if spec.resources.gpus and in_gres not in (None, spec.resources.gpus):
+        raise SpecError(
+            f"{where}: gres asks for {in_gres} GPUs on each node, and --gpus for {spec.resources.gpus}: keep one"
+        )
+    for secret, reference in spec.secrets.items():
+        kind = reference.partition(":")[0]
+        if kind not in ("env", "file"):
+            raise SpecError(f"--secret {secret}: a slurm target reads env:NAME and file:PATH, not {kind}:…")
+
+
+def warnings(spec: JobSpec, options: SlurmOptions) -> tuple[str, ...]:
+    """What the job will not get, or will get otherwise than it may seem."""
+    found = []
+    if spec.resources.cpus is None and not options.exclusive and "cpus-per-gpu" not in options.sbatch:
+        found.append("--cpus is not given: Slurm may give each node's ranks one core between them")
+    if spec.time_limit_s is not None and spec.time_limit_s % 60:
+        found.append(f"Slurm counts time limits in minutes: {spec.time_limit_s:g} s become {_minutes(spec)} min")
+    if spec.resources.shm_gb is not None:
+        found.append("shm_gb is not enforced on a slurm target")
+    if options.slurm_version is not None:
+        from .sbatch import too_new
+
+        found += too_new(options.sbatch, options.slurm_version)
+    return tuple(found)
+
+
+def render(
+    spec: JobSpec,
+    options: SlurmOptions,
+    job_id: str,
+    directory: str,
+    *,
+    python: str,
+    after: Sequence[str] = (),
+    tasks: int | None = None,
+) -> str:
+    """The batch script of a job whose directory on the shared file system is `directory`, an absolute path.
+
+    python: what runs the batch program on the first node, outside any container.
+    after:  the Slurm ids of the jobs that must succeed first.
+    tasks:  the number of jobs, when they are submitted as one array; `directory` and `job_id` are the first one's.
+    """
+    directives = list(_directives(spec, options, job_id, directory, after, tasks))
+    lines = ["#!/bin/bash", *(_line(name, value) for name, value in directives)]
+    if options.modules:
+        lines += ["", *(f"module load {shlex.quote(module)}" for module in options.modules)]
+    if options.prologue:
+        lines += ["", *options.prologue]
+    where = shlex.quote(directory)
+    if tasks is not None:
+        # Each task of the array is a job with a directory of its own; the list is in the first one's.
+        lines += ["", f"exec {shlex.quote(python)} -I {where}/{_BATCH} --array {where}"]
+    else:
+        lines += ["", f"exec {shlex.quote(python)} -I {where}/{_BATCH} {where}"]
+    return "\n".join(lines) + "\n"
+
+
+def settings(
+    spec: JobSpec,
+    options: SlurmOptions,
+    job_id: str,
+    directory: str,
+    *,
+    python: str,
+    code: str | None = None,
+    pickles: str | None = None,
+) -> dict[str, Any]:
+    """What the batch program and the nodes read.
+
+    code:    the directory that holds the program, where it runs in place; without it, the snapshot in the job's own.
+    pickles: submitit's directory; without it, one in the job's own. The jobs of an array have the first one's.
+    """
+    submitit = pickles or f"{directory}/{_PICKLES}"
+    extra = ["--cpu"] if options.cpu else []
+    return {
+        "schema": SCHEMA,
+        "job_id": job_id,
+        "name": spec.name,
+        "nodes": spec.nodes,
+        "procs_per_node": spec.procs_per_node or spec.resources.gpus or None,
+        "argv": list(spec.argv),
+        "entry": spec.entry,
+        "env": dict(spec.env),
+        "setup": [list(argv) for argv in (*options.setup, *spec.setup)],
+        "directory": directory,
+        "workdir": _join(code or f"{directory}/code", spec.workdir),
+        "python": options.container_python if spec.image else python,
+        "launch": extra,
+        "grace_s": spec.grace_s,
+        "time_limit_s": spec.time_limit_s,
+        "max_restarts": spec.retry.max_restarts,
+        "start_timeout_s": options.start_timeout_s,
+        "interface": options.interface,
+        "srun": srun(spec, options, directory, code=code),
+        "submitit": task(spec, options, directory, python=python, code=code, pickles=submitit),
+    }
+
+
+def srun(spec: JobSpec, options: SlurmOptions, directory: str, *, code: str | None = None) -> list[str]:
+    """srun and its options: one task a node, with the cores that the job has there.
+
+    Said outright because srun does not take them over from the job everywhere: not `--cpus-per-task` since 22.05
+    (https://github.com/SchedMD/slurm, release notes), nor the environment where sites submit with `--export=NONE`.
+    """
+    words = [
+        "srun",
+        f"--nodes={spec.nodes}",
+        f"--ntasks={spec.nodes}",
+        "--ntasks-per-node=1",
+        "--export=ALL",
+        "--kill-on-bad-exit=1",
+        "--unbuffered",
+        "--open-mode=append",
+        f"--output={_pattern(directory)}/logs/node-%n.log",
+    ]
+    if spec.resources.cpus is not None:
+        words.append(f"--cpus-per-task={spec.resources.cpus}")
+    if spec.image is not None and options.container == "pyxis":
+        words += [
+            f"--container-image={spec.image}",
+            f"--container-mounts={','.join(_mounts(options, directory, code))}",
+        ]
+    return [*words, *options.srun]
+
+
+def task(
+    spec: JobSpec, options: SlurmOptions, directory: str, *, python: str, code: str | None, pickles: str
+) -> list[str]:
+    """What srun starts on each node: submitit, which calls the job's `NodeMain`."""
+    inside = options.container_python if spec.image is not None else python
+    words = [inside, "-u", "-m", "submitit.core._submit", pickles]
+    if spec.image is None or options.container == "pyxis":
+        return words
+    gpus = ["--nv"] if spec.resources.gpus or _gpus_in(options.gres) else []
+    mounts = ["--bind", ",".join(_mounts(options, directory, code))]
+    return [str(options.container), "exec", *gpus, *mounts, spec.image, *words]
+
+
+def _directives(
+    spec: JobSpec, options: SlurmOptions, job_id: str, directory: str, after: Sequence[str], tasks: int | None
+) -> Iterator[tuple[str, str | bool]]:
+    yield "job-name", spec.name
+    yield "comment", f"{COMMENT}{job_id}"
+    for key, name in DIRECTIVES.items():
+        value = getattr(options, key)
+        if value is not None and value is not False:
+            yield name, ",".join(value) if isinstance(value, tuple) else value
+    yield "nodes", str(spec.nodes)
+    yield "ntasks-per-node", "1"
+    yield from _resources(spec, options)
+    if spec.time_limit_s is not None:
+        yield "time", str(_minutes(spec))
+    if spec.grace_s:
+        yield "signal", f"USR1@{math.ceil(spec.grace_s)}"
+    yield ("requeue", True) if spec.retry.max_restarts else ("no-requeue", True)
+    if after:
+        yield "dependency", "afterok:" + ":".join(after)
+        yield "kill-on-invalid-dep", "yes"
+    if tasks is not None:
+        yield "array", f"0-{tasks - 1}" + (f"%{options.array_throttle}" if options.array_throttle else "")
+    yield "chdir", directory
+    yield "output", f"{_pattern(directory)}/logs/slurm.log" if tasks is None else f"{_pattern(directory)}/slurm/%a.log"
+    yield "open-mode", "append"
+    for name, value in options.sbatch.items():
+        if value is not False:
+            yield name.replace("_", "-"), value if value is True else str(value)
+
+
+def _resources(spec: JobSpec, options: SlurmOptions) -> Iterator[tuple[str, str]]:
+    wanted = spec.resources
+    if wanted.cpus is not None:
+        yield "cpus-per-task", str(wanted.cpus)
+    if wanted.memory_gb is not None:
+        yield "mem", f"{math.ceil(wanted.memory_gb * 1024)}M"
+    words = [options.gres] if options.gres else []
+    if wanted.gpus and _gpus_in(options.gres) is None:
+        kind = wanted.accelerator or options.gpu_type
+        words.insert(0, f"gpu:{kind}:{wanted.gpus}" if kind else f"gpu:{wanted.gpus}")
+    if words:
+        yield "gres", ",".join(words)
+
+
+def _line(name: str, value: str | bool) -> str:
+    """A directive; sbatch reads quotes and escapes in it as a shell does."""
+    return f"#SBATCH --{name}" if value is True else f"#SBATCH --{name}={shlex.quote(str(value))}"
+
+
+def _pattern(path: str) -> str:
+    """A path as part of a file name pattern of Slurm's. Raises SpecError for one that cannot be."""
+    if "\\" in path or "\n" in path:
+        raise SpecError(f"Slurm cannot write to a directory whose name holds a backslash or a line break: {path!r}")
+    return path.replace("%", "%%")
+
+
+def _mounts(options: SlurmOptions, directory: str, code: str | None) -> list[str]:
+    own = [directory] if code is None else [directory, code]
+    return [*(f"{path}:{path}" for path in own), *options.container_mounts]
+
+
+def _gpus_in(gres: str | None) -> int | None:
+    """How many GPUs a text such as `gpu:a100:4,nvme:1` asks for; None when it asks for none."""
+    found = [word.split(":") for word in (gres or "").split(",") if word.split(":")[0] == "gpu"]
+    if not found:
+        return None
+    return sum(int(parts[-1]) if parts[-1].isdigit() else 1 for parts in found)
+
+
+def _minutes(spec: JobSpec) -> int:
+    return math.ceil((spec.time_limit_s or 0) / 60)
+
+
+def _join(directory: str, inside: str) -> str:
+    return directory if inside == "." else f"{directory.rstrip('/')}/{inside}"
+
+
+def describe(settings_: Mapping[str, Any]) -> list[str]:
+    """The command that the batch program runs, for people."""
+    return [*settings_["srun"], *settings_["submitit"]]

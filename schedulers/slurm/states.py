@@ -1,0 +1,170 @@
+"""What Slurm's states and reasons mean to us.
+
+https://slurm.schedmd.com/job_state_codes.html and https://slurm.schedmd.com/job_reason_codes.html
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..job import Reason, State, Status
+
+
+@dataclass(frozen=True, kw_only=True)
+class Said:
+    """What squeue or sacct says of one job.
+
+    state:    in words, `PENDING` or `CANCELLED by 1000`.
+    reason:   squeue's; of accounting "".
+    code:     `exit:signal` of the job, and `derived` the highest of its steps, where they are known.
+    restarts: how often Slurm has started it again.
+    """
+
+    state: str
+    reason: str = ""
+    code: str = ""
+    derived: str = ""
+    restarts: int = 0
+    nodes: str = ""
+
+
+_STATES: Mapping[str, tuple[State, Reason, str]] = {
+    "BOOT_FAIL": (State.FAILED, Reason.NODE_FAILURE, "its nodes did not boot"),
+    "CANCELLED": (State.CANCELLED, Reason.USER, ""),
+    "COMPLETED": (State.SUCCEEDED, Reason.NONE, ""),
+    "COMPLETING": (State.RUNNING, Reason.NONE, "it is ending"),
+    "CONFIGURING": (State.QUEUED, Reason.NONE, "its nodes are being made ready"),
+    "DEADLINE": (State.FAILED, Reason.TIME_LIMIT, "its deadline has passed"),
+    "EXPEDITING": (State.QUEUED, Reason.NODE_FAILURE, "it is started again with priority"),
+    "FAILED": (State.FAILED, Reason.EXIT_CODE, ""),
+    "LAUNCH_FAILED": (State.FAILED, Reason.SETUP, "Slurm could not launch it on its nodes"),
+    "NODE_FAIL": (State.FAILED, Reason.NODE_FAILURE, "one of its nodes was lost"),
+    "OUT_OF_MEMORY": (State.FAILED, Reason.OUT_OF_MEMORY, "it used more memory than it asked for (--memory)"),
+    "PENDING": (State.QUEUED, Reason.NONE, ""),
+    "POWER_UP_NODE": (State.QUEUED, Reason.NONE, "its nodes are being powered up"),
+    "PREEMPTED": (State.FAILED, Reason.PREEMPTED, "it was preempted; --max-restarts N lets Slurm run it again"),
+    "RECONFIG_FAIL": (State.FAILED, Reason.NODE_FAILURE, "its nodes could not be reconfigured"),
+    "REQUEUED": (State.QUEUED, Reason.NONE, "it is put back into the queue"),
+    "REQUEUE_FED": (State.QUEUED, Reason.NONE, "it is put back into the queue"),
+    "REQUEUE_HOLD": (State.QUEUED, Reason.USER, "it is held after a restart; scontrol release lets it go"),
+    "RESIZING": (State.RUNNING, Reason.NONE, ""),
+    "RESV_DEL_HOLD": (State.QUEUED, Reason.NO_CAPACITY, "it is held: its reservation was deleted"),
+    "REVOKED": (State.CANCELLED, Reason.USER, "another cluster of the federation runs it"),
+    "RUNNING": (State.RUNNING, Reason.NONE, ""),
+    "SIGNALING": (State.RUNNING, Reason.NONE, "it is being signalled"),
+    "SPECIAL_EXIT": (State.QUEUED, Reason.USER, "it is held after a special exit; scontrol release lets it go"),
+    "STAGE_OUT": (State.RUNNING, Reason.NONE, "its burst buffer is being staged out"),
+    "STOPPED": (State.RUNNING, Reason.USER, "it is stopped (SIGSTOP)"),
+    "SUSPENDED": (State.RUNNING, Reason.PREEMPTED, "it is suspended"),
+    "TIMEOUT": (State.FAILED, Reason.TIME_LIMIT, ""),
+}
+
+TIME_LIMIT_ADVICE = (
+    "its time limit passed; a script that calls accelerator.checkpoint_on_preemption() in its loop saves in time, "
+    "and --max-restarts N lets it go on"
+)
+
+# Why a job is pending, or was not run. A name may end in `*`; the first that fits counts. What is not here is shown
+# as Slurm says it.
+_REASONS: tuple[tuple[str, Reason, str], ...] = (
+    ("None", Reason.NONE, ""),
+    ("Priority", Reason.NO_CAPACITY, "jobs of higher priority are before it"),
+    ("Resources", Reason.NO_CAPACITY, "it waits for free nodes"),
+    ("BeginTime", Reason.NONE, "it may not begin yet"),
+    ("Dependency", Reason.DEPENDENCY, "it waits for another job (--after)"),
+    ("DependencyNeverSatisfied", Reason.DEPENDENCY, "the job that it was to run after has failed"),
+    ("JobHeldUser", Reason.USER, "it is held; scontrol release lets it go"),
+    ("JobHeldAdmin", Reason.USER, "an administrator holds it"),
+    ("JobArrayTaskLimit", Reason.NO_CAPACITY, "as many of its sweep run as may (array_throttle)"),
+    ("PartitionConfig", Reason.NO_CAPACITY, "its partition can never run it as it is: fewer nodes, cores or less time"),
+    ("PartitionNodeLimit", Reason.NO_CAPACITY, "it asks for more nodes than its partition allows"),
+    ("PartitionTimeLimit", Reason.NO_CAPACITY, "it asks for more time than its partition allows (--time-limit)"),
+    ("PartitionDown", Reason.NO_CAPACITY, "its partition is down"),
+    ("PartitionInactive", Reason.NO_CAPACITY, "its partition is inactive"),
+    ("BadConstraints", Reason.NO_CAPACITY, "no node can ever meet its constraints"),
+    ("NodeDown", Reason.NO_CAPACITY, "a node that it asks for is down"),
+    ("ReqNodeNotAvail*", Reason.NO_CAPACITY, "nodes that it asks for are down or reserved"),
+    ("Reservation*", Reason.NO_CAPACITY, "its reservation is not usable"),
+    ("Licenses", Reason.NO_CAPACITY, "it waits for licences"),
+    ("InvalidAccount", Reason.SETUP, "its account is not valid"),
+    ("InvalidQOS", Reason.SETUP, "its QOS is not valid"),
+    ("AccountNotAllowed", Reason.SETUP, "its account may not use the partition"),
+    ("QOSNotAllowed", Reason.SETUP, "its QOS may not be used there"),
+    ("JobLaunchFailure", Reason.SETUP, "Slurm could not launch it (a bad directory, or a node's failure)"),
+    ("RaisedSignal*", Reason.EXIT_CODE, ""),
+    ("NonZeroExitCode", Reason.EXIT_CODE, ""),
+    ("OutOfMemory", Reason.OUT_OF_MEMORY, "it used more memory than it asked for (--memory)"),
+    ("TimeLimit", Reason.TIME_LIMIT, ""),
+    ("SystemFailure", Reason.NODE_FAILURE, "Slurm, or a node, failed"),
+    ("AssocGrp*", Reason.NO_CAPACITY, "its account has reached a limit of all its jobs"),
+    ("AssocMax*", Reason.NO_CAPACITY, "it asks for more than its account allows a job"),
+    ("Assoc*", Reason.NO_CAPACITY, "its account has reached a limit"),
+    ("MaxJobs*", Reason.NO_CAPACITY, "as many jobs run as may"),
+    ("QOSGrp*", Reason.NO_CAPACITY, "its QOS has reached a limit of all its jobs"),
+    ("QOSMax*", Reason.NO_CAPACITY, "it has reached a limit of its QOS"),
+    ("QOS*", Reason.NO_CAPACITY, "it has reached a limit of its QOS"),
+)
+
+
+def status_of(said: Said) -> Status:
+    """What we say of a job of which Slurm says this, and of which no result of our own is left."""
+    word = said.state.split()[0].rstrip("+") if said.state.split() else ""
+    state, reason, message = _STATES.get(word, (State.RUNNING, Reason.NONE, f"Slurm says {said.state!r}"))
+    why, explained = _explain(said.reason)
+    code = None
+    if state is State.QUEUED:
+        reason = why if reason is Reason.NONE else reason
+        message = _join(explained, said.reason) if why is not Reason.NONE or explained else message
+    elif state is State.CANCELLED and why is Reason.DEPENDENCY:
+        state, reason, message = State.FAILED, why, "the job that it was to run after has failed"
+    elif state is State.FAILED:
+        code = exit_code(said)
+        if reason is Reason.EXIT_CODE and why not in (Reason.NONE, Reason.EXIT_CODE, Reason.NO_CAPACITY):
+            reason, message = why, explained
+        message = TIME_LIMIT_ADVICE if reason is Reason.TIME_LIMIT and not message else message
+    elif state is State.SUCCEEDED:
+        code = 0
+    return Status(
+        state=state,
+        reason=reason,
+        exit_code=code,
+        attempt=said.restarts,
+        message=message,
+        native_state=said.state,
+    )
+
+
+def exit_code(said: Said) -> int | None:
+    """The job's exit code, 128 + N where signal N ended it; None where Slurm does not say.
+
+    That of a step counts where the job's own is 143: the killed peers of a rank that failed speak last.
+    """
+    codes = [_code(text) for text in (said.code, said.derived)]
+    own, step = codes
+    if own in (None, 0, 143) and step not in (None, 0):
+        return step
+    return own
+
+
+def _code(text: str) -> int | None:
+    first, _, second = text.partition(":")
+    if not first.isdigit():
+        return None
+    return 128 + int(second) if second.isdigit() and int(second) else int(first)
+
+
+def _explain(reason: str) -> tuple[Reason, str]:
+    name = reason.strip("()").split(",")[0].strip()
+    if not name:
+        return Reason.NONE, ""
+    for pattern, meaning, message in _REASONS:
+        if fnmatch.fnmatchcase(name, pattern):
+            return meaning, message
+    return Reason.NO_CAPACITY, ""
+
+
+def _join(explained: str, reason: str) -> str:
+    own = reason.strip("()")
+    return f"{explained} ({own})" if explained else own

@@ -1,0 +1,104 @@
+"""Where a node stands in a Slurm step, from the variables that srun gives its tasks; for batch scripts made by hand."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from ..errors import SpecError
+from ..topology import Topology, number
+
+# The formula is that of the batch program (hostside/slurm_batch/slurm.py), which can also look what is free.
+FIRST_PORT, PORTS = 20000, 12000
+_PORTS_BETWEEN_STEPS = 101
+# Steps that no srun has made: batch scripts, interactive shells, what belongs to the job and to no step
+# (slurm.h: SLURM_BATCH_SCRIPT and its neighbours; before 20.11 the two highest numbers).
+_SPECIAL_STEPS = 0xFFFF_FFF0
+_TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?\Z")
+
+
+def from_slurm(env: Mapping[str, str]) -> Topology:
+    """The topology of the step that this process is a task of; one node outside any step of a job of one node.
+
+    Every node must hold one task, which starts the ranks there. Raises SpecError, naming the variable, when it holds
+    more, when the job has several nodes and this is no step, and for values that cannot be.
+    """
+    job, step = number(env, "SLURM_JOB_ID"), _step(env)
+    if step is None:
+        return _outside(env, job)
+    nodes = number(env, "SLURM_STEP_NUM_NODES" if "SLURM_STEP_NUM_NODES" in env else "SLURM_NNODES")
+    if nodes == 1 and "SLURM_PTY_PORT" in env:
+        # A shell for a person. `srun --ntasks-per-node=4 --pty bash` is how people ask for four cores.
+        return Topology(node_rank=0, nodes=1, master="127.0.0.1", attempt=_attempt(env))
+    _check_one_task_a_node(env, nodes)
+    if nodes == 1:
+        return Topology(node_rank=0, nodes=1, master="127.0.0.1", attempt=_attempt(env))
+    names = _names(env, nodes)
+    own = env.get("SLURMD_NODENAME")
+    # Where the step holds a part of the job's nodes, a position is sure; node 0 must be the first name.
+    rank = names.index(own) if own in names else number(env, "SLURM_NODEID")
+    return Topology(
+        node_rank=rank,
+        nodes=nodes,
+        master=names[0],
+        attempt=_attempt(env),
+        port=port_of(job, step),
+        names=tuple(names),
+        source=f"step {step} of Slurm job {job}",
+    )
+
+
+def port_of(job: int, step: int) -> int:
+    """A port of node 0 that steps of different jobs on one node do not share, but by a rare chance."""
+    return FIRST_PORT + (job + step * _PORTS_BETWEEN_STEPS) % PORTS
+
+
+def _step(env: Mapping[str, str]) -> int | None:
+    if "SLURM_STEP_ID" not in env:
+        return None
+    step = number(env, "SLURM_STEP_ID")
+    return None if step >= _SPECIAL_STEPS else step
+
+
+def _outside(env: Mapping[str, str], job: int) -> Topology:
+    nodes = number(env, "SLURM_JOB_NUM_NODES", default=number(env, "SLURM_NNODES", default=1))
+    if nodes > 1:
+        raise SpecError(
+            f"Slurm job {job} has {nodes} nodes (SLURM_JOB_NUM_NODES), and this is no step of it: write "
+            "`srun --ntasks-per-node=1 accel launch …` to use them all, or --num_machines 1 for this node alone"
+        )
+    return Topology(node_rank=0, nodes=1, master="127.0.0.1", attempt=_attempt(env))
+
+
+def _check_one_task_a_node(env: Mapping[str, str], nodes: int) -> None:
+    text = env.get("SLURM_STEP_TASKS_PER_NODE")
+    if text is None:
+        tasks = number(env, "SLURM_STEP_NUM_TASKS", default=number(env, "SLURM_NTASKS", default=nodes))
+        most, said = -(-tasks // nodes), f"SLURM_STEP_NUM_TASKS={tasks} on {nodes} nodes"
+    else:
+        found = [_TASKS.match(part) for part in text.split(",")]
+        counts = [int(one[1]) for one in found if one is not None]
+        if len(counts) != len(found):
+            raise SpecError(f"environment: SLURM_STEP_TASKS_PER_NODE must be like 1(x2), not {text!r}")
+        most, said = max(counts), f"SLURM_STEP_TASKS_PER_NODE={text}"
+    if most > 1:
+        raise SpecError(
+            f"{said}: accel launch starts the ranks of a node itself and is to be started once on each: write "
+            f"`srun --ntasks-per-node=1 accel launch --num_processes {most * nodes} …` (and --cpus-per-task for cores)"
+        )
+
+
+def _names(env: Mapping[str, str], nodes: int) -> list[str]:
+    from .nodelist import expand
+
+    text = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST", "")
+    if not text:
+        raise SpecError(f"Slurm says that this step has {nodes} nodes, but SLURM_STEP_NODELIST is not set")
+    names = expand(text)
+    if len(names) != nodes:
+        raise SpecError(f"SLURM_STEP_NODELIST={text} names {len(names)} nodes, and SLURM_STEP_NUM_NODES is {nodes}")
+    return names
+
+
+def _attempt(env: Mapping[str, str]) -> int:
+    return number(env, "SLURM_RESTART_COUNT", default=0)

@@ -1,0 +1,179 @@
+"""A sweep: one job for each point of a table of arguments, submitted together."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .errors import SpecError
+from .job import JobSpec
+from .store import Store
+
+if TYPE_CHECKING:
+    from .handle import Job
+    from .target import Plan
+
+Point = Mapping[str, str]
+
+_MOST = 10_000
+_NAME_LENGTH = 80
+
+
+def grid(axes: Mapping[str, Sequence[str]]) -> list[Point]:
+    """Every combination of the values, the last axis varying fastest. Raises SpecError."""
+    for name, values in axes.items():
+        if not values:
+            raise SpecError(f"sweep: {name} has no values")
+    count = 1
+    for values in axes.values():
+        count *= len(values)
+    _check_count(count)
+    return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+
+
+def read(path: str | os.PathLike[str]) -> list[Point]:
+    """The points in a file: CSV with a header, or YAML or JSON with a list of mappings (the points) or a mapping of
+    lists (a grid). Raises SpecError, naming the file and the place."""
+    name = os.fspath(path)
+    try:
+        text = Path(name).read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(f"sweep {name}: {getattr(error, 'strerror', None) or 'it is not text'}") from None
+    points = _from_csv(text, name) if name.endswith((".csv", ".tsv")) else _from_yaml(text, name)
+    if not points:
+        raise SpecError(f"sweep {name}: it has no points")
+    _check_count(len(points))
+    return points
+
+
+def specs(base: JobSpec, points: Sequence[Point]) -> list[JobSpec]:
+    """A job for each point: `{name}` in an argument stands for the point's value, and a name that no argument holds
+    is appended as `--name value`. The job's name tells the point. Raises SpecError."""
+    found = []
+    for point in points:
+        for key in point:
+            if not key or not key.isprintable() or key.startswith("-"):
+                raise SpecError(f"sweep: {key!r} is not the name of an argument; write it without dashes")
+        label = ", ".join(f"{key}={value}" for key, value in point.items())
+        name = f"{base.name} [{label}]"
+        short = name if len(name) <= _NAME_LENGTH else f"{name[: _NAME_LENGTH - 2]}…]"
+        printable = "".join(letter if letter.isprintable() else "_" for letter in short)
+        found.append(dataclasses.replace(base, argv=_arguments(base.argv, point), name=printable))
+    return found
+
+
+def submit_sweep(
+    jobs: Sequence[JobSpec], target_name: str, store: Store | None = None, *, start: str | Path | None = None
+) -> list[Job]:
+    """Submits the jobs, in one request where the target takes that. Raises what `submit` raises; where jobs are
+    submitted one by one, those before the one that is refused go on, and the message says how many."""
+    from .errors import SchedulerError
+    from .handle import Job, submit_spec
+    from .submitting import prepare, send_many
+    from .target import Sweeps
+
+    store = store or Store.default()
+    resolved, first = prepare(jobs[0], target_name, store, start)
+    if not isinstance(resolved.target, Sweeps):
+        done: list[Job] = []
+        for spec in jobs:
+            try:
+                done.append(submit_spec(spec, target_name, store, start=start))
+            except SchedulerError as error:
+                raise type(error)(f"{error} ({len(done)} of {len(jobs)} jobs were submitted before)") from None
+        return done
+    ready = [dataclasses.replace(spec, code=first.code, after=first.after) for spec in jobs]
+    ids = [store.new_id() for _ in ready]
+    plans = resolved.target.plan_many(ready, ids)
+    records = [
+        store.create(job_id, spec, plan, target=resolved.name, kind=resolved.kind, options=resolved.options)
+        for job_id, spec, plan in zip(ids, ready, plans, strict=True)
+    ]
+    send_many(records, resolved.target, plans)
+    return [Job(record, target=resolved.target) for record in records]
+
+
+def plans(
+    jobs: Sequence[JobSpec],
+    target_name: str,
+    ids: Sequence[str],
+    store: Store | None = None,
+    *,
+    start: str | Path | None = None,
+) -> list[Plan]:
+    """What `submit_sweep` would do. Writes nothing, asks nobody. Raises SpecError, ConfigError."""
+    from .submitting import prepare
+    from .target import Sweeps
+
+    store = store or Store.default()
+    resolved, first = prepare(jobs[0], target_name, store, start)
+    ready = [dataclasses.replace(spec, code=first.code, after=first.after) for spec in jobs]
+    if isinstance(resolved.target, Sweeps):
+        return resolved.target.plan_many(ready, ids)
+    return [resolved.target.plan(spec, job_id) for spec, job_id in zip(ready, ids, strict=True)]
+
+
+def _arguments(argv: Sequence[str], point: Point) -> tuple[str, ...]:
+    # All names at once: a value that looks like a name is not replaced again.
+    names = re.compile("|".join(re.escape(f"{{{key}}}") for key in point))
+    used = {found[1:-1] for word in argv for found in names.findall(word)}
+    words = [names.sub(lambda found: point[found[0][1:-1]], word) for word in argv]
+    for key, value in point.items():
+        if key not in used:
+            words += [f"--{key}", value]
+    return tuple(words)
+
+
+def _check_count(count: int) -> None:
+    if count > _MOST:
+        raise SpecError(f"sweep: {count:,} jobs; {_MOST:,} are the most that one sweep may have")
+
+
+def _from_csv(text: str, name: str) -> list[Point]:
+    import csv
+
+    rows = csv.reader(text.splitlines(), delimiter="\t" if name.endswith(".tsv") else ",", strict=True)
+    try:
+        header = next(rows, [])
+        if len(set(header)) != len(header):
+            raise SpecError(f"sweep {name}:1: a column has the name of another")
+        points: list[Point] = []
+        for row in rows:
+            if row and len(row) != len(header):
+                raise SpecError(f"sweep {name}:{rows.line_num}: {len(row)} values for {len(header)} columns")
+            if row:
+                points.append(dict(zip(header, row, strict=True)))
+    except csv.Error as error:
+        raise SpecError(f"sweep {name}:{rows.line_num}: {error}") from None
+    return points
+
+
+def _from_yaml(text: str, name: str) -> list[Point]:
+    import yaml
+
+    try:
+        # Every scalar as it is written: 1e-3 stays 1e-3, and no is a word.
+        value = yaml.load(text, yaml.BaseLoader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f"{name}:{mark.line + 1}" if mark is not None else name
+        raise SpecError(f"sweep {place}: {getattr(error, 'problem', None) or 'it is not YAML'}") from None
+    if isinstance(value, dict):
+        for key, values in value.items():
+            if not isinstance(values, list):
+                raise SpecError(f"sweep {name}: {key}: expects a list of values")
+        return grid({key: [_scalar(item, name, key) for item in values] for key, values in value.items()})
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        raise SpecError(f"sweep {name}: expects a list of mappings (the points) or a mapping of lists (a grid)")
+    return [{key: _scalar(item, name, key) for key, item in point.items()} for point in value]
+
+
+def _scalar(value: Any, name: str, key: str) -> str:
+    if not isinstance(value, str):
+        raise SpecError(f"sweep {name}: {key}: expects a plain value, not {value!r}")
+    return value

@@ -1,0 +1,127 @@
+"""Machines that are cut off without a word: the others end their ranks, and hear what they are told."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from accel.launch import rendezvous
+from accel.launch.patience import Patience, StoreSilent
+from tests.clusters.netns import lacking
+from tests.clusters.ssh import PROGRAMS, SshHosts, claim
+from tests.needs import missing
+
+from .conftest import DEADLINE_S, ROOT, until
+from .test_nodes import free_port
+
+PROGRAM = "trap 'echo told to end; exit 3' TERM; echo here; while :; do sleep 0.1; done"
+Start = Callable[..., list["subprocess.Popen[bytes]"]]
+
+
+@pytest.fixture(scope="module")
+def two_hosts() -> Iterator[SshHosts]:
+    absent = lacking(**PROGRAMS)
+    if absent:
+        missing(*absent)
+    hosts = claim()
+    try:
+        hosts.up(2)
+        yield hosts
+    finally:
+        hosts.down()
+
+
+@pytest.fixture
+def start(two_hosts: SshHosts, tmp_path: Path) -> Iterator[Start]:
+    """Starts a gang of one rank on each host; returns its launchers when both ranks run."""
+    launchers: list[subprocess.Popen[bytes]] = []
+
+    def start(*flags: str) -> list[subprocess.Popen[bytes]]:
+        program = tmp_path / "program.sh"
+        program.write_text(f"#!/bin/sh\n{PROGRAM}\n")
+        program.chmod(0o755)
+        for rank, machine in enumerate(two_hosts.machines):
+            command = [sys.executable, "-m", "accel", "launch", "--cpu", "--no_python", "--num_machines", "2"]
+            command += ["--machine_rank", str(rank), "--main_process_ip", two_hosts["node1"].address]
+            command += ["--num_processes", "2", "--log_dir", str(tmp_path / f"node{rank}"), *flags, str(program)]
+            env = {**os.environ, "PYTHONPATH": str(ROOT)}
+            noted = ["sh", "-c", 'echo $$ > "$0"; exec "$@"', str(tmp_path / f"pid{rank}"), *command]
+            launchers.append(subprocess.Popen(machine.argv(*noted), cwd=tmp_path, env=env))
+        for rank in range(2):
+            until(f"rank {rank} runs", lambda rank=rank: "here" in printed(tmp_path, rank))  # type: ignore[misc]
+        return launchers
+
+    yield start
+    two_hosts.heal()
+    for machine in two_hosts.machines:
+        machine.kill()
+    for launcher in launchers:
+        launcher.wait(DEADLINE_S)
+    two_hosts.heal()
+
+
+def tell_to_end(hosts: SshHosts, rank: int, folder: Path) -> None:
+    """By its number there: the process that is known here only waits for it."""
+    hosts.machines[rank].run("kill", "-TERM", (folder / f"pid{rank}").read_text().strip())
+
+
+def printed(folder: Path, rank: int) -> str:
+    log = folder / f"node{rank}" / f"rank-{rank}.a0.log"
+    return log.read_text() if log.exists() else ""
+
+
+def test_a_lost_node_0_does_not_make_the_others_deaf(start: Start, two_hosts: SshHosts, tmp_path: Path) -> None:
+    launchers = start("--shutdown_timeout", "600", "--rdzv_conf", "lost_after=600")
+    two_hosts["node1"].link(False)
+    tell_to_end(two_hosts, 1, tmp_path)
+    assert launchers[1].wait(DEADLINE_S) != 0
+    assert "told to end" in printed(tmp_path, 1)
+
+
+def test_the_others_notice_that_node_0_is_lost(start: Start, two_hosts: SshHosts, tmp_path: Path) -> None:
+    launchers = start("--shutdown_timeout", "600", "--rdzv_conf", "lost_after=2")
+    two_hosts["node1"].link(False)
+    assert launchers[1].wait(DEADLINE_S) != 0
+    assert "told to end" in printed(tmp_path, 1)
+    assert "node 0 is gone: its store has not answered for" in (tmp_path / "node1/launch.jsonl").read_text()
+
+
+def test_node_0_need_not_stay_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "STAY_S", 3600.0)
+    port = free_port()
+    nodes = [
+        rendezvous.GangRendezvous(
+            address="127.0.0.1", port=port, node_rank=rank, nodes=2, run_id="x", stay_s=0, ending=lambda: True
+        )
+        for rank in range(2)
+    ]
+    meeting = [threading.Thread(target=node.next_rendezvous, daemon=True) for node in nodes]
+    for thread in meeting:
+        thread.start()
+    for thread in meeting:
+        thread.join(DEADLINE_S)
+    leaving = threading.Thread(target=nodes[0].leave, daemon=True)
+    leaving.start()
+    leaving.join(DEADLINE_S)
+    assert not leaving.is_alive()
+
+
+def test_a_silent_store_is_asked_no_more() -> None:
+    ending, never, asked = threading.Event(), threading.Event(), []
+    patience = Patience(3600, ending.is_set)
+    assert patience.ask(lambda: 7) == 7
+    with pytest.raises(ZeroDivisionError):
+        patience.ask(lambda: 1 // 0)
+    ending.set()
+    with pytest.raises(StoreSilent):
+        patience.ask(never.wait)
+    with pytest.raises(StoreSilent):
+        patience.ask(lambda: asked.append(1))
+    assert not asked
+    never.set()

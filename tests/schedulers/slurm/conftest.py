@@ -1,0 +1,147 @@
+"""Slurm clusters for the tests that need one: started once, ended at the end, mended between tests."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shlex
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import schedulers
+from schedulers import Job
+from tests.clusters.netns import lacking
+from tests.clusters.slurm import ACCOUNTING_PROGRAMS, LOGIN_PROGRAMS, PROGRAMS, Slurm, claim
+from tests.needs import missing
+
+NODES = 4
+ROOT = Path(__file__).parents[3]
+Submit = Callable[..., Job]
+
+
+@pytest.fixture(scope="session")
+def _without_accounting() -> Iterator[Slurm]:
+    yield from _started(accounting=False, gpus=0)
+
+
+@pytest.fixture(scope="session")
+def _with_accounting() -> Iterator[Slurm]:
+    yield from _started(accounting=True, gpus=2)
+
+
+def _started(*, accounting: bool, gpus: int) -> Iterator[Slurm]:
+    absent = lacking(**PROGRAMS, **LOGIN_PROGRAMS, **(ACCOUNTING_PROGRAMS if accounting else {}))
+    if absent:
+        missing(*absent)
+    with claim() as cluster:
+        cluster.start(NODES, accounting=accounting, gpus=gpus, login=True)
+        yield cluster
+
+
+@pytest.fixture
+def slurm(_without_accounting: Slurm, monkeypatch: pytest.MonkeyPatch) -> Iterator[Slurm]:
+    """n1 … n4 and a login machine, idle and without jobs; sacct is off. This process is a client of the cluster."""
+    yield from _healed(_without_accounting, monkeypatch)
+
+
+@pytest.fixture
+def slurm_accounting(_with_accounting: Slurm, monkeypatch: pytest.MonkeyPatch) -> Iterator[Slurm]:
+    """As `slurm`, and sacct works, and each node has two seeming GPUs, of type a100."""
+    yield from _healed(_with_accounting, monkeypatch)
+
+
+def _healed(cluster: Slurm, monkeypatch: pytest.MonkeyPatch) -> Iterator[Slurm]:
+    for name in [name for name in os.environ if name.startswith("SLURM_")]:
+        monkeypatch.delenv(name)
+    for name, value in cluster.env.items():
+        monkeypatch.setenv(name, value)
+    try:
+        yield cluster
+    finally:
+        cluster.heal()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    """A test that failed shows what its cluster says."""
+    report: pytest.TestReport = yield  # type: ignore[assignment]
+    if report.when == "call" and report.failed and isinstance(item, pytest.Function):
+        for cluster in item.funcargs.values():
+            if isinstance(cluster, Slurm):
+                report.sections.append((f"cluster {cluster.slot.tag}", cluster.diagnose()))
+    return report  # type: ignore[return-value]
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the store is, and the directories of the jobs with it."""
+    monkeypatch.setenv("ACCEL_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # what is exported to jobs, and to the launchers on the nodes
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A directory whose name would break any command line that was put together as text."""
+    directory = tmp_path / 'it\'s a "pro ject"; $(x) %j'
+    directory.mkdir()
+    return directory
+
+
+@pytest.fixture
+def submit(home: Path, project: Path) -> Submit:
+    """Submits `script` (the text of a shell script) to the cluster that the test has."""
+    numbers = itertools.count()
+
+    def submit(text: str, args: tuple[str, ...] = (), **given: Any) -> Job:
+        script = project / f"job {next(numbers)}.sh"
+        script.write_text(f"#!/bin/sh\n{text}\n")
+        script.chmod(0o755)
+        options = {"cpu": True, **given.pop("options", {})}
+        settings = {"entry": "command", "procs_per_node": 1, "cpus": 1, "grace_s": 2.0, "target": "slurm", **given}
+        return schedulers.submit(f"./{script.name}", args, cwd=project, options=options, **settings)
+
+    return submit
+
+
+def until(condition: Callable[[], bool], what: str, seconds: float = 90) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        time.sleep(0.05)
+
+
+def printed(job: Job) -> str:
+    return "".join(line.text for line in job.logs() if line.rank is not None)
+
+
+class Calls:
+    """Counts the calls of some commands: each is in the PATH as a script that notes the call and runs the real one."""
+
+    def __init__(self, directory: Path, names: Sequence[str]) -> None:
+        directory.mkdir()
+        self._log = directory / "calls"
+        for name in names:
+            script = directory / name
+            script.write_text(
+                f'#!/bin/sh\necho {name} >> {shlex.quote(str(self._log))}\nexec {shutil.which(name)} "$@"\n'
+            )
+            script.chmod(0o755)
+
+    def taken(self) -> list[str]:
+        """The commands since the last time."""
+        found = self._log.read_text().split() if self._log.exists() else []
+        self._log.unlink(missing_ok=True)
+        return found
+
+
+@pytest.fixture
+def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Calls:
+    found = Calls(tmp_path / "bin", ("squeue", "sacct", "scancel", "sbatch", "scontrol"))
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    return found

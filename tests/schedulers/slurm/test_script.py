@@ -1,0 +1,158 @@
+"""The batch script: held by golden files, and refused before sbatch is called."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+
+from schedulers import JobSpec, Resources, Retry, SpecError
+from schedulers.options import make_options
+from schedulers.slurm import sbatch, script
+from schedulers.slurm.options import SlurmOptions, check
+from tests.golden import assert_golden
+
+_D = "/shared/me/accel/jobs/2mxaaaaaaaa"
+
+
+def options(**given: Any) -> SlurmOptions:
+    found: SlurmOptions = make_options(SlurmOptions, given, {}, lambda path, of_key: "target big")[0]
+    check(found, "big")
+    return found
+
+
+def everything() -> JobSpec:
+    return JobSpec(
+        argv=("train.py", "--name", 'it\'s a "job"', "", "a\nb", "ü"),
+        name='everything, at #once: it\'s 100 % "quoted"',
+        nodes=4,
+        procs_per_node=8,
+        resources=Resources(gpus=8, cpus=64, memory_gb=480, accelerator="a100"),
+        env={"A": "1 2"},
+        secrets={"HF_TOKEN": "env:HF_TOKEN"},
+        code="/home/me/project",
+        workdir="examples",
+        setup=(("pip", "install", "-e", "."),),
+        time_limit_s=90 * 60,
+        grace_s=120.5,
+        retry=Retry(max_restarts=3),
+    )
+
+
+def full_options(**given: Any) -> SlurmOptions:
+    return options(
+        partition=["gpu", "gpu-long"], account="lab", qos="high", constraint="ib&nvme", exclusive=True,
+        reservation="workshop", mail_type=["END", "FAIL"], mail_user="me@example.org", exclude="gpu[07,11]",
+        modules=["cuda/12.4"], prologue=["ulimit -l unlimited", "export NCCL_DEBUG=WARN"], setup=[["nvidia-smi"]],
+        interface="ib0", array_throttle=5, sbatch={"hint": "nomultithread", "wckey": "paper", "reboot": False},
+        srun=["--mpi=none"], **given,
+    )  # fmt: skip
+
+
+def text_of(spec: JobSpec, given: SlurmOptions, **more: Any) -> str:
+    rendered = script.render(spec, given, "2mxaaaaaaaa", _D, python="/opt/accel/bin/python", **more)
+    made = script.settings(spec, given, "2mxaaaaaaaa", _D, python="/opt/accel/bin/python", code="/home/me/project")
+    return f"{rendered}\n# settings.json\n{json.dumps(made, indent=2)}\n"
+
+
+def test_everything() -> None:
+    assert_golden("slurm_everything.txt", text_of(everything(), full_options(), after=("41", "42")))
+
+
+def test_the_least() -> None:
+    assert_golden("slurm_least.txt", text_of(JobSpec(argv=("train.py",)), options()))
+
+
+@pytest.mark.parametrize("container", ["pyxis", "apptainer"])
+def test_a_container(container: str) -> None:
+    spec = dataclasses.replace(everything(), image="docker://example.org/team/train:2")
+    given = options(container=container, container_mounts=["/data:/data"])
+    assert_golden(f"slurm_{container}.txt", text_of(spec, given))
+
+
+def test_an_array_is_one_script() -> None:
+    text = script.render(everything(), full_options(), "2mxaaaaaaaa", _D, python="python3", tasks=20)
+    assert "#SBATCH --array=0-19%5\n" in text
+    assert text.endswith(f"exec python3 -I {_D}/slurm/batch.py --array {_D}\n")
+
+
+def test_what_accel_says_to_sbatch_is_known_to_every_slurm_since_20_11() -> None:
+    lines = text_of(everything(), full_options()).split("\n")
+    said = [line[len("#SBATCH --") :].partition("=")[0] for line in lines if line.startswith("#SBATCH")]
+    assert {"nodes", "comment", "signal", "requeue"} <= set(said)
+    assert {sbatch.since(name) for name in said} == {"20.11"}
+
+
+def test_a_directory_with_a_percent_sign_is_no_pattern() -> None:
+    text = script.render(JobSpec(argv=("a.py",)), options(), "2mxaaaaaaaa", "/data/50%j of it", python="python3")
+    assert "#SBATCH --output='/data/50%%j of it/logs/slurm.log'\n" in text
+    assert "#SBATCH --chdir='/data/50%j of it'\n" in text
+    with pytest.raises(SpecError, match="backslash"):
+        script.render(JobSpec(argv=("a.py",)), options(), "2mxaaaaaaaa", "/data/a\\b", python="python3")
+
+
+def test_gpus_are_asked_for_once() -> None:
+    spec = JobSpec(argv=("a.py",), resources=Resources(gpus=4))
+    assert "#SBATCH --gres=gpu:4\n" in script.render(spec, options(), "x", _D, python="p")
+    assert "#SBATCH --gres=gpu:h100:4\n" in script.render(spec, options(gpu_type="h100"), "x", _D, python="p")
+    given = options(gres="gpu:h100:4,nvme:1")
+    script.check(spec, given, "big")
+    assert "#SBATCH --gres=gpu:h100:4,nvme:1\n" in script.render(spec, given, "x", _D, python="p")
+    with pytest.raises(SpecError, match=r"gres asks for 2 GPUs on each node, and --gpus for 4"):
+        script.check(spec, options(gres="gpu:2"), "big")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"sbatch": {"partion": "gpu"}}, "sbatch has no option 'partion'; did you mean 'partition'"),
+        ({"sbatch": {"output": "x"}}, "accel says 'output' to sbatch itself; what you can say is accel logs"),
+        ({"sbatch": {"hint": True}}, "hint needs a value"),
+        ({"sbatch": {"hold": "yes"}}, "hold is true or false, not 'yes'"),
+        ({"sbatch": {"partition": "a"}, "partition": "b"}, "partition and sbatch: partition say the same thing"),
+        ({"sbatch": {"wckey": "a\nb"}}, "wckey must be one line"),
+        ({"partition": "a\nb"}, "partition must be one printable line"),
+        ({"gres": "gpu 4"}, "gres must be like gpu:a100:4"),
+        ({"start_timeout_s": 0.0}, "start_timeout_s must be more than 0"),
+        ({"array_throttle": 0}, "array_throttle must be 1 or more"),
+        ({"slurm_version": "latest"}, "slurm_version must be like '23.11'"),
+        ({"prologue": ["a\nb"]}, "lists of lines"),
+        ({"setup": [[]]}, "a command has no program"),
+        ({"user": "me"}, "user belongs to login"),
+        ({"root": "accel"}, "root must begin with / or ~/"),
+        ({"login": "head", "port": 70000}, "port must be 1 to 65535"),
+    ],
+)
+def test_refused_in_one_line(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        options(**given)
+    assert message in str(caught.value)
+    assert str(caught.value).startswith("target big: ")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"image": "train:2"}, "--image needs container"),
+        ({"grace_s": 100_000.0}, "Slurm warns 65535 seconds ahead at most"),
+        ({"secrets": {"T": "vault:x"}}, "reads env:NAME and file:PATH, not vault:"),
+    ],
+)
+def test_a_job_that_cannot_be_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        script.check(dataclasses.replace(everything(), **change), options(), "big")
+    assert message in str(caught.value)
+
+
+def test_what_a_job_does_not_get_is_said() -> None:
+    spec = JobSpec(argv=("a.py",), time_limit_s=90, resources=Resources(shm_gb=1))
+    said = script.warnings(spec, options(slurm_version="22.05", sbatch={"segment": 4}))
+    assert [line.split(":")[0] for line in said] == [
+        "--cpus is not given",
+        "Slurm counts time limits in minutes",
+        "shm_gb is not enforced on a slurm target",
+        "sbatch --segment came with Slurm 24.05, and the target says 22.05",
+    ]

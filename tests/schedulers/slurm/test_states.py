@@ -1,0 +1,77 @@
+"""What Slurm says, and what we say of it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+
+import pytest
+
+from schedulers.job import Reason, State
+from schedulers.slurm.states import _STATES, Said, exit_code, status_of
+from tests.needs import missing
+
+
+@pytest.mark.parametrize(
+    ("said", "state", "reason", "code"),
+    [
+        (Said(state="PENDING", reason="Priority"), State.QUEUED, Reason.NO_CAPACITY, None),
+        (Said(state="PENDING", reason="Dependency"), State.QUEUED, Reason.DEPENDENCY, None),
+        (Said(state="PENDING", reason="BeginTime"), State.QUEUED, Reason.NONE, None),
+        (Said(state="RUNNING", nodes="n[1-2]"), State.RUNNING, Reason.NONE, None),
+        (Said(state="COMPLETED", code="0:0"), State.SUCCEEDED, Reason.NONE, 0),
+        (Said(state="FAILED", reason="NonZeroExitCode", code="7:0"), State.FAILED, Reason.EXIT_CODE, 7),
+        (Said(state="FAILED", code="0:11"), State.FAILED, Reason.EXIT_CODE, 139),
+        (Said(state="CANCELLED by 1000"), State.CANCELLED, Reason.USER, None),
+        (Said(state="CANCELLED+"), State.CANCELLED, Reason.USER, None),
+        (Said(state="TIMEOUT", code="0:15"), State.FAILED, Reason.TIME_LIMIT, 143),
+        (Said(state="NODE_FAIL"), State.FAILED, Reason.NODE_FAILURE, None),
+        (Said(state="PREEMPTED", restarts=2), State.FAILED, Reason.PREEMPTED, None),
+        (Said(state="OUT_OF_MEMORY", code="0:125"), State.FAILED, Reason.OUT_OF_MEMORY, 253),
+        (Said(state="CANCELLED", reason="DependencyNeverSatisfied"), State.FAILED, Reason.DEPENDENCY, None),
+    ],
+)
+def test_state_reason_and_code(said: Said, state: State, reason: Reason, code: int | None) -> None:
+    status = status_of(said)
+    assert (status.state, status.reason, status.exit_code) == (state, reason, code)
+    assert status.native_state == said.state
+    assert status.attempt == said.restarts
+
+
+def test_the_true_code_behind_the_echo_of_killed_peers() -> None:
+    assert exit_code(Said(state="FAILED", code="143:0", derived="7:0")) == 7
+    assert exit_code(Said(state="FAILED", code="3:0", derived="143:0")) == 3
+    assert exit_code(Said(state="FAILED", code="0:0", derived="9:0")) == 9
+    assert exit_code(Said(state="FAILED")) is None
+
+
+def test_a_request_that_pends_for_ever_says_why() -> None:
+    status = status_of(Said(state="PENDING", reason="PartitionConfig"))
+    assert "can never run" in status.message
+    assert "(PartitionConfig)" in status.message
+
+
+def test_a_reason_that_nobody_has_told_us_of_is_shown_as_it_is() -> None:
+    sentence = "(Nodes required for job are DOWN, DRAINED or reserved for jobs in higher priority partitions)"
+    status = status_of(Said(state="PENDING", reason=sentence))
+    assert status.reason is Reason.NO_CAPACITY
+    assert status.message == sentence.strip("()")
+
+
+def test_a_state_that_nobody_has_told_us_of_ends_no_job() -> None:
+    status = status_of(Said(state="LEVITATING"))
+    assert status.state is State.RUNNING
+    assert "LEVITATING" in status.message
+
+
+def test_a_time_limit_says_what_the_script_could_do() -> None:
+    assert "checkpoint_on_preemption" in status_of(Said(state="TIMEOUT")).message
+
+
+def test_every_state_of_this_slurm_is_known() -> None:
+    manual = subprocess.run(["man", "-P", "cat", "squeue"], capture_output=True, text=True, timeout=60, check=False)
+    part = manual.stdout.partition("JOB STATE CODES\n")[2].partition("\nENVIRONMENT")[0]
+    named = set(re.findall(r"^ +[A-Z]{1,3} +([A-Z_]{5,})", part, re.MULTILINE))
+    if not named:
+        missing("the manual page of squeue", "apt-get install slurm-client man-db")
+    assert named <= set(_STATES)
