@@ -9,6 +9,7 @@ from . import __doc__ as about
 from .jobs import listing, noticing
 from .launch import gang, single
 from .runtime import checkpoints, collectives, ddp_steps, dispatch, imports, loaders, samplers, steps
+from .slurm import slurm_end, slurm_launch, slurm_list, slurm_requeue, slurm_submit
 from .ssh import ssh_client, ssh_cut, ssh_fan_out, ssh_launch
 from .startup import startup
 
@@ -30,13 +31,18 @@ ALL = {
     "ssh_fan_out": (ssh_fan_out, 7),
     "ssh_cut": (ssh_cut, 3),
     "ssh_client": (ssh_client, 5),
+    "slurm_submit": (slurm_submit, 15),
+    "slurm_end": (slurm_end, 5),
+    "slurm_list": (slurm_list, 9),
+    "slurm_requeue": (slurm_requeue, 3),
+    "slurm_launch": (slurm_launch, 5),
 }
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "names", nargs="*", metavar="NAME", help=f"one or more of {', '.join(ALL)}; ssh is all of ssh_…"
+        "names", nargs="*", metavar="NAME", help=f"one or more of {', '.join(ALL)}; slurm is all of slurm_…"
     )
     parser.add_argument("--rounds", type=int, help="instead of each benchmark's own number")
     args = parser.parse_args()

@@ -69,7 +69,9 @@ def report(name: str, seconds: Mapping[str, list[float]], bars: list[Bar]) -> bo
 
 
 def shown(key: str, value: float) -> str:
-    """A figure with its unit: seconds, unless its name says that it is memory."""
+    """A figure with its unit: seconds, unless its name says that it is memory, or calls."""
+    if key.startswith("calls"):
+        return f"{value:8g}"
     if "GB" in key:
         return f"{value:8.3f} GB"
     return f"{value * 1e3:8.1f} ms" if abs(value) >= 0.01 else f"{value * 1e6:8.1f} µs"

@@ -202,12 +202,13 @@ def _is_fragment(line: str) -> bool:
 
 
 def append_line(
-    path: str, decide: Callable[[list[dict[str, Any]]], Mapping[str, Any] | None]
+    path: str, decide: Callable[[list[dict[str, Any]]], Mapping[str, Any] | None], *, durably: bool = True
 ) -> tuple[list[dict[str, Any]], bool]:
     """Shows every record to `decide`, and appends the one that it returns, with no other writer between the two.
 
-    Returns the records there are now and whether one was appended. When this returns, it is on the disk. Raises
-    StoreError when the file is damaged or newer, or cannot be written; it then holds what it held before.
+    Returns the records there are now and whether one was appended. When this returns, it is on the disk; without
+    `durably` it gets there when the system sees fit, or with the next that is. Raises StoreError when the file is
+    damaged or newer, or cannot be written; it then holds what it held before.
     """
     try:
         fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
@@ -223,7 +224,7 @@ def append_line(
                 return records, False
             whole = {"schema": SCHEMA, **row, **({"torn_before": True} if torn else {})}
             ending = _VOID if raw and not raw.endswith(b"\n") else b""
-            _append(fd, len(raw), ending + encode(whole, path) + b"\n")
+            _append(fd, len(raw), ending + encode(whole, path) + b"\n", durably)
             return [*records, whole], True
     except OSError as error:
         raise refusal(error, path, "write") from error
@@ -231,11 +232,12 @@ def append_line(
         os.close(fd)
 
 
-def _append(fd: int, size: int, data: bytes) -> None:
+def _append(fd: int, size: int, data: bytes, durably: bool) -> None:
     try:
         if os.write(fd, data) != len(data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        os.fsync(fd)
+        if durably:
+            os.fsync(fd)
     except OSError:
         with contextlib.suppress(OSError):
             os.ftruncate(fd, size)

@@ -3,6 +3,7 @@
 rank-3.a0.log    what rank 3 wrote in attempt 0, stdout and stderr in the order they were written
 node-0.log       what the launcher of node 0 wrote
 setup.log        what the setup commands wrote
+slurm.log        what a batch script of Slurm's wrote
 sizes.jsonl      how long each of them was at what time, noted once a second while they grow
 """
 

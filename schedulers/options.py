@@ -27,7 +27,13 @@ def make_options(
     for key in values:
         _refuse_unknown(key, fields, place((key,), True))
     for key in overrides:
-        _refuse_unknown(key, fields, "option")
+        if key not in fields:
+            words = ", ".join(fields) or "none"
+            flag = key.replace("_", "-")
+            raise ConfigError(
+                f"option {key!r} (--{flag}, --option {key}=…): this kind of target has no such option"
+                f"{nearest(key, fields)} (options: {words})"
+            )
     given = {**values, **overrides}
     missing = [name for name, f in fields.items() if name not in given and _required(f)]
     if missing:

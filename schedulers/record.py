@@ -141,7 +141,9 @@ class Record:
                 return None
             return {"event": "status", "at": time.time(), "status": new.to_json(), "native_id": native}
 
-        rows, appended = disk.append_line(self._events, decide)
+        # What the backend can be asked again need not survive a crash: it is not waited for, a thousand times over.
+        durably = status.state.final or native_id is not None
+        rows, appended = disk.append_line(self._events, decide, durably=durably)
         if appended:
             self._read(rows)
         elif _same(status, self.status) and not self.status.state.final:

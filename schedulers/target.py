@@ -17,6 +17,7 @@ ENTRY_POINT_GROUP = "accel.targets"
 BUILT_IN: Mapping[str, str] = {
     "local": "schedulers.local.target:LocalTarget",
     "ssh": "schedulers.ssh.target:SshTarget",
+    "slurm": "schedulers.slurm.target:SlurmTarget",
 }
 
 

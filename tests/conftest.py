@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Iterator
 
 import pytest
+
+
+def pytest_configure() -> None:
+    """Take the signals that a shell has ignored in what it runs in the background: the tests' programs inherit that."""
+    for signum in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
+        if signal.getsignal(signum) is signal.SIG_IGN:
+            signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
 
 
 def pytest_collection_finish() -> None:

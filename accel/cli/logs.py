@@ -13,6 +13,7 @@ and the exit code is 1. With -f that counts when the job is over; until then it 
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
 from . import exits, finding, values
@@ -58,14 +59,15 @@ def _since(text: str) -> str | float:
 
 
 def run(args: Namespace) -> int:
-    from .stream import LogPrinter, has_many_ranks, say_how_to_stop
+    from .stream import LogPrinter, has_many_ranks, say_how_to_stop, why_it_waits
 
     job = finding.find("accel logs", args.job, args)
     prefix = False if args.no_prefix else has_many_ranks(job, args.rank)
     since = job.cursor(args.since)
     printer = LogPrinter(prefix=prefix, json=args.json, since=since, flush=args.follow)
     try:
-        printer.print(job.logs(follow=args.follow, ranks=args.rank, since=since, tail=args.tail))
+        with why_it_waits(job) if args.follow else contextlib.nullcontext():
+            printer.print(job.logs(follow=args.follow, ranks=args.rank, since=since, tail=args.tail))
     except KeyboardInterrupt:
         if args.follow:
             say_how_to_stop(job)

@@ -1,10 +1,12 @@
-"""Writing a job's log lines, byte for byte, and what Ctrl-C says while they are followed."""
+"""Writing a job's log lines, byte for byte, and what is said to people while they are followed."""
 
 from __future__ import annotations
 
 import base64
+import contextlib
 import sys
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .output import note
@@ -12,6 +14,8 @@ from .output import note
 if TYPE_CHECKING:
     from schedulers.handle import Job
     from schedulers.job import Cursor, LogLine
+
+_LOOK_S = 0.75
 
 
 class LogPrinter:
@@ -93,6 +97,30 @@ def has_many_ranks(job: Job, ranks: Sequence[int] | None) -> bool | None:
     if spec.nodes > 1 or spec.procs_per_node or spec.resources.gpus:
         return spec.nodes * (spec.procs_per_node or max(1, spec.resources.gpus)) > 1
     return None  # one for each accelerator that the job finds
+
+
+@contextlib.contextmanager
+def why_it_waits(job: Job) -> Iterator[None]:
+    """Meanwhile says on stderr why the job is queued, when that is more than passing, and again when it changes."""
+    over = threading.Event()
+    threading.Thread(target=_say_why, args=(job, over), name="why it waits", daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
+
+
+def _say_why(job: Job, over: threading.Event) -> None:
+    from schedulers.job import State
+
+    said = before = ""
+    while not over.wait(_LOOK_S):
+        status = job.record.status  # as whoever follows the job has asked for it
+        now = status.message if status.state is State.QUEUED else ""
+        if now and now == before and now != said:
+            said = now
+            note(f"job {job.id} is queued: {now}")
+        before = now
 
 
 def say_how_to_stop(job: Job) -> None:

@@ -114,12 +114,13 @@ def _submit(spec: JobSpec, args: Namespace) -> int:
 
 def _follow(job: Job, *, as_json: bool) -> int:
     from .rows import outcome, record_json
-    from .stream import LogPrinter, has_many_ranks, say_how_to_stop
+    from .stream import LogPrinter, has_many_ranks, say_how_to_stop, why_it_waits
 
     printer = LogPrinter(prefix=has_many_ranks(job, None), json=as_json, since=None, flush=True)
     try:
-        printer.print(job.logs(follow=True))
-        status = job.wait()
+        with why_it_waits(job):
+            printer.print(job.logs(follow=True))
+            status = job.wait()
     except KeyboardInterrupt:
         say_how_to_stop(job)
         return exits.INTERRUPTED

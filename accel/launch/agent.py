@@ -46,6 +46,7 @@ class RankSettings:
     spawn: bool
     grace_s: float
     first_attempt: int = 0
+    requeued: bool = False  # ranks that ask to be started again are so by the scheduler, elsewhere perhaps
 
 
 class GangAgent(SimpleElasticAgent):
@@ -167,6 +168,8 @@ class GangAgent(SimpleElasticAgent):
         self.failure = Failure.from_json(agreed) if agreed and elsewhere else failure
         if self.failure.rank is None:
             self._remaining_restarts = 0  # a launcher has gone: nobody is there to start its ranks again
+        if self._settings.requeued and self.failure.reason == "preempted":
+            self._remaining_restarts = 0
         self._observe("failure", failure=self.failure, restarts_left=self._remaining_restarts)
         return RunResult(WorkerState.FAILED, failures=self._process_failures())
 

@@ -157,6 +157,7 @@ def _agent(run: Launch, handler: RendezvousHandler, server: ForkServer, signals:
         spawn=run.spawn,
         grace_s=run.grace_s,
         first_attempt=run.first_attempt,
+        requeued=run.requeued,
     )
     os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"  # all machines run equally many ranks: no exchange, no wait
     observe = _observer(run, tee)

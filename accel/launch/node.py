@@ -52,6 +52,7 @@ class Launch:
     quiet: bool = False
     node_names: tuple[str, ...] = ()  # by rank, where a scheduler has told them
     source: str = ""  # what has told how many machines there are and which of them this is
+    requeued: bool = False  # by its scheduler, when its ranks were warned
     events: str | None = None  # where to tell what happens, instead of beside the logs
 
     @property
@@ -86,7 +87,8 @@ def plan(options: Mapping[str, Any], program: Program, env: Mapping[str, str] = 
         monitor_interval_s=options["monitor_interval"], log_dir=options["log_dir"], tee=options["tee"],
         spawn=(options["start_method"] or ("spawn" if sys.platform == "darwin" else "fork")) == "spawn",
         quiet=options["quiet"], first_attempt=_first_attempt(env, found), node_names=found.names,
-        source=found.source, events=None if guard.LAUNCH_ID in env else env.get("ACCEL_LAUNCH_EVENTS"),
+        source=found.source, requeued="ACCEL_REQUEUED" in env and guard.LAUNCH_ID not in env,
+        events=None if guard.LAUNCH_ID in env else env.get("ACCEL_LAUNCH_EVENTS"),
     )  # fmt: skip
 
 

@@ -73,7 +73,7 @@ def render(
     directives = list(_directives(spec, options, job_id, directory, after, tasks))
     lines = ["#!/bin/bash", *(_line(name, value) for name, value in directives)]
     if options.modules:
-        lines += ["", *(f"module load {shlex.quote(module)}" for module in options.modules)]
+        lines += ["", *(f"module load {shlex.quote(module)} || exit" for module in options.modules)]
     if options.prologue:
         lines += ["", *options.prologue]
     where = shlex.quote(directory)
@@ -219,6 +219,8 @@ def _pattern(path: str) -> str:
     """A path as part of a file name pattern of Slurm's. Raises SpecError for one that cannot be."""
     if "\\" in path or "\n" in path:
         raise SpecError(f"Slurm cannot write to a directory whose name holds a backslash or a line break: {path!r}")
+    if any(f"%{letter}" in path for letter in "jtAa"):
+        raise SpecError(f"submitit takes %j, %t, %A and %a in a directory's name for numbers of the job: {path!r}")
     return path.replace("%", "%%")
 
 

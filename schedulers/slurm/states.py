@@ -66,6 +66,12 @@ TIME_LIMIT_ADVICE = (
     "and --max-restarts N lets it go on"
 )
 
+# What stands for a signal's number of a job whose batch script Slurm could not start.
+_NOT_LAUNCHED = ":53"
+_LAUNCH_ADVICE = (
+    "Slurm could not launch it: its first node failed, or does not see the job's directory (`accel describe`)"
+)
+
 # Why a job is pending, or was not run. A name may end in `*`; the first that fits counts. What is not here is shown
 # as Slurm says it.
 _REASONS: tuple[tuple[str, Reason, str], ...] = (
@@ -92,7 +98,7 @@ _REASONS: tuple[tuple[str, Reason, str], ...] = (
     ("InvalidQOS", Reason.SETUP, "its QOS is not valid"),
     ("AccountNotAllowed", Reason.SETUP, "its account may not use the partition"),
     ("QOSNotAllowed", Reason.SETUP, "its QOS may not be used there"),
-    ("JobLaunchFailure", Reason.SETUP, "Slurm could not launch it (a bad directory, or a node's failure)"),
+    ("JobLaunchFailure", Reason.SETUP, _LAUNCH_ADVICE),
     ("RaisedSignal*", Reason.EXIT_CODE, ""),
     ("NonZeroExitCode", Reason.EXIT_CODE, ""),
     ("OutOfMemory", Reason.OUT_OF_MEMORY, "it used more memory than it asked for (--memory)"),
@@ -123,6 +129,8 @@ def status_of(said: Said) -> Status:
         code = exit_code(said)
         if reason is Reason.EXIT_CODE and why not in (Reason.NONE, Reason.EXIT_CODE, Reason.NO_CAPACITY):
             reason, message = why, explained
+        if said.code.endswith(_NOT_LAUNCHED):
+            code, reason, message = None, Reason.SETUP, _LAUNCH_ADVICE
         message = TIME_LIMIT_ADVICE if reason is Reason.TIME_LIMIT and not message else message
     elif state is State.SUCCEEDED:
         code = 0

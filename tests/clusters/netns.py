@@ -23,7 +23,7 @@ from schedulers.processes import Identity
 
 BOXES = Path("/tmp")  # a short path: that of a unix socket may have 107 characters
 _SLOTS = range(1, 200)
-_WAIT_S = 20.0
+_WAIT_S = 60.0
 
 _RUN = 'setsid "$@" </dev/null >>"$LOG" 2>&1 & echo $!'
 

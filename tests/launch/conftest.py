@@ -21,7 +21,9 @@ MARK = "ACCEL_TEST_MARK"
 DEADLINE_S = 60.0  # for what is certain to come, on a machine that has other things to do
 
 # What a launch must not inherit from the shell (or the launch) that runs the tests.
-_FOREIGN = ("ACCEL", "ACCELERATE_", "TORCHELASTIC_", "CUDA_VISIBLE", "OMP_NUM", "MASTER_", "RANK", "LOCAL_", "WORLD_")
+_FOREIGN = tuple(
+    "ACCEL ACCELERATE_ TORCHELASTIC_ CUDA_VISIBLE OMP_NUM SLURM_ MASTER_ RANK LOCAL_ WORLD_".split(),
+)
 
 
 def until(what: str, happened: Callable[[], object], within_s: float = DEADLINE_S) -> None:

@@ -163,11 +163,14 @@ MISTAKES = {
         LAB + "    labels:\n      a: 3\n",
         "accel.yaml:6: target lab: labels: expects str, got dict {'a': 3}",
     ),
-    "no kind": ("targets:\n  lab: {hosts: [a]}\n", "accel.yaml:2: target lab: no kind (kinds: moon, local, ssh)"),
+    "no kind": (
+        "targets:\n  lab: {hosts: [a]}\n",
+        "accel.yaml:2: target lab: no kind (kinds: moon, local, ssh, slurm)",
+    ),
     "kind is no text": ("targets:\n  lab: {kind: 3}\n", "accel.yaml:2: target lab: kind: expects str, got int 3"),
     "unknown kind": (
         "targets:\n  lab: {kind: mon}\n",
-        "accel.yaml:2: no kind of target 'mon'; did you mean 'moon'? (kinds: moon, local, ssh)",
+        "accel.yaml:2: no kind of target 'mon'; did you mean 'moon'? (kinds: moon, local, ssh, slurm)",
     ),
     "a built-in name": (
         "targets:\n  local: {kind: moon, hosts: [a]}\n",
@@ -237,7 +240,7 @@ def test_merge_keys_and_anchors_are_yaml_as_usual(project: Path) -> None:
 @pytest.mark.parametrize("text", ["", "# nothing\n", "targets:\n", "targets: {}\n"])
 def test_a_file_without_targets(project: Path, text: str) -> None:
     (project / "accel.yaml").write_text(text)
-    assert [target.name for target in known_targets()] == ["local", "moon", "ssh"]
+    assert [target.name for target in known_targets()] == ["local", "moon", "slurm", "ssh"]
 
 
 @pytest.mark.parametrize(
@@ -245,7 +248,10 @@ def test_a_file_without_targets(project: Path, text: str) -> None:
     [
         ({"slots": "four"}, "option slots: expects int, got str 'four'"),
         ({"slots": None, "hosts": 3}, "option hosts: expects array, got int 3"),
-        ({"slot": 3}, "option: unknown key 'slot'; did you mean 'slots'?"),
+        (
+            {"slot": 3},
+            "option 'slot' (--slot, --option slot=…): this kind of target has no such option; did you mean 'slots'?",
+        ),
         ({"login": {"host": "x", "prot": 1}}, "option login: unknown key 'prot'; did you mean 'port'?"),
         ({"size": "huge"}, "option size: expects one of 'small', 'large', got 'huge'"),
     ],
@@ -260,7 +266,7 @@ def test_a_wrong_option_is_named_and_no_file(project: Path, option: dict[str, An
 def test_an_unknown_target_names_the_nearest(project: Path) -> None:
     (project / "accel.yaml").write_text(LAB)
     with pytest.raises(
-        UnknownTarget, match=r"no target or kind 'lap'; did you mean 'lab'\? \(targets: lab, local, moon, ssh\)"
+        UnknownTarget, match=r"no target or kind 'lap'; did you mean 'lab'\? \(targets: lab, local, moon, slurm, ssh\)"
     ):
         moon("lap")
 

@@ -148,6 +148,21 @@ def test_an_answer_without_news_writes_no_event_and_is_remembered(store: Store) 
     assert store.record(record.id).status.observed_at == 2e9 + 4
 
 
+def test_only_what_cannot_be_asked_again_is_waited_for(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    record, synced = create(store), []
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(fd))
+    for status, native_id, waited in (
+        (Status(state=State.QUEUED), "7", True),
+        (Status(state=State.QUEUED, message="it waits for nodes"), None, False),
+        (Status(state=State.RUNNING), None, False),
+        (Status(state=State.SUCCEEDED, exit_code=0), None, True),
+    ):
+        synced.clear()
+        record.update(status, native_id)
+        assert bool(synced) is waited
+    assert store.record(record.id).status.state is State.SUCCEEDED
+
+
 def test_notes_stand_between_the_states(store: Store) -> None:
     record = create(store)
     record.append("cancel", by="me\udc80")

@@ -86,11 +86,13 @@ def test_what_accel_says_to_sbatch_is_known_to_every_slurm_since_20_11() -> None
 
 
 def test_a_directory_with_a_percent_sign_is_no_pattern() -> None:
-    text = script.render(JobSpec(argv=("a.py",)), options(), "2mxaaaaaaaa", "/data/50%j of it", python="python3")
-    assert "#SBATCH --output='/data/50%%j of it/logs/slurm.log'\n" in text
-    assert "#SBATCH --chdir='/data/50%j of it'\n" in text
+    text = script.render(JobSpec(argv=("a.py",)), options(), "2mxaaaaaaaa", "/data/50%d of it", python="python3")
+    assert "#SBATCH --output='/data/50%%d of it/logs/slurm.log'\n" in text
+    assert "#SBATCH --chdir='/data/50%d of it'\n" in text
     with pytest.raises(SpecError, match="backslash"):
         script.render(JobSpec(argv=("a.py",)), options(), "2mxaaaaaaaa", "/data/a\\b", python="python3")
+    with pytest.raises(SpecError, match="submitit takes %j"):
+        script.render(JobSpec(argv=("a.py",)), options(), "2mxaaaaaaaa", "/data/%j", python="python3")
 
 
 def test_gpus_are_asked_for_once() -> None:

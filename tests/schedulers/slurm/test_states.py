@@ -22,6 +22,8 @@ from tests.needs import missing
         (Said(state="COMPLETED", code="0:0"), State.SUCCEEDED, Reason.NONE, 0),
         (Said(state="FAILED", reason="NonZeroExitCode", code="7:0"), State.FAILED, Reason.EXIT_CODE, 7),
         (Said(state="FAILED", code="0:11"), State.FAILED, Reason.EXIT_CODE, 139),
+        (Said(state="FAILED", reason="JobLaunchFailure", code="15:53"), State.FAILED, Reason.SETUP, None),
+        (Said(state="FAILED", code="0:53"), State.FAILED, Reason.SETUP, None),
         (Said(state="CANCELLED by 1000"), State.CANCELLED, Reason.USER, None),
         (Said(state="CANCELLED+"), State.CANCELLED, Reason.USER, None),
         (Said(state="TIMEOUT", code="0:15"), State.FAILED, Reason.TIME_LIMIT, 143),

@@ -1,0 +1,417 @@
+"""Tells of the Slurm jobs of this user, on a machine that has Slurm's commands. One line of JSON comes in:
+
+    {"root": "~/.accel", "do": [{"op": "status", "jobs": [{"job": "…", "slurm": "123"}]}]}
+
+One line comes out, `{"done": […]}` or `{"error": "…", "unreachable": false}`, and after it the bytes of the logs.
+
+    {"root": "~/.accel", "watch_s": 600}
+
+is followed by ids of jobs, a line each; the id of each that has left a result comes out, a line each.
+
+On the login node itself the same functions are called in the process of `accel`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import time
+
+try:
+    from . import jobs
+    from . import slurm_commands as commands
+except ImportError:  # sent to a host, beside this
+    import jobs  # type: ignore[import-not-found, no-redef]
+    import slurm_commands as commands  # type: ignore[import-not-found, no-redef]
+
+TYPE_CHECKING = False  # typing itself would take as long to import as all the rest
+if TYPE_CHECKING:
+    from typing import Any
+
+    Step = dict[str, Any]
+    Row = dict[str, str]
+
+COMMENT = "accel:"
+REFUSALS = (jobs.Refused, commands.Refused)
+LOOK_S = 0.1
+LATE_S = 30.0  # after a job's grace, before a second cancel asks Slurm alone
+
+NOT_STARTED = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD")
+LIVE = (*NOT_STARTED, "RUNNING", "COMPLETING", "RESIZING", "SIGNALING", "STAGE_OUT", "STOPPED", "SUSPENDED")
+
+
+def main() -> None:
+    os.umask(0o077)
+    commands.look_everywhere()
+    contents: list[bytes] = []
+    try:
+        request = json.loads(sys.stdin.buffer.readline())
+        root = os.path.expanduser(request["root"])
+        if "watch_s" in request:
+            watch(root, request["watch_s"])
+            return
+        line: dict[str, Any] = {"done": [OPERATIONS[step["op"]](root, step, contents) for step in request["do"]]}
+    except REFUSALS as error:
+        line = {"error": str(error)}
+    except commands.Unanswered as error:
+        line = {"error": str(error), "unreachable": True}
+    except OSError as error:
+        line = {"error": "{}: {}".format(error.filename or "a file", (error.strerror or str(error)).lower())}
+    sys.stdout.buffer.write(json.dumps(line).encode() + b"\n")
+    if "done" in line:
+        for data in contents:
+            sys.stdout.buffer.write(data)
+    sys.stdout.buffer.flush()
+
+
+def status(root: str, step: Step, contents: list[bytes]) -> dict[str, Any]:
+    """What is known of each job, in the order they are asked for, with one squeue and at most one sacct for all.
+
+    With `ask` off only results are looked for. `accounting` off leaves sacct alone. In the answer `unreachable` says
+    why the queue, or accounting, could not be asked; jobs with neither `exit` nor `said` are then not unknown.
+    """
+    asked = step["jobs"]
+    answers = [_of_files(root, job) for job in asked]
+    answer: dict[str, Any] = {"jobs": answers, "unreachable": None, "accounting": step.get("accounting", True)}
+    waiting = [at for at, found in enumerate(answers) if found["exit"] is None]
+    if not waiting or not step.get("ask", True):
+        return answer
+    try:
+        rows = {row["id"]: row for row in commands.queue(step)}
+        for at in waiting:
+            _take_queue(root, asked[at], rows.get(asked[at]["slurm"]), answers[at], step)
+        left = [at for at in waiting if answers[at]["said"] is None]
+        if left and answer["accounting"]:
+            _take_accounts(root, [(asked[at], answers[at]) for at in left], step)
+    except commands.AccountingOff:
+        answer["accounting"] = False
+    except commands.Unanswered as error:
+        answer["unreachable"] = str(error)
+    for at in waiting:
+        if answers[at]["said"] is None or answers[at]["said"]["state"].split()[0] not in LIVE:
+            # It may have left its result since; a file system over the network is told to look again.
+            directory = jobs.directory_of(root, asked[at])
+            refresh(directory)
+            if answers[at]["said"] is not None and answers[at]["said"]["state"].startswith("CANCELLED"):
+                forget_secrets(directory)
+            answers[at]["exit"] = jobs.document(os.path.join(directory, "exit.json"))
+            if not answers[at]["started"]:
+                answers[at]["words"] = last_words(root, asked[at])
+    return answer
+
+
+def _of_files(root: str, job: Step) -> dict[str, Any]:
+    directory = jobs.directory_of(root, job)
+    found = jobs.document(os.path.join(directory, "exit.json"))
+    answer: dict[str, Any] = {
+        "exit": found, "said": None, "attempt": 0, "started": False, "foreign": False, "words": ""
+    }  # fmt: skip
+    if found is None:
+        starts = lines(os.path.join(directory, "slurm/attempts.jsonl"))
+        told = lines(os.path.join(directory, "logs/launch.jsonl")) if starts else []
+        answer["started"] = bool(starts)
+        answer["attempt"] = max([int(line.get("attempt") or 0) for line in (*starts, *told)], default=0)
+    return answer
+
+
+def _take_queue(root: str, job: Step, row: Row | None, answer: dict[str, Any], step: Step) -> None:
+    if row is None:
+        return
+    comment, workdir = marks(root, job)
+    if row["comment"] != comment:
+        found = commands.workdir_of(row["id"], step)
+        if found != workdir:
+            answer["foreign"] = found is not None
+            return
+    answer["said"] = {
+        "state": row["state"],
+        "reason": "" if row["reason"] in ("None", "(null)") else row["reason"],
+        "code": commands.wait_status(row["code"]),
+        "derived": commands.wait_status(row["derived"]),
+        "restarts": int(row["restarts"] or 0) if row["restarts"].isdigit() else 0,
+        "nodes": row["nodes"],
+    }
+
+
+def _take_accounts(root: str, waiting: list[tuple[Step, dict[str, Any]]], step: Step) -> None:
+    found: dict[str, list[Row]] = {}
+    for row in commands.accounts(["-j", ",".join(job["slurm"] for job, _ in waiting)], step):
+        found.setdefault(row["id"], []).append(row)
+    for job, answer in waiting:
+        comment, workdir = marks(root, job)
+        ours = [row for row in found.get(job["slurm"], ()) if comment == row["comment"] or workdir == row["workdir"]]
+        # Accounting lags: what it says of a job that the controller does not know counts when the job is over.
+        if ours and ours[-1]["state"].split()[0] not in LIVE:
+            keys = ("state", "code", "derived", "nodes")
+            answer["said"] = {**{key: ours[-1][key] for key in keys}, "reason": "", "restarts": len(ours) - 1}
+
+
+def last_words(root: str, job: Step) -> str:
+    """The last that the batch script has printed."""
+    path = os.path.join(jobs.directory_of(root, job), "logs/slurm.log")
+    if "_" in job["slurm"]:
+        path = os.path.join(marks(root, job)[1], "slurm", job["slurm"].partition("_")[2] + ".log")
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            lines = [line.strip() for line in file.read()[-4096:].splitlines() if line.strip()]
+    except OSError:
+        return ""
+    return "".join(sign if sign.isprintable() else "?" for sign in lines[-1])[:300] if lines else ""
+
+
+def marks(root: str, job: Step) -> tuple[str, str]:
+    """The comment that the job carries, and its working directory: those of the first one, in an array."""
+    directory = jobs.directory_of(root, job)
+    first = job["job"]
+    if "_" in job["slurm"]:
+        noted = jobs.document(os.path.join(directory, "slurm/submitted.json"))
+        if isinstance(noted, dict):
+            first = str(noted.get("first", first))
+    return COMMENT + first, jobs.directory_of(root, {"job": first})
+
+
+def refresh(directory: str) -> None:
+    """Makes an NFS client ask its server what the directory holds."""
+    try:
+        os.chmod(directory, os.stat(directory).st_mode & 0o7777)
+    except OSError:
+        return
+
+
+def lines(path: str) -> list[dict[str, Any]]:
+    """The objects of a file with one a line; a line that a crash has cut short is left out."""
+    try:
+        with open(path, "rb") as file:
+            raw = file.read().splitlines()
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    found = []
+    for line in raw:
+        try:
+            document = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(document, dict):
+            found.append(document)
+    return found
+
+
+def earlier(root: str, job: str, *, array: bool, clusters: str | None = None) -> str | None:
+    """The number that Slurm gave the job (or array) in a submit before this one; None when it surely never had it.
+
+    Raises commands.Unanswered when that cannot be told now.
+    """
+    directory = os.path.join(jobs.directory_of(root, {"job": job}), "slurm")
+    noted = jobs.document(os.path.join(directory, "submitted.json"))
+    if isinstance(noted, dict):
+        return str(noted["slurm"]).partition("_")[0]
+    try:
+        began = os.stat(os.path.join(directory, "submitting")).st_mtime
+    except FileNotFoundError:
+        return None
+    starts = [] if array else lines(os.path.join(directory, "attempts.jsonl"))
+    if starts and starts[-1].get("slurm_job"):
+        return str(starts[-1]["slurm_job"])
+    step = {"clusters": clusters}
+    known = [(row["array"] if array else row["id"], row["comment"]) for row in commands.queue(step)]
+    mine = [slurm for slurm, comment in known if comment == COMMENT + job]
+    if mine:
+        return mine[-1]
+    since = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(began - 3600))
+    try:
+        rows = commands.accounts(["-S", since], step)
+    except commands.AccountingOff:
+        return None
+    workdir = jobs.directory_of(root, {"job": job})
+    mine = [row["id"] for row in rows if row["comment"] == COMMENT + job or row["workdir"] == workdir]
+    return mine[-1].partition("_")[0] if mine else None
+
+
+def find(root: str, step: Step, contents: list[bytes]) -> Any:
+    """The job as it was submitted and its number; None when there is no such job here."""
+    directory = jobs.directory_of(root, step)
+    spec = jobs.document(os.path.join(directory, "slurm/spec.json"))
+    if not isinstance(spec, dict):
+        return None
+    noted = jobs.document(os.path.join(directory, "slurm/submitted.json"))
+    slurm = noted["slurm"] if isinstance(noted, dict) else earlier(root, step["job"], array=False)
+    return {"spec": spec, "slurm": slurm}
+
+
+def cancel(root: str, step: Step, contents: list[bytes]) -> str:
+    """Asks for the job's orderly end, and says what was done: `over`, `gone`, `cancelled` or `asked`.
+
+    A job that runs reads a file, and needs no controller for it. A signal would not do: Slurm sends it to srun too,
+    which then kills what it should let end.
+    """
+    directory = jobs.directory_of(root, step)
+    if os.path.exists(os.path.join(directory, "exit.json")):
+        return "over"
+    unheard = _leave_word(directory)
+    answer = _of_files(root, step)
+    try:
+        rows = {row["id"]: row for row in commands.queue(step)}
+        _take_queue(root, step, rows.get(step["slurm"]), answer, step)
+    except commands.Unanswered:
+        if answer["started"] and not unheard:
+            return "asked"
+        raise
+    said = answer["said"]
+    if said is None or said["state"] not in LIVE:
+        return "gone"
+    starts = len(lines(os.path.join(directory, "slurm/attempts.jsonl")))
+    waits = said["state"] in NOT_STARTED
+    if said["state"] == "COMPLETING" or (not waits and starts > said["restarts"] and not unheard):
+        return "asked"
+    try:
+        commands.call(["scancel", *commands.where(step), step["slurm"]])
+    except commands.Refused as error:
+        if "invalid job" in str(error).lower() or "already" in str(error).lower():  # it has ended meanwhile
+            return "gone"
+        raise
+    if waits and not starts:
+        # Slurm may keep nothing of a job that never began, of a task of an array least of all.
+        leave_result(directory, said["state"])
+    return "cancelled"
+
+
+def _leave_word(directory: str) -> bool:
+    """Leaves the word for the batch program; True when it was left so long ago that nobody seems to read it."""
+    path = os.path.join(directory, "slurm/cancel")
+    try:
+        age = time.time() - os.stat(path).st_mtime
+    except FileNotFoundError:
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600))
+        return False
+    settings = jobs.document(os.path.join(directory, "slurm/settings.json"))
+    grace = float(settings.get("grace_s", 0)) if isinstance(settings, dict) else 0.0
+    return age > grace + LATE_S
+
+
+def leave_result(directory: str, native: str) -> None:
+    """Writes that the job was cancelled before it began, unless it has a result."""
+    forget_secrets(directory)
+    result = {"schema": 1, "state": "cancelled", "reason": "user", "native_state": native, "observed_at": time.time()}
+    path = os.path.join(directory, "exit.json")
+    partial = f"{path}.{os.getpid()}.{os.urandom(4).hex()}"
+    with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(json.dumps(result) + "\n")
+    try:
+        os.link(partial, path)
+    except FileExistsError:
+        pass
+    finally:
+        os.unlink(partial)
+
+
+def _ask_in_order(directory: str) -> bool:
+    """Leaves the word for the batch program; True when it was left so long ago that nobody seems to read it."""
+    path = os.path.join(directory, "slurm/cancel")
+    try:
+        age = time.time() - os.stat(path).st_mtime
+    except FileNotFoundError:
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600))
+        return False
+    settings = jobs.document(os.path.join(directory, "slurm/settings.json"))
+    grace = float(settings.get("grace_s", 0)) if isinstance(settings, dict) else 0.0
+    return age > grace + LATE_S
+
+
+def logs(root: str, step: Step, contents: list[bytes]) -> Any:
+    """As of any other host; nobody but a result, or who asks, can say here that no more is to come."""
+    found = jobs.logs(root, step, contents)
+    found["complete"] = found["over"] or bool(step.get("over"))
+    return found
+
+
+def watch(root: str, seconds: float) -> None:
+    import threading
+
+    wanted: dict[str, str] = {}
+
+    def hear() -> None:
+        for line in sys.stdin.buffer:
+            job = line.decode("ascii", "replace").strip()
+            wanted[job] = os.path.join(jobs.directory_of(root, {"job": job}), "exit.json")
+        os._exit(0)
+
+    threading.Thread(target=hear, daemon=True).start()
+    began = time.monotonic()
+    while time.monotonic() - began < seconds:
+        for job, path in list(wanted.items()):
+            if os.path.exists(path):
+                del wanted[job]
+                os.write(1, job.encode() + b"\n")
+        time.sleep(LOOK_S)
+
+
+def forget_secrets(directory: str) -> None:
+    """Of a job that will never read them."""
+    try:
+        os.unlink(os.path.join(directory, "slurm/secrets.json"))
+    except OSError:
+        return
+
+
+def clear(root: str, step: Step, contents: list[bytes]) -> dict[str, str]:
+    """Removes the directories of jobs that are over. Returns those that stay, and why."""
+    kept: dict[str, str] = {}
+    rows: list[Row] | None = None
+    for job in step["jobs"]:
+        directory = jobs.directory_of(root, job)
+        if not os.path.isdir(directory):
+            continue
+        if not os.path.exists(os.path.join(directory, "exit.json")):
+            rows = commands.queue(step) if rows is None else rows
+            comments = marks(root, job)[:1] if job["slurm"] else (COMMENT + job["job"],)
+            mine = [row for row in rows if row["comment"] in comments and row["id"] == (job["slurm"] or row["id"])]
+            if any(row["state"] in LIVE for row in mine):
+                kept[job["job"]] = f"it is {mine[-1]['state'].lower()} at Slurm"
+                continue
+        try:
+            shutil.rmtree(directory)
+        except OSError as error:
+            kept[job["job"]] = f"{error.filename or directory}: {(error.strerror or str(error)).lower()}"
+    return kept
+
+
+def about(root: str, step: Step, contents: list[bytes]) -> dict[str, Any]:
+    """Where the root and the home directory are on this machine."""
+    return {"root": os.path.abspath(root), "home": os.path.expanduser("~")}
+
+
+def check(root: str, step: Step, contents: list[bytes]) -> dict[str, Any]:
+    """What a job would meet: the version of Slurm, its partitions, accounting, and room for our files."""
+    fields = commands.SEPARATOR.join(("%R", "%a", "%l", "%D", "%A", "%G"))
+    found: dict[str, Any] = {"version": commands.call(["sinfo", "--version"]).strip(), "accounting": True, "root": None}
+    text = commands.call(["sinfo", *commands.where(step), "--noheader", "-o", fields])
+    found["partitions"] = [line.split(commands.SEPARATOR) for line in text.splitlines() if commands.SEPARATOR in line]
+    try:
+        commands.accounts(["-j", "1"], step)
+    except commands.AccountingOff:
+        found["accounting"] = False
+    except (commands.Unanswered, commands.Refused) as error:
+        found["accounting"] = str(error)
+    probe = os.path.join(root, "jobs")
+    while not os.path.isdir(probe):
+        probe = os.path.dirname(probe)
+    if not os.access(probe, os.W_OK):
+        found["root"] = f"{probe} cannot be written to"
+    return found
+
+
+OPERATIONS = {
+    "status": status,
+    "find": find,
+    "cancel": cancel,
+    "clear": clear,
+    "logs": logs,
+    "at": jobs.at,
+    "about": about,
+    "check": check,
+}
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,237 @@
+"""What became of a start of a Slurm job, from all that is known when its ranks have ended. Pure: nothing is done here.
+
+`Evidence` is what the first node has gathered; `conclude` says what follows from it:
+
+finish   the job is over, and `status` is how
+again    it is to be started again, under the same id: Slurm is to be asked for it
+leave    Slurm starts it again by itself, or will say how it ended
+"""
+
+from __future__ import annotations
+
+import re
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+    Document = dict[str, Any]
+
+REQUEUE = 85
+_TOLD = 143
+# What a rank says when another one has gone: with a node that has fallen silent, that node is the cause.
+_ECHO = re.compile(r"connection (closed|reset) by peer|broken pipe|socket|nccl|timed? ?out|node 0", re.IGNORECASE)
+
+
+class Evidence:
+    """settings: the job's. attempt: the newest that has run, restarts inside this start among them. names: the nodes',
+    by rank. reports: what each node said at its end, by rank. begun: the ranks of nodes that have begun. overdue: why
+    this program has ended the ranks' step, if it has. told: SIGTERM has come here. cancel: it was asked for through
+    accel. slurm: what `scontrol show job` said, None when it could not be asked. runs_before: as Slurm counts them.
+    srun: its exit code. words: the last that srun, or a node without a report, has said."""
+
+    def __init__(self, settings: Document, attempt: int, names: list[str]) -> None:
+        self.settings = settings
+        self.attempt = attempt
+        self.names = names
+        self.reports: dict[int, Document] = {}
+        self.begun: set[int] = set()
+        self.overdue: Document | None = None
+        self.told = False
+        self.cancel = False
+        self.slurm: dict[str, str] | None = None
+        self.runs_before = 0
+        self.srun = 0
+        self.words = ""
+
+    def name(self, rank: int) -> str:
+        return self.names[rank] if rank < len(self.names) else f"node {rank}"
+
+    @property
+    def everybody(self) -> range:
+        return range(int(self.settings["nodes"]))
+
+    @property
+    def succeeded(self) -> bool:
+        return all(rank in self.reports and self.reports[rank]["code"] == 0 for rank in self.everybody)
+
+    @property
+    def restarts_left(self) -> int:
+        return max(0, int(self.settings["max_restarts"]) - self.attempt)
+
+
+class Conclusion:
+    def __init__(self, do: str, status: Document) -> None:
+        self.do = do
+        self.status = status
+
+
+def conclude(known: Evidence) -> Conclusion:
+    if known.cancel:
+        return Conclusion("finish", _status(known, "cancelled", "user", "cancelled", _code(known) or _TOLD))
+    if known.succeeded:
+        return Conclusion("finish", _status(known, "succeeded", "none", "", 0))
+    if _started_again(known):
+        return _left(known)
+    if known.told or _told_on_a_node(known):
+        return _told(known)
+    asked = any(report.get("preempted") for report in known.reports.values())
+    if asked:
+        return _again(known, "preempted", "its ranks were warned and have left a checkpoint", REQUEUE)
+    status = _failed(known)
+    if status["reason"] == "node_failure":
+        return _again(known, "node_failure", status["message"], status["exit_code"], status["failure"])
+    return Conclusion("finish", status)
+
+
+def too_often(settings: Document, attempt: int, last: Document | None) -> Document:
+    """The end of a job that Slurm has started once more than it may be. `last` is how the start before was left;
+    None when its first node never said, which is what happens when that is lost."""
+    known = Evidence(settings, attempt, [])
+    why = last or {"reason": "node_failure", "message": "its first node was lost", "exit_code": None}
+    message = "{}; {}".format(why["message"], _used_up(settings, attempt))
+    return _status(known, "failed", why["reason"], message, why.get("exit_code"))
+
+
+def not_started(settings: Document, attempt: int, reason: str, message: str) -> Document:
+    return _status(Evidence(settings, attempt, []), "failed", reason, message, 1)
+
+
+def cancelled(settings: Document, attempt: int) -> Document:
+    known = Evidence(settings, attempt, [])
+    return _status(known, "cancelled", "user", "cancelled before its ranks were started", None)
+
+
+def _started_again(known: Evidence) -> bool:
+    """Whether Slurm is at it already: a node was lost, or taken away for another job, or somebody asked for it."""
+    facts = known.slurm
+    return facts is not None and (int(facts.get("Restarts") or 0) > known.runs_before or facts["JobState"] == "PENDING")
+
+
+def _left(known: Evidence) -> Conclusion:
+    saved = any(report.get("preempted") for report in known.reports.values())
+    if saved:
+        message = "Slurm starts it again; its ranks have left a checkpoint"
+        return Conclusion("leave", _status(known, "failed", "preempted", message, REQUEUE))
+    message = "Slurm starts it again: it lost a node, or gave its nodes to another job"
+    return Conclusion("leave", _status(known, "failed", "node_failure", message, _code(known) or _TOLD))
+
+
+def _told(known: Evidence) -> Conclusion:
+    """The ranks were told to end from outside; why, only Slurm knows. It tells by what it says of the job."""
+    facts = known.slurm
+    saved = any(report.get("preempted") for report in known.reports.values())
+    code = REQUEUE if saved else _code(known) or _TOLD
+    words = "its ranks have left a checkpoint" if saved else _advice(known)
+    if facts is None:
+        said = "it was told to end, and Slurm could not be asked why"
+        return Conclusion("leave", _status(known, "failed", "exit_code", said, code))
+    if facts.get("PreemptTime", "None") != "None":
+        return _again(known, "preempted", "a job of higher priority took its nodes; " + words, code)
+    if facts.get("Reason") == "TimeLimit" or facts.get("JobState") == "TIMEOUT":
+        limit = "its time limit ({}) was reached; ".format(facts.get("TimeLimit", "?"))
+        if saved:
+            return _again(known, "time_limit", limit + words, code)
+        return Conclusion("finish", _status(known, "failed", "time_limit", limit + words, code))
+    if saved and facts.get("JobState") == "RUNNING":
+        return _again(known, "preempted", words, code)
+    if facts.get("JobState") in ("COMPLETING", "CANCELLED"):
+        return Conclusion("finish", _status(known, "cancelled", "user", "cancelled in Slurm (scancel)", code))
+    status = _failed(known)
+    status["message"] = "its ranks were told to end by SIGTERM, and not by this program; " + status["message"]
+    return Conclusion("finish", status)
+
+
+def _told_on_a_node(known: Evidence) -> bool:
+    return any(report.get("told") == "SIGTERM" for report in known.reports.values())
+
+
+def _advice(known: Evidence) -> str:
+    """What to add, for a script that let the warning pass."""
+    lacks = "call accelerator.checkpoint_on_preemption() after each step to leave a checkpoint"
+    if not int(known.settings["max_restarts"]):
+        lacks += ", and give --max-restarts to be started again from it"
+    return "no checkpoint was left: " + lacks
+
+
+def _again(known: Evidence, reason: str, why: str, code: int | None, failure: Document | None = None) -> Conclusion:
+    if known.restarts_left:
+        return Conclusion("again", _status(known, "failed", reason, why, code, failure))
+    message = f"{why}; {_used_up(known.settings, known.attempt + 1)}"
+    return Conclusion("finish", _status(known, "failed", reason, message, code, failure))
+
+
+def _used_up(settings: Document, starts: int) -> str:
+    allowed = int(settings["max_restarts"])
+    if not allowed:
+        return "it is not started again without --max-restarts"
+    return f"it was started {starts} times, and --max-restarts {allowed} allows no more"
+
+
+def _failed(known: Evidence) -> Document:
+    """The first failure, by the time that its node tells; else what is known of who is missing."""
+    told = [report["failure"] for report in known.reports.values() if report.get("failure")]
+    first = _first(told)
+    overdue = known.overdue
+    if overdue is not None and (first is None or first["rank"] is None or _ECHO.search(str(first["message"]))):
+        return _status(known, "failed", overdue["reason"], overdue["message"], _code(known) or 1, first)
+    if first is not None:
+        return _status(known, "failed", first["reason"], _said(first), first["exit_code"], first)
+    failed = {rank: report for rank, report in known.reports.items() if report["code"] != 0}
+    if failed:
+        rank, report = min(failed.items(), key=lambda item: (_late(item[1]), float(item[1]["at"]), item[0]))
+        message = "{}: {}".format(known.name(rank), report["words"] or "it ended with code {}".format(report["code"]))
+        return _status(known, "failed", report["refused"] or "exit_code", message, report["code"])
+    return _without_reports(known)
+
+
+def _first(failures: list[Document]) -> Document | None:
+    """A rank's before a launcher's; the earlier one."""
+    ranks = [failure for failure in failures if failure["rank"] is not None]
+    return min(ranks or failures, key=lambda failure: float(failure["time"]) or float("inf"), default=None)
+
+
+def _without_reports(known: Evidence) -> Document:
+    missing = [rank for rank in known.everybody if rank not in known.reports]
+    lost = [rank for rank in missing if rank in known.begun]
+    names = ", ".join(known.name(rank) for rank in lost or missing)
+    words = ": " + known.words if known.words else ""
+    if any(f"No module named {name!r}" in words for name in ("submitit", "schedulers")):
+        words += f"; there: {known.settings['python']} -m pip install 'accel-launch[slurm]'"
+    code = known.srun or 1
+    if lost:
+        return _status(known, "failed", "node_failure", f"{names} ended without a word{words}", code)
+    return _status(known, "failed", "setup", f"{names} could not begin{words}", code)
+
+
+def _late(report: Document) -> bool:
+    """Nodes that gave up waiting say less than one that could not come."""
+    return bool(report["refused"] == "rendezvous")
+
+
+def _code(known: Evidence) -> int | None:
+    codes = [report["code"] for report in known.reports.values() if report["code"]]
+    told = [report["failure"]["exit_code"] for report in known.reports.values() if report.get("failure")]
+    return next(iter(told + codes), None)
+
+
+def _said(failure: Document) -> str:
+    who = "rank {}".format(failure["rank"]) if failure["rank"] is not None else "the launcher on " + failure["host"]
+    message = str(failure["message"]) or str(failure["how"])
+    text = message if message.startswith(who) else f"{who}: {message}"
+    return "{} ({})".format(text, failure["cause"]) if failure["cause"] else text
+
+
+def _status(
+    known: Evidence, state: str, reason: str, message: str, code: int | None, failure: Document | None = None
+) -> Document:
+    facts = known.slurm or {}
+    return {
+        "state": state,
+        "reason": reason,
+        "exit_code": code,
+        "attempt": known.attempt,
+        "message": message,
+        "native_state": facts.get("JobState", ""),
+        "failure": failure,
+    }

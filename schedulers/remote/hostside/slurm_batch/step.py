@@ -1,0 +1,248 @@
+"""The job's one step, srun with a launcher on each node, from its start to its end, and what is gathered meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import time
+
+from . import documents, slurm
+from .ending import Evidence
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+    Document = dict[str, Any]
+
+_LOOK_S = 0.25
+_GLANCE_S = 1.0
+_ALLOWANCE_S = 20.0  # beyond the grace, for a node to say how it ended
+_REPORTED_S = 10.0  # for srun to end once all nodes have
+_START_ALLOWANCE_S = 5.0
+_KILL_S = 5.0
+_ERROR = "srun: error: "
+_MARK = re.compile(r"(\d+)\.(begun|json)\Z")
+# A warning that comes while the interpreter starts must not end it, which is what both do by default.
+_DEAF = ["/bin/sh", "-c", 'trap "" USR1 USR2 URG; exec "$@"', "sh"]
+
+
+def _name_pickle(folder: str, env: dict[str, str]) -> None:
+    """Gives submitit's pickle the name that submitit looks for, which has a number that the submit, if it was killed
+    once sbatch had it, did not live to hear."""
+    task = env.get("SLURM_ARRAY_TASK_ID")
+    number = env["SLURM_JOB_ID"] if task is None else env["SLURM_ARRAY_JOB_ID"] + "_" + task
+    before = "job.pkl" if task is None else f"job_{task}.pkl"
+    with contextlib.suppress(FileExistsError, FileNotFoundError):
+        os.link(os.path.join(folder, before), os.path.join(folder, number + "_submitted.pkl"))
+
+
+class Step:
+    """`known` is filled in while it runs."""
+
+    def __init__(
+        self,
+        settings: Document,
+        directory: str,
+        attempt: int,
+        env: dict[str, str],
+        known: Evidence,
+        told: Callable[[], bool],
+    ) -> None:
+        self._settings, self._directory, self._attempt, self._env = settings, directory, attempt, env
+        self._known, self._told = known, told
+        self._nodes = os.path.join(directory, "slurm", "nodes", f"a{attempt}")
+        self._logs = os.path.join(directory, "logs")
+        self._sizes: dict[str, int] = {}
+        self._since: dict[str, float] = {}
+        self._next_look = self._next_glance = self._next_note = 0.0
+        self._kill_at: float | None = None
+
+    def run(self) -> None:
+        """Returns when srun has ended. Raises slurm.Problem when there is none."""
+        os.makedirs(self._nodes, exist_ok=True)
+        os.makedirs(self._logs, exist_ok=True)
+        argv = [*self._settings["srun"], *_DEAF, *self._settings["submitit"]]
+        _name_pickle(self._settings["submitit"][-1], self._env)
+        woken, waker = os.pipe()
+        for descriptor in (woken, waker):
+            os.set_blocking(descriptor, False)
+        signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        try:
+            srun = subprocess.Popen(
+                argv, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, env=self._env, cwd=self._directory
+            )
+        except OSError as error:
+            raise slurm.Problem(f"cannot run {argv[0]}: {error.strerror}") from None
+        assert srun.stderr is not None
+        words = _Words(srun.stderr.fileno())
+        self._mark("start")
+        while srun.poll() is None:
+            ready = select.select([woken, *words.wanted()], [], [], _LOOK_S)[0]
+            if woken in ready:
+                os.read(woken, 4096)
+            words.read()
+            self._look()
+            self._end_when_due(srun)
+        words.read()
+        self._look(now=True)
+        self._known.srun = srun.returncode if srun.returncode >= 0 else 128 - srun.returncode
+        if self._known.srun and len(self._known.reports) < self._settings["nodes"]:
+            self._known.words = self._last_words() or words.complaint or words.first
+
+    def _look(self, now: bool = False) -> None:
+        """Takes in what has been written in the job's directory; each kind of file as often as it deserves."""
+        clock = time.monotonic()
+        if self._told():
+            self._mark("told")
+        if now or clock >= self._next_look:
+            self._next_look = clock + _LOOK_S
+            self._read_nodes()
+        if now or clock >= self._next_glance:
+            self._next_glance = clock + _GLANCE_S
+            if os.path.exists(self._own("cancel")):
+                self._mark("cancel")
+            if documents.fenced(self._own("attempt"), self._attempt):
+                self._mark("fence")
+        if now or clock >= self._next_note:
+            self._note_sizes()
+            # Each of hundreds of logs is a question to the file server.
+            self._next_note = clock + _GLANCE_S + len(self._sizes) / 100
+
+    def _read_nodes(self) -> None:
+        for name in _entries(self._nodes):
+            found = _MARK.match(name)
+            if found is None:
+                continue
+            rank = int(found.group(1))
+            self._known.begun.add(rank)
+            if found.group(2) == "json" and rank not in self._known.reports:
+                report = documents.read(os.path.join(self._nodes, name))
+                if isinstance(report, dict):
+                    self._known.reports[rank] = report
+                    self._mark("first report")
+
+    def _own(self, name: str) -> str:
+        return os.path.join(self._directory, "slurm", name)
+
+    def _end_when_due(self, srun: subprocess.Popen[bytes]) -> None:
+        """Ends the step when it is clear that it does not end by itself."""
+        now = time.monotonic()
+        if self._kill_at is None:
+            if not self._due(now):
+                return
+            srun.terminate()  # Slurm then kills the step on all nodes
+            self._kill_at = now + _KILL_S
+        elif now >= self._kill_at:
+            srun.kill()
+
+    def _due(self, now: float) -> bool:
+        settings, known = self._settings, self._known
+        if "fence" in self._since:
+            return True
+        patience = float(settings["grace_s"]) + _ALLOWANCE_S
+        missing = [rank for rank in known.everybody if rank not in known.reports]
+        if not missing:
+            return self._passed("all reported", _REPORTED_S, now)
+        idle = [rank for rank in missing if rank not in known.begun]
+        start = float(settings["start_timeout_s"])
+        if idle and now - self._since["start"] >= start + _START_ALLOWANCE_S:
+            names = ", ".join(known.name(rank) for rank in idle)
+            message = f"{names} did not start within {start:g} s"
+            known.overdue = {"reason": "rendezvous", "message": message}
+            return True
+        for cause in ("cancel", "told", "first report"):
+            if cause in self._since and now - self._since[cause] >= patience:
+                names = ", ".join(known.name(rank) for rank in missing)
+                message = f"{names} has not been heard of for {patience:.0f} s"
+                known.overdue = {"reason": "node_failure", "message": message}
+                return True
+        return False
+
+    def _mark(self, event: str) -> None:
+        self._since.setdefault(event, time.monotonic())
+
+    def _passed(self, event: str, seconds: float, now: float) -> bool:
+        self._mark(event)
+        return now - self._since[event] >= seconds
+
+    def _note_sizes(self) -> None:
+        """How long the logs are, so that lines which carry no time can be asked for by it."""
+        sizes = {}
+        for name in _entries(self._logs):
+            if name.endswith(".log"):
+                try:
+                    sizes[name[: -len(".log")]] = os.stat(os.path.join(self._logs, name)).st_size
+                except OSError:
+                    continue
+        if sizes == self._sizes:
+            return
+        self._sizes = sizes
+        line = json.dumps({"schema": 1, "time": time.time(), "sizes": sizes}) + "\n"
+        try:
+            with open(os.path.join(self._logs, "sizes.jsonl"), "ab", buffering=0) as file:
+                file.write(line.encode())
+        except OSError:  # a full disk loses the note, not the job
+            return
+
+    def _last_words(self) -> str:
+        """Of the first node that has ended without a report: an interpreter that was not there, a package."""
+        for rank in self._known.everybody:
+            if rank not in self._known.reports:
+                text = "\n".join(_tail(os.path.join(self._logs, f"node-{rank}.log")))
+                if text:
+                    return text.splitlines()[-1].strip()[:500]
+        return ""
+
+
+class _Words:
+    """What srun says: passed on, and the first complaint kept, and the first line of any kind."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._open = True
+        self._partial = b""
+        self.complaint = self.first = ""
+        os.set_blocking(fd, False)
+
+    def wanted(self) -> list[int]:
+        return [self._fd] if self._open else []
+
+    def read(self) -> None:
+        while self._open:
+            try:
+                data = os.read(self._fd, 65536)
+            except BlockingIOError:
+                return
+            self._open = bool(data)
+            with contextlib.suppress(OSError):  # a full disk
+                os.write(2, data)
+            *whole, self._partial = (self._partial + data).split(b"\n")
+            for line in whole:
+                text = line.decode(errors="replace").strip()
+                self.first = self.first or text
+                if text.startswith(_ERROR) and not self.complaint:
+                    self.complaint = text[len(_ERROR) :]
+
+
+def _entries(path: str) -> list[str]:
+    try:
+        return os.listdir(path)
+    except OSError:
+        return []
+
+
+def _tail(path: str) -> list[str]:
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - 4096))
+            return file.read().decode(errors="replace").strip().splitlines()
+    except OSError:
+        return []

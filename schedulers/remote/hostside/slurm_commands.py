@@ -1,0 +1,168 @@
+"""Slurm's commands, each called once for all that is asked of it, and what they print as rows.
+
+Beside `slurm.py`, which is sent with it to login nodes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+    Step = dict[str, Any]
+    Row = dict[str, str]
+
+SEPARATOR = "\x1f"
+NO_LOGIN_NODE = "this machine is no login node of a Slurm cluster (say login: HOST in the target)"
+ANSWER_S = 30.0
+
+# Name here -> squeue's name and width; what is longer is cut, so that a row stays a row.
+QUEUE = {
+    "id": ("JobArrayID", 40),
+    "array": ("ArrayJobID", 20),
+    "state": ("State", 24),
+    "code": ("exit_code", 12),
+    "derived": ("DerivedEC", 12),
+    "restarts": ("RestartCnt", 8),
+    "reason": ("Reason", 200),
+    "nodes": ("NodeList", 80),
+    "comment": ("Comment", 120),
+}
+ACCOUNT = {
+    "id": "JobID",
+    "state": "State",
+    "code": "ExitCode",
+    "derived": "DerivedExitCode",
+    "nodes": "NodeList",
+    "comment": "Comment",
+    "workdir": "WorkDir",
+}
+# Where sites put Slurm that only a login shell's profile knows.
+_PLACES = ("/opt/slurm/bin", "/usr/local/slurm/bin", "/cm/shared/apps/slurm/current/bin", "/usr/local/bin", "/usr/bin")
+_OF_A_JOB = ("SLURM_", "SBATCH_", "SRUN_", "SQUEUE_", "SACCT_", "SCANCEL_", "SCONTROL_", "SINFO_")
+_SILENT = re.compile(
+    r"unable to contact|unable to establish|timed out|connection refused|connection failure|connect failure"
+    r"|transport endpoint|connection reset|connection aborted|broken pipe|unable to connect|no route to host"
+    r"|network is unreachable|zero bytes were transmitted|insane message|unexpected message"
+    r"|persistent connection|persistinit|talking to the database|temporarily unable",
+    re.IGNORECASE,
+)
+
+
+class Unanswered(Exception):
+    """Slurm, or a part of it, cannot be asked now. One line for people."""
+
+
+class AccountingOff(Exception):
+    """The cluster keeps no accounting."""
+
+
+class Refused(Exception):
+    """A command does not do what it is asked. One line for people."""
+
+
+class Missing(Refused):
+    """There is no such command here."""
+
+
+def look_everywhere() -> None:
+    """Lets this process, which no login shell has started, find Slurm's commands where they usually are."""
+    known = os.environ.get("PATH", os.defpath).split(os.pathsep)
+    more = [place for place in _PLACES if place not in known and os.path.isdir(place)]
+    os.environ["PATH"] = os.pathsep.join([*known, *more])
+
+
+def queue(step: Step) -> list[Row]:
+    """All that squeue has of this user, those that have just ended too. Raises Unanswered."""
+    fields = ",".join(f"{name}:{width}{SEPARATOR}" for name, width in QUEUE.values())
+    text = _asked(["squeue", *where(step), "--me", "--states=all", "--noheader", "--array", "-O", fields])
+    return [row for row in map(_queue_row, text.split("\n")) if row is not None]
+
+
+def _queue_row(line: str) -> Row | None:
+    values = [value.strip() for value in line.split(SEPARATOR)]
+    return {name: values[at] for at, name in enumerate(QUEUE)} if len(values) >= len(QUEUE) else None
+
+
+def workdir_of(slurm: str, step: Step) -> str | None:
+    """The working directory of a job whose comment somebody has changed, or that is another's; None when it is gone."""
+    words = ["--states=all", "--noheader", f"--jobs={slurm}", "-o", "%Z"]
+    try:
+        # With -M the name of the cluster comes before it.
+        return call(["squeue", *where(step), *words]).rstrip("\n").rpartition("\n")[2] or None
+    except Refused:
+        return None
+
+
+def accounts(chosen: list[str], step: Step) -> list[Row]:
+    """All runs of the chosen jobs that accounting knows. Raises Unanswered, AccountingOff."""
+    fields = ",".join(ACCOUNT.values())
+    words = ["--allocations", "--duplicates", "--noheader", "--parsable2", f"--delimiter={SEPARATOR}", "-o", fields]
+    rows = []
+    for line in _asked(["sacct", *where(step), *words, *chosen]).split("\n"):
+        values = line.split(SEPARATOR)
+        if len(values) == len(ACCOUNT) and values[1]:
+            rows.append({name: values[at] for at, name in enumerate(ACCOUNT)})
+    return rows
+
+
+def where(step: Step) -> list[str]:
+    """The cluster that is meant, where one submits to several."""
+    return ["-M", str(step["clusters"])] if step.get("clusters") else []
+
+
+def _asked(argv: list[str]) -> str:
+    """A question in which there is nothing that could be refused: whatever goes wrong, there is no answer now."""
+    try:
+        return call(argv)
+    except Missing:
+        raise
+    except Refused as error:
+        raise Unanswered(str(error)) from None
+
+
+def call(argv: list[str], timeout_s: float = ANSWER_S) -> str:
+    """What a command of Slurm's prints. Raises Unanswered, AccountingOff, and Refused for what it refuses."""
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith("SLURM_CONF") or not name.startswith(_OF_A_JOB)
+    }
+    try:
+        done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, env=env, timeout=timeout_s)
+    except FileNotFoundError:
+        raise Missing(f"there is no {argv[0]}: {NO_LOGIN_NODE}") from None
+    except subprocess.TimeoutExpired:
+        raise Unanswered(f"{argv[0]} gives no answer in {timeout_s:g} s") from None
+    if done.returncode == 0:
+        return done.stdout.decode("utf-8", "surrogateescape")
+    said = words_of(done.stderr.decode("utf-8", "replace"))
+    if "accounting storage is disabled" in said.lower():
+        raise AccountingOff
+    if cannot_be_asked(said):
+        raise Unanswered(f"{argv[0]}: {said}")
+    raise Refused(f"{argv[0]}: {said}")
+
+
+def cannot_be_asked(said: str) -> bool:
+    """Whether a command complains of the way to Slurm's daemons, not of what it was asked."""
+    return _SILENT.search(said) is not None
+
+
+def words_of(stderr: str) -> str:
+    """A command's complaint as one line, without its name before each part of it."""
+    parts = [re.sub(r"^\w+: (error: |fatal: )?", "", line.strip()) for line in stderr.splitlines() if line.strip()]
+    text = "; ".join(dict.fromkeys(parts)) or "it says nothing"
+    text = "".join(sign if sign.isprintable() else "?" for sign in text)
+    if "configuration source" in text:
+        text = "Slurm has no configuration here (set SLURM_CONF, or say login: HOST in the target): " + text
+    return text if len(text) <= 400 else text[:400] + "…"
+
+
+def wait_status(raw: str) -> str:
+    """`exit:signal` out of the status that wait(2) gives."""
+    return f"{int(raw) >> 8}:{int(raw) & 127}" if raw.isdigit() else raw

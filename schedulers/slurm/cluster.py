@@ -1,0 +1,283 @@
+"""Where a slurm target's commands are: on this machine, a login node, or on one that is reached over SSH."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ..errors import SchedulerError, SpecError, SubmitError, Unreachable
+from ..job import Cursor, LogLine
+
+if TYPE_CHECKING:
+    from ..remote.hosts import Host
+    from ..remote.transport import Pool, Remote
+    from .options import SlurmOptions
+    from .watching import Watch
+
+Step = Mapping[str, Any]
+
+_ANSWER_S = 90.0
+_SUBMIT_S = 300.0
+_LOOK_S = 0.1
+# Whatever the home directory holds, `schedulers` is the installed package.
+_SUBMIT = "import sys; sys.path[:] = [p for p in sys.path if p]; from schedulers.slurm.submitting import main; main()"
+
+
+class Cluster(Protocol):
+    """A machine that has Slurm's commands and sees the shared file system."""
+
+    def place(self) -> tuple[str, str]:
+        """The directory that holds `jobs/`, absolute there, and the interpreter for the nodes. Raises Unreachable."""
+
+    def ask(self, steps: Sequence[Step]) -> tuple[list[Any], bytes]:
+        """An answer for each step (`hostside/slurm.py`), and what logs hold. Raises Unreachable, SchedulerError."""
+
+    def unpack(self, archive: Path, job_id: str) -> None:
+        """Has the snapshot there as the job's `code`."""
+
+    def submit(self, request: Mapping[str, Any]) -> str:
+        """The number that Slurm gave. Raises SubmitError, Unreachable."""
+
+    def lacking(self) -> str | None:
+        """One line when the interpreter that submits lacks a package."""
+
+    def read(self, job_id: str, since: Cursor | None, *, over: bool) -> Iterator[LogLine]:
+        """The job's lines from the cursor on; `over`: nobody writes any more."""
+
+    def cursor_at(self, job_id: str, when: float) -> Cursor:
+        """Where its logs stood then."""
+
+    def wait(self, job_id: str, timeout_s: float) -> bool:
+        """Until the job has left its result; False when the time is over."""
+
+    def close(self) -> None:
+        """Ends connections."""
+
+
+class Here:
+    """This machine is a login node: job directories are those of the store."""
+
+    def __init__(self, jobs: Path, options: SlurmOptions) -> None:
+        self._jobs = str(jobs)
+        self._python = options.python
+
+    def place(self) -> tuple[str, str]:
+        import sys
+
+        return os.path.dirname(self._jobs), os.path.expanduser(self._python or sys.executable)
+
+    def ask(self, steps: Sequence[Step]) -> tuple[list[Any], bytes]:
+        from ..remote.hostside import slurm, slurm_commands
+
+        contents: list[bytes] = []
+        root = os.path.dirname(self._jobs)
+        try:
+            done = [slurm.OPERATIONS[step["op"]](root, dict(step), contents) for step in steps]
+        except slurm_commands.Unanswered as error:
+            raise Unreachable(str(error)) from None
+        except slurm.REFUSALS as error:
+            raise SchedulerError(str(error)) from None
+        return done, b"".join(contents)
+
+    def unpack(self, archive: Path, job_id: str) -> None:
+        from .. import snapshot
+
+        snapshot.unpack(archive, Path(self._jobs) / job_id / "code")
+
+    def submit(self, request: Mapping[str, Any]) -> str:
+        from . import submitting
+
+        return submitting.submit(request)
+
+    def lacking(self) -> str | None:
+        try:
+            import submitit  # noqa: F401
+        except ImportError as error:
+            return f"submitit is missing ({error.name} cannot be imported): pip install 'accel-launch[slurm]'"
+        return None
+
+    def read(self, job_id: str, since: Cursor | None, *, over: bool) -> Iterator[LogLine]:
+        from .. import logfiles
+
+        directory = Path(self._jobs) / job_id
+        # Asked before reading: what is written after this is read the next time.
+        complete = over or (directory / "exit.json").exists()
+        yield from logfiles.read(directory / "logs", since, complete=complete)
+
+    def cursor_at(self, job_id: str, when: float) -> Cursor:
+        from .. import logfiles
+
+        return logfiles.cursor_at(Path(self._jobs) / job_id / "logs", when)
+
+    def wait(self, job_id: str, timeout_s: float) -> bool:
+        path = f"{self._jobs}/{job_id}/exit.json"
+        deadline = time.monotonic() + timeout_s
+        while not os.path.exists(path):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            time.sleep(min(_LOOK_S, left))
+        return True
+
+    def close(self) -> None:
+        return
+
+
+class Login:
+    """The login node is another machine, and job directories are below `root` there."""
+
+    def __init__(self, options: SlurmOptions, name: str) -> None:
+        self._options = options
+        self._host = login_host(options, name)
+        self._made: Pool | None = None
+        self._placed: tuple[str, str] | None = None
+        self._watch: Watch | None = None
+
+    @property
+    def remote(self) -> Remote:
+        if self._made is None:
+            from ..remote.transport import Pool
+
+            self._made = Pool(config=self._options.ssh_config)
+        return self._made.on(self._host)
+
+    @property
+    def root(self) -> str:
+        return self._options.root
+
+    @property
+    def python(self) -> str:
+        """Of the login node, as it is named in a command: commands start in the home directory."""
+        python = self._options.python or "python3"
+        return f"./{python[2:]}" if python.startswith("~/") else python
+
+    def place(self) -> tuple[str, str]:
+        if self._placed is None:
+            about = self.ask([{"op": "about"}])[0][0]
+            python = self._options.python or "python3"
+            if python.startswith("~/"):
+                python = about["home"] + python[1:]
+            self._placed = (about["root"], python)
+        return self._placed
+
+    def ask(self, steps: Sequence[Step]) -> tuple[list[Any], bytes]:
+        from ..remote.errors import RemoteError, RemoteTimeout, one_line
+        from ..remote.files import program_loader
+
+        program = host_programs()
+        request = json.dumps({"root": self.root, "do": list(steps)}).encode()
+        argv = [self.python, "-I", "-S", "-c", program_loader(program)]
+        try:
+            said = self.remote.run(argv, stdin=program + request + b"\n", timeout_s=_ANSWER_S)
+        except RemoteTimeout as error:
+            raise Unreachable(str(error)) from None
+        line, _, data = said.stdout.partition(b"\n")
+        try:
+            answer = json.loads(line)
+        except ValueError:
+            raise RemoteError(self._host.name, f"answers nonsense: {one_line(line or said.stderr)}") from None
+        self._raise(answer)
+        return answer["done"], data
+
+    def _raise(self, answer: Mapping[str, Any], kind: type[SchedulerError] = SchedulerError) -> None:
+        from ..remote.errors import one_line
+
+        if "error" in answer:
+            text = f"{self._host.name}: {one_line(str(answer['error']))}"
+            raise Unreachable(text) if answer.get("unreachable") else kind(text)
+
+    def unpack(self, archive: Path, job_id: str) -> None:
+        from ..remote.files import Blob, Files
+
+        files = Files(self.remote, root=self.root, python=self.python)
+        files.unpack(Blob.of(archive), f"jobs/{job_id}/code")
+
+    def submit(self, request: Mapping[str, Any]) -> str:
+        from ..remote.errors import RemoteError, RemoteTimeout, one_line
+
+        try:
+            said = self.remote.run(
+                [self.python, "-c", _SUBMIT],
+                stdin=json.dumps(request).encode() + b"\n",
+                timeout_s=_SUBMIT_S,
+                check=False,
+            )
+        except RemoteTimeout as error:
+            raise Unreachable(str(error)) from None
+        except RemoteError as error:
+            raise SubmitError(str(error)) from None
+        if said.status in (126, 127) or b"ImportError" in said.stderr or b"ModuleNotFoundError" in said.stderr:
+            raise SubmitError(self._mend(said.stderr))
+        try:
+            answer = json.loads(said.stdout.splitlines()[-1])
+        except (ValueError, IndexError):
+            raise SubmitError(f"{self._host.name}: {one_line(said.stderr or said.stdout)}") from None
+        self._raise(answer, SubmitError)
+        return str(answer["slurm"])
+
+    def lacking(self) -> str | None:
+        code = "import sys; sys.path[:] = [p for p in sys.path if p]; import schedulers.slurm.submitting, submitit"
+        said = self.remote.run([self.python, "-c", code], timeout_s=_ANSWER_S, check=False)
+        return self._mend(said.stderr) if said.status != 0 else None
+
+    def _mend(self, stderr: bytes) -> str:
+        from ..remote.errors import one_line
+
+        python = self._options.python or "python3"
+        mend = f"{python} -m pip install 'accel-launch[slurm]' there, or say another python: in the target"
+        return f"{self._host.name}: {one_line(stderr)}: {mend}"
+
+    def read(self, job_id: str, since: Cursor | None, *, over: bool) -> Iterator[LogLine]:
+        from .reading import read
+
+        yield from read(self, job_id, since, over=over)
+
+    def cursor_at(self, job_id: str, when: float) -> Cursor:
+        stood: dict[str, int] = self.ask([{"op": "at", "job": job_id, "when": when}])[0][0]
+        return Cursor({name: str(offset) for name, offset in stood.items()})
+
+    def wait(self, job_id: str, timeout_s: float) -> bool:
+        if self._watch is None:
+            from .watching import Watch
+
+            self._watch = Watch(self)
+        return self._watch.wait(job_id, timeout_s)
+
+    def close(self) -> None:
+        made, self._made = self._made, None
+        self._watch = None
+        if made is not None:
+            made.close()
+
+
+def login_host(options: SlurmOptions, name: str) -> Host:
+    """The login node as the target names it. Raises SpecError."""
+    import dataclasses
+
+    from ..remote.hosts import parse_hosts
+
+    hosts = parse_hosts(str(options.login), source=f"target {name}: login")
+    if len(hosts) != 1:
+        raise SpecError(f"target {name}: login is one host, not {options.login!r}")
+    return dataclasses.replace(hosts[0], user=hosts[0].user or options.user, port=hosts[0].port or options.port)
+
+
+@functools.cache
+def host_programs() -> bytes:
+    """`hostside/slurm.py` and what it imports, as one program for the login node's Python."""
+    from ..remote.files import host_program
+
+    sources = {name: host_program(name).decode() for name in ("jobs", "slurm_commands", "slurm")}
+    code = (
+        "import sys, types\n"
+        f"for name, source in {sources!r}.items():\n"
+        "    module = sys.modules[name] = types.ModuleType(name)\n"
+        "    exec(compile(source, name, 'exec'), module.__dict__)\n"
+        "sys.modules['slurm'].main()\n"
+    )
+    return code.encode()

@@ -1,0 +1,282 @@
+"""One node's part of a Slurm job: what submitit calls there, once a node, and what stays until the ranks have ended.
+
+How far a signal of Slurm's reaches is a matter of its configuration: with proctrack/cgroup this process alone gets it,
+with proctrack/linuxproc every process of the step, the ranks and their launcher included. So all is passed on from
+here, once; who hears of it twice must not mind. What only this process knows is that the job was cancelled through
+accel, or that a later start of it has begun.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import time
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+from ..processes import adopt_orphans, descendants, die_with_parent, end_all, wake_pipe
+from ..remote.hostside.slurm_batch import documents
+
+REQUEUE = 85
+_ACCEL = "import sys; sys.path[:] = [p for p in sys.path if p]; from accel.cli import main; sys.exit(main())"
+_ENTRY = {"script": [], "module": ["-m"], "command": ["--no_python"]}
+_GLANCE_S = 1.0
+_KILL_ALLOWANCE_S = 6.0
+_LEFTOVER_GRACE_S = 2.0
+_LONGEST_WORDS = 500
+_WRITE_S = 20.0
+# submitit's own variables would make the program take itself for a task of submitit's; ours say where this node is.
+_NOT_FOR_RANKS = ("SUBMITIT_", "ACCEL_")
+
+
+class Ended(Exception):
+    """The node's part is over before, or without, its ranks. `refused` is a reason, as `accel launch` gives one."""
+
+    def __init__(self, code: int, words: str, refused: str | None = None) -> None:
+        super().__init__(words)
+        self.code, self.words, self.refused = code, words, refused
+
+
+@dataclass(frozen=True)
+class NodeMain:
+    """Runs this node's part of the job in `directory`, and writes how it ended there. Returns its exit code.
+
+    Picklable by its name and its one text. Raises SystemExit with the exit code when its result cannot be written.
+    """
+
+    directory: str
+
+    def __call__(self) -> int:
+        node = Node(self.directory)
+        return node.run()
+
+
+class Node:
+    def __init__(self, directory: str) -> None:
+        self._told: str | None = None
+        self._warnings: list[int] = []
+        self._woken, waker = wake_pipe()
+        signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
+        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(signum, self._on_end)
+        for signum in (signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(signum, lambda received, _: self._warnings.append(received))
+        for signum in (signal.SIGCONT, signal.SIGCHLD):
+            signal.signal(signum, lambda *_: None)
+        adopt_orphans()
+        self._directory = directory
+        self._settings: dict[str, Any] = json.loads(_text(os.path.join(directory, "slurm", "settings.json")))
+        self._rank = int(os.environ["SLURM_NODEID"])
+        self._attempt = int(os.environ["ACCEL_ATTEMPT"])
+        self._own = os.path.join(directory, "slurm")
+        self._marks = os.path.join(self._own, "nodes", f"a{self._attempt}")
+        self._logs = os.path.join(directory, "logs")
+        # Nodes do not write to one file together: over NFS they would write over each other.
+        alone = os.path.join(self._marks, f"{self._rank}.jsonl")
+        self._events = os.path.join(self._logs, "launch.jsonl") if self._rank == 0 else alone
+        self._read_from = _size(self._events)
+        self._next_glance = 0.0
+
+    def run(self) -> int:
+        try:
+            self._mark("begun")
+            if self._fenced():
+                self._told = "fence"
+                raise Ended(1, "a later start of the job has begun")
+            self._set_up()
+            code = self._watch(self._start(self._command(), None), None)
+            words, refused = self._last_words(), None
+        except Ended as ended:
+            code, words, refused = ended.code, ended.words, ended.refused
+        except OSError as error:
+            code, words, refused = 1, f"{error.filename or 'a file'}: {error.strerror or error}", "setup"
+        grace_s = 0.0 if self._told == "fence" else _LEFTOVER_GRACE_S
+        end_all(lambda: descendants(os.getpid()), grace_s=grace_s)
+        self._report(code, words, refused)
+        return code
+
+    # What is run.
+
+    def _set_up(self) -> None:
+        for argv in self._settings["setup"]:
+            try:
+                code = self._watch(self._start(argv, "setup.log"), 0.0)
+            except OSError as error:
+                raise Ended(127, f"the setup command {argv[0]!r} cannot be run: {error.strerror}", "setup") from None
+            if self._told:
+                raise Ended(128 + signal.SIGTERM, f"was told to end by {self._told} during its setup")
+            if code:
+                raise Ended(code, f"the setup command {argv[0]!r} failed with exit code {code}", "setup")
+        if self._settings["setup"]:
+            self._await_others()
+
+    def _await_others(self) -> None:
+        """Nodes may take longer over their setup than they would wait for each other afterwards."""
+        self._mark("ready")
+        nodes = int(self._settings["nodes"])
+        pause_s = max(0.25, nodes / 200)
+        while True:
+            names = os.listdir(self._marks)
+            if sum(name.endswith(".ready") for name in names) >= nodes or any(name.endswith(".json") for name in names):
+                return
+            if self._asked_to_end():
+                raise Ended(128 + signal.SIGTERM, f"was told to end by {self._told} while others did their setup")
+            select.select([self._woken], [], [], pause_s)
+            self._drain()
+
+    def _command(self) -> list[str]:
+        settings = self._settings
+        left = max(0, int(settings["max_restarts"]) - self._attempt)
+        flags = {
+            "log_dir": self._logs,
+            "max_restarts": left,
+            "shutdown_timeout": f"{settings['grace_s']:g}",
+            "rdzv_conf": f"timeout={settings['start_timeout_s']:g}",
+        }
+        if settings["procs_per_node"] is not None:
+            flags["num_processes"] = int(settings["procs_per_node"]) * int(settings["nodes"])
+        words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+        words += [*settings["launch"], *_ENTRY[settings["entry"]], "--", *settings["argv"]]
+        return [settings["python"], "-c", _ACCEL, "launch", *words]
+
+    def _environment(self) -> dict[str, str]:
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(_NOT_FOR_RANKS)}
+        secrets = os.path.join(self._own, "secrets.json")
+        values: dict[str, str] = json.loads(_text(secrets)) if os.path.exists(secrets) else {}
+        own = {name: os.environ[f"ACCEL_{name}"] for name in ("MASTER", "PORT", "ATTEMPT", "NODE_NAMES", "JOB_ID")}
+        own |= {
+            "NODE_RANK": str(self._rank),
+            "NODES": str(self._settings["nodes"]),
+            "JOB_DIR": self._directory,
+            "FENCE": os.path.join(self._own, "attempt"),
+            "LAUNCH_EVENTS": self._events,
+            "REQUEUED": "1",
+        }
+        return {**inherited, **self._settings["env"], **values, **{f"ACCEL_{name}": own[name] for name in own}}
+
+    def _start(self, argv: list[str], log: str | None) -> subprocess.Popen[bytes]:
+        """A child that is told to end when this process is killed. Its output goes where this process's does."""
+        own = os.getpid()
+        workdir = os.path.join(self._directory, self._settings["workdir"])
+        if not os.path.isdir(workdir):
+            raise Ended(1, f"there is no directory {workdir} (snapshot: true in the target runs a copy)", "setup")
+
+        def enter() -> None:
+            die_with_parent(signal.SIGTERM, own)
+            for signum in (signal.SIGUSR1, signal.SIGUSR2):
+                signal.signal(signum, signal.SIG_IGN)
+
+        with contextlib.ExitStack() as stack:
+            output = None if log is None else stack.enter_context(open(os.path.join(self._logs, log), "ab"))
+            return subprocess.Popen(
+                argv, stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd=workdir, env=self._environment(),
+                preexec_fn=enter,
+            )  # fmt: skip
+
+    # How it is watched.
+
+    def _watch(self, process: subprocess.Popen[bytes], grace_s: float | None) -> int:
+        """Waits for its end, and passes on what this process is told. It is killed when its time is up; a fence kills
+        at once."""
+        allowed_s = self._settings["grace_s"] + _KILL_ALLOWANCE_S if grace_s is None else grace_s
+        passed_on = False
+        kill_at = float("inf")
+        while (code := process.poll()) is None:
+            if self._asked_to_end() and kill_at == float("inf"):
+                kill_at = time.monotonic() + allowed_s
+            if self._told == "fence":
+                end_all(lambda: descendants(os.getpid()) if process.poll() is None else (), grace_s=0)
+                return 128 + signal.SIGKILL
+            if self._told and not passed_on:
+                passed_on = True
+                process.terminate()
+            while self._warnings and grace_s is None:
+                process.send_signal(self._warnings.pop(0))
+            if time.monotonic() >= kill_at:
+                process.kill()
+            select.select([self._woken], [], [], 0.5)
+            self._drain()
+        return code if code >= 0 else 128 - code
+
+    def _asked_to_end(self) -> bool:
+        """Looks, now and then, for what is said by files; Slurm's own word for it is noted as it comes."""
+        now = time.monotonic()
+        if now >= self._next_glance:
+            self._next_glance = now + _GLANCE_S
+            if self._fenced():
+                self._told = "fence"
+            elif self._told is None and os.path.exists(os.path.join(self._own, "cancel")):
+                self._told = "cancel"
+        return self._told is not None
+
+    def _fenced(self) -> bool:
+        return documents.fenced(os.path.join(self._own, "attempt"), self._attempt)
+
+    def _on_end(self, signum: int, _: FrameType | None) -> None:
+        if self._told is None:
+            self._told = signal.Signals(signum).name
+
+    def _drain(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._woken, 4096)
+
+    # What it leaves behind.
+
+    def _mark(self, what: str) -> None:
+        os.close(os.open(os.path.join(self._marks, f"{self._rank}.{what}"), os.O_WRONLY | os.O_CREAT, 0o600))
+
+    def _report(self, code: int, words: str, refused: str | None) -> None:
+        failure, started = None, False
+        for event in documents.lines(self._events, self._read_from):
+            if event.get("event") == "failure" and event["failure"]["attempt"] >= self._attempt:
+                failure = event["failure"]
+            elif event.get("event") == "attempt":
+                failure, refused, started = None, None, True
+            elif event.get("event") == "refused":
+                refused = event["reason"]
+        if code and not started and not self._told:
+            refused = refused or "setup"  # `accel launch` would have none of it
+        report = {
+            "schema": documents.SCHEMA, "node": self._rank, "name": os.environ.get("SLURMD_NODENAME", ""),
+            "host": socket.gethostname(), "attempt": self._attempt, "code": code, "failure": failure,
+            "refused": refused, "words": words, "preempted": code == REQUEUE, "told": self._told, "at": time.time(),
+        }  # fmt: skip
+        path, spare = os.path.join(self._marks, f"{self._rank}.json"), os.path.join(self._own, "spare")
+        deadline = time.monotonic() + _WRITE_S
+        while True:
+            try:
+                documents.write(path, json.dumps(report), spare)
+                return
+            except OSError as error:
+                if time.monotonic() >= deadline or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+                    raise SystemExit(code or 1) from None
+                time.sleep(1)
+
+    def _last_words(self) -> str:
+        """The last line that `accel launch` wrote of this attempt."""
+        try:
+            with open(os.path.join(self._logs, f"node-{self._rank}.log"), "rb") as file:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - 4096))
+                lines = file.read().decode(errors="replace").strip().splitlines()
+        except OSError:
+            return ""
+        return lines[-1].removeprefix("accel launch: ")[:_LONGEST_WORDS] if lines else ""
+
+
+def _text(path: str) -> str:
+    with open(path, encoding="utf-8") as file:
+        return file.read()
+
+
+def _size(path: str) -> int:
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return 0

@@ -1,0 +1,333 @@
+"""The slurm target: one batch job a job, one `accel launch` on each of its nodes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from .. import disk
+from ..errors import SpecError, SubmitError, Unreachable
+from ..job import Cursor, JobSpec, LogLine, Reason, Status
+from ..target import Checked, Found, Plan, TargetContext
+from . import options as meaning
+from . import script
+from .native import Native
+from .options import SlurmOptions
+
+if TYPE_CHECKING:
+    from .asking import Queue
+    from .cluster import Cluster
+
+KIND = "slurm"
+_SCRIPT, _SETTINGS = "slurm/script.sh", "slurm/settings.json"
+
+logger = logging.getLogger(__name__)
+
+
+class SlurmTarget:
+    """Runs each job as a batch job of Slurm's. A job's native id is `number/job id`."""
+
+    Options: ClassVar[type] = SlurmOptions
+
+    def __init__(self, context: TargetContext) -> None:
+        self.name = context.name
+        self._options: SlurmOptions = context.options
+        self._jobs = context.jobs
+        self._made: Cluster | None = None
+        self._asked: Queue | None = None
+        meaning.check(self._options, self.name)
+        if self._options.login is not None:
+            from .cluster import login_host
+
+            login_host(self._options, self.name)
+
+    @property
+    def _cluster(self) -> Cluster:
+        if self._made is None:
+            from .cluster import Here, Login
+
+            there = self._options.login is not None
+            self._made = Login(self._options, self.name) if there else Here(self._jobs, self._options)
+        return self._made
+
+    @property
+    def _queue(self) -> Queue:
+        if self._asked is None:
+            from .asking import Queue
+
+            self._asked = Queue(self._cluster, self._clusters)
+        return self._asked
+
+    @property
+    def _clusters(self) -> str | None:
+        value = self._options.sbatch.get("clusters")
+        return None if value is None else str(value)
+
+    def plan(self, spec: JobSpec, job_id: str) -> Plan:
+        """The batch script and what the nodes read; numbers that only Slurm knows are left open. Raises SpecError."""
+        return self._plan(spec, job_id, self._shown_script(spec, job_id, None))
+
+    def plan_many(self, specs: Sequence[JobSpec], job_ids: Sequence[str]) -> list[Plan]:
+        """As one array, whose script is in the first one's plan. Raises SpecError."""
+        text = self._shown_script(specs[0], job_ids[0], len(specs))
+        sweep = {"first": job_ids[0], "ids": list(job_ids)}
+        pickles = f"{self._shown_directory(job_ids[0])}/slurm/pickles"
+        first, *others = zip(specs, job_ids, strict=True)
+        plans = [self._plan(*first, text, sweep=sweep, pickles=pickles)]
+        for spec, job_id in others:
+            plans.append(self._plan(spec, job_id, None, sweep={"first": job_ids[0]}, pickles=pickles))
+        return plans
+
+    def _plan(
+        self,
+        spec: JobSpec,
+        job_id: str,
+        text: str | None,
+        *,
+        sweep: Mapping[str, Any] | None = None,
+        pickles: str | None = None,
+    ) -> Plan:
+        script.check(spec, self._options, self.name)
+        directory = self._shown_directory(job_id)
+        settings = script.settings(
+            spec, self._options, job_id, directory, python=self._shown_python, code=self._code(spec), pickles=pickles
+        )
+        files = {_SETTINGS: json.dumps(settings, indent=2) + "\n"}
+        actions: list[tuple[str, ...]] = []
+        if self._code(spec) is None:
+            where = f"{self._options.login}:{directory}" if self._options.login else directory
+            actions.append(("send", spec.code, "to", f"{where}/code"))
+        if text is not None:
+            files = {_SCRIPT: text, **files}
+            actions.append((*self._over_ssh, "sbatch", f"{directory}/{_SCRIPT}"))
+        return Plan(
+            target=self.name,
+            kind=KIND,
+            job_id=job_id,
+            files=files,
+            actions=(*actions, tuple(script.describe(settings))),
+            settings={"spec": spec.to_json(), **({} if sweep is None else {"sweep": dict(sweep)})},
+            warnings=script.warnings(spec, self._options),
+        )
+
+    @property
+    def _over_ssh(self) -> tuple[str, ...]:
+        return () if self._options.login is None else ("ssh", self._options.login)
+
+    def _shown_script(self, spec: JobSpec, job_id: str, tasks: int | None) -> str:
+        numbers = [f"{{number of {after}}}" for after in spec.after]
+        directory = self._shown_directory(job_id)
+        return script.render(
+            spec, self._options, job_id, directory, python=self._shown_python, after=numbers, tasks=tasks
+        )
+
+    def _shown_directory(self, job_id: str) -> str:
+        root = str(self._jobs.parent) if self._options.login is None else self._options.root.rstrip("/")
+        return f"{root}/jobs/{job_id}"
+
+    @property
+    def _shown_python(self) -> str:
+        if self._options.login is not None:
+            return self._options.python or "python3"
+        import sys
+
+        return os.path.expanduser(self._options.python or sys.executable)
+
+    def _code(self, spec: JobSpec) -> str | None:
+        """The directory that the job runs in place in; None for a copy of it."""
+        return None if self._options.snapshot or self._options.login is not None else spec.code
+
+    def submit(self, plan: Plan) -> str:
+        """Has the job with Slurm, once. Raises SubmitError, SpecError, and Unreachable when that cannot be told."""
+        sweep = plan.settings.get("sweep")
+        if sweep is None:
+            return self._submit([plan], array=False)[0]
+        # Of a sweep whose submit was cut off: it goes as a whole or not at all.
+        ids: list[str] = sweep.get("ids") or self._plan_of(sweep["first"]).settings["sweep"]["ids"]
+        return self.submit_many([self._plan_of(job_id) for job_id in ids])[ids.index(plan.job_id)]
+
+    def submit_many(self, plans: Sequence[Plan]) -> list[str]:
+        """One sbatch for all. Raises what `submit` raises."""
+        return self._submit(plans, array=True)
+
+    def _plan_of(self, job_id: str) -> Plan:
+        from ..record import read_record
+
+        return read_record(job_id, str(self._jobs / job_id)).plan()
+
+    def _submit(self, plans: Sequence[Plan], *, array: bool) -> list[str]:
+        specs = [JobSpec.from_json(plan.settings["spec"]) for plan in plans]
+        secrets = _secret_values(specs[0].secrets)
+        after = self._numbers(specs[0].after)
+        root, python = self._place(plans[0].job_id)
+        directories = [f"{root}/jobs/{plan.job_id}" for plan in plans]
+        if self._code(specs[0]) is None:
+            self._send_code(specs, plans)
+        first = plans[0].job_id
+        request = {
+            "schema": 1,
+            "root": root,
+            "jobs": [
+                self._job(spec, plan, directory, python, f"{directories[0]}/slurm/pickles" if array else None)
+                for spec, plan, directory in zip(specs, plans, directories, strict=True)
+            ],
+            "array": array,
+            "script": script.render(
+                specs[0], self._options, first, directories[0],
+                python=python, after=after, tasks=len(plans) if array else None,
+            ),
+            "nodes": specs[0].nodes,
+            "secrets": secrets,
+            "unset": sorted({name for kind, name in _references(specs[0].secrets) if kind == "env"}),
+            "clusters": self._clusters,
+        }  # fmt: skip
+        number = self._cluster.submit(request)
+        return [str(Native(f"{number}_{at}" if array else number, plan.job_id)) for at, plan in enumerate(plans)]
+
+    def _place(self, job_id: str) -> tuple[str, str]:
+        """Where jobs are on the cluster, and the interpreter. A login node that cannot be reached before anything was
+        sent to it has nothing of the job: SubmitError, where Unreachable would leave that open."""
+        if self._options.login is None:
+            return self._cluster.place()
+        sent = f"{self._jobs / job_id}/sent.json"
+        try:
+            found = self._cluster.place()
+        except Unreachable as error:
+            if disk.read_document(sent) is None:
+                raise SubmitError(f"{error}; nothing was submitted") from None
+            raise
+        disk.write_document(sent, {"login": self._options.login})
+        return found
+
+    def _job(self, spec: JobSpec, plan: Plan, directory: str, python: str, pickles: str | None) -> dict[str, Any]:
+        settings = script.settings(
+            spec, self._options, plan.job_id, directory, python=python, code=self._code(spec), pickles=pickles
+        )
+        return {"id": plan.job_id, "settings": settings, "spec": spec.to_json()}
+
+    def _send_code(self, specs: Sequence[JobSpec], plans: Sequence[Plan]) -> None:
+        from .. import snapshot
+
+        packed = snapshot.pack(Path(specs[0].code), self._jobs.parent)
+        for warning in packed.warnings:
+            logger.warning("%s", warning)
+        for plan in plans:
+            self._cluster.unpack(packed.path, plan.job_id)
+
+    def _numbers(self, after: Sequence[str]) -> list[str]:
+        """The jobs of --after as Slurm knows them; those that have succeeded are nothing to wait for."""
+        from ..job import State
+        from ..record import read_record
+
+        found = []
+        for job_id in after:
+            record = read_record(job_id, str(self._jobs / job_id))
+            if record.status.state is State.SUCCEEDED:
+                continue
+            if record.kind != KIND or (record.options() or {}).get("login") != self._options.login:
+                raise SpecError(
+                    f"--after {job_id}: Slurm does not know a job of target {record.target}; wait for it first"
+                )
+            if record.status.state.final or record.native_id is None:
+                raise _NeverAfter(f"--after {job_id}: that job is {record.status.state.value}")
+            found.append(Native.parse(record.native_id).slurm)
+        return found
+
+    def poll(self, native_ids: Sequence[str]) -> Mapping[str, Status]:
+        """One squeue, and at most one sacct, for all; a job's own result beats both.
+
+        Raises Unreachable, which has the answers that there were, when Slurm cannot be asked about the others.
+        """
+        found, silent = self._queue.statuses(native_ids)
+        if silent:
+            raise Unreachable("; ".join(dict.fromkeys(silent.values())), answers=found, silent=silent)
+        return found
+
+    def logs(self, native_id: str, since: Cursor | None = None) -> Iterator[LogLine]:
+        yield from self._cluster.read(Native.parse(native_id).job_id, since, over=self._is_over(native_id))
+
+    def _is_over(self, native_id: str) -> bool:
+        """Whether nobody writes to its logs any more, as far as can be told now."""
+        over = self._queue.is_over(native_id)
+        if over is None:
+            try:
+                self._queue.statuses([native_id])
+            except Unreachable:
+                return False
+            over = self._queue.is_over(native_id)
+        return bool(over)
+
+    def cursor_at(self, native_id: str, when: float) -> Cursor:
+        return self._cluster.cursor_at(Native.parse(native_id).job_id, when)
+
+    def cancel(self, native_id: str) -> None:
+        """A job that runs is asked to end in order; one that waits is taken out of the queue. Raises Unreachable."""
+        native = Native.parse(native_id)
+        self._cluster.ask([{"op": "cancel", **native.to_json(), "clusters": self._clusters}])
+        self._asked = None  # what was said before says nothing now
+
+    def wait(self, native_id: str, timeout_s: float) -> bool:
+        """Sleeps until the job has left its result."""
+        return self._cluster.wait(Native.parse(native_id).job_id, timeout_s)
+
+    def find(self, job_id: str) -> Found | None:
+        """A job that another machine sent to the same root through the same login node."""
+        from .finding import find
+
+        return find(self._cluster, self.name, job_id)
+
+    def check(self, gpus: int = 0) -> Checked:
+        """Asks Slurm for its version and partitions, and looks at what the login node has for us.
+
+        Raises Unreachable, SchedulerError when there is nothing to ask.
+        """
+        from .checking import check
+
+        return check(self._cluster, self._options, gpus)
+
+    def clear(self, jobs: Mapping[str, str | None]) -> list[str]:
+        """Removes the jobs' directories on the cluster, where they are not the store's own."""
+        if self._options.login is None:
+            return []
+        asked = [
+            {"job": job_id, "slurm": None if native is None else Native.parse(native).slurm}
+            for job_id, native in jobs.items()
+        ]
+        kept: dict[str, str] = self._cluster.ask([{"op": "clear", "jobs": asked, "clusters": self._clusters}])[0][0]
+        return [f"{self._options.login} keeps job {job_id}: {why}" for job_id, why in kept.items()]
+
+    def close(self) -> None:
+        """Ends the connection to the login node; it is made anew when it is needed."""
+        if self._made is not None:
+            self._made.close()
+
+
+class _NeverAfter(SubmitError):
+    reason = Reason.DEPENDENCY
+
+
+def _references(secrets: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    for reference in secrets.values():
+        kind, _, where = reference.partition(":")
+        yield kind, where
+
+
+def _secret_values(secrets: Mapping[str, str]) -> dict[str, str]:
+    """What the references mean here, where the job is submitted. Raises SpecError, and never says a value."""
+    found = {}
+    for (kind, where), name in zip(_references(secrets), secrets, strict=True):
+        if kind == "env":
+            if where not in os.environ:
+                raise SpecError(f"secret {name}: {where} is not set where the job is submitted")
+            found[name] = os.environ[where]
+        else:
+            try:
+                found[name] = Path(where).expanduser().read_text().rstrip("\n")
+            except (OSError, UnicodeDecodeError) as error:
+                said = getattr(error, "strerror", None) or "it is not text"
+                raise SpecError(f"secret {name}: {where}: {said}") from None
+    return found
