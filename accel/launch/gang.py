@@ -131,7 +131,7 @@ def _run_agent(run: Launch, server: ForkServer, signals: Signals, tee: Tee) -> i
 def _tell(run: Launch, tee: Tee, failure: report.Failure) -> int:
     if not run.quiet:
         tee.close()
-        say(failure.text())
+        say(failure.text_for(run.node_rank if run.rdzv_backend == "static" else 0))
     return failure.exit_code
 
 
@@ -175,7 +175,8 @@ def _observer(run: Launch, tee: Tee) -> Callable[..., None]:
         if isinstance(failure, report.Failure):
             facts["failure"] = failure.to_json()
             if facts["restarts_left"] and not run.quiet:
-                say(f"{failure.text()}\naccel launch: starting all ranks again ({facts['restarts_left']} of "
+                text = failure.text_for(run.node_rank if run.rdzv_backend == "static" else 0)
+                say(f"{text}\naccel launch: starting all ranks again ({facts['restarts_left']} of "
                     f"{run.max_restarts} restarts left)")  # fmt: skip
         if event == "attempt":
             logs = [(rank, log_path(run.log_dir, rank, facts["attempt"])) for rank in facts["ranks"]]

@@ -81,14 +81,24 @@ class Failure:
         known = {field.name for field in dataclasses.fields(cls)}
         return cls(**{key: value for key, value in data.items() if key in known})
 
-    def text(self) -> str:
-        """For people: some lines, the first of which says it all."""
+    def text_for(self, node: int) -> str:
+        """What a node's launcher says: all of it where it happened and on node 0, where people look, else one line."""
+        return self.text() if node in (0, self.node) else self.headline()
+
+    def headline(self) -> str:
         if self.reason == "preempted":
             return f"accel launch: preempted in attempt {self.attempt}: {self.cause} (exit code {self.exit_code})"
         who = f"rank {self.rank}" if self.rank is not None else "the launcher"
-        lines = [
+        return (
             f"accel launch: {who} on node {self.node} ({self.host}) failed first, in attempt {self.attempt}: {self.how}"
-        ]
+        )
+
+    def text(self) -> str:
+        """For people: some lines, the first of which says it all."""
+        if self.reason == "preempted":
+            return self.headline()
+        lines = [self.headline()]
+        who = f"rank {self.rank}" if self.rank is not None else "the launcher"
         lines += [f"  | {line}" for line in self.traceback.rstrip().splitlines()[-12:]]
         if not self.traceback and self.message not in ("", f"{who} {self.how}"):
             lines.append(f"  error:  {self.message}")

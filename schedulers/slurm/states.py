@@ -126,7 +126,8 @@ def status_of(said: Said) -> Status:
     elif state is State.CANCELLED and why is Reason.DEPENDENCY:
         state, reason, message = State.FAILED, why, "the job that it was to run after has failed"
     elif state is State.FAILED:
-        code = exit_code(said)
+        # Slurm's own code for it, 0:125, is no signal.
+        code = 137 if word == "OUT_OF_MEMORY" else exit_code(said)
         if reason is Reason.EXIT_CODE and why not in (Reason.NONE, Reason.EXIT_CODE, Reason.NO_CAPACITY):
             reason, message = why, explained
         if said.code.endswith(_NOT_LAUNCHED):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import signal
 from pathlib import Path
@@ -107,6 +108,14 @@ def test_diagnose(code: int, said: str | None, reason: str, words: list[str]) ->
     assert text.splitlines()[0].startswith("accel launch: rank 3 on node 1 (h) failed first, in attempt 2: ")
     assert "others: rank 0 had finished" in text
     assert said is None or said.strip(": ") in text
+
+
+def test_a_report_is_whole_where_it_happened_and_on_node_0() -> None:
+    failure = diagnose(exited(3, 7, 1.0, "ValueError: x"), node=2, host="h", attempt=0, oom_kills=0, others="")
+    assert failure.text_for(0) == failure.text_for(2) == failure.text()
+    assert failure.text_for(1) == failure.text().splitlines()[0]
+    preempted = dataclasses.replace(failure, reason="preempted", cause="SIGUSR1")
+    assert {preempted.text_for(node) for node in range(3)} == {preempted.text()}
 
 
 def test_the_kernels_killing_for_memory() -> None:

@@ -29,7 +29,7 @@ from tests.needs import missing
         (Said(state="TIMEOUT", code="0:15"), State.FAILED, Reason.TIME_LIMIT, 143),
         (Said(state="NODE_FAIL"), State.FAILED, Reason.NODE_FAILURE, None),
         (Said(state="PREEMPTED", restarts=2), State.FAILED, Reason.PREEMPTED, None),
-        (Said(state="OUT_OF_MEMORY", code="0:125"), State.FAILED, Reason.OUT_OF_MEMORY, 253),
+        (Said(state="OUT_OF_MEMORY", code="0:125"), State.FAILED, Reason.OUT_OF_MEMORY, 137),
         (Said(state="CANCELLED", reason="DependencyNeverSatisfied"), State.FAILED, Reason.DEPENDENCY, None),
     ],
 )
