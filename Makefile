@@ -5,7 +5,7 @@
 VENV ?= .venv
 BIN := $(VENV)/bin
 # The tests wait for processes more than they compute; those of one file stay together and share what they start.
-WORKERS ?= 2
+WORKERS ?= 3
 
 .PHONY: demo test check build bench golden clean
 

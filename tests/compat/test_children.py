@@ -11,7 +11,8 @@ import pytest
 from accel.launch.compat import STARTUP, variables
 from tests.compat.children import environment, python, said
 
-WHOSE = "import accelerate; print(accelerate.__spec__.origin.endswith('mirror.py'))"
+# The line's end goes out with the line: two ranks may write to one stream.
+WHOSE = "import accelerate; print(str(accelerate.__spec__.origin.endswith('mirror.py')) + chr(10), end='')"
 METHODS = """
 import multiprocessing, sys
 

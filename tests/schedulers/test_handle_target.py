@@ -87,6 +87,8 @@ class ShellTarget:
         directory = self._directory(native_id)
         complete = self._status(directory).state.final
         offset = int((since.position("out") if since else None) or 0)
+        if not (directory / "out").exists():  # the shell has not come to it yet
+            return
         with open(directory / "out", "rb") as file:
             file.seek(offset)
             for line in file.read().splitlines(keepends=True):

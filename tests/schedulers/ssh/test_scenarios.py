@@ -245,4 +245,5 @@ def test_a_supervisor_that_stands_still_is_given_up_and_gives_up(
     until((files / "exit.json").exists, "the host that stood still has ended")
     own = json.loads((files / "exit.json").read_text())
     assert (own["state"], own["reason"], own["fenced"]) == ("failed", "node_failure", True)
-    assert "stood still for" in own["message"]
+    # Stopped in the midst of a turn, it finds the others silent before it looks at its own clock.
+    assert "stood still for" in own["message"] or "too few to go on" in own["message"]
