@@ -261,8 +261,7 @@ def test_a_wrong_setting_is_told(tmp_path: Path) -> None:
 
 
 def test_the_command_says_how_it_is_used(capsys: pytest.CaptureFixture[str]) -> None:
-    if lacking(**PROGRAMS, **ACCOUNTING_PROGRAMS, **LOGIN_PROGRAMS):
-        pytest.skip("it first says what is missing")
+    _check(**ACCOUNTING_PROGRAMS, **LOGIN_PROGRAMS)
     for words in (["nothing"], ["up", "4", "--gpus"], ["up", "4", "--wrong"], ["up", "many"], ["link", "n1"]):
         assert main(words) == 2
         assert "python -m tests.clusters.slurm up" in capsys.readouterr().err

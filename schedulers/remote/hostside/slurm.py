@@ -306,19 +306,6 @@ def leave_result(directory: str, native: str) -> None:
         os.unlink(partial)
 
 
-def _ask_in_order(directory: str) -> bool:
-    """Leaves the word for the batch program; True when it was left so long ago that nobody seems to read it."""
-    path = os.path.join(directory, "slurm/cancel")
-    try:
-        age = time.time() - os.stat(path).st_mtime
-    except FileNotFoundError:
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600))
-        return False
-    settings = jobs.document(os.path.join(directory, "slurm/settings.json"))
-    grace = float(settings.get("grace_s", 0)) if isinstance(settings, dict) else 0.0
-    return age > grace + LATE_S
-
-
 def logs(root: str, step: Step, contents: list[bytes]) -> Any:
     """As of any other host; nobody but a result, or who asks, can say here that no more is to come."""
     found = jobs.logs(root, step, contents)
