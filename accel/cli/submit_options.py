@@ -30,6 +30,8 @@ def _what_to_run(group: Group) -> None:
     entry.add_argument("--no-python", action="store_true", help="it is a command that is not Python")
     group.add_argument("--name", help="what people call the job (default: the script's name)")
     group.add_argument("--code", metavar="DIR", help="the directory that holds the program (default: this one)")
+    setup = "a command that is run once on each node before the ranks, its words as in a shell; repeatable"
+    group.add_argument("--setup", metavar="COMMAND", type=values.command, **_MANY, help=setup)
     variable = "a variable for the job; without a value, the one it has here; repeatable"
     group.add_argument("--env", metavar="NAME[=VALUE]", type=values.environment, **_MANY, help=variable)
     secret = "a variable that is looked up where the job runs: env:NAME or file:PATH; repeatable"

@@ -39,6 +39,7 @@ def build_spec(args: Namespace, program: Sequence[str]) -> JobSpec:
         secrets=_once("--secret", args.secret),
         code=code,
         workdir=workdir,
+        setup=tuple(args.setup),
         time_limit_s=args.time_limit,
         grace_s=args.grace,
         retry=Retry(max_restarts=args.max_restarts),

@@ -51,6 +51,19 @@ def key_value(text: str) -> tuple[str, str]:
     return key, value
 
 
+def command(text: str) -> tuple[str, ...]:
+    """The words of a command, quoted as in a shell. No shell runs it: `$` and `|` mean nothing."""
+    import shlex
+
+    try:
+        words = tuple(shlex.split(text))
+    except ValueError as error:
+        raise ArgumentTypeError(f"not a command: {text!r} ({str(error).lower()})") from None
+    if not words or not words[0]:
+        raise ArgumentTypeError(f"not a command: {text!r} (it names no program)")
+    return words
+
+
 def axis(text: str) -> tuple[str, list[str]]:
     """`NAME=V1,V2,…`; a value that holds a comma stands in double quotes, as in CSV."""
     import csv

@@ -73,3 +73,16 @@ def test_what_cannot_be_checked(capsys: pytest.CaptureFixture[str]) -> None:
     assert "has no machines that could be examined" in capsys.readouterr().err
     assert main(["targets", "chekc", "lab"]) == exits.USAGE
     assert "expects nothing, or check NAME, not 'chekc lab'" in capsys.readouterr().err
+
+
+def test_setup_commands_are_words_and_come_after_the_targets(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--setup", "pip install -e '.[extra one]'", "--setup", "echo $HOME"]
+    plan = planned(capsys, "--target", "lab", *words)
+    settings = json.loads(plan["files"]["settings.json"])
+    assert settings["setup"] == [["pip", "install", "-e", ".[extra one]"], ["echo", "$HOME"]]
+
+
+@pytest.mark.parametrize("text", ["echo 'a", "", "''"])
+def test_what_is_no_setup_command_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["submit", "--target", "lab", "--setup", text, "--no-python", "true"]) == exits.USAGE
+    assert "--setup: not a command" in capsys.readouterr().err
