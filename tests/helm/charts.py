@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 ROOT = Path(__file__).parents[2]
-CHARTS = [ROOT / "helm/accel"]
+CHARTS = [ROOT / "helm/accel", ROOT / "helm/accel-job"]
 VALUES = Path(__file__).parent / "values"
 
 _COMMENT = re.compile(r"^ *# -- (.*)$")

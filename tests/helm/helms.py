@@ -66,7 +66,7 @@ class Helm3:
     def _run(self, *words: str, values: Values) -> subprocess.CompletedProcess[str]:
         with tempfile.TemporaryDirectory() as home:
             file = Path(home, "values.json")
-            file.write_text(json.dumps(values))
+            file.write_text(json.dumps(values, ensure_ascii=False))
             # No user's settings, plugins or cluster.
             kept = {key: value for key, value in os.environ.items() if not key.startswith(("HELM_", "KUBE"))}
             env = {**kept, "HOME": home, "KUBECONFIG": os.path.join(home, "none")}
