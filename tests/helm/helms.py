@@ -63,15 +63,26 @@ class Helm3:
             raise Refused(done.stderr)
         return done.stdout
 
-    def _run(self, *words: str, values: Values) -> subprocess.CompletedProcess[str]:
+    def package(self, chart: Path, directory: Path) -> Path:
+        """The chart as one file in a directory."""
+        done = self._run("package", str(chart), "--destination", str(directory), values=None)
+        assert done.returncode == 0, done.stderr
+        (made,) = directory.glob("*.tgz")
+        return made
+
+    def _run(self, *words: str, values: Values | None) -> subprocess.CompletedProcess[str]:
         with tempfile.TemporaryDirectory() as home:
-            file = Path(home, "values.json")
-            file.write_text(json.dumps(values, ensure_ascii=False))
+            given = []
+            if values is not None:
+                file = Path(home, "values.json")
+                file.write_text(json.dumps(values, ensure_ascii=False))
+                given = ["--values", str(file)]
             # No user's settings, plugins or cluster.
             kept = {key: value for key, value in os.environ.items() if not key.startswith(("HELM_", "KUBE"))}
             env = {**kept, "HOME": home, "KUBECONFIG": os.path.join(home, "none")}
-            argv = [str(self._program), *words, "--values", str(file)]
-            return subprocess.run(argv, capture_output=True, text=True, timeout=120, env=env)
+            return subprocess.run(
+                [str(self._program), *words, *given], capture_output=True, text=True, timeout=120, env=env
+            )
 
 
 class Helm4:

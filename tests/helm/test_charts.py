@@ -50,6 +50,15 @@ def test_the_notes_can_be_read(chart: Path, file: Path) -> None:
 
 
 @each_chart
+def test_a_package_renders_what_the_directory_renders(
+    helm: helms.Helm, helm3: helms.Helm3, chart: Path, tmp_path: Path
+) -> None:
+    values = charts.load(charts.VALUES / chart.name / "everything.yaml")
+    package = helm3.package(chart, tmp_path)
+    assert helms.objects(helm.render(package, values)) == helms.objects(helm.render(chart, values))
+
+
+@each_chart
 def test_the_values_files_use_every_option(chart: Path) -> None:
     defaults = charts.load(chart / "values.yaml")
     files = [charts.load(file) for file in charts.values_files(chart)]

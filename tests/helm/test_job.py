@@ -20,6 +20,7 @@ from schedulers.kubernetes import code as coding
 from schedulers.kubernetes import manifests, names
 from schedulers.kubernetes.options import KubernetesOptions, ObjectStore, Toleration, Volume, check
 
+from ..schedulers.kubernetes import strict
 from . import charts, checking, helms
 
 CHART = charts.ROOT / "helm/accel-job"
@@ -149,6 +150,13 @@ def assert_same(helm: helms.Helm, values: Mapping[str, Any]) -> None:
 @each_file
 def test_the_chart_and_the_builders_make_the_same(helm: helms.Helm, file: Path) -> None:
     assert_same(helm, charts.load(file))
+
+
+@each_file
+def test_the_operators_would_take_them(helm3: helms.Helm3, file: Path) -> None:
+    for made in helms.objects(helm3.render(CHART, charts.load(file))):
+        # A hook's annotations are Helm's, and any object may have them.
+        assert [strict.errors(made, version) for version in checking.VERSIONS] == [[], []], made["kind"]
 
 
 @pytest.mark.parametrize("kind", ["pytorchjob", "jobset", "job", "trainjob"])
