@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..job import Reason, State, Status
-from . import names, reasons
+from . import names, reasons, reports
 from .reasons import Meaning
 
 Object = Mapping[str, Any]
@@ -28,18 +28,27 @@ _ECHOES = (143, 137)
 
 @dataclass(frozen=True, kw_only=True)
 class _End:
-    """How a pod's container ended: at `when`, on `node`."""
+    """How a pod's container ended.
 
+    who:   what failed first, in words: a node, or the rank that the launchers told of.
+    grade: how sure it is that this was the first: 0 what the cluster did to the pod, 1 what the launchers agreed on.
+    """
+
+    who: str
     node: int
     when: str
     code: int
     reason: Reason
     message: str
+    grade: int = 2
 
     @property
-    def order(self) -> tuple[bool, str, int]:
-        """The first failure is not an echo, and the earliest; seconds are as fine as the cluster tells."""
-        return self.code in _ECHOES and self.reason is Reason.EXIT_CODE, self.when, self.node
+    def order(self) -> tuple[int, bool, str, int]:
+        """The first failure is no echo, and the earliest; seconds are as fine as the cluster tells."""
+        return self.grade, self.code in _ECHOES and self.reason is Reason.EXIT_CODE, self.when, self.node
+
+    def __str__(self) -> str:
+        return _joined(self.who, self.message)
 
 
 def status_of(workload: Object, pods: Sequence[Object] = (), events: Sequence[Object] = ()) -> Status:
@@ -78,7 +87,7 @@ def _failed(condition: Object, pods: Sequence[Object], attempt: int) -> Status:
     if reason is Reason.TIME_LIMIT:
         code = None
     elif end is not None and not (reason is Reason.SETUP and end.reason is Reason.EXIT_CODE):
-        reason, message = end.reason, _joined(f"node {end.node}", end.message)
+        reason, message = end.reason, str(end)
     elif end is not None:
         message = _joined(message, end.message)
     return Status(
@@ -111,7 +120,7 @@ def _going(
         ended = [pod for pod in pods if _over(pod)]
         end = min(_ends(ended), key=lambda each: each.order, default=None)
         if end is not None and attempt:
-            reason, message = end.reason, f"it is started again: {_joined(f'node {end.node}', end.message)}"
+            reason, message = end.reason, f"it is started again: {end}"
         elif any(_phase(pod) == "Succeeded" for pod in ended):
             return Status(state=State.RUNNING, attempt=attempt, message="it is ending", native_state=native)
     return Status(
@@ -202,7 +211,8 @@ def _ends(pods: Sequence[Object]) -> list[_End]:
             reason, what = words
             when, code = (first.when, first.code) if first else (str(status.get("startTime") or ""), 0)
             what = _joined(what, status.get("message") or _disruption(pod).get("message"))
-            found.append(_End(node=_node(pod), when=when, code=code, reason=reason, message=what))
+            who = f"node {_node(pod)}"
+            found.append(_End(who=who, node=_node(pod), when=when, code=code, reason=reason, message=what, grade=0))
         elif first is not None:
             found.append(first)
     return found
@@ -217,13 +227,19 @@ def _last_end(container: Object, pod: Object) -> _End | None:
         word, code = str(ended.get("reason") or ""), int(ended["exitCode"])
         name = str(container.get("name"))
         reason, what = reasons.TERMINATED.get(word, (Reason.EXIT_CODE, ""))
-        said = _last_line(str(ended.get("message") or ""))
+        text = str(ended.get("message") or "")
+        said, node, when = reports.last_line(text), _node(pod), str(ended.get("finishedAt") or "")
+        who, grade = f"node {node}", 2 if reason is Reason.EXIT_CODE else 0
+        report = reports.read(text) if name in _MAIN else None
         if name not in _MAIN:
             reason = Reason.SETUP
             what = "the code could not be brought" if name.startswith("accel-") else f"container {name} failed"
+        elif report is not None and reason is Reason.EXIT_CODE:
+            reason, said, who, grade = report.reason, report.message, report.who, 1
+        elif report is not None:
+            said = report.message
         message = _joined(what or ("" if said else f"exit code {code}"), said)
-        when = str(ended.get("finishedAt") or "")
-        return _End(node=_node(pod), when=when, code=code, reason=reason, message=message)
+        return _End(who=who, node=node, when=when, code=code, reason=reason, message=message, grade=grade)
     return None
 
 
@@ -340,10 +356,6 @@ def _native(state: str, reason: Any) -> str:
 def _joined(what: str, said: Any) -> str:
     text = str(said or "").strip()
     return f"{what}: {text}" if what and text else what or text
-
-
-def _last_line(text: str) -> str:
-    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
 
 
 def _line(text: str) -> str:
