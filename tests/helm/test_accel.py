@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+
+from schedulers.kubernetes.options import KubernetesOptions, check
 
 from . import charts, checking, helms
 
@@ -84,7 +88,7 @@ def test_training_pods_run_as_an_account_without_rights(helm: helms.Helm) -> Non
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_pods_are_restricted(helm: helms.Helm, file: Any) -> None:
+def test_pods_are_restricted(helm: helms.Helm, file: Path) -> None:
     for pod in checking.pods(helms.objects(helm.render(CHART, charts.load(file)))):
         assert checking.unrestricted(pod) == []
 
@@ -171,3 +175,14 @@ def test_the_network_policy(helm: helms.Helm) -> None:
     assert policy["egress"] == [{"to": [jobs]}, dns, *EVERYTHING["networkPolicy"]["egress"]]
     least = helms.named(helm.render(CHART, charts.load(charts.VALUES / "accel/least.yaml")), "NetworkPolicy")["spec"]
     assert (least["ingress"], least["egress"]) == ([{"from": [jobs]}], [{}])
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_the_notes_show_a_target_that_accel_reads(file: Path) -> None:
+    helms.check_helm4()
+    notes = helms.Helm4().notes(CHART, charts.load(file))
+    block = notes[notes.index("  targets:") : notes.index("What the cluster allows")]
+    shown = yaml.safe_load(block)["targets"]["cluster"]
+    assert shown.pop("kind") == "kubernetes"  # of the target; the kind of object is the target's default
+    check(KubernetesOptions(**shown), "cluster")
+    assert shown["namespace"] == helms.NAMESPACE

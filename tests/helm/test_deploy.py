@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import shutil
 import subprocess
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+
+from schedulers.kubernetes.options import KubernetesOptions
 
 from ..needs import missing
 from . import charts, checking
@@ -84,6 +87,15 @@ def test_a_torch_of_the_other_variant_fails_the_build(
 def test_the_page_names_every_argument() -> None:
     arguments = {rest.partition("=")[0] for word, rest in instructions() if word == "ARG"}
     assert [name for name in sorted(arguments) if f"`{name}`" not in PAGE] == []
+
+
+def test_the_page_names_options_that_there_are() -> None:
+    named = set(re.findall(r"`([a-z_]+)(?:\.[a-z]+)?:?`(?= in `accel\.yaml`)", PAGE))
+    assert named >= {"image", "code_store", "image_pull_secrets"}
+    assert named <= {field.name for field in dataclasses.fields(KubernetesOptions)}
+    for word in ("volcano_queue:", "volumes:"):
+        assert f"`{word}`" in PAGE
+        assert hasattr(KubernetesOptions(), word.rstrip(":"))
 
 
 def test_the_page_names_every_file() -> None:
