@@ -1,4 +1,4 @@
-"""What is made of the charts and kept in the repository: their READMEs' tables and the RBAC as plain YAML."""
+"""What is made and kept in the repository: tables of the READMEs, the RBAC as plain YAML, the copy of a program."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from accel import __version__
+from schedulers.kubernetes.code import UNPACK
 
 from . import charts, helms
 
@@ -47,6 +48,10 @@ def test_a_chart_says_for_which_accel_it_is(chart: Path) -> None:
     about = charts.load(chart / "Chart.yaml")
     assert about["appVersion"] == __version__
     assert about["name"] == chart.name
+
+
+def test_the_job_chart_unpacks_code_as_the_builders_do() -> None:
+    assert_kept(charts.ROOT / "helm/accel-job/files/unpack", UNPACK)
 
 
 def test_the_plain_rbac_is_the_charts(helm3: helms.Helm3) -> None:

@@ -61,7 +61,7 @@
 {{- end -}}
 - name: accel-code
   {{- include "job.base" (dict "root" $ "devices" false "image" .Values.image) | nindent 2 }}
-  command: {{ concat (list (default "python3" .Values.python) "-c" (.Files.Get "files/unpack.py") $digest "/accel/code") $parts | toJson }}
+  command: {{ concat (list (default "python3" .Values.python) "-c" (.Files.Get "files/unpack") $digest "/accel/code") $parts | toJson }}
   volumeMounts:
     - {name: accel, mountPath: /accel}
     {{- if ne .Values.code.kind "store" }}
