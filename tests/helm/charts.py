@@ -15,6 +15,7 @@ CHARTS = [ROOT / "helm/accel", ROOT / "helm/accel-job"]
 VALUES = Path(__file__).parent / "values"
 
 _COMMENT = re.compile(r"^ *# -- (.*)$")
+_PLURALS = {"string": "strings", "object": "objects", "array": "lists"}
 _KEY = re.compile(r"^( *)([A-Za-z]+):")
 
 
@@ -95,16 +96,17 @@ def table(chart: Path) -> str:
     lines = ["| value | type | default | what it is |", "| --- | --- | --- | --- |"]
     for key, part in leaves(chart):
         default = json.dumps(at(defaults, key), ensure_ascii=False)
-        lines.append(f"| `{key}` | {kind_of(chart, part)} | `{default}` | {said[key]} |")
-    return "\n".join(lines).replace("`null`", "") + "\n"
+        meaning = said[key].replace("|", "\\|")
+        lines.append(f"| `{key}` | {kind_of(chart, part)} | `{default}` | {meaning} |")
+    return "\n".join(lines) + "\n"
 
 
 def kind_of(chart: Path, part: Mapping[str, Any]) -> str:
     """A value's type, in a few words."""
     if "enum" in part:
-        return " or ".join(f"`{value}`" for value in part["enum"] if value is not None)
+        return " or ".join(f"`{value}`" for value in part["enum"] if value)
     types = part["type"] if isinstance(part["type"], list) else [part["type"]]
     if types == ["array"]:
         inner = resolved(schema(chart), part["items"])
-        return f"list of {inner['type']}s" if isinstance(inner.get("type"), str) else "list"
+        return f"list of {_PLURALS[inner['type']]}" if isinstance(inner.get("type"), str) else "list"
     return " or ".join(name for name in types if name != "null")
