@@ -56,7 +56,9 @@ def status_of(workload: Object, pods: Sequence[Object] = (), events: Sequence[Ob
 
     Says what can be said of the job without pods and events; never fails for what it does not know.
     """
+    workload, events = _without_nulls(workload), [_without_nulls(event) for event in events]
     kind, status = str(workload.get("kind")), workload.get("status") or {}
+    pods = [_without_nulls({key: pod.get(key) for key in ("metadata", "status")}) for pod in pods]
     pods = [pod for pod in pods if names.node_of(pod) is not None]
     conditions = {str(each.get("type")): each for each in status.get("conditions") or [] if _true(each)}
     attempt = _attempts(kind, status, pods)
@@ -343,6 +345,13 @@ def _advised(said: str, image: str) -> str:
         if advice and words in said:
             return advice
     return said if image in said else f"{image} ({said})" if said else image
+
+
+def _without_nulls(value: Any) -> Any:
+    """The same without what is null: some clients keep it, and it means that nothing is said."""
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(inside) for key, inside in value.items() if inside is not None}
+    return [_without_nulls(inside) for inside in value if inside is not None] if isinstance(value, list) else value
 
 
 def _true(condition: Object) -> bool:
