@@ -27,15 +27,15 @@ def runnable(api_versions: Iterable[str]) -> list[str]:
 def check_kind(options: KubernetesOptions, api_versions: Iterable[str], target: str) -> None:
     """Raises SpecError, naming the kinds that are there, when the cluster does not know the one that is asked for."""
     there = set(api_versions)
-    wanted = BUILDERS[options.kind]
+    wanted = BUILDERS[options.workload]
     if wanted.API_VERSION not in there:
         group = wanted.API_VERSION.partition("/")[0]
         others = sorted(each for each in there if each.partition("/")[0] == group)
         found = runnable(there)
-        why = f"it has {', '.join(others)}" if others else f"{_INSTALLED_BY[options.kind]} is not installed there"
-        remedy = f"use kind: {' or '.join(found)}" if found else "and it knows no other kind that accel can make"
+        why = f"it has {', '.join(others)}" if others else f"{_INSTALLED_BY[options.workload]} is not installed there"
+        remedy = f"use workload: {' or '.join(found)}" if found else "and it knows no other kind that accel can make"
         raise SpecError(f"target {target}: the cluster has no {wanted.API_VERSION} ({why}); {remedy}")
-    grouped = options.volcano_queue is not None and options.kind in ("job", "jobset")
+    grouped = options.volcano_queue is not None and options.workload in ("job", "jobset")
     if grouped and not any(each.partition("/")[0] == _VOLCANO for each in there):
         raise SpecError(
             f"target {target}: volcano_queue: the cluster has no {_VOLCANO}: Volcano is not installed there"

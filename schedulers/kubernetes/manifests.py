@@ -75,14 +75,14 @@ def build(
     metadata = {"name": name, **place, "labels": {**labels, **_queue_labels(options), **options.labels}}
     if options.annotations:
         metadata["annotations"] = dict(options.annotations)
-    workload = BUILDERS[options.kind].build(spec, options, metadata, job_id, template)
+    workload = BUILDERS[options.workload].build(spec, options, metadata, job_id, template)
     first: list[Object] = []
     then: list[Object] = []
-    if options.kind == "trainjob":
+    if options.workload == "trainjob":
         first.append(trainjob.runtime(spec, options, {"name": name, **place}, labels, template))
-    if options.volcano_queue and options.kind in ("job", "jobset"):
+    if options.volcano_queue and options.workload in ("job", "jobset"):
         first.append(_pod_group(spec, options, {"name": name, **place, "labels": labels}))
-    if options.kind == "job":
+    if options.workload == "job":
         then.append(indexed.service(spec, options, {"name": name, **place}, job_id))
     if code.kind == "configmap" and data is not None:
         from .code import config_maps
@@ -96,16 +96,16 @@ def build(
 def check(spec: JobSpec, options: KubernetesOptions, target: str) -> None:
     """Raises SpecError for a job that cannot be one of this kind."""
     pods.check(spec, options, target)
-    if spec.max_nodes is not None and options.kind != "pytorchjob":
+    if spec.max_nodes is not None and options.workload != "pytorchjob":
         raise SpecError(
-            f"target {target}: --nodes {spec.nodes}:{spec.max_nodes}: only a PyTorchJob may grow, and kind is "
-            f"{options.kind}"
+            f"target {target}: --nodes {spec.nodes}:{spec.max_nodes}: only a PyTorchJob may grow, and workload is "
+            f"{options.workload}"
         )
 
 
 def warnings(spec: JobSpec, options: KubernetesOptions) -> tuple[str, ...]:
     """What the job will get otherwise than it may seem."""
-    found = BUILDERS[options.kind].warnings(spec, options)
+    found = BUILDERS[options.workload].warnings(spec, options)
     if spec.resources.memory_gb is None or spec.resources.cpus is None:
         found.append("--cpus and --memory are not both given: the cluster may crowd the pods, or evict them first")
     return tuple(found)
@@ -173,7 +173,7 @@ def to_yaml(objects: Sequence[Mapping[str, Any]]) -> str:
 def _template(
     spec: JobSpec, options: KubernetesOptions, name: str, job_id: str, code: Code, target: str
 ) -> Callable[..., Object]:
-    grouped = options.volcano_queue is not None and options.kind in ("job", "jobset")
+    grouped = options.volcano_queue is not None and options.workload in ("job", "jobset")
     annotations = {GROUP_ANNOTATION: name} if grouped else None
     plain = functools.partial(pods.template, spec, options, name, job_id, code, annotations=annotations)
     if not options.pod_patch:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from ..errors import SpecError
 from . import names
 
-Kind = Literal["pytorchjob", "jobset", "job", "trainjob"]
+Workload = Literal["pytorchjob", "jobset", "job", "trainjob"]
 Where = Literal["auto", "configmap", "pvc", "store", "image"]
 Vendor = Literal["nvidia", "amd", "intel", "gaudi", "neuron", "tpu"]
 Security = Literal["restricted", "baseline", "privileged"]
@@ -82,7 +82,7 @@ class KubernetesOptions:
 
     kubeconfig, context: the file, instead of $KUBECONFIG and ~/.kube/config, and the context in it.
     namespace:       of everything; without it, the context's.
-    kind:            pytorchjob (Kubeflow's training operator), jobset, job (Indexed Job and a Service; no operator)
+    workload:        pytorchjob (Kubeflow's training operator), jobset, job (Indexed Job and a Service; no operator)
                      or trainjob (Kubeflow Trainer v2).
     image:           for the pods, where the job names none (--image).
     image_pull_policy, image_pull_secrets, service_account, priority_class: as in a pod.
@@ -115,7 +115,7 @@ class KubernetesOptions:
     kubeconfig: str | None = None
     context: str | None = None
     namespace: str | None = None
-    kind: Kind = "pytorchjob"
+    workload: Workload = "pytorchjob"
     image: str | None = None
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = None
     image_pull_secrets: tuple[str, ...] = ()
@@ -292,8 +292,8 @@ def _queue_problems(options: KubernetesOptions) -> Iterator[str]:
         yield "queue_priority belongs to queue, which is not given"
     if options.queue is not None and options.volcano_queue is not None:
         yield "queue (Kueue) and volcano_queue are both given: keep one"
-    if options.kind == "trainjob" and options.ttl_s is not None:
-        yield "ttl_s: a TrainJob has no time to live; choose another kind, or accel prune"
+    if options.workload == "trainjob" and options.ttl_s is not None:
+        yield "ttl_s: a TrainJob has no time to live; choose another workload, or accel prune"
 
 
 def _security_problems(options: KubernetesOptions) -> Iterator[str]:

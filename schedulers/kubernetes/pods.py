@@ -54,7 +54,7 @@ def processes(spec: JobSpec) -> int:
 
 def container_name(options: KubernetesOptions) -> str:
     """Of the container that trains; the operators look for it by this name."""
-    return "node" if options.kind == "trainjob" else "pytorch"
+    return "node" if options.workload == "trainjob" else "pytorch"
 
 
 def template(
@@ -128,8 +128,8 @@ def _main(
     env: Sequence[Object],
     launch: Sequence[str],
 ) -> Object:
-    ports = [] if options.kind == "trainjob" else [{"name": "pytorchjob-port", "containerPort": PORT}]
-    if options.kind != "pytorchjob":
+    ports = [] if options.workload == "trainjob" else [{"name": "pytorchjob-port", "containerPort": PORT}]
+    if options.workload != "pytorchjob":
         ports = [{**port, "name": "rendezvous"} for port in ports]
     return {
         "name": container_name(options),

@@ -52,7 +52,7 @@ def warnings(spec: JobSpec, options: KubernetesOptions) -> list[str]:
         found.append(
             "the training operator adds an init container that says nothing of its security: a namespace that "
             "enforces the restricted standard refuses it, until the operator has another template for it "
-            "(--pytorch-init-container-template-file); kind: jobset needs none"
+            "(--pytorch-init-container-template-file); workload: jobset needs none"
         )
     if spec.time_limit_s is not None and spec.retry.max_restarts:
         found.append("a PyTorchJob's time limit counts from its first start, over all attempts together")

@@ -46,7 +46,7 @@ def everything_spec(**more: Any) -> JobSpec:
 def everything(kind: str, **given: Any) -> KubernetesOptions:
     """Every option that this kind and the others that are given allow."""
     found: dict[str, Any] = {
-        "kind": kind, "namespace": "team-a", "image": IMAGE, "image_pull_policy": "Always",
+        "workload": kind, "namespace": "team-a", "image": IMAGE, "image_pull_policy": "Always",
         "image_pull_secrets": ["registry"], "service_account": "trainer", "priority_class": "high",
         "python": "/opt/bin/python3", "setup": [["nvidia-smi"]],
         "accelerators": {"h100": {"gpu.example.org/model": "h100"}},

@@ -47,7 +47,7 @@ def somewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def launched(spec: JobSpec, kind: str, added: dict[str, str]) -> Launch:
-    made = manifests.build(spec, least(kind=kind), JOB_ID, Code(kind="configmap"))
+    made = manifests.build(spec, least(workload=kind), JOB_ID, Code(kind="configmap"))
     template = [found for each in made for _, found in checking.templates(each)][-1]
     container = template["spec"]["containers"][0]
     env = {each["name"]: each.get("value", "0") for each in container["env"]} | added

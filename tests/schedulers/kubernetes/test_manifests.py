@@ -38,7 +38,7 @@ def test_everything(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_least(kind: str) -> None:
-    golden(f"{kind}_least", build(JobSpec(argv=("train.py",), name="train"), least(kind=kind)))
+    golden(f"{kind}_least", build(JobSpec(argv=("train.py",), name="train"), least(workload=kind)))
 
 
 def test_a_world_that_may_grow() -> None:
@@ -49,13 +49,13 @@ def test_a_world_that_may_grow() -> None:
 @pytest.mark.parametrize("kind", ["pytorchjob", "job", "jobset", "trainjob"])
 def test_volcano(kind: str) -> None:
     spec = JobSpec(argv=("train.py",), name="train", nodes=2)
-    golden(f"{kind}_volcano", build(spec, least(kind=kind, volcano_queue="research", code="image")))
+    golden(f"{kind}_volcano", build(spec, least(workload=kind, volcano_queue="research", code="image")))
 
 
 @pytest.mark.parametrize("where", ["pvc", "store"])
 def test_code_from_elsewhere(where: str) -> None:
     store = {"url": "s3://bucket/code/", "image": "example.org/aws:2", "secret": "s3", "endpoint": "https://minio:9000"}
-    chosen = least(kind="job", code=where, code_claim="snapshots", code_store=store)
+    chosen = least(workload="job", code=where, code_claim="snapshots", code_store=store)
     golden(f"job_{where}", build(JobSpec(argv=("train.py",), name="train"), chosen, Code(kind=where, digest="0" * 64)))  # type: ignore[arg-type]
 
 
@@ -70,7 +70,7 @@ def test_the_yaml_is_the_objects() -> None:
 def test_arguments_arrive_bit_for_bit(kind: str) -> None:
     """As the kubelet expands them: `$$` is `$`, and `$(NAME)` a variable."""
     spec = everything_spec(setup=())
-    for made in build(spec, least(kind=kind, accelerators={"h100": {"a": "b"}})):
+    for made in build(spec, least(workload=kind, accelerators={"h100": {"a": "b"}})):
         for _, template in checking.templates(made):
             container = template["spec"]["containers"][0]
             words = [expanded(word) for word in container["command"]]
@@ -82,7 +82,7 @@ def test_arguments_arrive_bit_for_bit(kind: str) -> None:
 @given(st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=30), max_size=4))
 def test_any_text_arrives(words: list[str]) -> None:
     spec = JobSpec(argv=("a.py", *words))
-    made = build(spec, least(kind="job", code="image"), Code(kind="image")).workload
+    made = build(spec, least(workload="job", code="image"), Code(kind="image")).workload
     assert next(yaml.safe_load_all(manifests.to_yaml([made]))) == made
     command = made["spec"]["template"]["spec"]["containers"][0]["command"]
     assert [expanded(word) for word in command][-len(spec.argv) :] == list(spec.argv)
@@ -103,7 +103,7 @@ def expanded(text: str) -> str:
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_secret_is_in_a_manifest_and_pods_are_restricted(kind: str) -> None:
     spec = JobSpec(argv=("a.py",), nodes=2, secrets={"T": "secret:keys/token"})
-    for made in build(spec, least(kind=kind)):
+    for made in build(spec, least(workload=kind)):
         for _, template in checking.templates(made):
             inside = template["spec"]
             ref = {"name": "T", "valueFrom": {"secretKeyRef": {"name": "keys", "key": "token"}}}
@@ -123,7 +123,7 @@ def test_no_secret_is_in_a_manifest_and_pods_are_restricted(kind: str) -> None:
 def test_everything_is_found_by_the_job_id(kind: str) -> None:
     data = b"x" * (800 << 10)
     code = coding.chosen(least(), len(data), coding.digest_of(data), "k")
-    made = build(JobSpec(argv=("a.py",)), least(kind=kind, volcano_queue="q"), code, data=data)
+    made = build(JobSpec(argv=("a.py",)), least(workload=kind, volcano_queue="q"), code, data=data)
     assert sum(each["kind"] == "ConfigMap" for each in made) == 2 == code.parts
     for each in made:
         assert each["metadata"]["labels"][names.JOB_ID] == JOB_ID
@@ -154,8 +154,8 @@ def test_how_often_a_gang_starts_again() -> None:
         for each in build(made, least()).workload["spec"]["pytorchReplicaSpecs"].values()
     ]
     assert restarts == ["OnFailure"] * 2 + ["Never"] * 2
-    assert build(spec, least(kind="job")).workload["spec"]["backoffLimit"] == 12
-    policy = build(spec, least(kind="jobset")).workload["spec"]["failurePolicy"]
+    assert build(spec, least(workload="job")).workload["spec"]["backoffLimit"] == 12
+    policy = build(spec, least(workload="jobset")).workload["spec"]["failurePolicy"]
     assert policy == {"maxRestarts": 3, "restartStrategy": "BlockingRecreate"}
 
 
@@ -170,7 +170,7 @@ def test_one_node_has_a_master_only() -> None:
 
 def test_a_user_without_a_home_gets_one() -> None:
     def env(**given: Any) -> dict[str, str]:
-        made = build(JobSpec(argv=("a.py",), env={"HOME": "/mine"}), least(kind="job", **given))
+        made = build(JobSpec(argv=("a.py",), env={"HOME": "/mine"}), least(workload="job", **given))
         _, template = next(checking.templates(made.workload))
         return {each["name"]: each["value"] for each in template["spec"]["containers"][0]["env"]}
 
@@ -213,7 +213,7 @@ def test_gpus_of_other_makes(gpu: str, resource: str, label: str) -> None:
         ({}, {"secrets": {"T": "secret:a"}}, "--secret T: target k expects secret:NAME/KEY"),
         ({}, {"env": {"ACCEL_NODES": "3"}}, "accel tells the pods ACCEL_NODES itself"),
         ({}, {"argv": ("a.py", "\udcff")}, "the cluster takes UTF-8 only"),
-        ({"kind": "job"}, {"nodes": 2, "max_nodes": 4}, "--nodes 2:4: only a PyTorchJob may grow, and kind is job"),
+        ({"workload": "job"}, {"nodes": 2, "max_nodes": 4}, "only a PyTorchJob may grow, and workload is job"),
         ({"code": "image"}, {"workdir": "src"}, "the job runs in 'src' of its code: say with code_dir where"),
     ],
 )  # fmt: skip
@@ -235,4 +235,4 @@ def test_warnings() -> None:
         "--cpus and --memory are not both given",
     ]
     enough = JobSpec(argv=("a.py",), nodes=2, resources=Resources(cpus=1, memory_gb=1), time_limit_s=60)
-    assert manifests.warnings(enough, least(kind="jobset")) == ()
+    assert manifests.warnings(enough, least(workload="jobset")) == ()

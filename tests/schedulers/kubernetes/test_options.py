@@ -14,13 +14,13 @@ _STORE = {"url": "s3://bucket/code", "image": "aws"}
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_of_them_can_be_said(kind: str) -> None:
-    assert everything(kind).kind == kind
+    assert everything(kind).workload == kind
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"kind": "pytorch"}, "kind: expects one of 'pytorchjob', 'jobset', 'job', 'trainjob', got 'pytorch'"),
+        ({"workload": "pytorch"}, "workload: expects one of 'pytorchjob', 'jobset', 'job', 'trainjob', got 'pytorch'"),
         ({"gpus": 1}, "unknown key 'gpus'; did you mean 'gpu'?"),
         ({"volumes": [{"mount": "/a", "clam": "b"}]}, "volumes[0]: unknown key 'clam'; did you mean 'claim'?"),
         ({"namespace": "Team_A"}, "namespace must be small letters, digits and hyphens (63 at most), not 'Team_A'"),
@@ -65,7 +65,7 @@ def test_all_of_them_can_be_said(kind: str) -> None:
         ({"run_as_user": -1}, "run_as_user must be 0 to 2147483647, not -1"),
         ({"queue_priority": "a"}, "queue_priority belongs to queue, which is not given"),
         ({"queue": "a", "volcano_queue": "b"}, "queue (Kueue) and volcano_queue are both given: keep one"),
-        ({"kind": "trainjob", "ttl_s": 1}, "ttl_s: a TrainJob has no time to live"),
+        ({"workload": "trainjob", "ttl_s": 1}, "ttl_s: a TrainJob has no time to live"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_meant(given: dict[str, Any], message: str) -> None:

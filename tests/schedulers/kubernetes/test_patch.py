@@ -157,7 +157,7 @@ def _references(schema: Any) -> list[str]:
 
 def build(kind: str, **given: Any) -> manifests.Manifests:
     spec = JobSpec(argv=("a.py",), nodes=2, resources=Resources(cpus=1, memory_gb=1))
-    chosen = least(kind=kind, **given)
+    chosen = least(workload=kind, **given)
     return manifests.build(spec, chosen, JOB_ID, coding.planned(chosen), target="k")
 
 

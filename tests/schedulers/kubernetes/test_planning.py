@@ -17,7 +17,7 @@ _STORE = {"url": "s3://bucket/code", "image": "aws"}
 
 def test_the_dry_run() -> None:
     spec = JobSpec(argv=("train.py", "--lr", "0.1"), name="train", code="/home/me/project")
-    assert_golden("kubernetes/plan.txt", str(planning.plan(spec, least(kind="job"), JOB_ID, "k")))
+    assert_golden("kubernetes/plan.txt", str(planning.plan(spec, least(workload="job"), JOB_ID, "k")))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -41,7 +41,7 @@ def test_one_option(kind: str, case: str) -> None:
         return
     if "patch" in case:
         pytest.importorskip("kubernetes", reason="a patch is checked by the kubernetes client")
-    given = least(kind=kind, **CASES[case])
+    given = least(workload=kind, **CASES[case])
     for spec in SPECS.values():
         if given.cpu:
             spec = dataclasses.replace(spec, resources=Resources())
@@ -66,7 +66,7 @@ def test_a_world_that_may_grow() -> None:
 
 @pytest.mark.parametrize("version", strict.VERSIONS)
 def test_jobs_and_services_are_known_to_every_version(version: str) -> None:
-    for given, spec in ((least(kind="job"), SPECS["two nodes"]), (everything("job"), everything_spec())):
+    for given, spec in ((least(workload="job"), SPECS["two nodes"]), (everything("job"), everything_spec())):
         for made in objects(spec, given):
             assert strict.errors(made, version) == []
 
@@ -82,13 +82,13 @@ def test_the_check_is_strict() -> None:
     made["spec"]["typo"] = 1
     made["spec"]["nprocPerNode"] = 2
     assert len(strict.errors(made)) == 2
-    job = objects(SPECS["one node"], least(kind="job"))[0]
+    job = objects(SPECS["one node"], least(workload="job"))[0]
     job["spec"]["template"]["spec"]["containers"][0]["comand"] = ["x"]
     assert strict.errors(job) != []
 
 
 @pytest.mark.parametrize("kind", ["jobset", "trainjob"])
 def test_the_check_of_the_models_is_strict(kind: str) -> None:
-    made = objects(SPECS["two nodes"], least(kind=kind))[0]
+    made = objects(SPECS["two nodes"], least(workload=kind))[0]
     made["spec"]["typo"] = 1
     assert strict.errors(made) == ["not kept: .spec.typo"]
