@@ -159,7 +159,7 @@ def test_the_operators_would_take_them(helm3: helms.Helm3, file: Path) -> None:
         assert [strict.errors(made, version) for version in checking.VERSIONS] == [[], []], made["kind"]
 
 
-@pytest.mark.parametrize("kind", ["pytorchjob", "jobset", "job", "trainjob"])
+@pytest.mark.parametrize("workload", ["pytorchjob", "jobset", "job", "trainjob"])
 @pytest.mark.parametrize(
     "more",
     [
@@ -171,8 +171,8 @@ def test_the_operators_would_take_them(helm3: helms.Helm3, file: Path) -> None:
     ],
     ids=["least", "nodes", "code", "gpus", "volcano"],
 )
-def test_every_kind_takes_every_option(helm3: helms.Helm3, kind: str, more: Mapping[str, Any]) -> None:
-    assert_same(helm3, {**LEAST, "kind": kind, **more})
+def test_every_workload_takes_every_option(helm3: helms.Helm3, workload: str, more: Mapping[str, Any]) -> None:
+    assert_same(helm3, {**LEAST, "workload": workload, **more})
 
 
 def test_code_in_the_values_is_split_as_the_builders_split_it(helm: helms.Helm) -> None:
@@ -231,18 +231,18 @@ def test_the_name_comes_from_the_release(helm: helms.Helm, release: str, name: s
 
 
 def test_the_runtime_is_there_before_the_train_job(helm: helms.Helm) -> None:
-    text = helm.render(CHART, {**LEAST, "kind": "trainjob"})
+    text = helm.render(CHART, {**LEAST, "workload": "trainjob"})
     assert helms.named(text, "TrainingRuntime")["metadata"]["annotations"]["helm.sh/hook"] == "pre-install,pre-upgrade"
     assert "annotations" not in helms.named(text, "TrainJob")["metadata"]
 
 
 # Values that the chart and the builders both refuse, and what the chart says.
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"maxNodes": 4, "kind": "jobset"}, "only a PyTorchJob may grow"),
+    ({"maxNodes": 4, "workload": "jobset"}, "only a PyTorchJob may grow"),
     ({"maxNodes": 1, "nodes": 2}, "maxNodes must not be less"),
     ({"queue": "a", "volcanoQueue": "b"}, "keep one"),
     ({"queuePriority": "a"}, "queuePriority belongs to queue"),
-    ({"kind": "trainjob", "ttl": 1}, "no time to live"),
+    ({"workload": "trainjob", "ttl": 1}, "no time to live"),
     ({"cpu": True, "resources": {"gpus": 1}}, "drop one"),
     ({"resources": {"accelerator": "T4"}}, "give both"),
     ({"resources": {"gpus": 1, "accelerator": "T4"}, "accelerators": {"A": {"a": "b"}, "B": {"a": "b"}}}, "has A, B"),

@@ -56,7 +56,7 @@ replicatedJobs:
 
 {{- /* The annotation by which Volcano finds a pod's group, for kinds that have a group of their own. */ -}}
 {{- define "job.groupAnnotations" -}}
-{{- if and .Values.volcanoQueue (has .Values.kind (list "job" "jobset")) -}}
+{{- if and .Values.volcanoQueue (has .Values.workload (list "job" "jobset")) -}}
 {{- dict "scheduling.k8s.io/group-name" (include "job.objectName" .) | toJson -}}
 {{- else -}}
 {}

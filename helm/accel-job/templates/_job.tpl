@@ -70,7 +70,7 @@ annotations:
 {{- end -}}
 
 {{- define "job.container" -}}
-{{- ternary "node" "pytorch" (eq .Values.kind "trainjob") -}}
+{{- ternary "node" "pytorch" (eq .Values.workload "trainjob") -}}
 {{- end -}}
 
 {{- define "job.processes" -}}

@@ -93,9 +93,9 @@ spec:
         {{- with .env }}
         {{- toYaml . | nindent 8 }}
         {{- end }}
-      {{- if ne $values.kind "trainjob" }}
+      {{- if ne $values.workload "trainjob" }}
       ports:
-        - name: {{ ternary "pytorchjob-port" "rendezvous" (eq $values.kind "pytorchjob") }}
+        - name: {{ ternary "pytorchjob-port" "rendezvous" (eq $values.workload "pytorchjob") }}
           containerPort: 29500
       {{- end }}
       terminationMessagePolicy: FallbackToLogsOnError
