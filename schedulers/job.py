@@ -92,6 +92,7 @@ class JobSpec:
 
     argv:           the script and its arguments, bit for bit; never a shell string.
     entry:          what argv[0] is: a Python script, a Python module (`-m`), or a command that is not Python.
+    max_nodes:      the world may grow from `nodes` to so many; None means it has one size.
     procs_per_node: None means one per accelerator, or one where there is none.
     secrets:        NAME -> reference (`env:HF_TOKEN`, `file:/run/token`), never a value.
     code, workdir:  the directory that holds the program, and the directory inside it that argv runs in.
@@ -108,6 +109,7 @@ class JobSpec:
     entry: Entry = "script"
     name: str = "job"
     nodes: int = 1
+    max_nodes: int | None = None
     procs_per_node: int | None = None
     resources: Resources = Resources()
     env: Mapping[str, str] = field(default_factory=dict)
@@ -131,6 +133,7 @@ class JobSpec:
         if not self.name or not self.name.isprintable():
             raise SpecError(f"name must be one printable line, not {self.name!r}")
         _at_least("nodes", self.nodes, 1)
+        _at_least("max_nodes", self.max_nodes, self.nodes)
         _at_least("procs_per_node", self.procs_per_node, 1)
         if self.time_limit_s is not None and not 0 < self.time_limit_s < float("inf"):
             raise SpecError(f"time_limit must be more than 0 seconds, not {self.time_limit_s!r}")

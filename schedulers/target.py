@@ -135,6 +135,13 @@ class Sweeps(Protocol):
 
 
 @runtime_checkable
+class Grows(Protocol):
+    """A target whose jobs may grow, from `JobSpec.nodes` to `max_nodes`."""
+
+    grows: ClassVar[bool]
+
+
+@runtime_checkable
 class Dated(Protocol):
     """A target that knows when its log lines were written."""
 

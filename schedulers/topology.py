@@ -75,9 +75,24 @@ def _slurm(env: Mapping[str, str]) -> Topology:
     return from_slurm(env)
 
 
+def _operator(env: Mapping[str, str]) -> Topology:
+    from .kubernetes.topology import from_operator
+
+    return from_operator(env)
+
+
+def _index(env: Mapping[str, str]) -> Topology:
+    from .kubernetes.topology import from_index
+
+    return from_index(env)
+
+
 RULES: Mapping[str, Callable[[Mapping[str, str]], Topology]] = {
     "ACCEL_NODE_RANK": _accel,
     "SLURM_JOB_ID": _slurm,
+    "PET_NODE_RANK": _operator,
+    "PET_RDZV_ENDPOINT": _operator,
+    "JOB_COMPLETION_INDEX": _index,
 }
 
 

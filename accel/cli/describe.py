@@ -68,7 +68,7 @@ def _spec_fields(spec: JobSpec) -> list[tuple[str, str]]:
         ("program", flag + shlex.join(spec.argv)),
         ("code", spec.code),
         ("workdir", spec.workdir if spec.workdir != "." else ""),
-        ("nodes", str(spec.nodes)),
+        ("nodes", str(spec.nodes) if spec.max_nodes is None else f"{spec.nodes}:{spec.max_nodes}"),
         ("procs-per-node", str(spec.procs_per_node or "")),
         ("needs", _words(needs)),
         ("env", _words(spec.env)),

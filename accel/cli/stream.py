@@ -94,8 +94,9 @@ def has_many_ranks(job: Job, ranks: Sequence[int] | None) -> bool | None:
     if ranks is not None:
         return len(set(ranks)) > 1
     spec = job.spec
-    if spec.nodes > 1 or spec.procs_per_node or spec.resources.gpus:
-        return spec.nodes * (spec.procs_per_node or max(1, spec.resources.gpus)) > 1
+    nodes = spec.max_nodes or spec.nodes
+    if nodes > 1 or spec.procs_per_node or spec.resources.gpus:
+        return nodes * (spec.procs_per_node or max(1, spec.resources.gpus)) > 1
     return None  # one for each accelerator that the job finds
 
 

@@ -40,7 +40,8 @@ def _what_to_run(group: Group) -> None:
 
 def _where(group: Group) -> None:
     group.add_argument("--target", default="local", help="a name in accel.yaml, or a kind of target (default: local)")
-    group.add_argument("--nodes", **_COUNT, help="machines (default: 1, or as many as --hosts or --hostfile names)")
+    nodes = "machines (default: 1, or as many as --hosts or --hostfile names); 2:8 for a world that may grow"
+    group.add_argument("--nodes", type=values.nodes, metavar="N", help=nodes)
     group.add_argument("--procs-per-node", **_COUNT, help="processes on each (default: one per GPU, or one)")
     group.add_argument("--gpus", **_COUNT, default=0, help="GPUs on each node (default: 0)")
     group.add_argument("--cpus", **_COUNT, help="CPU cores on each node")

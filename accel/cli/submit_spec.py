@@ -32,6 +32,7 @@ def build_spec(args: Namespace, program: Sequence[str]) -> JobSpec:
         entry=entry,
         name=args.name or default_name(program[0], entry),
         nodes=_nodes(args),
+        max_nodes=args.nodes[1] if args.nodes else None,
         procs_per_node=args.procs_per_node,
         resources=Resources(gpus=args.gpus, cpus=args.cpus, memory_gb=args.memory, accelerator=args.accelerator),
         image=args.image,
@@ -85,7 +86,7 @@ def _once(option: str, pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 def _nodes(args: Namespace) -> int:
     """As many as asked for; else all the machines that the command line names, but for the spares."""
     if args.nodes is not None or (args.hosts is None and args.hostfile is None):
-        return 1 if args.nodes is None else int(args.nodes)
+        return 1 if args.nodes is None else int(args.nodes[0])
     from schedulers.remote.hosts import parse_hostfile, parse_hosts
 
     if args.hostfile is not None:

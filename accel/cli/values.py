@@ -44,6 +44,12 @@ def whole(text: str) -> int:
     return int(text)
 
 
+def nodes(text: str) -> tuple[int, int | None]:
+    """`4`, or `2:8` for a world that may grow from the one to the other."""
+    low, colon, high = text.partition(":")
+    return whole(low), whole(high) if colon else None
+
+
 def key_value(text: str) -> tuple[str, str]:
     key, equals, value = text.partition("=")
     if not (key and equals):

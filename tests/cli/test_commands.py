@@ -50,6 +50,7 @@ def test_help_lists_every_command_once(capsys: pytest.CaptureFixture[str]) -> No
         (["--target", "x"], "accel: unknown option '--target'; options follow the command: accel COMMAND [OPTIONS]"),
         (["submit", "--node", "2", "x"], "accel submit: unknown option '--node'; did you mean '--nodes'?"),
         (["submit", "--nodes", "two", "x"], "accel submit: --nodes: not a whole number: 'two'"),
+        (["submit", "--nodes", "2:", "x"], "accel submit: --nodes: not a whole number: ''"),
         (["submit", "--json"], "accel submit: nothing to run: give a script, -m MODULE, or --no-python COMMAND"),
         (["submit", "--follow", "--detach", "x"], "accel submit: --detach: not allowed with --follow"),
         (["submit", "--dry-run", "--follow", "x"], "accel submit: --dry-run runs nothing that --follow could follow"),

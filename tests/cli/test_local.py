@@ -304,6 +304,8 @@ def test_targets_says_where_each_is_defined(accel: Accel) -> None:
         (["submit", "--target", "locl", "train.py"], "did you mean 'local'?"),
         (["submit", "--option", "concurency=1", "train.py"], "did you mean 'concurrency'?"),
         (["submit", "--nodes", "0", "train.py"], "accel: nodes must be 1 or more, not 0"),
+        (["submit", "--nodes", "4:2", "train.py"], "accel: max_nodes must be 4 or more, not 2"),
+        (["submit", "--nodes", "1:2", "train.py"], "accel: --nodes 1:2: jobs of a local target have one size"),
         (["submit", "--after", "@last", "train.py"], "accel: "),
     ],
 )

@@ -26,6 +26,7 @@ SPECS = st.builds(
     entry=st.sampled_from(["script", "module", "command"]),
     name=st.text(st.characters(categories=("L", "N", "P")), min_size=1).filter(str.isprintable),
     nodes=st.integers(1, 64),
+    max_nodes=st.none() | st.integers(64, 128),
     procs_per_node=st.none() | st.integers(1, 16),
     resources=st.builds(Resources, gpus=st.integers(0, 8), memory_gb=st.none() | st.floats(0.5, 1e4)),
     env=st.dictionaries(NAMES.map("E_{}".format), WORDS, max_size=3),

@@ -1,0 +1,1 @@
+"""The kubernetes target: a job as objects of a cluster, whose every pod runs `accel launch`."""

@@ -1,0 +1,104 @@
+"""What a job's objects are called, and how they are found again.
+
+https://kubernetes.io/docs/concepts/overview/working-with-objects/names/ and …/labels/
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import unicodedata
+from collections.abc import Mapping
+from typing import Any
+
+OWN = "accel.dev/"
+JOB_ID = "accel.dev/job-id"
+NAME = "accel.dev/name"
+DIGEST = "accel.dev/digest"
+SPEC = "accel.dev/spec"
+MANAGED_BY = "app.kubernetes.io/managed-by"
+KUEUE_QUEUE = "kueue.x-k8s.io/queue-name"
+KUEUE_PRIORITY = "kueue.x-k8s.io/priority-class"
+
+# Names of pods and Services are made of it: `NAME-worker-9999`, `NAME-node-0-9999-abcde`, and 63 is the end.
+MOST = 40
+_MOST_LABEL = 63
+_MOST_SUBDOMAIN = 253
+_HASH = 8
+# As the store makes them: no hyphen, so that the last one of a name is before the id.
+_PLAIN_ID = re.compile(r"[0-9a-z]{1,20}\Z")
+_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?\Z")
+_VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?\Z")
+_QUALIFIED = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?\Z")
+
+
+def is_label(text: str) -> bool:
+    """Whether it is a DNS-1123 label."""
+    return len(text) <= _MOST_LABEL and _LABEL.match(text) is not None
+
+
+def is_subdomain(text: str) -> bool:
+    """Whether it is a DNS-1123 subdomain, as the names of most objects are."""
+    return 0 < len(text) <= _MOST_SUBDOMAIN and all(is_label(part) for part in text.split("."))
+
+
+def is_label_value(text: str) -> bool:
+    return len(text) <= _MOST_LABEL and _VALUE.match(text) is not None
+
+
+def is_qualified(text: str) -> bool:
+    """Whether it may name a label, an annotation or a resource: `name`, or `prefix/name`."""
+    prefix, slash, name = text.rpartition("/")
+    return len(name) <= _MOST_LABEL and _QUALIFIED.match(name) is not None and (not slash or is_subdomain(prefix))
+
+
+def object_name(name: str, job_id: str) -> str:
+    """What the job's object is called: `train-2mxaaaaaaaa`, out of nothing but these two, and no other job's.
+
+    A DNS-1035 label of at most `MOST` characters: it begins with a letter, since Services are called after it.
+    """
+    tail = job_id if _PLAIN_ID.match(job_id) else f"{_slug(job_id)[:11].rstrip('-') or 'x'}-{_hash(job_id)}"
+    head = _slug(name).lstrip("0123456789-")[: MOST - len(tail) - 1].rstrip("-")
+    return f"{head or 'job'}-{tail}"
+
+
+def label_value(text: str) -> str:
+    """The text as the value of a label: itself where it may be one, else a readable part of it and its hash."""
+    if text and is_label_value(text):
+        return text
+    slug = _slug(text)[: _MOST_LABEL - _HASH - 1].rstrip("-")
+    return f"{slug}-{_hash(text)}" if slug else _hash(text)
+
+
+def labels(name: str, job_id: str) -> dict[str, str]:
+    """Of everything that belongs to the job."""
+    return {MANAGED_BY: "accel", JOB_ID: label_value(job_id), NAME: label_value(name)}
+
+
+def selector(job_id: str) -> str:
+    """Finds everything that belongs to the job."""
+    return f"{JOB_ID}={label_value(job_id)}"
+
+
+def node_of(pod: Mapping[str, Any]) -> int | None:
+    """Which of the job's nodes this pod is; of an elastic world, which of its pods. None for a pod of another kind."""
+    metadata = pod.get("metadata") or {}
+    said = {**(metadata.get("annotations") or {}), **(metadata.get("labels") or {})}
+    index = said.get("batch.kubernetes.io/job-completion-index")
+    kind, replica = said.get("training.kubeflow.org/replica-type"), said.get("training.kubeflow.org/replica-index")
+    if index is not None and index.isdigit():
+        return int(index)
+    if replica is None or not replica.isdigit():
+        return None
+    # Workers of a world that cannot grow come after the master.
+    alone = said.get(f"{OWN}elastic") == "true"
+    return int(replica) + (1 if kind == "worker" and not alone else 0)
+
+
+def _slug(text: str) -> str:
+    plain = unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode().lower()
+    return re.sub(r"[^a-z0-9]+", "-", plain).strip("-")
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:_HASH]

@@ -1,0 +1,313 @@
+"""What may be said of a kubernetes target, and what of it cannot be meant."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ..errors import SpecError
+from . import names
+
+Workload = Literal["pytorchjob", "jobset", "job", "trainjob"]
+Where = Literal["auto", "configmap", "pvc", "store", "image"]
+Vendor = Literal["nvidia", "amd", "intel", "gaudi", "neuron", "tpu"]
+Security = Literal["restricted", "baseline", "privileged"]
+
+# What the device plug-ins call their devices, and the label by which their nodes are told apart.
+VENDORS: Mapping[str, tuple[str, str]] = {
+    "nvidia": ("nvidia.com/gpu", "nvidia.com/gpu.product"),
+    "amd": ("amd.com/gpu", "amd.com/gpu.product-name"),
+    "intel": ("gpu.intel.com/i915", "gpu.intel.com/product"),
+    "gaudi": ("habana.ai/gaudi", "node.kubernetes.io/instance-type"),
+    "neuron": ("aws.amazon.com/neuron", "node.kubernetes.io/instance-type"),
+    "tpu": ("google.com/tpu", "cloud.google.com/gke-tpu-accelerator"),
+}
+
+_SOURCES = ("claim", "config_map", "secret", "host_path", "nfs", "source")
+_QUANTITY = re.compile(r"\d+(\.\d+)?([eE]\d+|[numkMGTPE]|[KMGTPE]i)?\Z")
+_RESERVED_MOUNTS = ("/accel", "/accel-code", "/dev/shm")
+_MOST_ID = 2**31 - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Toleration:
+    """A taint that the pods bear. `operator` is Equal where a value is given, else Exists; no key is every key."""
+
+    key: str | None = None
+    operator: Literal["Equal", "Exists"] | None = None
+    value: str | None = None
+    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
+    seconds: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Volume:
+    """What every pod sees at `mount`: one of a PersistentVolumeClaim, a ConfigMap, a Secret, a directory of the node,
+    an export as `server:/path`, or any volume source as Kubernetes spells it (`{csi: {driver: …}}`)."""
+
+    mount: str
+    claim: str | None = None
+    config_map: str | None = None
+    secret: str | None = None
+    host_path: str | None = None
+    nfs: str | None = None
+    source: Mapping[str, Any] | None = None
+    sub_path: str | None = None
+    read_only: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectStore:
+    """A place for code that speaks the S3 API.
+
+    url:      `s3://bucket/prefix`.
+    image:    an image with the `aws` command, which fetches the code in an init container.
+    endpoint: of a store that is not Amazon's, as `https://minio.storage:9000`.
+    secret:   the Secret whose keys are AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and, where there is one,
+              AWS_SESSION_TOKEN; without it, what the service account may do counts.
+    """
+
+    url: str
+    image: str
+    endpoint: str | None = None
+    region: str | None = None
+    secret: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class KubernetesOptions:
+    """What `accel.yaml` may say of a kubernetes target.
+
+    kubeconfig, context: the file, instead of $KUBECONFIG and ~/.kube/config, and the context in it.
+    namespace:       of everything; without it, the context's.
+    workload:        pytorchjob (Kubeflow's training operator), jobset, job (Indexed Job and a Service; no operator)
+                     or trainjob (Kubeflow Trainer v2).
+    image:           for the pods, where the job names none (--image).
+    image_pull_policy, image_pull_secrets, service_account, priority_class: as in a pod.
+    python:          the interpreter in the image that has accel; without it, the command `accel` on its PATH.
+    cpu:             train on the CPU even where there are GPUs.
+    setup:           argvs run once in every pod before the ranks start, before those of the job.
+    start_timeout_s: how long the pods wait for each other.
+    code:            how the code comes into the pods: configmap (1 MiB, packed), pvc, store or image (it is in the
+                     image); auto takes a ConfigMap and, for more, what `code_claim` or `code_store` name.
+    code_claim:      a PersistentVolumeClaim, readable from every node, that keeps snapshots.
+    code_store:      an object store that does.
+    code_dir:        where the code is in the image; without it, the image's own working directory.
+    gpu:             whose GPUs --gpus counts; `gpu_resource` is another name for them (`nvidia.com/mig-1g.10gb`).
+    gpu_label:       the node label that --accelerator is a value of.
+    accelerators:    what --accelerator may say instead: name -> node labels.
+    resources:       further resources of each pod: `{rdma/hca_shared_devices_a: 1, ephemeral-storage: 100Gi}`.
+    host_network:    the pods use their nodes' network; `ipc_lock` lets them pin memory (RDMA). Both, like a volume's
+                     `host_path`, need `pod_security: privileged`.
+    node_selector, tolerations, affinity, volumes: where the pods may run, and what they see there.
+    queue, queue_priority: Kueue's LocalQueue and WorkloadPriorityClass.
+    volcano_queue:   Volcano's queue; Volcano then places all pods or none.
+    suspend:         create the job suspended; somebody else lets it go.
+    ttl_s:           so many seconds after its end the cluster removes the job, and its logs with it.
+    pod_security:    the Pod Security Standard that the pods keep to.
+    run_as_user, run_as_group, fs_group: numeric ids, for images whose user is root or has no number.
+    labels, annotations: further ones, of the job and its pods.
+    patch:           a strategic merge patch for the job's object, applied last; `pod_patch` is one for its pods.
+    """
+
+    kubeconfig: str | None = None
+    context: str | None = None
+    namespace: str | None = None
+    workload: Workload = "pytorchjob"
+    image: str | None = None
+    image_pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = None
+    image_pull_secrets: tuple[str, ...] = ()
+    service_account: str | None = None
+    priority_class: str | None = None
+    python: str | None = None
+    cpu: bool = False
+    setup: tuple[tuple[str, ...], ...] = ()
+    start_timeout_s: float = 1800.0
+    code: Where = "auto"
+    code_claim: str | None = None
+    code_store: ObjectStore | None = None
+    code_dir: str | None = None
+    gpu: Vendor = "nvidia"
+    gpu_resource: str | None = None
+    gpu_label: str | None = None
+    accelerators: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    resources: Mapping[str, str | int | float] = field(default_factory=dict)
+    host_network: bool = False
+    ipc_lock: bool = False
+    node_selector: Mapping[str, str] = field(default_factory=dict)
+    tolerations: tuple[Toleration, ...] = ()
+    affinity: Mapping[str, Any] = field(default_factory=dict)
+    volumes: tuple[Volume, ...] = ()
+    queue: str | None = None
+    queue_priority: str | None = None
+    volcano_queue: str | None = None
+    suspend: bool = False
+    ttl_s: int | None = None
+    pod_security: Security = "restricted"
+    run_as_user: int | None = None
+    run_as_group: int | None = None
+    fs_group: int | None = None
+    labels: Mapping[str, str] = field(default_factory=dict)
+    annotations: Mapping[str, str] = field(default_factory=dict)
+    patch: Mapping[str, Any] = field(default_factory=dict)
+    pod_patch: Mapping[str, Any] = field(default_factory=dict)
+
+
+def gpu_resource(options: KubernetesOptions) -> str:
+    return options.gpu_resource or VENDORS[options.gpu][0]
+
+
+def check(options: KubernetesOptions, name: str) -> None:
+    """Raises SpecError, naming the key, for what cannot be meant."""
+    for problem in _problems(options):
+        raise SpecError(f"target {name}: {problem}")
+
+
+def _problems(options: KubernetesOptions) -> Iterator[str]:
+    yield from _name_problems(options)
+    yield from _code_problems(options)
+    yield from _label_problems(options)
+    yield from _place_problems(options)
+    yield from _queue_problems(options)
+    yield from _security_problems(options)
+    if not 0 < options.start_timeout_s < float("inf"):
+        yield f"start_timeout_s must be more than 0, not {options.start_timeout_s:g}"
+    if options.ttl_s is not None and options.ttl_s < 0:
+        yield f"ttl_s must be 0 or more, not {options.ttl_s}"
+    if any(not argv or not argv[0] for argv in options.setup):
+        yield "setup: a command has no program"
+    for key in ("image", "python"):
+        value = getattr(options, key)
+        if value is not None and (not value or value != value.strip() or not value.isprintable()):
+            yield f"{key} must be one word, not {value!r}"
+
+
+def _name_problems(options: KubernetesOptions) -> Iterator[str]:
+    if options.namespace is not None and not names.is_label(options.namespace):
+        yield f"namespace must be small letters, digits and hyphens (63 at most), not {options.namespace!r}"
+    for key in ("service_account", "priority_class", "code_claim", "queue", "queue_priority", "volcano_queue"):
+        value = getattr(options, key)
+        if value is not None and not names.is_subdomain(value):
+            yield f"{key} must be the name of an object (small letters, digits, hyphens, dots), not {value!r}"
+    for value in options.image_pull_secrets:
+        if not names.is_subdomain(value):
+            yield f"image_pull_secrets: {value!r} is not the name of a Secret"
+
+
+def _code_problems(options: KubernetesOptions) -> Iterator[str]:
+    if options.code == "pvc" and options.code_claim is None:
+        yield "code: pvc needs code_claim, a PersistentVolumeClaim that keeps snapshots"
+    if options.code == "store" and options.code_store is None:
+        yield "code: store needs code_store, with its url (s3://bucket/prefix) and an image that has the command aws"
+    if options.code == "auto" and options.code_claim is not None and options.code_store is not None:
+        yield "code_claim and code_store are both given: keep one, or say code: pvc or code: store"
+    if options.code_dir is not None and options.code != "image":
+        yield "code_dir is where the code is in the image, and needs code: image"
+    if options.code_dir is not None and not options.code_dir.startswith("/"):
+        yield f"code_dir must begin with /, not {options.code_dir!r}"
+    store = options.code_store
+    if store is not None and not re.fullmatch(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/.*)?", store.url):
+        yield f"code_store.url must be like s3://bucket/prefix, not {store.url!r}"
+    if store is not None and not store.image:
+        yield "code_store.image must name an image that has the command aws"
+    if store is not None and store.endpoint is not None and not re.match(r"https?://[^/]", store.endpoint):
+        yield f"code_store.endpoint must be like https://host:port, not {store.endpoint!r}"
+    if store is not None and store.secret is not None and not names.is_subdomain(store.secret):
+        yield f"code_store.secret: {store.secret!r} is not the name of a Secret"
+
+
+def _label_problems(options: KubernetesOptions) -> Iterator[str]:
+    for where, labels in (("labels", options.labels), ("node_selector", options.node_selector)):
+        for key, value in labels.items():
+            if not names.is_qualified(key):
+                yield f"{where}: {key!r} is not a label's name"
+            if not names.is_label_value(value):
+                yield f"{where}: {value!r} of {key} is not a label's value (63 letters, digits, -, _ and . at most)"
+    for key in options.annotations:
+        if not names.is_qualified(key):
+            yield f"annotations: {key!r} is not an annotation's name"
+    for key in (*options.labels, *options.annotations):
+        if key.startswith(names.OWN) or key in (names.MANAGED_BY, names.KUEUE_QUEUE, names.KUEUE_PRIORITY):
+            yield f"accel sets {key} itself: leave it out" + (" (queue:)" if key == names.KUEUE_QUEUE else "")
+    if options.gpu_label is not None and not names.is_qualified(options.gpu_label):
+        yield f"gpu_label: {options.gpu_label!r} is not a label's name"
+    for accelerator, labels in options.accelerators.items():
+        if not labels:
+            yield f"accelerators: {accelerator} has no node labels"
+        for key, value in labels.items():
+            if not names.is_qualified(key) or not names.is_label_value(value):
+                yield f"accelerators: {accelerator}: {key}={value} is not a node label"
+
+
+def _place_problems(options: KubernetesOptions) -> Iterator[str]:
+    for key, value in options.resources.items():
+        if key in ("cpu", "memory") or key == gpu_resource(options):
+            said = {"cpu": "--cpus", "memory": "--memory"}.get(key, "--gpus")
+            yield f"resources: {key} is what {said} says: leave it out"
+        if not names.is_qualified(key):
+            yield f"resources: {key!r} is not the name of a resource"
+        if isinstance(value, bool) or not _QUANTITY.match(str(value)):
+            yield f"resources: {key} must be a quantity such as 1 or 100Gi, not {value!r}"
+    if options.gpu_resource is not None and "/" not in options.gpu_resource:
+        yield f"gpu_resource must be like nvidia.com/gpu, not {options.gpu_resource!r}"
+    for toleration in options.tolerations:
+        if toleration.operator == "Exists" and toleration.value is not None:
+            yield f"tolerations: {toleration.key}: operator Exists takes no value"
+        if toleration.key is None and (toleration.operator == "Equal" or toleration.value is not None):
+            yield "tolerations: one with a value has no key"
+        if toleration.seconds is not None and toleration.effect != "NoExecute":
+            yield f"tolerations: {toleration.key}: seconds needs effect: NoExecute"
+    mounts: set[str] = set()
+    for volume in options.volumes:
+        yield from _volume_problems(volume, mounts)
+        mounts.add(volume.mount.rstrip("/"))
+
+
+def _volume_problems(volume: Volume, mounts: set[str]) -> Iterator[str]:
+    where = f"volumes: {volume.mount}"
+    given = [key for key in _SOURCES if getattr(volume, key) is not None]
+    if not volume.mount.startswith("/") or ":" in volume.mount or volume.mount == "/":
+        yield f"volumes: mount must be a directory such as /data, not {volume.mount!r}"
+    if volume.mount.rstrip("/") in _RESERVED_MOUNTS:
+        advice = " (shm_gb in the job's resources is its size)" if volume.mount.startswith("/dev/shm") else ""
+        yield f"{where}: accel mounts something there itself{advice}"
+    if volume.mount.rstrip("/") in mounts:
+        yield f"{where} is given twice"
+    if len(given) != 1:
+        yield f"{where} needs one of {', '.join(_SOURCES)}, and has {' and '.join(given) or 'none'}"
+    for key in ("claim", "config_map", "secret"):
+        value = getattr(volume, key)
+        if value is not None and not names.is_subdomain(value):
+            yield f"{where}: {key}: {value!r} is not the name of an object"
+    if volume.nfs is not None and not re.fullmatch(r"[^:/]+:/.*", volume.nfs):
+        yield f"{where}: nfs must be like server:/path, not {volume.nfs!r}"
+    if volume.source is not None and len(volume.source) != 1:
+        yield f"{where}: source must be one volume source such as {{csi: {{driver: …}}}}"
+
+
+def _queue_problems(options: KubernetesOptions) -> Iterator[str]:
+    if options.queue_priority is not None and options.queue is None:
+        yield "queue_priority belongs to queue, which is not given"
+    if options.queue is not None and options.volcano_queue is not None:
+        yield "queue (Kueue) and volcano_queue are both given: keep one"
+    if options.workload == "trainjob" and options.ttl_s is not None:
+        yield "ttl_s: a TrainJob has no time to live; choose another workload, or accel prune"
+
+
+def _security_problems(options: KubernetesOptions) -> Iterator[str]:
+    if options.pod_security != "privileged":
+        advice = f"needs pod_security: privileged, and it is {options.pod_security}"
+        for key in ("host_network", "ipc_lock"):
+            if getattr(options, key):
+                yield f"{key} {advice}"
+        for volume in options.volumes:
+            if volume.host_path is not None or "hostPath" in (volume.source or {}):
+                yield f"volumes: {volume.mount}: a directory of the node {advice}"
+    for key in ("run_as_user", "run_as_group", "fs_group"):
+        value = getattr(options, key)
+        if value is not None and not 0 <= value <= _MOST_ID:
+            yield f"{key} must be 0 to {_MOST_ID}, not {value}"
+    if options.run_as_user == 0 and options.pod_security == "restricted":
+        yield "run_as_user: 0 is root, which pod_security: restricted forbids (baseline allows it)"

@@ -1,0 +1,313 @@
+"""The pods of a job: one template for all kinds of objects that make pods."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+
+from ..errors import SpecError, nearest
+from ..job import JobSpec
+from . import code as coding
+from . import names
+from .code import Code, Object
+from .options import VENDORS, KubernetesOptions, Volume, gpu_resource
+
+PORT = 29500
+# The launcher gives its ranks the whole grace and must then have time to say what became of them.
+_MARGIN_S = 10
+# In the container's own file system: one that is started again begins without its predecessor's files.
+_LOGS = "/tmp/accel-logs"
+# Whatever a program's directory holds, `accel` is the installed package.
+_ACCEL = "import sys; sys.path[:] = [p for p in sys.path if p]; from accel.cli import main; sys.exit(main())"
+_OWN = frozenset("ACCEL_JOB_ID ACCEL_NODES ACCEL_MASTER ACCEL_PORT JOBSET_RESTART_ATTEMPT".split())
+_REFERENCE = "secret:NAME/KEY"
+
+
+def check(spec: JobSpec, options: KubernetesOptions, name: str) -> None:
+    """Raises SpecError for a job that no kind of object can run as it is described."""
+    where = f"target {name}"
+    if (spec.image or options.image) is None:
+        raise SpecError(f"{where}: no container image; give --image, or write image: in accel.yaml")
+    if spec.after:
+        raise SpecError(f"{where}: the cluster keeps no order between jobs; submit it when those of --after have ended")
+    if options.cpu and spec.resources.gpus:
+        raise SpecError(f"{where} trains on the CPU (cpu: true), and the job asks for GPUs: drop one")
+    if spec.resources.accelerator is not None:
+        if not spec.resources.gpus:
+            raise SpecError(f"{where}: --accelerator says which GPUs, and --gpus how many: give both")
+        _accelerator(spec.resources.accelerator, options, where)
+    for variable in (*spec.env, *spec.secrets):
+        if variable in _OWN:
+            raise SpecError(f"{where}: accel tells the pods {variable} itself: leave it out of --env and --secret")
+    for variable, reference in spec.secrets.items():
+        _secret(variable, reference, where)
+    for word in (*spec.argv, *spec.env.values()):
+        if any("\ud800" <= character <= "\udfff" for character in word):
+            raise SpecError(f"{where}: the cluster takes UTF-8 only, and {word!r} is none")
+
+
+def processes(spec: JobSpec) -> int:
+    """Of each pod."""
+    return spec.procs_per_node or spec.resources.gpus or 1
+
+
+def container_name(options: KubernetesOptions) -> str:
+    """Of the container that trains; the operators look for it by this name."""
+    return "node" if options.workload == "trainjob" else "pytorch"
+
+
+def template(
+    spec: JobSpec,
+    options: KubernetesOptions,
+    name: str,
+    job_id: str,
+    code: Code,
+    *,
+    env: Sequence[Object] = (),
+    launch: Sequence[str] = (),
+    labels: Mapping[str, str] | None = None,
+    annotations: Mapping[str, str] | None = None,
+) -> Object:
+    """A PodTemplateSpec, but for its restart policy. `env` and `launch` are what only one kind of object needs."""
+    own = {**names.labels(spec.name, job_id), **(labels or {}), **options.labels}
+    notes = {**(annotations or {}), **options.annotations}
+    return {
+        "metadata": {"labels": own, **({"annotations": notes} if notes else {})},
+        "spec": _drop_empty(_spec(spec, options, name, job_id, code, env, launch)),
+    }
+
+
+def _spec(
+    spec: JobSpec,
+    options: KubernetesOptions,
+    name: str,
+    job_id: str,
+    code: Code,
+    env: Sequence[Object],
+    launch: Sequence[str],
+) -> Object:
+    base = {
+        "image": spec.image or options.image,
+        "imagePullPolicy": options.image_pull_policy,
+        "resources": _resources(spec, options, devices=False),
+        "securityContext": security(options),
+    }
+    python = options.python or "python3"
+    return {
+        "terminationGracePeriodSeconds": math.ceil(spec.grace_s) + _MARGIN_S,
+        # A process that is the first of its PID namespace ignores SIGTERM unless it asks for it.
+        "shareProcessNamespace": True,
+        "automountServiceAccountToken": None if options.service_account else False,
+        "enableServiceLinks": False,
+        "serviceAccountName": options.service_account,
+        "imagePullSecrets": [{"name": secret} for secret in options.image_pull_secrets],
+        "priorityClassName": options.priority_class,
+        "schedulerName": "volcano" if options.volcano_queue else None,
+        "hostNetwork": options.host_network or None,
+        "dnsPolicy": "ClusterFirstWithHostNet" if options.host_network else None,
+        "nodeSelector": _node_selector(spec, options),
+        "affinity": dict(options.affinity),
+        "tolerations": list(_tolerations(spec, options)),
+        "securityContext": pod_security(options),
+        "initContainers": [
+            _drop_empty({**each, "command": [unexpanded(word) for word in each["command"]]})
+            for each in coding.init_containers(code, options, base, python)
+        ],
+        "containers": [_drop_empty(_main(spec, options, base, code, job_id, env, launch))],
+        "volumes": _volumes(spec, options, name, code),
+    }
+
+
+def _main(
+    spec: JobSpec,
+    options: KubernetesOptions,
+    base: Object,
+    code: Code,
+    job_id: str,
+    env: Sequence[Object],
+    launch: Sequence[str],
+) -> Object:
+    ports = [] if options.workload == "trainjob" else [{"name": "pytorchjob-port", "containerPort": PORT}]
+    if options.workload != "pytorchjob":
+        ports = [{**port, "name": "rendezvous"} for port in ports]
+    return {
+        "name": container_name(options),
+        **base,
+        "command": [unexpanded(word) for word in command(spec, options, launch)],
+        "workingDir": coding.workdir(code, options, spec.workdir),
+        "env": [*_environment(spec, options, job_id), *env],
+        "ports": ports,
+        "resources": _resources(spec, options, devices=True),
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "volumeMounts": [
+            {"name": "accel", "mountPath": "/accel"},
+            {"name": "accel-shm", "mountPath": "/dev/shm"},
+            *(_mount(volume, index) for index, volume in enumerate(options.volumes)),
+        ],
+    }
+
+
+def command(spec: JobSpec, options: KubernetesOptions, launch: Sequence[str] = ()) -> list[str]:
+    """What a pod runs: `accel launch`, after the commands of `setup`. Its output has `[rank N] ` before each line
+    where a pod has several ranks."""
+    count = processes(spec)
+    words = ["accel"] if options.python is None else [options.python, "-c", _ACCEL]
+    words += ["launch", "--num_processes", str(count * spec.nodes), *launch]
+    if spec.nodes > 1 or launch:
+        words += ["--rdzv_conf", f"timeout={options.start_timeout_s:g}"]
+    if options.cpu:
+        words += ["--cpu"]
+    words += ["--shutdown_timeout", f"{spec.grace_s:g}"]
+    if count > 1:
+        words += ["--log_dir", _LOGS, "--tee", "3"]
+    words += {"script": [], "module": ["-m"], "command": ["--no_python"]}[spec.entry]
+    words += ["--", *spec.argv]
+    setup = [*options.setup, *spec.setup]
+    if not setup:
+        return words
+    lines = ["set -e", *(shlex.join(argv) for argv in setup), 'exec "$@"']
+    return ["sh", "-c", "\n".join(lines), "sh", *words]
+
+
+def unexpanded(text: str) -> str:
+    """The text so that it arrives as it is: Kubernetes replaces `$(NAME)`, and `$$` is a dollar sign.
+
+    https://kubernetes.io/docs/tasks/inject-data-application/define-command-argument-container/
+    """
+    return text.replace("$", "$$")
+
+
+def security(options: KubernetesOptions) -> Object:
+    """Of each container, by https://kubernetes.io/docs/concepts/security/pod-security-standards/.
+
+    Nothing of it is said for the pod as a whole: the training operator adds a container of its own, whose user is
+    root.
+    """
+    found: Object = {"runAsUser": options.run_as_user, "runAsGroup": options.run_as_group}
+    if options.pod_security == "restricted":
+        found |= {
+            "runAsNonRoot": True,
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+            "seccompProfile": {"type": "RuntimeDefault"},
+        }
+    elif options.ipc_lock:
+        found["capabilities"] = {"add": ["IPC_LOCK"]}
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def pod_security(options: KubernetesOptions) -> Object:
+    return {} if options.fs_group is None else {"fsGroup": options.fs_group}
+
+
+def memory(gigabytes: float) -> str:
+    return f"{int(gigabytes)}Gi" if gigabytes == int(gigabytes) else f"{math.ceil(gigabytes * 1024)}Mi"
+
+
+def _environment(spec: JobSpec, options: KubernetesOptions, job_id: str) -> Iterator[Object]:
+    yield {"name": "ACCEL_JOB_ID", "value": job_id}
+    if options.run_as_user is not None:
+        # A number that the image's /etc/passwd does not know has no home, and libraries ask for a name.
+        for key, value in (("HOME", "/accel"), ("USER", "accel"), ("LOGNAME", "accel")):
+            if key not in spec.env:
+                yield {"name": key, "value": value}
+    for key, value in spec.env.items():
+        yield {"name": key, "value": unexpanded(value)}
+    for key, reference in spec.secrets.items():
+        secret, inside = _secret(key, reference, "")
+        yield {"name": key, "valueFrom": {"secretKeyRef": {"name": secret, "key": inside}}}
+
+
+def _secret(variable: str, reference: str, where: str) -> tuple[str, str]:
+    kind, _, rest = reference.partition(":")
+    secret, slash, key = rest.partition("/")
+    if kind != "secret":
+        raise SpecError(f"--secret {variable}: {where} reads the cluster's Secrets only, as {_REFERENCE}, not {kind}:…")
+    if not (slash and names.is_subdomain(secret) and names.is_qualified(key) and "/" not in key):
+        raise SpecError(f"--secret {variable}: {where} expects {_REFERENCE}: a Secret of the cluster, and a key in it")
+    return secret, key
+
+
+def _resources(spec: JobSpec, options: KubernetesOptions, *, devices: bool) -> Object:
+    """The same as requests and limits: nothing of the node is shared, and nothing is taken away."""
+    wanted = spec.resources
+    found: dict[str, str] = {}
+    if wanted.cpus is not None:
+        found["cpu"] = str(wanted.cpus)
+    if wanted.memory_gb is not None:
+        found["memory"] = memory(wanted.memory_gb)
+    if devices:
+        if wanted.gpus:
+            found[gpu_resource(options)] = str(wanted.gpus)
+        found |= {key: str(value) for key, value in options.resources.items()}
+    return {"requests": dict(found), "limits": dict(found)} if found else {}
+
+
+def _accelerator(wanted: str, options: KubernetesOptions, where: str) -> Mapping[str, str]:
+    if options.accelerators:
+        if wanted not in options.accelerators:
+            known = ", ".join(options.accelerators)
+            near = nearest(wanted, options.accelerators)
+            raise SpecError(f"{where}: --accelerator {wanted}: accelerators has {known}{near}")
+        return options.accelerators[wanted]
+    if not names.is_label_value(wanted):
+        raise SpecError(f"{where}: --accelerator {wanted!r} is not a node label's value; name it under accelerators:")
+    return {options.gpu_label or VENDORS[options.gpu][1]: wanted}
+
+
+def _node_selector(spec: JobSpec, options: KubernetesOptions) -> Object:
+    wanted = spec.resources.accelerator
+    return {**options.node_selector, **(_accelerator(wanted, options, "") if wanted else {})}
+
+
+def _tolerations(spec: JobSpec, options: KubernetesOptions) -> Iterator[Object]:
+    for each in options.tolerations:
+        operator = each.operator or ("Exists" if each.value is None else "Equal")
+        found: Object = {"key": each.key, "operator": operator, "value": each.value, "effect": each.effect}
+        found["tolerationSeconds"] = each.seconds
+        yield {key: value for key, value in found.items() if value is not None}
+    resource = gpu_resource(options)
+    if spec.resources.gpus and resource not in {each.key for each in options.tolerations}:
+        # Nodes with GPUs are commonly kept from pods that need none by a taint of the resource's name.
+        yield {"key": resource, "operator": "Exists", "effect": "NoSchedule"}
+
+
+def _volumes(spec: JobSpec, options: KubernetesOptions, name: str, code: Code) -> list[Object]:
+    shm: Object = {"medium": "Memory"}
+    if spec.resources.shm_gb is not None:
+        shm["sizeLimit"] = memory(spec.resources.shm_gb)
+    return [
+        {"name": "accel", "emptyDir": {}},
+        {"name": "accel-shm", "emptyDir": shm},
+        *coding.volumes(code, options, name),
+        *({"name": f"volume-{index}", **_source(volume)} for index, volume in enumerate(options.volumes)),
+    ]
+
+
+def _source(volume: Volume) -> Object:
+    if volume.claim is not None:
+        return {"persistentVolumeClaim": {"claimName": volume.claim}}
+    if volume.config_map is not None:
+        return {"configMap": {"name": volume.config_map}}
+    if volume.secret is not None:
+        return {"secret": {"secretName": volume.secret}}
+    if volume.host_path is not None:
+        return {"hostPath": {"path": volume.host_path}}
+    if volume.nfs is not None:
+        server, _, path = volume.nfs.partition(":")
+        return {"nfs": {"server": server, "path": path}}
+    return dict(volume.source or {})
+
+
+def _mount(volume: Volume, index: int) -> Object:
+    found: Object = {"name": f"volume-{index}", "mountPath": volume.mount}
+    if volume.sub_path is not None:
+        found["subPath"] = volume.sub_path
+    if volume.read_only:
+        found["readOnly"] = True
+    return found
+
+
+def _drop_empty(value: Object) -> Object:
+    return {key: inside for key, inside in value.items() if inside is not None and inside not in ({}, [], ())}

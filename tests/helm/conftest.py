@@ -1,0 +1,25 @@
+"""Both versions of Helm."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from . import helms
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="session", params=["helm3", "helm4"])
+def helm(request: pytest.FixtureRequest) -> helms.Helm:
+    """A version of Helm; a test that takes it runs with both."""
+    if request.param == "helm3":
+        return helms.Helm3(helms.helm3())
+    helms.check_helm4()
+    return helms.Helm4()
+
+
+@pytest.fixture(scope="session")
+def helm3() -> helms.Helm3:
+    return helms.Helm3(helms.helm3())

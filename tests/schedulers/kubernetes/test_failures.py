@@ -1,0 +1,186 @@
+"""Why a job failed: the first failure of the gang, in words and with the exit code that people look for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from schedulers import Reason, State
+from schedulers.kubernetes.states import status_of
+from tests.schedulers.kubernetes.shapes import condition, pod, terminated, waiting, workload
+
+_DISK = "The node was low on resource: ephemeral-storage. Threshold quantity: 1Gi, available: 900Mi."
+
+
+@pytest.mark.parametrize(
+    ("kind", "failed", "pods", "reason", "code", "message"),
+    [
+        (
+            "Job",
+            condition("Failed", "BackoffLimitExceeded", "Job has reached the specified backoff limit"),
+            [
+                pod(0, terminated(143), phase="Failed"),
+                pod(1, terminated(7, message="loading\nValueError: no data\n"), phase="Failed"),
+            ],
+            Reason.EXIT_CODE,
+            7,
+            "node 1: ValueError: no data",
+        ),
+        # Who failed first counts; echoes of it do not, though they may be told earlier.
+        (
+            "Job",
+            condition("Failed", "BackoffLimitExceeded"),
+            [
+                pod(0, terminated(1, at="10:00:09"), phase="Failed"),
+                pod(1, terminated(3, at="10:00:07"), phase="Failed"),
+            ],
+            Reason.EXIT_CODE,
+            3,
+            "node 1: exit code 3",
+        ),
+        (
+            "JobSet",
+            condition("Failed", "ReachedMaxRestarts", "jobset failed due to reaching max number of restarts"),
+            [pod(0, terminated(137, "OOMKilled"), phase="Failed"), pod(1, terminated(1), phase="Failed")],
+            Reason.OUT_OF_MEMORY,
+            137,
+            "node 0: it used more memory than the pod may (--memory)",
+        ),
+        (
+            "Job",
+            condition("Failed", "BackoffLimitExceeded"),
+            [pod(0, phase="Failed", reason="Evicted", message=_DISK)],
+            Reason.PREEMPTED,
+            None,
+            f"node 0: its pod was evicted: {_DISK}",
+        ),
+        (
+            "Job",
+            condition("Failed", "BackoffLimitExceeded"),
+            [
+                pod(
+                    0,
+                    terminated(137),
+                    phase="Failed",
+                    conditions=(
+                        condition(
+                            "DisruptionTarget",
+                            "DeletionByTaintManager",
+                            "Taint manager: deleting due to NoExecute taint",
+                        ),
+                    ),
+                )
+            ],
+            Reason.NODE_FAILURE,
+            137,
+            "node 0: its node was lost, or tainted: Taint manager",
+        ),
+        (
+            "Job",
+            condition("Failed", "BackoffLimitExceeded"),
+            [
+                pod(
+                    0,
+                    terminated(143),
+                    phase="Failed",
+                    conditions=(condition("DisruptionTarget", "PreemptionByScheduler", "preempted"),),
+                )
+            ],
+            Reason.PREEMPTED,
+            143,
+            "node 0: its pod made place for a more important one: preempted",
+        ),
+        (
+            "Job",
+            condition("Failed", "DeadlineExceeded", "Job was active longer than specified deadline"),
+            [pod(0, terminated(143), phase="Failed")],
+            Reason.TIME_LIMIT,
+            None,
+            "its time limit passed",
+        ),
+        (
+            "PyTorchJob",
+            condition(
+                "Failed", "PyTorchJobFailed", "Job run1 has failed because it was active longer than specified deadline"
+            ),
+            [],
+            Reason.TIME_LIMIT,
+            None,
+            "its time limit passed",
+        ),
+        (
+            "PyTorchJob",
+            condition("Failed", "PyTorchJobFailed", "PyTorchJob run1 is failed because 1 Worker replica(s) failed."),
+            [pod(1, terminated(7), phase="Failed", operator=True)],
+            Reason.EXIT_CODE,
+            7,
+            "node 1: exit code 7",
+        ),
+        (
+            "PyTorchJob",
+            condition(
+                "Failed", "PyTorchJobFailed", "Job run1 has failed because it has reached the specified backoff limit"
+            ),
+            [],
+            Reason.EXIT_CODE,
+            None,
+            "Job run1 has failed because it has reached the specified backoff limit",
+        ),
+        (
+            "Job",
+            condition("Failed", "PodFailurePolicy", "Container pytorch for pod a/b failed with exit code 127"),
+            [pod(0, terminated(127, message="sh: accel: not found"), phase="Failed")],
+            Reason.SETUP,
+            127,
+            "its program could not be run: sh: accel: not found",
+        ),
+        (
+            "Job",
+            condition("Failed", "BackoffLimitExceeded"),
+            [
+                pod(
+                    0,
+                    waiting("PodInitializing"),
+                    phase="Failed",
+                    init=(terminated(1, message="accel: the code is not what was submitted", name="accel-code"),),
+                )
+            ],
+            Reason.SETUP,
+            1,
+            "node 0: the code could not be brought: accel: the code is not",
+        ),
+        (
+            "Job",
+            condition("Failed", "BackoffLimitExceeded"),
+            [pod(0, terminated(128, "StartError", "exec: no such file"), phase="Failed")],
+            Reason.SETUP,
+            128,
+            "node 0: the container could not be started: exec: no such file",
+        ),
+        (
+            "Job",
+            condition("Failed", "BackoffLimitExceeded"),
+            [pod(0, phase="Failed", reason="UnexpectedAdmissionError", message="no devices")],
+            Reason.NO_CAPACITY,
+            None,
+            "node 0: its node could not give it its devices: no devices",
+        ),
+        (
+            "TrainJob",
+            condition("Failed", "JobsCreationFailed", "quota"),
+            [],
+            Reason.SETUP,
+            None,
+            "its pods could not be made",
+        ),
+        ("JobSet", condition("Failed", "SomethingNew", "said so"), [], Reason.EXIT_CODE, None, "said so"),
+    ],
+)
+def test_why_a_job_failed(
+    kind: str, failed: dict[str, Any], pods: list[Any], reason: Reason, code: int | None, message: str
+) -> None:
+    found = status_of(workload(kind, failed), pods)
+    assert (found.state, found.reason, found.exit_code) == (State.FAILED, reason, code)
+    assert found.message.startswith(message)
+    assert "\n" not in found.message
