@@ -31,12 +31,14 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "cancel": ("accel.cli.cancel", "End jobs in order: SIGTERM, the grace, SIGKILL"),
     "targets": ("accel.cli.targets", "List the places where jobs can run"),
     "prune": ("accel.cli.prune", "Delete the records and logs of jobs that have ended"),
+    "config": ("accel.cli.config", "Write the file in which `accel launch` finds what no flag says"),
 }
 
 _GROUPS = {
     "Run": ("submit", "launch", "test"),
     "Look": ("list", "status", "describe", "logs", "wait"),
     "Manage": ("cancel", "targets", "prune"),
+    "Set up": ("config",),
 }
 
 
