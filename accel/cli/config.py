@@ -107,7 +107,10 @@ def _update(args: Namespace, path: str) -> int:
 
 
 def _finish(args: Namespace, path: str, answers: Mapping[str, Any], machine: Machine) -> int:
-    return _store(args, path, _document(answers, machine))
+    code = _store(args, path, _document(answers, machine))
+    if answers["place"] in ("ssh", "slurm"):
+        note(f"config: to run there: accel submit --target {answers['place']} SCRIPT (accel submit --help)")
+    return code
 
 
 def _document(answers: Mapping[str, Any], machine: Machine) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from . import BY_NAME, GROUPS
 from .file import UNSAID_PROCESSES, Entry
 from .values import BadValue, read
+from .worker import is_on
 
 _READ = ("ACCELERATE_", "FSDP_", "MEGATRON_LM_", "PARALLELISM_CONFIG_")
 _WAYS = ("cpu", "multi_gpu", "tpu", "use_deepspeed", "use_fsdp", "use_megatron_lm")
@@ -55,14 +56,26 @@ def resolve(
     """
     found = {setting.name: Value(setting.default) for group in GROUPS for setting in group.settings}
     above = {name: Value(value, BY_NAME[name].shown, "flag") for name, value in flags.items()}
-    above = _from_environment(env, decided=_ways(above)) | above
+    said, bad = _from_environment(env, decided=_ways(above))
+    above = said | above
     found |= _from_file(file, where, decided=_ways(above), nodes=nodes)
     if nodes is not None:
-        said = (str(nodes.nodes), nodes.rank, nodes.address, nodes.port)
-        for name, value in zip(_OF_SCHEDULER, said, strict=True):
+        placed = (str(nodes.nodes), nodes.rank, nodes.address, nodes.port)
+        for name, value in zip(_OF_SCHEDULER, placed, strict=True):
             if value is not None and not any(name in above for name in ("num_machines", "machine_rank")):
                 found[name] = Value(value, nodes.source, "scheduler")
-    return found | above
+    found |= above
+    _refuse_bad(bad, found)
+    return found
+
+
+def _refuse_bad(bad: Mapping[str, str], found: Mapping[str, Value]) -> None:
+    """A variable that only looks like a setting of something that is off is somebody else's."""
+    options = {name: value.value for name, value in found.items()}
+    for group in GROUPS:
+        for setting in group.settings:
+            if setting.name in bad and found[setting.name].layer != "flag" and is_on(group, options):
+                raise BadValue(f"environment variable {setting.env}: {bad[setting.name]}")
 
 
 def overridden(found: Mapping[str, Value], env: Mapping[str, str]) -> dict[str, str]:
@@ -79,16 +92,19 @@ def _ways(values: Mapping[str, Value]) -> bool:
     return any(values[name].value for name in _WAYS if name in values)
 
 
-def _from_environment(env: Mapping[str, str], *, decided: bool) -> dict[str, Value]:
-    values = {}
+def _from_environment(env: Mapping[str, str], *, decided: bool) -> tuple[dict[str, Value], dict[str, str]]:
+    """What variables say, and by the setting's name why others say nothing that their setting could have."""
+    values: dict[str, Value] = {}
+    bad: dict[str, str] = {}
     for setting in BY_NAME.values():
         if setting.env.startswith(_READ) and env.get(setting.env) and not (decided and setting.name in _WAYS):
             try:
                 value = read(setting, env[setting.env])
             except BadValue as error:
-                raise BadValue(f"environment variable {setting.env}: {error}") from None
-            values[setting.name] = Value(value, f"environment variable {setting.env}", "environment")
-    return values
+                bad[setting.name] = str(error)
+            else:
+                values[setting.name] = Value(value, f"environment variable {setting.env}", "environment")
+    return values, bad
 
 
 def _from_file(

@@ -258,6 +258,12 @@ class TestWhoWins:
         with pytest.raises(UsageError, match="ACCELERATE_MIXED_PRECISION: 'bf61' is not one of"):
             found(ACCELERATE_MIXED_PRECISION="bf61")
 
+    def test_a_variable_of_something_that_is_off_is_somebody_elses(self) -> None:
+        assert found(FSDP_VERSION="torch")["fsdp_version"].layer == "default"
+        with pytest.raises(UsageError, match="environment variable FSDP_VERSION: 'torch' is not one of 1, 2"):
+            found("--use_fsdp", FSDP_VERSION="torch")
+        assert found("--use_fsdp", "--fsdp_version", "2", FSDP_VERSION="torch")["fsdp_version"].value == "2"
+
     def test_the_scheduler_goes_before_the_file(self, somewhere: Path) -> None:
         name = written(somewhere, "num_machines: 1\nmachine_rank: 0\nnum_processes: 2\nmain_process_ip: other")
         node = {"ACCEL_NODE_RANK": "1", "ACCEL_NODES": "2", "ACCEL_MASTER": "head"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 from accel.settings import BY_NAME, GROUPS
@@ -9,7 +11,8 @@ from accel.settings.base import KINDS, LAUNCHERS
 from accel.settings.reference import pages
 from accel.settings.values import read, typed
 
-REFERENCE = Path(__file__).parents[2] / "docs/reference"
+ROOT = Path(__file__).parents[2]
+REFERENCE = ROOT / "docs/reference"
 
 
 def test_the_pages_are_up_to_date() -> None:
@@ -24,6 +27,16 @@ def test_every_setting_is_described_once() -> None:
     assert len(keys) == len(set(keys))
     flags = [spelling for s in BY_NAME.values() if s.flag for spelling in s.spellings()]
     assert len(flags) == len(set(flags))
+
+
+def test_help_imports_nothing_heavy() -> None:
+    """`accel launch --help` costs no more than argparse and the schema: no torch, no YAML, no `inspect`."""
+    code = "import sys, accel.cli\ntry:\n    accel.cli.main(['launch', '--help'])\nfinally:\n    print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    loaded = done.stdout.splitlines()[-1].split()
+    heavy = {"torch", "numpy", "yaml", "json", "dataclasses", "inspect", "subprocess", "pathlib", "difflib", "rich"}
+    assert heavy.isdisjoint(loaded)
+    assert "accel.launch.node" not in loaded
 
 
 def test_every_row_is_whole() -> None:
