@@ -53,11 +53,27 @@ def run(args: Namespace) -> int:
     from . import config_ask
 
     config_ask.need_terminal()
-    answers = config_ask.ask(machine, path, lambda answers: _text(path, _document(answers, machine)))
+    shown = config_ask.Shown(path, lambda answers: _text(path, _document(answers, machine)))
+    answers = config_ask.ask(machine, _offered(path), shown)
     if answers is None:
         note("config: nothing was written")
         return exits.INTERRUPTED
     return _finish(args, path, answers, machine)
+
+
+def _offered(path: str) -> dict[str, Any]:
+    """The answers of the file that is there already; none if it cannot be read, for it is to be written anew."""
+    from accel.settings.questions import answers_of
+
+    from .launch_file import read_file
+
+    if not os.path.exists(path):
+        return {}
+    try:
+        return answers_of({name: entry.value for name, entry in read_file(_COMMAND, path).entries.items()})
+    except UsageError as error:
+        note(f"config: {error}")
+        return {}
 
 
 def _check(args: Namespace) -> None:

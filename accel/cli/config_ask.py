@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .words import UsageError
 
@@ -34,24 +34,31 @@ def need_terminal() -> None:
         ) from None
 
 
-def ask(machine: Machine, path: str, shown: Callable[[Mapping[str, Any]], str]) -> dict[str, Any] | None:
+class Shown(NamedTuple):
+    """What the person sees before it is written: where, and the file that answers make."""
+
+    path: str
+    text: Callable[[Mapping[str, Any]], str]
+
+
+def ask(machine: Machine, offered: Mapping[str, Any], shown: Shown) -> dict[str, Any] | None:
     """The answers, once the person has seen the file that they make; None if it is not to be written.
 
-    shown: the file that answers make.
+    offered: answers of an earlier file, which are offered instead of the defaults.
     """
     from accel.settings.questions import open_question, still_asked
 
     answers: dict[str, Any] = {}
-    before: dict[str, Any] = {}  # what was answered before going back, to be offered again
+    before = dict(offered)  # and what was answered before going back
     order: list[str] = []
     try:
         while True:
             question = open_question(answers)
             try:
                 if question is None:
-                    return answers if _confirmed(path, shown(answers)) else None
-                offered = before.get(question.name, question.offered(answers, machine))
-                answers[question.name] = before[question.name] = _one(question, offered)
+                    return answers if _confirmed(shown.path, shown.text(answers)) else None
+                default = before.get(question.name, question.offered(answers, machine))
+                answers[question.name] = before[question.name] = _one(question, default)
                 order.append(question.name)
             except Back:
                 if order:

@@ -56,8 +56,21 @@ def _launch(given: Mapping[str, Any], found: Mapping[str, Value], words: list[st
     try:
         return launch(options, Program.of(words, module=options["module"], command=options["no_python"]))
     except LaunchError as error:
-        say(f"accel launch: {error}")
+        say(f"accel launch: {_located(str(error), found)}")
         return 1
+
+
+def _located(message: str, found: Mapping[str, Value]) -> str:
+    """Who has said what the message begins with, if it was not a flag."""
+    from accel.settings import BY_NAME
+
+    first, colon, rest = message.partition(": ")
+    name = next(
+        (name for name, setting in BY_NAME.items() if setting.flag and setting.shown == first.split(" ")[0]), ""
+    )
+    if not (name and colon) or found[name].layer in ("flag", "default"):
+        return message
+    return f"{first} ({found[name].source}): {rest}"
 
 
 def resolved(given: Mapping[str, Any], env: Mapping[str, str] = os.environ) -> dict[str, Value]:

@@ -11,8 +11,8 @@ from .worker import is_on
 Options = Mapping[str, Any]
 
 _WAYS = ("cpu", "multi_gpu", "tpu", "use_deepspeed", "use_fsdp", "use_megatron_lm")
-# Both given is a contradiction, whatever their values.
-_PAIRS = (
+# Both given is a contradiction, whatever their values; if one is said in a file and the other by a flag, the flag wins.
+PAIRS = (
     ("module", "no_python"),
     ("tpu", "no_python"),
     ("tpu", "gpu_ids"),
@@ -44,7 +44,7 @@ def without_effect(given: Mapping[str, Any], options: Options) -> list[str]:
     for group in GROUPS:
         if group.on is None or is_on(group, options):
             continue
-        idle = [s.shown for s in group.settings if s.name in given and _is_given(s.name, given)]
+        idle = [s.shown for s in group.settings if s.name in given and is_given(s.name, given)]
         if idle:
             name, value = group.on
             needed = BY_NAME[name].shown + ("" if value is True else f" {value}")
@@ -60,15 +60,16 @@ def _found(options: Options, sources: Mapping[str, str]) -> Iterator[str]:
         word = setting.shown if setting.kind == "switch" else f"{setting.shown} {shown}"
         return word + (f" ({sources[name]})" if name in sources else "")
 
-    ways = [name for name in _WAYS if _is_given(name, options)]
+    ways = [name for name in _WAYS if is_given(name, options)]
     pairs = [(ways[0], ways[1])] if len(ways) > 1 else []
-    for one, other in [*pairs, *(pair for pair in _PAIRS if all(_is_given(name, options) for name in pair))]:
+    for one, other in [*pairs, *(pair for pair in PAIRS if all(is_given(name, options) for name in pair))]:
         yield f"{said(one)} and {said(other)} contradict each other: keep one"
     for rule in (_fsdp, _parallelism, _nvme, _fp8, _keys):
         yield from rule(options, said)
 
 
-def _is_given(name: str, options: Options) -> bool:
+def is_given(name: str, options: Options) -> bool:
+    """Whether the setting asks for anything."""
     value = options.get(name)
     return not (value is None or value is False or value == "" or (name == "gpu_ids" and value == "all"))
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from . import BY_NAME, GROUPS
+from .checks import PAIRS, is_given
 from .file import UNSAID_PROCESSES, Entry
 from .values import BadValue, read
 from .worker import is_on
@@ -14,6 +15,7 @@ _READ = ("ACCELERATE_", "FSDP_", "MEGATRON_LM_", "PARALLELISM_CONFIG_")
 _WAYS = ("cpu", "multi_gpu", "tpu", "use_deepspeed", "use_fsdp", "use_megatron_lm")
 _WAY_OF = {"MULTI_CPU": "cpu", "DEEPSPEED": "use_deepspeed", "FSDP": "use_fsdp", "XLA": "tpu",
            "MEGATRON_LM": "use_megatron_lm"}  # fmt: skip
+_ORDER = ("default", "file", "scheduler", "environment", "flag")
 # A scheduler that has placed this process knows these better than a file that was written before.
 _OF_SCHEDULER = ("num_machines", "machine_rank", "main_process_ip", "main_process_port")
 
@@ -65,8 +67,21 @@ def resolve(
             if value is not None and not any(name in above for name in ("num_machines", "machine_rank")):
                 found[name] = Value(value, nodes.source, "scheduler")
     found |= above
+    _drop_overruled(found)
     _refuse_bad(bad, found)
     return found
+
+
+def _drop_overruled(found: dict[str, Value]) -> None:
+    """Takes back what contradicts something that a higher layer says."""
+    options = {name: value.value for name, value in found.items()}
+    pairs = [pair for pair in PAIRS if all(is_given(name, options) for name in pair)]
+    if options["fp8_backend"] and options["mixed_precision"] != "fp8":
+        pairs.append(("fp8_backend", "mixed_precision"))
+    for pair in pairs:
+        lower, higher = sorted(pair, key=lambda name: _ORDER.index(found[name].layer))
+        if found[lower].layer != found[higher].layer and found[higher].layer in ("flag", "environment"):
+            found[lower] = Value(BY_NAME[lower].default)
 
 
 def _refuse_bad(bad: Mapping[str, str], found: Mapping[str, Value]) -> None:

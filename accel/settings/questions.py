@@ -107,6 +107,23 @@ def values_of(answers: Answers, machine: Machine) -> dict[str, Any]:
     return values
 
 
+def answers_of(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The answers that settings of a file amount to, to be offered again."""
+    kind = str(values.get("distributed_type", "NO"))
+    ways = {"FSDP": "fsdp", "DEEPSPEED": "deepspeed", "MEGATRON_LM": "megatron"}
+    several = str(values.get("num_machines", "1")) != "1"
+    answers = dict(values)
+    answers["place"] = "tpu" if kind == "XLA" else "several" if several else "this"
+    if values.get("compute_environment") == "AMAZON_SAGEMAKER":
+        answers["place"] = "sagemaker"
+    else:
+        answers.pop("distributed_type", None)
+    answers["device"] = "cpu" if values.get("cpu") else "gpu"
+    answers["way"] = ways.get(kind, "none")
+    answers["use_parallelism_config"] = any(name.startswith("parallelism_config_") for name in values)
+    return answers
+
+
 def _type(answers: Answers, machine: Machine) -> str:
     if answers["place"] == "tpu":
         return "XLA"

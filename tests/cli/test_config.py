@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from accel.cli import exits, main
-from accel.settings.file import read_document
-from accel.settings.questions import QUESTIONS, Machine, open_question, still_asked
+from accel.settings.file import read_document, to_document
+from accel.settings.questions import QUESTIONS, Machine, answers_of, open_question, still_asked, values_of
 
 GPUS = Machine("cuda", 4)
 
@@ -164,6 +164,25 @@ def test_a_file_that_leaves_the_processes_open_goes_on_to() -> None:
     Path("x.yaml").write_text("num_processes: -1\n")
     assert main(["config", "update", "--config_file", "x.yaml"]) == exits.OK
     assert yaml.safe_load(Path("x.yaml").read_text())["num_processes"] == -1
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"place": "this", "device": "gpu", "way": "fsdp", "fsdp_version": "2", "use_parallelism_config": True},
+        {"place": "several", "device": "cpu", "num_machines": "3", "machine_rank": 1, "main_process_ip": "h"},
+        {"place": "this", "device": "gpu", "way": "deepspeed", "zero_stage": 3, "mixed_precision": "bf16"},
+        {"place": "tpu", "num_processes": 8},
+        {"place": "sagemaker", "iam_role_name": "r", "distributed_type": "DATA_PARALLEL"},
+    ],
+)
+def test_the_answers_of_a_file_are_found_again(given: dict[str, object]) -> None:
+    answers: dict[str, object] = {}
+    while (question := open_question(answers)) is not None:
+        answers[question.name] = question.understood(given.get(question.name, question.offered(answers, GPUS)))
+    document = to_document(values_of(answers, GPUS))
+    again = answers_of({name: entry.value for name, entry in read_document(document).items()})
+    assert {name: again.get(name) for name in given} == given
 
 
 def test_going_back_forgets_what_is_moot() -> None:

@@ -111,6 +111,23 @@ def test_a_whole_questionnaire(terminal: Terminal, tmp_path: Path) -> None:
     assert (found["distributed_type"], found["num_processes"], found["mixed_precision"]) == ("MULTI_CPU", 2, "bf16")
 
 
+def test_what_the_file_says_is_offered(tmp_path: Path) -> None:
+    (tmp_path / "x.yaml").write_text(
+        "use_cpu: true\nnum_processes: 3\nmixed_precision: bf16\ndistributed_type: MULTI_CPU"
+    )
+    terminal = Terminal(tmp_path, "--config_file", "x.yaml")
+    try:
+        for question in ("Where will", "What will", "How many processes", "Compile", "Which numbers", "Check every"):
+            terminal.asks(question, ENTER)
+        terminal.asks("Write this to x.yaml?", ENTER)
+        assert terminal.ends() == 0
+    finally:
+        terminal.process.kill()
+        os.close(terminal.fd)
+    found = yaml.safe_load((tmp_path / "x.yaml").read_text())
+    assert (found["num_processes"], found["mixed_precision"]) == (3, "bf16")
+
+
 def test_back_and_forward(terminal: Terminal, tmp_path: Path) -> None:
     terminal.asks("Where will it run?", ENTER)
     terminal.asks("What will it train on?", UP, ENTER)  # GPUs

@@ -144,6 +144,22 @@ def test_a_tpu_host(machine: Machine) -> None:
     assert (done.returncode, done.stdout) == (0, "['--lr', '1'] 1 1\n" * 2), done.stderr
 
 
+def test_a_host_of_a_pod_does_not_start_the_pod_again(machine: Machine) -> None:
+    machine.package("torch_xla.distributed.xla_multiprocessing", XMP)
+    (machine.here / "train.py").write_text(FUNCTION)
+    (machine.here / "c.yaml").write_text("distributed_type: XLA\ntpu_use_cluster: true\ntpu_name: pod\n")
+    words = "--config_file c.yaml --tpu --no_tpu_cluster --main_training_function go train.py".split()
+    done = machine.launch(*words)
+    assert (done.returncode, done.stdout) == (0, "[] None 1\n" * 2), done.stderr
+
+
+def test_a_file_that_asks_for_what_is_not_here_is_named(machine: Machine) -> None:
+    (machine.here / "c.yaml").write_text("num_processes: 2\ndistributed_type: MULTI_GPU\n")
+    done = machine.launch("--config_file", "c.yaml", "train.py", CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 1
+    assert done.stderr.startswith("accel launch: --multi_gpu (c.yaml:2): this machine shows no GPU")
+
+
 def test_a_tpu_script_without_the_function(machine: Machine) -> None:
     machine.package("torch_xla.distributed.xla_multiprocessing", XMP)
     done = machine.launch("--tpu", "train.py")

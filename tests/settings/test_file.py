@@ -247,6 +247,22 @@ class TestWhoWins:
         values = options("--config_file", name, "--multi_gpu")
         assert (values["multi_gpu"], values["use_fsdp"]) == (True, False)
 
+    @pytest.mark.parametrize(
+        ("text", "flags", "wanted"),
+        [
+            ("deepspeed_config: {deepspeed_inclusion_filter: a}", "--use_deepspeed --deepspeed_exclusion_filter b",
+             {"deepspeed_inclusion_filter": None, "deepspeed_exclusion_filter": "b"}),
+            ("distributed_type: XLA\ntpu_use_cluster: true", "--tpu --no_tpu_cluster", {"tpu_use_cluster": False}),
+            ("mixed_precision: fp8\nfp8_config: {backend: TE}", "--mixed_precision bf16", {"fp8_backend": None}),
+            ("gpu_ids: '0,1'", "--tpu", {"gpu_ids": None}),
+        ],
+    )  # fmt: skip
+    def test_a_flag_replaces_what_contradicts_it_in_the_file(
+        self, text: str, flags: str, wanted: dict[str, object], somewhere: Path
+    ) -> None:
+        values = options("--config_file", written(somewhere, text), *flags.split())
+        assert {name: values[name] for name in wanted} == wanted
+
     def test_what_a_flag_has_overruled_is_not_inherited(self) -> None:
         from accel.settings.layers import overridden
 
