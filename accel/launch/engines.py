@@ -51,14 +51,29 @@ def launch(options: Mapping[str, Any], program: Program) -> int:
 
 def planned(options: Mapping[str, Any], program: Program, env: Mapping[str, str] = os.environ) -> Launch:
     """`node.plan`, with what an engine wants changed in the environment and in the program."""
-    run = node.plan(options, program, env)
+    run = node.plan(_started_once(options), program, env)
     extra = dict(run.env) | options.get("overridden", {})
     if options["use_deepspeed"]:
         paths = [path for path in (extra.get("PYTHONPATH") or env.get("PYTHONPATH", "")).split(os.pathsep) if path]
         extra["PYTHONPATH"] = os.pathsep.join([*paths, os.getcwd()])
     if options["tpu"]:  # torch_xla starts a process a core itself
-        return replace(run, program=tpu_program(options, program), processes=1, env=extra)
+        alone: dict[str, Any] = {"processes": 1, "nodes": 1, "max_nodes": 1, "node_rank": 0, "max_restarts": 0}
+        return replace(run, program=tpu_program(options, program), env=extra, **alone)
     return replace(run, env=extra)
+
+
+def _started_once(options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Where one command starts the ranks of all machines, which of them this is needs no saying."""
+    once = options["mpirun_hostfile"] or (options["use_deepspeed"] and not _each_by_itself(options))
+    if options["num_machines"] is None or not once:
+        return options
+    filled = {"machine_rank": 0, "main_process_ip": ""}
+    return {**options, **{name: value for name, value in filled.items() if options[name] is None}}
+
+
+def _each_by_itself(options: Mapping[str, Any]) -> bool:
+    """Whether the launcher is started on every machine, as ours is."""
+    return (options["deepspeed_multinode_launcher"] or "pdsh") in ("standard", "nossh")
 
 
 def refuse_missing(options: Mapping[str, Any]) -> None:
@@ -97,7 +112,9 @@ def deepspeed_command(options: Mapping[str, Any], program: Program, run: Launch)
         command += ["--include", options["deepspeed_inclusion_filter"]]
     else:
         command += ["--num_gpus", str(run.processes)]
-    command += ["--master_addr", run.address, "--master_port", str(run.port)]
+    if options["main_process_ip"] or run.source:  # else DeepSpeed takes the first host of its file
+        command += ["--master_addr", run.address]
+    command += ["--master_port", str(run.port)]
     command += {"module": ["--module"], "command": ["--no_python"], "script": []}[program.entry]
     return [*command, *program.argv]
 

@@ -33,7 +33,7 @@ _RENAMED = {
 # What older versions wrote and nothing reads any more.
 _GONE = {("", "ipex_config"), ("", "use_xpu"), ("mpirun_config", "mpirun_ccl"), ("", "use_mps_device")}
 _OLD_VALUES: dict[str, dict[object, str]] = {
-    "mixed_precision": {True: "fp16", None: "no"},
+    "mixed_precision": {True: "fp16"},
     "distributed_type": {"TPU": "XLA", "MPS": "NO", "TP": "MULTI_GPU", False: "NO"},
     "compute_environment": {"CUSTOM_CLUSTER": "LOCAL_MACHINE"},
 }

@@ -214,6 +214,12 @@ def test_what_another_launcher_is_told(name: str) -> None:
     assert COMMANDS[name]()
 
 
+def test_pdsh_is_started_once_and_finds_its_machines_itself() -> None:
+    line = "--num_machines 2 --num_processes 4 --use_deepspeed --deepspeed_hostfile hosts".split()
+    told = " ".join(engines.deepspeed_command(options(*line), SCRIPT, planned(*line)))
+    assert "--num_gpus 2 --master_port 29500 train.py" in told
+
+
 def test_a_tpu_host_runs_the_function_of_the_script() -> None:
     run = planned("--tpu", "--main_training_function", "go")
     assert run.program == Program(argv=["accel.launch.xla", "script", "go", *SCRIPT.argv], entry="module")
