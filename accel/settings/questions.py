@@ -90,7 +90,7 @@ def open_question(answers: Answers) -> Question | None:
 def still_asked(answers: Answers) -> dict[str, Any]:
     """The answers to questions that are asked, without those which an earlier answer has made moot."""
     kept = dict(answers)
-    while moot := [q.name for q in QUESTIONS if q.name in kept and not q.when(kept)]:
+    while moot := kept.keys() - {question.name for question in QUESTIONS if question.when(kept)}:
         for name in moot:
             del kept[name]
     return kept
@@ -259,8 +259,9 @@ QUESTIONS: tuple[Question, ...] = (
     _ask("megatron_lm_use_distributed_optimizer", "Shard the optimizer's state?", _MEGATRON, offer=True),
     _ask("megatron_lm_gradient_clipping", "The largest norm of the gradients (0: any)?", _MEGATRON),
     # processes
-    _ask("num_processes", "How many processes, over all machines?", lambda answers: _GANG(answers) or _TPU(answers),
+    _ask("num_processes", "How many processes, over all machines?", _is("place", "this", "several", "tpu"),
          default=_count),
+    _ask("num_processes", "How many processes on each machine?", _is("place", "ssh", "slurm"), default=_count),
     _ask("gpu_ids", "Which GPUs of this machine, such as 0,2?",
          _both(_is("place", "this", "several"), _both(_GPU, _is("way", "none"))), offer="all"),
     _ask("enable_cpu_affinity", "Bind each process to the processors near its GPU (NUMA)?",
