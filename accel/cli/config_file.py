@@ -1,17 +1,12 @@
-"""Where the configuration file of Accelerate's form is, and what is in it, unjudged."""
+"""What is in the configuration file, unjudged: `launch_file` knows what it means."""
 
 from __future__ import annotations
 
 import os
 from typing import Any
 
+from .launch_file import default_path
 from .words import UsageError
-
-
-def default_path() -> str:
-    """The file that is read when none is named: below ``HF_HOME``, else ``XDG_CACHE_HOME``, else ``~/.cache``."""
-    home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
-    return os.path.join(os.path.expanduser(home), "accelerate", "default_config.yaml")
 
 
 def read(command: str, path: str) -> dict[str, Any]:

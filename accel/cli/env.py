@@ -75,7 +75,7 @@ def gather(config_file: str | None, limit_s: float) -> dict[str, Any]:
 def _config(path: str | None) -> dict[str, Any]:
     from accel.about.secrets import without_secrets
 
-    from . import config_file
+    from . import config_file, launch_file
     from .words import UsageError
 
     try:
@@ -83,8 +83,24 @@ def _config(path: str | None) -> dict[str, Any]:
     except UsageError as error:
         if path is not None:
             raise
-        return {"path": config_file.default_path(), "settings": None, "error": str(error)}
-    return {"path": found, "settings": without_secrets(settings) if settings else settings, "error": None}
+        return {"path": launch_file.default_path(), "settings": None, "error": str(error)}
+    return {
+        "path": found,
+        "settings": without_secrets(settings) if settings else settings,
+        "error": None if settings is None else without_secrets(_refused(found)),
+    }
+
+
+def _refused(path: str) -> str | None:
+    """Why `accel launch` would not take the file."""
+    from .launch_file import read_file
+    from .words import UsageError
+
+    try:
+        read_file("accel env", path)
+    except UsageError as error:
+        return str(error)
+    return None
 
 
 def _targets(limit_s: float) -> tuple[list[dict[str, Any]], str | None]:
@@ -145,11 +161,10 @@ def _device(device: dict[str, Any]) -> str:
 def _config_fields(config: dict[str, Any]) -> list[tuple[str, str]]:
     import json
 
-    if config["error"]:
-        return [("error", config["error"])]
+    wrong = [("error", config["error"])] if config["error"] else []
     if config["settings"] is None:
-        return [("", "not found")]
-    return [
+        return wrong or [("", "not found")]
+    return wrong + [
         (name, value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False))
         for name, value in config["settings"].items()
     ]

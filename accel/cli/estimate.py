@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from . import exits, values
+from .needs import has_torch
 from .output import note, print_json, print_rows
 from .words import UsageError
 
@@ -65,10 +66,7 @@ def run(args: Namespace) -> int:
     for name in ("num_processes", "batch_size", "sequence_length"):
         if (value := getattr(args, name)) is not None and value < 1:
             raise UsageError("accel estimate-memory", f"--{name} {value}: a whole number from 1 on")
-    try:
-        import torch  # noqa: F401  # looked for here, where its absence can be told in one line
-    except ImportError:
-        note("estimate-memory: needs torch: pip install accel-launch[train]")
+    if not has_torch("estimate-memory"):
         return exits.ERROR
     from accel.errors import AccelError
 

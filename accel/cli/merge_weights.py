@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from . import exits
+from .needs import has_torch
 from .output import note, print_json
 
 if TYPE_CHECKING:
@@ -34,13 +35,9 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: Namespace) -> int:
-    try:
-        from accel.checkpoint.merging import merge_fsdp_weights
-    except ImportError as error:
-        if error.name not in ("torch", "safetensors", "numpy"):
-            raise
-        note("merge-weights: needs torch: pip install accel-launch[train]")
+    if not has_torch("merge-weights"):
         return exits.ERROR
+    from accel.checkpoint.merging import merge_fsdp_weights
     from accel.errors import CheckpointError
 
     try:

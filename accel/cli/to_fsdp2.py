@@ -35,6 +35,7 @@ _RESHARDS = {
 _BY_NUMBER = {1: "FULL_SHARD", 2: "SHARD_GRAD_OP", 3: "NO_SHARD", 4: "HYBRID_SHARD", 5: "HYBRID_SHARD_ZERO2"}
 _DROPPED = {
     "fsdp_backward_prefetch": "weights are always fetched ahead in the backward",
+    "fsdp_backward_prefetch_policy": "weights are always fetched ahead in the backward",
     "fsdp_forward_prefetch": "FSDP2 has no such setting yet",
     "fsdp_sync_module_states": "weights are always those of the first process",
     "fsdp_use_orig_params": "parameters are always the model's own",

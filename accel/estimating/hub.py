@@ -23,8 +23,11 @@ def fetch_config(name: str) -> str:
     """
     if find_spec("huggingface_hub") is None:
         raise NotFound(f"{name} is no file or directory, and a name on the Hub needs: pip install huggingface_hub")
-    from huggingface_hub import errors, hf_hub_download
-    from huggingface_hub.utils import logging
+    try:
+        from huggingface_hub import errors, hf_hub_download
+        from huggingface_hub.utils import logging
+    except Exception as error:
+        raise NotFound(f"{name}: huggingface_hub cannot be imported: {type(error).__name__}: {error}") from None
 
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # it would tell of every attempt
     where = os.environ.get("HF_ENDPOINT", "https://huggingface.co")

@@ -55,6 +55,16 @@ def test_a_torch_that_is_broken_or_absent_is_one_line(accel: Accel) -> None:
     assert found(accel, PYTHONPATH=f"{top}:{ROOT}")["torch"] == {"error": "not installed"}
 
 
+def test_packages_that_cannot_be_imported_are_told_by_their_version(accel: Accel) -> None:
+    top = accel.here / "broken"
+    for name in ("transformers", "timm", "huggingface_hub", "deepspeed", "paramiko", "rich", "numpy"):
+        (top / name).mkdir(parents=True)
+        (top / name / "__init__.py").write_text("raise RuntimeError('needs another torch')\n")
+    told = found(accel, PYTHONPATH=f"{top}:{ROOT}")
+    assert told["packages"]["rich"]
+    assert told["machine"]["platform"]
+
+
 def test_the_driver_is_asked(accel: Accel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_gpus(tmp_path, monkeypatch, ["GPU-1", "GPU-2"])
     told = found(accel, LD_LIBRARY_PATH=os.environ["LD_LIBRARY_PATH"])["nvidia"]
@@ -101,6 +111,10 @@ def test_a_default_file_that_is_broken_hides_nothing_else(accel: Accel) -> None:
     (folder / "default_config.yaml").write_text("a: [")
     told = found(accel)
     assert "is not YAML" in told["config"]["error"]
+    (folder / "default_config.yaml").write_text("num_procesess: 3\n")
+    told = found(accel)
+    assert told["config"]["settings"] == {"num_procesess": 3}
+    assert "did you mean 'num_processes'" in told["config"]["error"]  # accel launch would refuse it
     assert told["targets"]
 
 

@@ -420,13 +420,29 @@ def test_a_name_on_the_hub(hub: tuple[str, list[str]], tmp_path: Path) -> None:
     assert "http://127.0.0.1:9 cannot be reached, and its config.json is not in the cache" in line
 
 
-def test_without_torch_it_says_what_to_install(tmp_path: Path) -> None:
-    (tmp_path / "torch").mkdir()
-    (tmp_path / "torch/__init__.py").write_text("raise ImportError('none')\n")
-    failed = estimate("x", PYTHONPATH=f"{tmp_path}:{ROOT}")
-    assert (failed.returncode, failed.stderr) == (
-        1, "accel: estimate-memory: needs torch: pip install accel-launch[train]\n"
-    )  # fmt: skip
+@pytest.mark.parametrize(
+    ("package", "text", "argv", "message"),
+    [
+        ("torch", "raise ImportError('none')", ["x"], "needs torch, which cannot be imported: ImportError: none"),
+        ("torch", "raise OSError('no cublas')", ["x"], "needs torch, which cannot be imported: OSError: no cublas"),
+        (
+            "torch", "raise ModuleNotFoundError('none', name='torch')", ["x"],
+            "needs torch: pip install accel-launch[train]",
+        ),
+        ("huggingface_hub", "raise KeyError('a')", ["x/y"], "x/y: huggingface_hub cannot be imported: KeyError: 'a'"),
+        ("transformers", "raise OSError('a')", ["LLAMA"], "transformers cannot be imported: OSError: a"),
+        ("timm", "raise OSError('a')", ["x", "--library_name", "timm"], "timm cannot be imported: OSError: a"),
+    ],
+)  # fmt: skip
+def test_a_broken_package_is_one_line(
+    tmp_path: Path, llama: str, package: str, text: str, argv: list[str], message: str
+) -> None:
+    (tmp_path / package).mkdir()
+    (tmp_path / package / "__init__.py").write_text(f"{text}\n")
+    failed = estimate(*(llama if word == "LLAMA" else word for word in argv), PYTHONPATH=f"{tmp_path}:{ROOT}")
+    (line,) = failed.stderr.splitlines()
+    assert failed.returncode == 1
+    assert line.endswith(message)
 
 
 def test_models_of_timm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from accel.cli import exits, main
+from accel.cli.launch_file import read_file
 
 FSDP1 = {
     "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
@@ -77,6 +78,14 @@ def test_the_result_is_what_accelerate_makes_and_loads(here: Path, name: str) ->
     assert main(["to-fsdp2", "--config_file", f"one.{name}", "--output_file", f"two.{name}"]) == exits.OK
     loaded = load_config_from_file(str(here / f"two.{name}"))
     assert loaded.fsdp_config == convert_config_to_fsdp2({"fsdp_config": dict(FSDP1)})["fsdp_config"]
+
+
+def test_the_result_is_what_launch_takes(here: Path) -> None:
+    assert main(["to-fsdp2", "--config_file", "one.yaml", "--output_file", "two.yaml"]) == exits.OK
+    entries = read_file("accel launch", "two.yaml").entries
+    assert entries["fsdp_version"].value in (2, "2")
+    assert entries["fsdp_reshard_after_forward"].value in (True, "true")
+    assert entries["num_processes"].value == 8
 
 
 @pytest.mark.parametrize(
