@@ -18,6 +18,9 @@ int nvmlInit_v2(void) { return 0; }
 int nvmlShutdown(void) { return 0; }
 int nvmlDeviceGetCount_v2(unsigned *count) { *count = sizeof uuids / sizeof *uuids; return 0; }
 int nvmlDeviceGetHandleByIndex_v2(unsigned index, const void **device) { *device = uuids[index]; return 0; }
+int nvmlSystemGetDriverVersion(char *text, unsigned length) { strncpy(text, "570.1", length); return 0; }
+int nvmlSystemGetCudaDriverVersion_v2(int *version) { *version = 12080; return 0; }
+int nvmlDeviceGetName(const void *device, char *name, unsigned length) { strncpy(name, "Stand-in", length); return 0; }
 int nvmlDeviceGetUUID(const void *device, char *uuid, unsigned length) { strncpy(uuid, device, length); return 0; }
 """
 

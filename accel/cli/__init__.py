@@ -31,12 +31,21 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "cancel": ("accel.cli.cancel", "End jobs in order: SIGTERM, the grace, SIGKILL"),
     "targets": ("accel.cli.targets", "List the places where jobs can run"),
     "prune": ("accel.cli.prune", "Delete the records and logs of jobs that have ended"),
+    "config": ("accel.cli.config", "Write the file in which `accel launch` finds what no flag says"),
+    "env": ("accel.cli.env", "Show versions, devices, configuration and targets, for a report of an error"),
+    "estimate-memory": ("accel.cli.estimate", "Tell what memory a model takes, loaded and trained"),
+    "merge-weights": ("accel.cli.merge_weights", "Make one file of weights out of the shards that FSDP wrote"),
+    "to-fsdp2": ("accel.cli.to_fsdp2", "Rewrite a configuration file for FSDP2"),
+    "tpu-config": ("accel.cli.tpu_config", "Run commands on every worker of a TPU VM"),
+    "completion": ("accel.cli.completion", "Print the script by which bash, zsh or fish completes accel"),
 }
 
 _GROUPS = {
     "Run": ("submit", "launch", "test"),
     "Look": ("list", "status", "describe", "logs", "wait"),
     "Manage": ("cancel", "targets", "prune"),
+    "Set up": ("config", "to-fsdp2", "env", "tpu-config", "completion"),
+    "Models": ("estimate-memory", "merge-weights"),
 }
 
 
@@ -68,10 +77,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(words: Sequence[str]) -> int:
-    if not words or words[0] in ("-h", "--help"):
-        print(_help(), end="", file=sys.stdout if words else sys.stderr)
-        return exits.OK if words else exits.USAGE
+    if not words:
+        print(_map(), end="", file=sys.stderr)
+        return exits.USAGE
+    if words[0] in ("-h", "--help"):
+        print(_help(), end="")
+        return exits.OK
     name, *rest = words
+    if name == "__complete":
+        from .completion import complete
+
+        return complete(rest)
     if name == "--version":
         print(_version())
         return exits.OK
@@ -90,10 +106,31 @@ def _dispatch(words: Sequence[str]) -> int:
     return int(module.run(parser.read(rest)))
 
 
+_TASKS = (
+    ("say how to train", "accel config"),
+    ("see that it works here", "accel test"),
+    ("train here", "accel launch train.py"),
+    ("train elsewhere, as a job", "accel submit --target NAME train.py"),
+    ("see where it can run", "accel targets"),
+    ("follow a job", "accel list; accel status, logs -f, wait, describe @last"),
+    ("end and clear away jobs", "accel cancel JOB; accel prune --older-than 30d"),
+    ("know what memory it takes", "accel estimate-memory MODEL"),
+    ("convert", "accel merge-weights, to-fsdp2"),
+    ("report an error", "accel env"),
+    ("prepare a TPU's workers", "accel tpu-config"),
+    ("have the shell complete", "accel completion bash"),
+)
+
+
+def _map() -> str:
+    lines = ["Usage: accel COMMAND [OPTIONS]", "", *(f"  {task:<28}{line}" for task, line in _TASKS)]
+    return "\n".join([*lines, "", "accel --help lists every command, accel COMMAND --help says more."]) + "\n"
+
+
 def _help() -> str:
     lines = ["Usage: accel COMMAND [OPTIONS]", "", "One script, any cluster."]
     for group, names in _GROUPS.items():
-        lines += ["", f"{group}:", *(f"  {name:<10}{COMMANDS[name][1]}" for name in names)]
+        lines += ["", f"{group}:", *(f"  {name:<17}{COMMANDS[name][1]}" for name in names)]
     lines += [
         "",
         "Examples:",

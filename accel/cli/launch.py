@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from accel.settings import Setting
+    from accel.settings.layers import Nodes, Value
 
 SUMMARY = "Run a script here and now, one process per accelerator"
 
@@ -10,29 +16,144 @@ EXAMPLES = """\
   accel launch train.py --lr 1e-3                      one rank per GPU, or one
   accel launch --num_processes 4 --cpu train.py        four ranks on the CPU
   accel launch --num_machines 2 --machine_rank 1 --main_process_ip node0 --num_processes 16 train.py
-"""
+  accel launch --config_file fsdp.yaml --explain       what would hold, and who says so
+
+Where several say something: flags, the environment, the scheduler, the file, the defaults, in this order."""
+
+_COMMAND = "accel launch"
 
 
 def run_argv(argv: Sequence[str]) -> int:
     """Parses `accel launch`'s own flags; everything from the program on is the program's. Returns its exit code."""
-    from accel.launch.errors import LaunchError
-    from accel.launch.node import launch, plan, say
     from accel.launch.options import add_arguments
-    from accel.launch.worker import Program
 
     from .parser import Parser
     from .words import UsageError
 
     parser = Parser("launch", SUMMARY, EXAMPLES, usage="accel launch [OPTIONS] SCRIPT [ARGUMENTS]")
-    add_arguments(parser)
+    add_arguments(parser, defaults_too=False)
     args, words = parser.read_before_script(argv)
-    if not words:
-        raise UsageError("accel launch", "nothing to run: give a script, -m MODULE, or --no_python COMMAND")
-    if args.module and args.no_python:
-        raise UsageError("accel launch", "-m and --no_python contradict each other: keep one")
-    program = Program(argv=words, entry="module" if args.module else "command" if args.no_python else "script")
+    given = vars(args)
+    if not words and not given.get("explain"):
+        raise UsageError(_COMMAND, "nothing to run: give a script, -m MODULE, or --no_python COMMAND")
+    found = resolved(given)
+    if given.get("explain"):
+        return _explain(found)
+    return _launch(given, found, words)
+
+
+def _launch(given: Mapping[str, Any], found: Mapping[str, Value], words: list[str]) -> int:
+    from accel.launch.engines import launch
+    from accel.launch.errors import LaunchError
+    from accel.launch.node import say
+    from accel.launch.worker import Program
+    from accel.settings.checks import without_effect
+
+    options = settled(found)
+    if not options["quiet"]:
+        for line in without_effect(given, options):
+            say(f"accel launch: {line}")
     try:
-        return launch(plan(vars(args), program))
+        return launch(options, Program.of(words, module=options["module"], command=options["no_python"]))
     except LaunchError as error:
-        say(f"accel launch: {error}")
+        say(f"accel launch: {_located(str(error), found)}")
         return 1
+
+
+def _located(message: str, found: Mapping[str, Value]) -> str:
+    """Who has said what the message begins with, if it was not a flag."""
+    from accel.settings import BY_NAME
+
+    first, colon, rest = message.partition(": ")
+    name = next(
+        (name for name, setting in BY_NAME.items() if setting.flag and setting.shown == first.split(" ")[0]), ""
+    )
+    if not (name and colon) or found[name].layer in ("flag", "default"):
+        return message
+    return f"{first} ({found[name].source}): {rest}"
+
+
+def resolved(given: Mapping[str, Any], env: Mapping[str, str] = os.environ) -> dict[str, Value]:
+    """Every setting, with where its value comes from. Raises UsageError for what cannot be, or not together."""
+    from accel.settings.checks import contradictions
+    from accel.settings.layers import resolve
+    from accel.settings.values import BadValue
+
+    from .words import UsageError
+
+    file = _file(given)
+    try:
+        found = resolve(given, env, file.entries, file.where, _nodes(env))
+    except BadValue as error:
+        raise UsageError(_COMMAND, str(error)) from None
+    entry = file.entries.get("num_processes")
+    if entry is not None and entry.value == -1 and found["num_processes"].value is None:
+        raise UsageError(_COMMAND, f"{file.where(entry.keys)}: num_processes: -1 leaves it to --num_processes: give it")
+    sources = {name: value.source for name, value in found.items() if value.layer not in ("default", "flag")}
+    wrong = contradictions({name: value.value for name, value in found.items()}, sources)
+    if wrong:
+        raise UsageError(_COMMAND, wrong)
+    return found
+
+
+def _file(given: Mapping[str, Any]) -> Any:
+    """The file that is named, else the default one; Accelerate does not read that one with --cpu, nor does this."""
+    from .launch_file import default_path, nothing, read_file
+
+    path = given.get("config_file")
+    if path is None and (given.get("cpu") or not os.path.isfile(default_path())):
+        return nothing(_COMMAND)
+    return read_file(_COMMAND, path or default_path())
+
+
+def _nodes(env: Mapping[str, str]) -> Nodes | None:
+    """What the scheduler says, if it has placed this process; nothing if what it says is left to `plan` to refuse."""
+    from accel.launch.guard import LAUNCH_ID
+    from schedulers.errors import SpecError
+    from schedulers.topology import RULES, Topology
+
+    if LAUNCH_ID in env or not any(marker in env for marker in RULES):
+        return None
+    from accel.settings.layers import Nodes
+
+    try:
+        found = Topology.from_env(env)
+    except SpecError:
+        return None
+    return Nodes(found.nodes, found.node_rank, found.master, found.port, found.source or "the scheduler")
+
+
+def settled(found: Mapping[str, Value]) -> dict[str, Any]:
+    """What `engines.launch` is given: every setting's value.
+
+    What `plan` asks the scheduler itself is left open, and DeepSpeed is told which of its settings a file gives.
+    """
+    from accel.settings import BY_NAME
+    from accel.settings.layers import overridden
+
+    of_file = [name for name, value in found.items() if value.layer == "file" and BY_NAME[name].file_key]
+    fields = [name for name in of_file if name == "mixed_precision" or _is_deepspeeds(BY_NAME[name])]
+    options = {name: None if value.layer == "scheduler" else value.value for name, value in found.items()}
+    options["deepspeed_fields_from_accelerate_config"] = ",".join(fields)
+    return options | {"overridden": overridden(found, os.environ)}
+
+
+def _is_deepspeeds(setting: Setting) -> bool:
+    return setting.name == "gradient_accumulation_steps" or "deepspeed" in setting.used_by
+
+
+def _explain(found: Mapping[str, Value]) -> int:
+    from .output import print_rows
+
+    rows = [(name, _shown(name, value.value), value.source) for name, value in found.items() if name != "explain"]
+    rows.sort(key=lambda row: row[2] == "default")  # what somebody has said stands first
+    print_rows(("setting", "value", "from"), rows, on_terminal=rows)
+    return 0
+
+
+def _shown(name: str, value: Any) -> str:
+    if value is None:
+        return ""
+    if name in ("aws_access_key_id", "aws_secret_access_key"):
+        return "(not shown)"
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -33,7 +33,9 @@ class Parser(argparse.ArgumentParser):
 
     def read(self, argv: Sequence[str]) -> argparse.Namespace:
         """Options and words in any order. Raises UsageError."""
-        own, positional = words.split(self.prog, self._takes_value(), argv, first_word_ends=False)
+        own, positional = words.split(
+            self.prog, self._takes_value(), argv, first_word_ends=False, many=self._takes_many()
+        )
         return self.parse_args([*own, "--", *positional] if positional else own)
 
     def read_before_script(self, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -57,6 +59,9 @@ class Parser(argparse.ArgumentParser):
 
     def _takes_value(self) -> dict[str, bool]:
         return {spelling: action.nargs != 0 for spelling, action in self._option_string_actions.items()}
+
+    def _takes_many(self) -> list[str]:
+        return [spelling for spelling, action in self._option_string_actions.items() if action.nargs == "+"]
 
 
 def _columns() -> int:

@@ -6,7 +6,7 @@ script's options for its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 
 class UsageError(Exception):
@@ -18,13 +18,19 @@ class UsageError(Exception):
 
 
 def split(
-    command: str, options: Mapping[str, bool], argv: Sequence[str], *, first_word_ends: bool
+    command: str,
+    options: Mapping[str, bool],
+    argv: Sequence[str],
+    *,
+    first_word_ends: bool,
+    many: Collection[str] = (),
 ) -> tuple[list[str], list[str]]:
     """A command's own options, each as one word (`--name=value` or `--flag`), and all the other words.
 
     options:         every option -> whether it takes a value; `-` and `_` in a name are the same.
     first_word_ends: the first word that is not an option, and all that follow it, are handed back untouched.
                      A `--` before that word says that it is not an option and is dropped; any later one is kept.
+    many:            those options whose value may be several words, up to the next option: `--name=a --name=b`.
 
     Raises UsageError for an unknown option, and for a value that is missing or not wanted.
     """
@@ -32,7 +38,12 @@ def split(
     own: list[str] = []
     words: list[str] = []
     rest = iter(argv)
+    open_option = ""
     for word in rest:
+        if open_option and word[:1] != "-":
+            own.append(f"{open_option}={word}")
+            continue
+        open_option = ""
         if word == "--":
             return own, [*words, *rest]
         if len(word) < 2 or word[0] != "-":
@@ -49,6 +60,7 @@ def split(
                 raise UsageError(command, f"unknown option {spelled!r}{near} ({command} --help lists them)")
             if options[name]:
                 own.append(f"{name}={value if equals else _next_word(command, known, name, rest)}")
+                open_option = name if name in many and not equals else ""
             elif equals:
                 raise UsageError(command, f"{name} takes no value, so write it without {equals + value!r}")
             else:

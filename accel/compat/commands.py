@@ -8,11 +8,14 @@ import os
 from pathlib import Path
 from typing import Any
 
+from accel.cli.launch import resolved, settled
+from accel.cli.words import UsageError
 from accel.errors import ArgumentError
+from accel.launch.engines import launch
 from accel.launch.errors import LaunchError
-from accel.launch.node import launch, plan
 from accel.launch.options import add_arguments
 from accel.launch.worker import Program
+from accel.settings import defaults
 
 _HOME = Path(os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface"))
 cache_dir = str(_HOME.expanduser() / "accelerate")
@@ -35,7 +38,7 @@ class Configuration:
 def load_config_from_file(config_file: str | os.PathLike[str] | None) -> Configuration:
     """Read a file that ``accelerate config`` wrote (without ``config_file``: the default one).
 
-    `accel launch` reads no such file. Raises `ArgumentError` where there is none, or it cannot be read.
+    Raises `ArgumentError` where there is none, or it cannot be read.
     """
     path = Path(config_file or (default_yaml_config_file if _exists() else default_json_config_file))
     try:
@@ -78,10 +81,11 @@ def launch_command(args: argparse.Namespace) -> None:
     Raises `SystemExit` with the exit code of a program that failed. A single process takes this one's place.
     """
     words = [args.training_script, *args.training_script_args]
-    program = Program(argv=words, entry="module" if args.module else "command" if args.no_python else "script")
+    program = Program.of(words, module=args.module, command=args.no_python)
+    given = {name: vars(args)[name] for name, default in defaults().items() if vars(args).get(name, default) != default}
     try:
-        code = launch(plan({**vars(args), "compat": True}, program))
-    except LaunchError as error:
+        code = launch(settled(resolved({**given, "compat": True})), program)
+    except (LaunchError, UsageError) as error:
         raise SystemExit(f"accelerate launch: {error}") from None
     if code:
         raise SystemExit(code)

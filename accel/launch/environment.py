@@ -3,38 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
+
+from accel.settings.worker import variables
 
 from .devices import VISIBLE, Devices
 
+# Ways whose launcher in Accelerate leaves the choice of the device to the runtime.
+_OWN_DEVICE = ("use_deepspeed", "use_fsdp", "use_megatron_lm", "tpu")
 
-def training(options: Mapping[str, object], devices: Devices) -> dict[str, str]:
+
+def training(options: Mapping[str, Any], devices: Devices) -> dict[str, str]:
     """`ACCELERATE_*`: what `Accelerator()` reads, ours and Hugging Face's alike.
 
-    `options` are the values of `accel launch`'s flags, by name. A flag that is not given leaves the variable as it is.
+    `options` are the values of the settings, by name. A setting that is not given leaves the variable as it is.
     """
-    env = {}
-    for name in ("mixed_precision", "gradient_accumulation_steps"):
-        if options[name] is not None:
-            env[f"ACCELERATE_{name.upper()}"] = str(options[name])
-    if options["cpu"] or devices.kind == "cpu":
+    env = variables(options)
+    if options["cpu"] or (devices.kind == "cpu" and not any(options[name] for name in _OWN_DEVICE)):
         # Hugging Face's runtime forms no world on a machine without a GPU unless it is told that CPUs are meant.
         env["ACCELERATE_USE_CPU"] = "true"
-    if options["debug"]:
-        env["ACCELERATE_DEBUG_MODE"] = "true"
     if options["gpu_ids"] not in (None, "", "all") and devices.kind in VISIBLE:
         env[VISIBLE[devices.kind]] = str(options["gpu_ids"])
-    return env | _dynamo(options)
-
-
-def _dynamo(options: Mapping[str, object]) -> dict[str, str]:
-    if options["dynamo_backend"] is None:
-        return {}
-    env = {"ACCELERATE_DYNAMO_BACKEND": str(options["dynamo_backend"]).upper()}
-    if options["dynamo_backend"] != "no":
-        env["ACCELERATE_DYNAMO_MODE"] = str(options["dynamo_mode"])
-        env["ACCELERATE_DYNAMO_USE_FULLGRAPH"] = str(options["dynamo_use_fullgraph"])
-        env["ACCELERATE_DYNAMO_USE_DYNAMIC"] = str(options["dynamo_use_dynamic"])
-        env["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] = str(options["dynamo_use_regional_compilation"])
     return env
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn
 
+from accel.settings.checks import contradictions
 from schedulers.errors import SpecError
 from schedulers.topology import Topology, number
 
@@ -63,6 +64,9 @@ class Launch:
 
 def plan(options: Mapping[str, Any], program: Program, env: Mapping[str, str] = os.environ) -> Launch:
     """What the flags mean on this machine. Raises LaunchError for what cannot be."""
+    wrong = contradictions(options)
+    if wrong:
+        raise LaunchError(wrong)
     _check_program(program)
     parse(options["tee"])
     devices = _devices(options, env)
@@ -253,8 +257,6 @@ def _first_attempt(env: Mapping[str, str], found: Topology) -> int:
 def _devices(options: Mapping[str, Any], env: Mapping[str, str]) -> Devices:
     found = find(env)
     if options["cpu"]:
-        if options["multi_gpu"]:
-            raise LaunchError("--cpu and --multi_gpu contradict each other: keep one")
         return only_cpu()
     if not options["gpu_ids"] or options["gpu_ids"] == "all":
         return found

@@ -1,4 +1,4 @@
-"""The flags of `accel launch`, said once: the parser and the help are made from this table.
+"""The flags of `accel launch`, for argparse: one for every setting of `accel.settings` that has one.
 
 Names, defaults and meanings are Hugging Face Accelerate's where it has them
 (https://huggingface.co/docs/accelerate/package_reference/cli), so that a command line moves over as it is.
@@ -7,115 +7,75 @@ Names, defaults and meanings are Hugging Face Accelerate's where it has them
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
+from accel.settings import GROUPS as ALL
+from accel.settings import Setting, defaults
+from accel.settings.values import BadValue, read, typed
 
-@dataclass(frozen=True, kw_only=True)
-class Option:
-    """One flag. `kind` bool is a switch; others take a value. Spelled with `_` or `-` alike."""
-
-    name: str
-    help: str
-    kind: type = str
-    default: Any = None
-    choices: tuple[str, ...] | None = None
-    short: str | None = None
-    metavar: str | None = None
-
-    def spellings(self) -> list[str]:
-        long = dict.fromkeys([f"--{self.name}", f"--{self.name.replace('_', '-')}"])
-        return [*([self.short] if self.short else []), *long]
+GROUPS: dict[str, tuple[Setting, ...]] = {
+    group.title: flags for group in ALL if (flags := tuple(setting for setting in group.settings if setting.flag))
+}
 
 
-def whole(text: str) -> int:
-    if not (text.isascii() and text.isdigit()):
-        raise argparse.ArgumentTypeError(f"not a whole number from 0 on: {text!r}")
-    return int(text)
+def add_arguments(parser: argparse.ArgumentParser, *, defaults_too: bool = True) -> None:
+    """Adds every flag to `parser`, in its groups, spelled with `_` and with `-`.
+
+    Without `defaults_too`, what is parsed holds only what was given, and only `_` is known: for `accel.cli.parser`,
+    to which both are one.
+    """
+    if defaults_too:
+        parser.set_defaults(**defaults())
+    for group in ALL:
+        if group.title in GROUPS:
+            arguments = parser.add_argument_group(group.title, group.about)
+            for setting in GROUPS[group.title]:
+                spellings = setting.spellings()
+                names = spellings if defaults_too else [name for name in spellings if "-" not in name[2:]]
+                _add(arguments, setting, names, setting.default if defaults_too else argparse.SUPPRESS)
 
 
-def seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"not a number of seconds: {text!r}")
-    return value
+def _add(group: argparse._ArgumentGroup, setting: Setting, names: list[str], default: Any) -> None:
+    common: dict[str, Any] = {"dest": setting.name, "help": _help(setting), "default": default}
+    if setting.kind == "switch":
+        group.add_argument(*names, action="store_true", **common)
+    elif setting.kind == "words":
+        group.add_argument(*names, action="append", metavar=setting.metavar, **common)
+    else:
+        group.add_argument(*names, type=_reader(setting), metavar=_metavar(setting), **common)
 
 
-def _option(name: str, help: str, kind: type = str, default: Any = None, **rest: Any) -> Option:
-    return Option(name=name, help=help, kind=kind, default=False if kind is bool else default, **rest)
+def _help(setting: Setting) -> str:
+    parts = [setting.help]
+    if setting.choices and _is_long(setting):
+        parts.append(f"one of {', '.join(setting.choices)}")
+    if setting.kind == "words":
+        parts.append("repeatable")
+    if setting.default not in (None, False, "", ()) and setting.kind != "yesnos":
+        parts.append(f"default {typed(setting, setting.default)}")
+    return "; ".join(parts).replace("%", "%%")
 
 
-BACKENDS = ("no", "eager", "aot_eager", "inductor", "aot_ts_nvfuser", "nvprims_nvfuser", "cudagraphs", "ofi", "fx2trt",
-            "onnxrt", "tensorrt", "aot_torchxla_trace_once", "torhchxla_trace_once", "tvm")  # fmt: skip
-
-GROUPS: dict[str, tuple[Option, ...]] = {
-    "processes": (
-        _option("num_processes", "ranks in all, over all machines (default: one per GPU, or 1)", int, metavar="N"),
-        _option("num_machines", "machines in all; MIN:MAX with --rdzv_backend c10d for an elastic world", metavar="M"),
-        _option("machine_rank", "which of them this is, from 0", int, metavar="R"),
-        _option("main_process_ip", "a name or address of machine 0 that all can reach", metavar="HOST"),
-        _option("main_process_port", "its port (default: any that is free on one machine, 29500 on several)", int,
-                metavar="PORT"),
-        _option("num_cpu_threads_per_process", "OMP_NUM_THREADS of each rank (default: an equal share)", int,
-                metavar="N"),
-        _option("start_method", "fork: ranks share one import of torch; spawn: each imports for itself", default=None,
-                choices=("fork", "spawn")),
-    ),
-    "devices and precision": (
-        _option("cpu", "train on the CPU even where there is a GPU", bool),
-        _option("multi_gpu", "insist on GPUs: fail where there are none", bool),
-        _option("gpu_ids", "the GPUs to use, e.g. 0,2 (default: all that are visible)", metavar="IDS"),
-        _option("mixed_precision", "what Accelerator() computes in", choices=("no", "fp16", "bf16", "fp8")),
-        _option("gradient_accumulation_steps", "for Accelerator()", int, metavar="N"),
-        _option("dynamo_backend", "compile prepared models with this torch.compile backend", choices=BACKENDS),
-        _option("dynamo_mode", "torch.compile's mode", default="default",
-                choices=("default", "reduce-overhead", "max-autotune")),
-        _option("dynamo_use_fullgraph", "torch.compile(fullgraph=True)", bool),
-        _option("dynamo_use_dynamic", "torch.compile(dynamic=True)", bool),
-        _option("dynamo_use_regional_compilation", "compile repeated blocks once", bool),
-    ),
-    "failures and logs": (
-        _option("max_restarts", "how often the whole gang is started again after a failure", int, 0, metavar="N"),
-        _option("shutdown_timeout", "seconds between SIGTERM and SIGKILL when the gang ends", float, 30.0, metavar="S"),
-        _option("log_dir", "write each rank's output to DIR/rank-R.aATTEMPT.log", metavar="DIR"),
-        _option("tee", "with --log_dir, print it too: 0 nothing, 1-3 all ranks, or LOCAL_RANK:3,…", default="0",
-                short="-t", metavar="SPEC"),
-        _option("monitor_interval", "seconds between looks at the other machines", float, 0.1, metavar="S"),
-        _option("debug", "Accelerator's debug mode: say which rank and shape disagrees instead of hanging", bool),
-        _option("quiet", "no report of a failure beyond the program's own", bool, short="-q"),
-    ),
-    "rendezvous": (
-        _option("rdzv_backend", "static: machine ranks as given; c10d: torch's elastic one", default="static",
-                choices=("static", "c10d")),
-        _option("rdzv_conf", "k=v,… for the backend; timeout=SECONDS for both", default="", metavar="CONF"),
-        _option("rdzv_id", "a name that all machines of this run give alike", default=None, metavar="ID"),
-        _option("role", "torchelastic's name for the workers", default="default"),
-        _option("same_network", "accepted as Accelerate does; changes nothing", bool),
-    ),
-    "program": (
-        _option("module", "the program is a Python module, as `python -m`", bool, short="-m"),
-        _option("no_python", "the program is a command, not Python", bool),
-        _option("compat", "`import accelerate` is answered by accel, in the program and in Python processes it starts",
-                bool),
-    ),
-}  # fmt: skip
+def _metavar(setting: Setting) -> str:
+    if setting.metavar:
+        return setting.metavar
+    if setting.kind == "yesno":
+        return "{true,false}"
+    if setting.choices and not _is_long(setting):
+        return "{" + ",".join(setting.choices) + "}"
+    return "NAME" if setting.choices else setting.name.upper()
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds every flag of the table to `parser`, in its groups."""
-    for title, options in GROUPS.items():
-        group = parser.add_argument_group(title)
-        for option in options:
-            _add(group, option)
+def _is_long(setting: Setting) -> bool:
+    return sum(map(len, setting.choices)) > 40
 
 
-def _add(group: argparse._ArgumentGroup, option: Option) -> None:
-    common: dict[str, Any] = {"dest": option.name, "help": option.help, "default": option.default}
-    if option.kind is bool:
-        group.add_argument(*option.spellings(), action="store_true", **common)
-        return
-    kind = {int: whole, float: seconds}.get(option.kind, option.kind)
-    group.add_argument(*option.spellings(), type=kind, choices=option.choices, metavar=option.metavar, **common)
+def _reader(setting: Setting) -> Callable[[str], Any]:
+    def parse(text: str) -> Any:
+        try:
+            return read(setting, text)
+        except BadValue as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return parse

@@ -33,6 +33,11 @@ class Program:
     argv: list[str]
     entry: Literal["script", "module", "command"]
 
+    @classmethod
+    def of(cls, argv: list[str], *, module: bool, command: bool) -> Program:
+        """What `-m` and `--no_python` make of the words of a command line."""
+        return cls(argv=argv, entry="module" if module else "command" if command else "script")
+
     def command(self, *, unbuffered: bool = True) -> list[str]:
         """The same, as a command line of its own."""
         python = [sys.executable, "-u"] if unbuffered else [sys.executable]

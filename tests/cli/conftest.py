@@ -63,6 +63,7 @@ class Accel:
             "PYTHONPATH": str(ROOT),
             "ACCEL_HOME": str(self.home),
             "ACCEL_CONFIG_HOME": str(self.home / "no-config"),
+            "HF_HOME": str(self.home / "no-default-file"),
             "LANG": "C.UTF-8",
         } | more
 

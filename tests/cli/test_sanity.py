@@ -107,8 +107,9 @@ def test_a_whole_file_as_flags(tmp_path: Path) -> None:
     path = tmp_path / "accelerate.yaml"
     path.write_text(WHOLE)
     assert read_flags("accel test", str(path)) == [
-        "--debug", "--gpu_ids=all", "--machine_rank=0", "--mixed_precision=bf16", "--num_machines=1",
-        "--num_processes=2", "--rdzv_backend=static", "--same_network", "--cpu", "--dynamo_backend=inductor",
+        "--cpu", "--mixed_precision=bf16", "--num_processes=2", "--num_machines=1", "--gpu_ids=all", "--same_network",
+        "--machine_rank=0", "--rdzv_backend=static", "--debug", "--dynamo_backend=inductor",
+        "--main_training_function=main",
     ]  # fmt: skip
 
 
@@ -116,10 +117,9 @@ def test_a_whole_file_as_flags(tmp_path: Path) -> None:
     ("text", "said"),
     [
         ("num_proceses: 2", "unknown setting 'num_proceses'; did you mean 'num_processes'?"),
-        ("fsdp_config: {fsdp_version: 2}", "fsdp_config: this way of training is not in this version of accel"),
-        ("distributed_type: FSDP", "distributed_type: 'FSDP' is not in this version of accel"),
+        ("distributed_type: FSPD", "accelerate.yaml:1: distributed_type: 'FSPD' is not one of NO"),
         ("- a\n- b", "must hold settings, one `name: value` a line"),
-        ("a: [", "is not YAML"),
+        ("a: [", "accelerate.yaml:1: "),
         (None, "cannot read"),
     ],
 )

@@ -1,0 +1,63 @@
+"""The machine: system, Python, processors, memory."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import sys
+
+
+def describe() -> dict[str, str]:
+    """What a report of an error should say of the machine, as words by name; what cannot be told is left out."""
+    from accel.launch.devices import available_cpus
+
+    found = {
+        "platform": platform.platform(),
+        "python": f"{platform.python_version()} ({platform.python_implementation()}, {sys.executable})",
+        "accel command": shutil.which("accel") or "not on PATH",
+        "processors": f"{available_cpus()} of {os.cpu_count() or 1} usable {_processor()}".strip(),
+        "memory": _memory(),
+        "/dev/shm": _shared_memory(),
+    }
+    return {name: value for name, value in found.items() if value}
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo") as file:
+            name = next((line for line in file if line.lower().startswith("model name")), "")
+    except OSError:
+        name = ""
+    shown = name.partition(":")[2].strip() or platform.processor() or platform.machine()
+    return f"({shown})" if shown else ""
+
+
+def _memory() -> str:
+    try:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (OSError, ValueError, AttributeError):
+        return ""
+    limit = _limit()
+    shown = f"{total / 2**30:.1f} GiB"
+    return f"{shown}, of which the control group allows {limit / 2**30:.1f} GiB" if limit and limit < total else shown
+
+
+def _limit() -> int | None:
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            with open(path) as file:
+                text = file.read().strip()
+        except OSError:
+            continue
+        if text.isdigit():
+            return int(text)
+    return None
+
+
+def _shared_memory() -> str:
+    try:
+        found = os.statvfs("/dev/shm")
+    except OSError:
+        return ""
+    return f"{found.f_bavail * found.f_frsize / 2**30:.1f} GiB free"

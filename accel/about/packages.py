@@ -1,0 +1,29 @@
+"""Which packages are installed, by their metadata alone: a package that cannot be imported still has a version."""
+
+from __future__ import annotations
+
+PACKAGES = (
+    *("torch", "numpy", "safetensors", "torchdata", "torchvision", "torch_xla", "torchao", "triton"),
+    *("accelerate", "transformers", "huggingface_hub", "tokenizers", "datasets", "peft", "trl", "timm"),
+    *("deepspeed", "bitsandbytes", "transformer_engine", "megatron-core", "flash_attn"),
+    *("paramiko", "submitit", "kubernetes", "boto3", "sagemaker", "google-cloud-tpu"),
+    *("tensorboard", "wandb", "mlflow", "trackio", "comet_ml", "aim", "clearml", "dvclive", "swanlab"),
+    *("msgspec", "pathspec", "platformdirs", "PyYAML", "rich"),
+)
+
+
+def versions() -> dict[str, str | None]:
+    """Distribution → version, ``None`` for one that is not installed."""
+    return {name: version_of(name) for name in PACKAGES}
+
+
+def version_of(name: str) -> str | None:
+    """The installed version, ``None`` if there is none, or words that say that its metadata are damaged."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return str(version(name) or "installed, its metadata name no version")
+    except PackageNotFoundError:
+        return None
+    except Exception as error:
+        return f"installed, its metadata cannot be read ({type(error).__name__})"

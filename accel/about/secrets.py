@@ -1,0 +1,59 @@
+"""Showing settings and variables without the secrets among them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+HIDDEN = "(set, not shown)"
+
+_SECRET_NAME = re.compile(
+    r"secret|token|passw|passphrase|passwd|credential|api_?key|access_?key|private_?key|auth|cookie|signature"
+    r"|_key$|^key$|_pat$|^pat$|webhook|connection_?string|dsn",
+    re.IGNORECASE,
+)
+# Names that only look like one: a count of tokens, the file that a key is in, a key of a mapping.
+_HARMLESS = re.compile(
+    r"(?:^|_)(num|max|min|per|n)_?tokens?|tokens?_(per|length|dim)|tokeniz|_calculate_per_token_loss$|authn?_?mode|author",
+    re.IGNORECASE,
+)
+_SHAPES = re.compile(
+    r"\b(?:hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|sk-[\w-]{16,}|(?:AKIA|ASIA)[A-Z0-9]{16}"
+    r"|xox[abprs]-[\w-]{10,}|AIza[\w-]{30,}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]*|glpat-[\w-]{16,})"
+)
+_IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+_VALUE = r"(?P<value>'[^']*'|\"[^\"]*\"|[^\s;&|'\"]+)"
+_ASSIGNED = re.compile(r"(?P<name>[A-Za-z_][\w-]*)(?P<between>=|:\s)" + _VALUE)
+_OPTION = re.compile(r"(?<!\w)(?P<name>--?[A-Za-z][\w-]*)(?P<between>\s+)" + _VALUE)
+_BEARER = re.compile(r"(?i)\b(bearer|basic)\s+[\w.~+/=-]{8,}")
+
+
+def is_secret(name: str) -> bool:
+    """Whether a setting of that name holds a secret, as far as a name can tell; rather too often than not."""
+    return bool(_SECRET_NAME.search(name)) and not _HARMLESS.search(name)
+
+
+def without_secrets(value: Any, name: str = "") -> Any:
+    """``value``, a nest of plain values, with every secret in it replaced; keys and lengths of lists stay."""
+    if isinstance(value, Mapping):
+        return {key: without_secrets(inner, f"{key}") for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [without_secrets(inner, name) for inner in value]
+    if value is None or value == "" or isinstance(value, bool):
+        return value
+    if name and is_secret(name):
+        return HIDDEN
+    return value if isinstance(value, (int, float)) else _text_without_secrets(f"{value}")
+
+
+def _text_without_secrets(text: str) -> str:
+    text = _IN_URL.sub("…", text)
+    text = _SHAPES.sub("…", text)
+    text = _BEARER.sub(lambda match: f"{match[1]} …", text)
+    return _OPTION.sub(_hide_value, _ASSIGNED.sub(_hide_value, text))
+
+
+def _hide_value(match: re.Match[str]) -> str:
+    secret = is_secret(match["name"].strip("-").replace("-", "_"))
+    return f"{match['name']}{match['between']}…" if secret else match[0]

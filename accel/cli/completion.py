@@ -1,0 +1,210 @@
+"""`accel completion SHELL`: a script by which bash, zsh or fish completes commands, options, job ids and target names.
+
+The script asks `accel __complete WORDS…`, the last word being the one that is typed: a line for each candidate, with
+what it means after a tab. No line: the shell completes files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from . import exits
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    from .parser import Parser
+
+EXAMPLES = """\
+  accel completion bash > ~/.local/share/bash-completion/completions/accel
+  accel completion zsh > "${fpath[1]}/_accel"
+  accel completion fish > ~/.config/fish/completions/accel.fish
+
+Or for this shell alone: eval "$(accel completion bash)"; in fish: accel completion fish | source"""
+
+_BASH = """\
+_accel() {
+    local line
+    COMPREPLY=()
+    while IFS= read -r line; do
+        COMPREPLY+=("${line%%$'\\t'*}")
+    done < <("$1" __complete "${COMP_WORDS[@]:1:COMP_CWORD}" 2>/dev/null)
+}
+complete -o bashdefault -o default -F _accel accel
+"""
+
+_ZSH = """\
+#compdef accel
+_accel() {
+    local line
+    local -a values shown
+    for line in "${(@f)$($words[1] __complete "${(@)words[2,CURRENT]}" 2>/dev/null)}"; do
+        [[ -n $line ]] || continue
+        values+=("${line%%$'\\t'*}")
+        shown+=("${line/$'\\t'/  -- }")
+    done
+    if (( $#values )); then
+        compadd -l -d shown -a values
+    else
+        _files
+    fi
+}
+if [[ $funcstack[1] == _accel ]]; then
+    _accel "$@"
+else
+    compdef _accel accel
+fi
+"""
+
+_FISH = """\
+function __accel_complete
+    set -l words (commandline -opc)
+    set -l current (commandline -ct)
+    set -l found ($words[1] __complete $words[2..-1] "$current" 2>/dev/null)
+    if test (count $found) -gt 0
+        printf '%s\\n' $found
+    else
+        __fish_complete_path "$current"
+    end
+end
+complete -c accel -f -a '(__accel_complete)'
+"""
+
+SHELLS = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
+
+_JOBS = ("status", "describe", "logs", "wait", "cancel", "prune")
+_MOST_JOBS = 50
+# Where a command's options are, if not in its own module.
+_OPTIONS = {"submit": "accel.cli.submit_options", "launch": "accel.launch.options"}
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.add_argument("shell", metavar="SHELL", choices=tuple(SHELLS), help=f"{', '.join(SHELLS)}")
+
+
+def run(args: Namespace) -> int:
+    print(SHELLS[args.shell], end="")
+    return exits.OK
+
+
+def complete(words: Sequence[str]) -> int:
+    """Prints the candidates for the last of ``words``. Says nothing on stderr and never fails: a shell is waiting."""
+    try:
+        for value, meaning in candidates(list(words) or [""]):
+            sys.stdout.write(f"{value}\t{' '.join(meaning.split())}\n" if meaning else f"{value}\n")
+        sys.stdout.flush()
+    except Exception:
+        return exits.ERROR
+    return exits.OK
+
+
+def candidates(words: list[str]) -> list[tuple[str, str]]:
+    """(what may be typed, what it means), for the last word."""
+    from . import COMMANDS
+
+    *before, current = words
+    if not before:
+        return _beginning(current, ((name, summary) for name, (_, summary) in COMMANDS.items()))
+    command, *before = before
+    if command not in COMMANDS or "--" in before:
+        return []
+    options = _options(command)
+    if before and before[-1] == "=":  # as bash cuts --name=value
+        before.pop()
+    elif current == "=" and before:
+        current = ""
+    elif current.startswith("-") and "=" in current:
+        name, _, value = current.partition("=")
+        return [
+            (f"{name}={found}", meaning) for found, meaning in _beginning(value, _values(options.get(_plain(name))))
+        ]
+    taking = options.get(_plain(before[-1])) if before else None
+    if taking is not None and taking.nargs != 0:
+        return _beginning(current, _values(taking))
+    if command in _OPTIONS and _has_program(before, options):
+        return []
+    if current.startswith("-"):
+        return _beginning(current, ((name, _meaning(action)) for name, action in options.items()))
+    return _beginning(current, _words(command, before))
+
+
+def _beginning(text: str, found: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    plain = _plain(text)
+    return [(value, meaning) for value, meaning in found if value.startswith(text) or _plain(value).startswith(plain)]
+
+
+def _plain(name: str) -> str:
+    """`--num_processes` and `--num-processes` are one option."""
+    return name.replace("_", "-") if name.startswith("--") else name
+
+
+def _options(command: str) -> dict[str, argparse.Action]:
+    import importlib
+
+    from . import COMMANDS
+    from .parser import Parser
+
+    parser = Parser(command, "")
+    module = importlib.import_module(_OPTIONS.get(command, COMMANDS[command][0]))
+    if hasattr(module, "add_arguments"):
+        module.add_arguments(parser)
+    return {_plain(spelling): action for spelling, action in parser._option_string_actions.items()}
+
+
+def _has_program(before: Sequence[str], options: dict[str, argparse.Action]) -> bool:
+    """Whether the script stands there already: what follows it is its own."""
+    rest = iter(before)
+    for word in rest:
+        if not word.startswith("-"):
+            return True
+        action = options.get(_plain(word.partition("=")[0]))
+        if action is not None and action.nargs != 0 and "=" not in word:
+            next(rest, None)
+    return False
+
+
+def _meaning(action: argparse.Action) -> str:
+    return action.help if action.help and action.help is not argparse.SUPPRESS else ""
+
+
+def _values(action: argparse.Action | None) -> Iterator[tuple[str, str]]:
+    if action is None:
+        return
+    if action.choices is not None:
+        yield from ((str(choice), "") for choice in action.choices)
+    elif action.dest == "target":
+        yield from _targets()
+    elif action.dest == "after":
+        yield from _job_ids()
+
+
+def _words(command: str, before: Sequence[str]) -> Iterator[tuple[str, str]]:
+    if command in _JOBS:
+        yield from _job_ids()
+    elif command == "targets":
+        yield from _targets() if "check" in before else [("check", "examine the machines of a target")]
+    elif command == "completion":
+        yield from ((shell, "") for shell in SHELLS)
+    elif command == "config" and not before:
+        yield from (("default", "write the defaults"), ("update", "rewrite an older file"))
+
+
+def _targets() -> Iterator[tuple[str, str]]:
+    from schedulers.config import known_targets
+
+    yield from ((target.name, f"{target.kind}, {target.source}") for target in known_targets())
+
+
+def _job_ids() -> Iterator[tuple[str, str]]:
+    """Those known here, the newest first, as they were when last asked: no target is."""
+    from schedulers.record import Damaged
+    from schedulers.store import Store
+
+    found = Store.default().records()[:_MOST_JOBS]
+    if found:
+        yield "@last", "the newest job"
+    for job in found:
+        yield job.id, "damaged" if isinstance(job, Damaged) else f"{job.name}, {job.status.state.value}"

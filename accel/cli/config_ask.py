@@ -1,0 +1,155 @@
+"""Asking in a terminal: menus with arrow keys, lines with a check, back and forward. The library is prompt_toolkit."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .words import UsageError
+
+if TYPE_CHECKING:
+    from prompt_toolkit.key_binding import KeyBindings
+    from prompt_toolkit.key_binding.key_processor import KeyPressEvent
+
+    from accel.settings.questions import Machine, Question
+
+_HELP = "Enter, →  next     ←, Shift-Tab  back     ↑ ↓  choose     Ctrl-C  leave"
+_HELP_LINE = "Enter, Tab  next     Shift-Tab  back     Ctrl-C  leave"
+
+
+class Back(Exception):
+    """The person wants the question before."""
+
+
+def need_terminal() -> None:
+    """Raises UsageError where nobody can answer, or what asks is not installed."""
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise UsageError("accel config", "this is no terminal: give --answers FILE, or use accel config default")
+    try:
+        import prompt_toolkit.shortcuts.choice_input  # noqa: F401
+    except ImportError:
+        raise UsageError(
+            "accel config", "asking needs prompt_toolkit 3.0.52 or newer: pip install 'prompt_toolkit>=3.0.52'"
+        ) from None
+
+
+class Shown(NamedTuple):
+    """What the person sees before it is written: where, and the file that answers make."""
+
+    path: str
+    text: Callable[[Mapping[str, Any]], str]
+
+
+def ask(machine: Machine, offered: Mapping[str, Any], shown: Shown) -> dict[str, Any] | None:
+    """The answers, once the person has seen the file that they make; None if it is not to be written.
+
+    offered: answers of an earlier file, which are offered instead of the defaults.
+    """
+    from accel.settings.questions import open_question, still_asked
+
+    answers: dict[str, Any] = {}
+    before = dict(offered)  # and what was answered before going back
+    order: list[str] = []
+    try:
+        while True:
+            question = open_question(answers)
+            try:
+                if question is None:
+                    return answers if _confirmed(shown.path, shown.text(answers)) else None
+                default = before.get(question.name, question.offered(answers, machine))
+                answers[question.name] = before[question.name] = _one(question, default)
+                order.append(question.name)
+            except Back:
+                if order:
+                    del answers[order.pop()]
+                    answers = still_asked(answers)
+                    order = [name for name in order if name in answers]
+    except (KeyboardInterrupt, EOFError):
+        return None
+
+
+def _one(question: Question, offered: Any) -> Any:
+    from accel.settings.values import typed
+
+    options = question.choices()
+    if not options:
+        return _line(question, "" if offered is None else typed(question.setting, offered))
+    word = {True: "yes", False: "no"}.get(offered, str(offered)) if isinstance(offered, bool) else str(offered)
+    return question.understood(_menu(question.text, options, word))
+
+
+def _menu(text: str, options: tuple[tuple[str, str], ...], offered: str) -> str:
+    from prompt_toolkit.shortcuts.choice_input import ChoiceInput
+
+    values = [value for value, _ in options]
+    return ChoiceInput(
+        message=text,
+        options=options,
+        default=offered if offered in values else values[0],
+        show_numbers=False,
+        bottom_toolbar=_HELP,
+        key_bindings=_keys(in_menu=True),
+    ).prompt()
+
+
+def _line(question: Question, offered: str) -> Any:
+    from prompt_toolkit import prompt
+    from prompt_toolkit.validation import Validator
+
+    from accel.settings.values import BadValue
+
+    def why(text: str) -> str:
+        try:
+            if not text and not question.may_be_empty:
+                return "an answer is needed"
+            question.understood(text)
+        except BadValue as error:
+            return str(error)
+        return ""
+
+    class Check(Validator):
+        def validate(self, document: Any) -> None:
+            from prompt_toolkit.validation import ValidationError
+
+            wrong = why(document.text)
+            if wrong:
+                raise ValidationError(len(document.text), wrong)
+
+    said = prompt(
+        f" {question.text} ",
+        default=offered,
+        validator=Check(),
+        validate_while_typing=False,
+        bottom_toolbar=_HELP_LINE,
+        key_bindings=_keys(in_menu=False),
+    )
+    return question.understood(said)
+
+
+def _keys(*, in_menu: bool) -> KeyBindings:
+    from prompt_toolkit.key_binding import KeyBindings
+    from prompt_toolkit.keys import Keys
+
+    bindings = KeyBindings()
+
+    def back(event: KeyPressEvent) -> None:
+        event.app.exit(exception=Back())
+
+    def forward(event: KeyPressEvent) -> None:
+        from prompt_toolkit.key_binding.key_processor import KeyPress
+
+        event.app.key_processor.feed(KeyPress(Keys.Enter))
+
+    bindings.add("s-tab", eager=True)(back)
+    bindings.add("tab", eager=True)(forward)
+    if in_menu:
+        bindings.add("left", eager=True)(back)
+        bindings.add("right", eager=True)(forward)
+    return bindings
+
+
+def _confirmed(path: str, text: str) -> bool:
+    print(f"\n{text}", flush=True)
+    options = (("yes", "yes, write it"), ("no", "no, leave everything as it is"))
+    return _menu(f"Write this to {path}?", options, "yes") == "yes"

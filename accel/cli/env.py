@@ -1,0 +1,179 @@
+"""`accel env`: what a report of an error should say of this installation, this machine, and where its jobs can run.
+
+Secrets are not shown: values whose names say that they are some, and those that look like one. Packages are known by
+their metadata; torch and the driver are asked in processes of their own, so that one that is broken is one line here.
+
+--json  {"accel", "machine", "packages", "torch", "nvidia", "config": {"path", "settings", "error"}, "environment",
+        "targets": [{"name", "kind", "source", "answers", "message", "seconds"}], "targets_error"}. A package that is
+        not installed is null; "answers" is true, false, or null for a kind of target that is not set up here.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from . import exits, values
+from .output import print_fields, print_json
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    from .parser import Parser
+
+EXAMPLES = """\
+  accel env
+  accel env --config_file accelerate.yaml
+  accel env --json | jq -r .torch.version"""
+
+_TORCH_LIMIT_S = 120.0
+_DRIVER_LIMIT_S = 20.0
+_TOLD = ("ACCEL", "NCCL_", "CUDA_", "TORCH", "PYTORCH_", "OMP_", "MKL_", "GLOO_", "HF_", "XLA_", "TPU_", "DEEPSPEED_")
+_TOLD_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID")
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.add_argument("--config_file", metavar="FILE", help="show this configuration file (default: the one in use)")
+    parser.add_argument(
+        "--timeout", metavar="TIME", type=values.duration, default=10.0, help="for the targets to answer (default: 10s)"
+    )
+    parser.add_argument("--json", action="store_true", help="answer in JSON")
+
+
+def run(args: Namespace) -> int:
+    found = gather(args.config_file, args.timeout)
+    if args.json:
+        print_json(found)
+    else:
+        _print(found)
+    return exits.OK
+
+
+def gather(config_file: str | None, limit_s: float) -> dict[str, Any]:
+    """Everything, as plain values. Raises UsageError for a named configuration file that cannot be read."""
+    from accel.about import machine, packages
+    from accel.about.probe import Asked
+    from accel.about.secrets import without_secrets
+
+    config = _config(config_file)
+    torch, driver = Asked("torch"), Asked("nvml")
+    targets, targets_error = _targets(limit_s)
+    told = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_TOLD) or name in _TOLD_NAMES}
+    return {
+        "accel": packages.version_of("accel-launch") or "not installed: run from a source tree",
+        "machine": machine.describe(),
+        "packages": packages.versions(),
+        "torch": torch.answer(_TORCH_LIMIT_S),
+        "nvidia": driver.answer(_DRIVER_LIMIT_S),
+        "config": config,
+        "environment": without_secrets(told),
+        "targets": targets,
+        "targets_error": targets_error,
+    }
+
+
+def _config(path: str | None) -> dict[str, Any]:
+    from accel.about.secrets import without_secrets
+
+    from . import config_file, launch_file
+    from .words import UsageError
+
+    try:
+        found, settings = config_file.read_in_use("accel env", path)
+    except UsageError as error:
+        if path is not None:
+            raise
+        return {"path": launch_file.default_path(), "settings": None, "error": str(error)}
+    return {
+        "path": found,
+        "settings": without_secrets(settings) if settings else settings,
+        "error": None if settings is None else without_secrets(_refused(found)),
+    }
+
+
+def _refused(path: str) -> str | None:
+    """Why `accel launch` would not take the file."""
+    from .launch_file import read_file
+    from .words import UsageError
+
+    try:
+        read_file("accel env", path)
+    except UsageError as error:
+        return str(error)
+    return None
+
+
+def _targets(limit_s: float) -> tuple[list[dict[str, Any]], str | None]:
+    from accel.about.secrets import without_secrets
+    from schedulers.config import known_targets
+    from schedulers.errors import SchedulerError
+
+    from .reach import ask
+
+    try:
+        found = ask(known_targets(), limit_s)
+    except SchedulerError as error:
+        return [], " ".join(str(error).split())
+    return [{**vars(answer), "message": without_secrets(answer.message)} for answer in found], None
+
+
+def _print(found: dict[str, Any]) -> None:
+    installed = [f"{name} {version}" for name, version in found["packages"].items() if version]
+    print_fields([("accel", found["accel"]), *found["machine"].items()])
+    _section("packages", [("", line) for line in installed])
+    _section("torch", _torch_fields(found["torch"]))
+    _section("NVIDIA driver", _driver_fields(found["nvidia"]))
+    _section(f"configuration {found['config']['path']}", _config_fields(found["config"]))
+    _section("environment", found["environment"].items())
+    _section("targets", [*((t["name"], _told(t)) for t in found["targets"]), ("error", found["targets_error"] or "")])
+
+
+def _section(title: str, fields: Any) -> None:
+    print(f"\n{title}")
+    print_fields([(f"  {name}", value) for name, value in fields])
+
+
+def _torch_fields(torch: dict[str, Any]) -> list[tuple[str, str]]:
+    if "error" in torch:
+        return [("torch", torch["error"])]
+    names = ("version", "built for", "cudnn", "nccl")
+    fields = [(name, str(torch[name] or "not in this build")) for name in names]
+    fields.append(("backends", ", ".join(torch["backends"]) or "none"))
+    return fields + [("device", _device(device)) for device in torch["devices"] or [{"name": "only the CPU"}]]
+
+
+def _driver_fields(driver: dict[str, Any]) -> list[tuple[str, str]]:
+    if not driver:
+        return [("driver", "none")]
+    if "error" in driver:
+        return [("driver", driver["error"])]
+    fields = [("driver", driver["driver"] or "of unknown version"), ("CUDA", driver["cuda"] or "")]
+    return fields + [("device", _device(device)) for device in driver["devices"]]
+
+
+def _device(device: dict[str, Any]) -> str:
+    memory = f", {device['memory'] / 2**30:.1f} GiB" if device.get("memory") else ""
+    used = f", {device['used'] / 2**30:.1f} GiB in use" if device.get("used") else ""
+    kind = f"{device['kind']}: " if device.get("kind") else ""
+    return f"{kind}{device['name'] or 'unnamed'}{memory}{used}"
+
+
+def _config_fields(config: dict[str, Any]) -> list[tuple[str, str]]:
+    import json
+
+    wrong = [("error", config["error"])] if config["error"] else []
+    if config["settings"] is None:
+        return wrong or [("", "not found")]
+    return wrong + [
+        (name, value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False))
+        for name, value in config["settings"].items()
+    ]
+
+
+def _told(target: dict[str, Any]) -> str:
+    said = {True: "answers", False: "does not answer", None: "not set up"}[target["answers"]]
+    where = f"{target['kind']}, {target['source']}" if target["kind"] != target["name"] else target["source"]
+    message = f": {target['message']}" if target["message"] else ""
+    return (
+        f"{said} in {target['seconds']:.1f} s ({where}){message}" if target["answers"] else f"{said} ({where}){message}"
+    )

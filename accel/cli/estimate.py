@@ -1,0 +1,149 @@
+"""`accel estimate-memory MODEL`: what a model takes, loaded and trained, told from its description alone.
+
+Piped: a line for each type (type, largest layer, total, training with Adam), an empty line, and a line for each way to
+share the training out (type, way, weights, gradients, optimizer, gathered, activations, total), between tabs.
+
+--json  {"model", "library", "parameters", "trained", "largest_layers", "sizes": [{"dtype", "largest_layer", "total",
+        "training": {"model", "gradients", "optimizer", "step"} or null}], "processes", "batch_size",
+        "sequence_length", "needs": [{"strategy", "dtype", "weights", "gradients", "optimizer", "gathered",
+        "activations", "step", "total"}], "activations_unknown"}, all in bytes. A need is that of each device.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from . import exits, values
+from .needs import has_torch
+from .output import note, print_json, print_rows
+from .words import UsageError
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+    from collections.abc import Iterator
+
+    from accel.estimating.report import Report
+
+    from .parser import Parser
+
+EXAMPLES = """\
+  accel estimate-memory bert-base-cased
+  accel estimate-memory meta-llama/Llama-3.1-8B --dtypes bfloat16 --num_processes 8 --sequence_length 4096
+  accel estimate-memory ./my_model --json
+  accel estimate-memory model.safetensors
+  accel estimate-memory my_code.models:make_model --batch_size 32
+
+Only a config.json is fetched for a name on the Hub, never a weight."""
+
+DTYPES = ("float32", "float16", "bfloat16", "int8", "int4")
+_COLUMNS = ("DTYPE", "LARGEST LAYER", "TOTAL SIZE", "TRAINING WITH ADAM")
+_SHARED = ("DTYPE", "SHARED OUT BY", "WEIGHTS", "GRADIENTS", "OPTIMIZER", "GATHERED", "ACTIVATIONS", "EACH DEVICE")
+
+
+def add_arguments(parser: Parser) -> None:
+    what = "a name on the Hub, a directory, a safetensors file, or module:factory"
+    parser.add_argument("model_name", metavar="MODEL", help=what)
+    group = parser.add_argument_group("what the model is")
+    group.add_argument("--library_name", metavar="NAME", choices=("timm", "transformers"), help="timm or transformers")
+    code = "run the code of a model that brings its own: read it first"
+    group.add_argument("--trust_remote_code", action="store_true", help=code)
+    types = f"of {', '.join(DTYPES)} (default: all)"
+    group.add_argument("--dtypes", metavar="TYPE", nargs="+", action="extend", choices=DTYPES, help=types)
+    group = parser.add_argument_group("how it is trained")
+    count = "processes that share the training, one a device (default: this machine's accelerators)"
+    group.add_argument("--num_processes", metavar="N", type=values.whole, help=count)
+    group.add_argument("--batch_size", metavar="N", type=values.whole, default=1, help="on each device (default: 1)")
+    length = "tokens in each sample (default: 512, or what the model can take)"
+    group.add_argument("--sequence_length", metavar="N", type=values.whole, help=length)
+    checkpoint = "activations are computed again in the backward"
+    group.add_argument("--activation_checkpointing", action="store_true", help=checkpoint)
+    group = parser.add_argument_group("how to answer")
+    group.add_argument("--verbose", action="store_true", help="say what was counted, and how")
+    group.add_argument("--json", action="store_true", help="answer in JSON, in bytes")
+
+
+def run(args: Namespace) -> int:
+    for name in ("num_processes", "batch_size", "sequence_length"):
+        if (value := getattr(args, name)) is not None and value < 1:
+            raise UsageError("accel estimate-memory", f"--{name} {value}: a whole number from 1 on")
+    if not has_torch("estimate-memory"):
+        return exits.ERROR
+    from accel.errors import AccelError
+
+    try:
+        found = _report(args)
+    except AccelError as error:
+        note(f"estimate-memory: {error}")
+        return exits.ERROR
+    if args.json:
+        from accel.estimating.report import as_json
+
+        print_json(as_json(found))
+    else:
+        _print(found, verbose=args.verbose)
+    return exits.OK
+
+
+def _report(args: Namespace) -> Report:
+    from accel.estimating.report import report
+    from accel.estimating.subject import find
+    from accel.launch.devices import find as find_devices
+
+    return report(
+        find(args.model_name, args.library_name, trust_remote_code=args.trust_remote_code),
+        list(dict.fromkeys(args.dtypes or DTYPES)),
+        processes=args.num_processes or find_devices().count,
+        batch_size=args.batch_size,
+        sequence_length=args.sequence_length,
+        checkpointing=args.activation_checkpointing,
+    )
+
+
+def _print(found: Report, *, verbose: bool) -> None:
+    from accel.memory import convert_bytes
+
+    rows = [
+        (
+            size.dtype,
+            convert_bytes(size.largest_layer),
+            convert_bytes(size.total),
+            convert_bytes(max(size.training.values())) if size.training else "N/A",
+        )
+        for size in found.sizes
+    ]
+    print_rows(_COLUMNS, rows, on_terminal=rows)
+    shared = list(_shared(found))
+    if shared:
+        print()
+        print_rows(_SHARED, shared, on_terminal=shared)
+    plural = "es" * (found.processes > 1)
+    note(
+        f"estimate-memory: {found.processes} process{plural}, batch {found.batch_size} on each, "
+        f"sequences of {found.sequence_length}"
+    )
+    if found.unmeasured:
+        note(f"estimate-memory: activations are not counted: {found.unmeasured}")
+    if verbose:
+        _explain(found)
+
+
+def _shared(found: Report) -> Iterator[tuple[str, ...]]:
+    from accel.estimating.sharing_out import TITLES
+    from accel.memory import convert_bytes
+
+    for need in found.needs:
+        activations = "?" if need.activations is None else convert_bytes(need.activations)
+        parts = (need.weights, need.gradients, need.optimizer, need.gathered)
+        total = f"{'> ' * (need.activations is None)}{convert_bytes(need.total)}"
+        yield need.dtype, TITLES[need.strategy], *map(convert_bytes, parts), activations, total
+
+
+def _explain(found: Report) -> None:
+    shown = ", ".join(found.layers[:3]) + (f" and {len(found.layers) - 3} more" if len(found.layers) > 3 else "")
+    note(f"model: of {found.subject.library}, {found.parameters:,} parameters, {found.trained:,} of them trained")
+    note(f"largest layer: {shown}")
+    note(f"gathered: {found.unit} by {found.unit}, two at a time, with the gradients of one; DDP's are its buckets")
+    note("weights and gradients: float32 under DDP and FSDP, whatever it computes in; ZeRO keeps the half type")
+    note("optimizer: Adam's two averages in float32; ZeRO has float32 weights beside them")
+    note("activations: what autograd keeps from a forward, with fused attention; casts of weights count under DDP")
+    note("each device: the most at any moment, without torch's own context and what its allocator keeps in reserve")

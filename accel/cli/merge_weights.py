@@ -1,0 +1,57 @@
+"""`accel merge-weights CHECKPOINT OUTPUT`: the shards that FSDP wrote, as one file that any loader takes.
+
+stdout has the file's path. The file is written whole or not at all; its weights must fit into memory.
+
+--json  {"file", "bytes"}
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from . import exits
+from .needs import has_torch
+from .output import note, print_json
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    from .parser import Parser
+
+EXAMPLES = """\
+  accel merge-weights checkpoint/pytorch_model_fsdp_0 merged
+  accel merge-weights checkpoint/pytorch_model_fsdp_0 merged --unsafe_serialization
+  accel merge-weights checkpoint/pytorch_model_fsdp_0 merged --remove_checkpoint_dir"""
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.add_argument("checkpoint_directory", metavar="CHECKPOINT", help="the directory that holds .metadata")
+    parser.add_argument("output_path", metavar="OUTPUT", help="the directory for the file; made if it is not there")
+    unsafe = "write pytorch_model.bin, a pickle, instead of model.safetensors"
+    parser.add_argument("--unsafe_serialization", action="store_true", help=unsafe)
+    remove = "remove CHECKPOINT when the file is there"
+    parser.add_argument("--remove_checkpoint_dir", action="store_true", help=remove)
+    parser.add_argument("--json", action="store_true", help="answer in JSON")
+
+
+def run(args: Namespace) -> int:
+    if not has_torch("merge-weights"):
+        return exits.ERROR
+    from accel.checkpoint.merging import merge_fsdp_weights
+    from accel.errors import CheckpointError
+
+    try:
+        path = merge_fsdp_weights(
+            args.checkpoint_directory,
+            args.output_path,
+            safe_serialization=not args.unsafe_serialization,
+            remove_checkpoint_dir=args.remove_checkpoint_dir,
+        )
+    except CheckpointError as error:
+        note(f"merge-weights: {error}")
+        return exits.ERROR
+    if args.json:
+        print_json({"file": str(path), "bytes": path.stat().st_size})
+    else:
+        print(path)
+    return exits.OK

@@ -1,0 +1,125 @@
+"""`accel tpu-config`: commands on every worker of a TPU VM, over `gcloud`, at the same time.
+
+stdout has what the workers print, each line after `[worker N]`; stderr, likewise, what they say there. A worker stops
+at its first command that fails, the others are then told to stop, and the exit code is that of the command.
+
+--debug  prints the `gcloud` line that runs the same on all workers, as a shell would be given it, and runs nothing.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from typing import TYPE_CHECKING, Any
+
+from . import config_file, exits
+from .output import note
+from .words import UsageError
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    from .parser import Parser
+
+EXAMPLES = """\
+  accel tpu-config --tpu_name pod1 --tpu_zone us-central2-b --command "pip list"
+  accel tpu-config --command "cd /data" "python fetch.py" --install_accelerate
+  accel tpu-config --command_file setup.sh --debug"""
+
+_NAME = "accel tpu-config"
+_FIRST = "cd /usr/share"  # where all users of a worker may read, as Accelerate has it
+_DEV = "git+https://github.com/huggingface/accelerate.git"
+_VERSION = re.compile(r"\d+(\.\d+)*((a|b|rc|\.dev|\.post)\d+)*", re.ASCII)
+
+
+def add_arguments(parser: Parser) -> None:
+    group = parser.add_argument_group("which TPU")
+    group.add_argument("--config_file", metavar="FILE", help="where what is not given stands (default: the one in use)")
+    group.add_argument("--tpu_name", metavar="NAME", help="its name (default: of the configuration file)")
+    group.add_argument("--tpu_zone", metavar="ZONE", help="its zone (default: of the configuration file)")
+    group.add_argument("--use_alpha", action="store_true", help="run `gcloud alpha` instead of `gcloud`")
+    group = parser.add_argument_group("what to run")
+    line = "commands, each one word in quotes; repeatable"
+    group.add_argument("--command", metavar="COMMAND", nargs="+", action="extend", help=line)
+    group.add_argument("--command_file", metavar="FILE", help="a file with a command a line")
+    group.add_argument("--install_accelerate", action="store_true", help="first: pip install accelerate")
+    version = "of Accelerate: latest, dev or a number (default: latest)"
+    group.add_argument("--accelerate_version", metavar="VERSION", default="latest", help=version)
+    group.add_argument("--debug", action="store_true", help="show what would be run, and run nothing")
+
+
+def run(args: Namespace) -> int:
+    from accel.launch.tpu import pod
+
+    name, zone, commands = _settings(args)
+    commands = [_FIRST, *([_install(args.accelerate_version)] if args.install_accelerate else []), *commands]
+    gcloud = ["gcloud", *(["alpha"] if args.use_alpha else []), "compute", "tpus", "tpu-vm"]
+    if args.debug:
+        print(shlex.join(pod.ssh(gcloud, name, zone, "all", commands)))
+        return exits.OK
+    try:
+        return pod.run(gcloud, name, zone, commands)
+    except pod.PodError as error:
+        note(f"tpu-config: {error}")
+        return exits.ERROR
+
+
+def _settings(args: Namespace) -> tuple[str, str, list[str]]:
+    """Name, zone and commands: flags first, then the file. Raises UsageError."""
+    if args.command and args.command_file:
+        raise UsageError(_NAME, "--command and --command_file both say what to run: keep one")
+    path, found = config_file.read_in_use(_NAME, args.config_file)
+    settings = found or {}
+    name = args.tpu_name or _text(path, settings, "tpu_name")
+    zone = args.tpu_zone or _text(path, settings, "tpu_zone")
+    for flag, value in (("--tpu_name", name), ("--tpu_zone", zone)):
+        if not value:
+            raise UsageError(_NAME, f"which TPU? give {flag}, or write {flag[2:]}: in {path}")
+        if value.startswith("-"):
+            raise UsageError(_NAME, f"{flag} {value!r} is no name that Google Cloud gives")
+    commands = args.command
+    if not commands:
+        file = args.command_file or _text(path, settings, "command_file")
+        commands = _lines(file) if file else _listed(path, settings)
+    if not commands:
+        raise UsageError(_NAME, "nothing to run: give --command or --command_file")
+    return name, zone, [command for command in commands if command.strip()]
+
+
+def _text(path: str, settings: dict[str, Any], key: str) -> str:
+    value = settings.get(key)
+    if value is not None and not isinstance(value, str):
+        raise UsageError(_NAME, f"{path}: {key}: expects text, not {value!r}")
+    return value or ""
+
+
+def _listed(path: str, settings: dict[str, Any]) -> list[str]:
+    found = settings.get("commands") or []
+    if isinstance(found, str):
+        return [found]
+    if not isinstance(found, list) or not all(isinstance(line, str) for line in found):
+        raise UsageError(_NAME, f"{path}: commands: expects a list of commands, not {found!r}")
+    return found
+
+
+def _lines(file: str) -> list[str]:
+    try:
+        with open(file, encoding="utf-8") as opened:
+            lines = [line.strip() for line in opened]
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
+        raise UsageError(_NAME, f"--command_file: cannot read {file}: {why}") from None
+    commands = [line for line in lines if line and not line.startswith("#")]
+    if not commands:
+        raise UsageError(_NAME, f"--command_file: {file} holds no command")
+    return commands
+
+
+def _install(version: str) -> str:
+    if version == "latest":
+        return "pip install accelerate -U"
+    if version == "dev":
+        return f"pip install {_DEV}"
+    if not _VERSION.fullmatch(version):
+        raise UsageError(_NAME, f"--accelerate_version {version!r}: latest, dev or a number such as 1.15.0")
+    return f"pip install accelerate=={version}"

@@ -1,0 +1,17 @@
+"""`python -m accel.commands.launch` and `accel-launch` are `accel launch`."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> int:
+    """Runs `accel launch` with this process's words. Returns its exit code."""
+    from accel.cli import main as command
+
+    sys.argv[1:1] = ["launch"]  # the command line reads the words there: the program may take this process's place
+    return command()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

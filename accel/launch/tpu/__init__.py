@@ -1,0 +1,1 @@
+"""TPU VMs, reached by Google's own command line."""

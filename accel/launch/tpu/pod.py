@@ -1,0 +1,139 @@
+"""The same commands on every worker of a TPU VM: one `gcloud … ssh` a worker, all at once."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import IO
+
+_GRACE_S = 10.0
+
+
+class PodError(Exception):
+    """The TPU cannot be asked. One line."""
+
+
+def ssh(gcloud: Sequence[str], name: str, zone: str, worker: str, commands: Sequence[str]) -> list[str]:
+    """The line that runs ``commands`` on a worker (a number, or ``all``), each only if the one before succeeded."""
+    return [*gcloud, "ssh", name, "--zone", zone, "--worker", worker, "--command", script(commands)]
+
+
+def script(commands: Sequence[str]) -> str:
+    """One line for a worker's shell, which ends with the code of the first command that fails.
+
+    A command is a line of its own (not ``a && b``, whose ``a`` could hide a comment), in the shell that those before
+    it ran in: a ``cd`` or ``export`` counts for those that follow.
+    """
+    return "\n".join(["set -e", *commands])
+
+
+def run(gcloud: Sequence[str], name: str, zone: str, commands: Sequence[str]) -> int:
+    """Run them, passing on what every worker prints, line by line. The code of the first worker that failed, else 0.
+
+    Ends the others when one has failed. Raises `PodError` when there is no `gcloud`, or it does not know the TPU.
+    """
+    count = workers(gcloud, name, zone)
+    running = [_Worker(index, ssh(gcloud, name, zone, str(index), commands)) for index in range(count)]
+    try:
+        return _first_failure(running)
+    finally:
+        _end(running)
+
+
+def workers(gcloud: Sequence[str], name: str, zone: str) -> int:
+    """How many workers it has. Raises `PodError`."""
+    asked = [*gcloud, "describe", name, "--zone", zone, "--format", "json"]
+    try:
+        done = subprocess.run(asked, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        raise PodError(
+            "there is no gcloud on PATH: install the Google Cloud CLI (https://cloud.google.com/sdk)"
+        ) from None
+    if done.returncode != 0:
+        said = done.stderr.strip().splitlines() or [f"code {done.returncode}"]
+        raise PodError(f"gcloud cannot describe {name} in {zone}: {said[-1]}")
+    try:
+        found = json.loads(done.stdout)
+        ends, state = found.get("networkEndpoints") or [], found.get("state", "READY")
+    except (ValueError, AttributeError):
+        raise PodError(f"gcloud describes {name} in words that are not understood: {shlex.join(asked)}") from None
+    if state != "READY":
+        raise PodError(f"{name} in {zone} is {state}, not READY")
+    return max(1, len(ends))
+
+
+class _Worker:
+    def __init__(self, index: int, command: Sequence[str]) -> None:
+        self.index = index
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+        )
+        self._readers = [
+            threading.Thread(target=self._pass_on, args=pair, daemon=True)
+            for pair in ((self._process.stdout, sys.stdout), (self._process.stderr, sys.stderr))
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    def _pass_on(self, lines: IO[bytes], to: IO[str]) -> None:
+        for line in lines:
+            text = line.decode(errors="replace").rstrip("\r\n")
+            try:
+                to.write(f"[worker {self.index}] {text}\n")
+                to.flush()
+            except (OSError, ValueError):
+                continue  # nobody reads any more; the worker must still not wait for a full pipe
+
+    def poll(self) -> int | None:
+        return self._process.poll()
+
+    def finish(self, seconds: float | None = None) -> None:
+        for reader in self._readers:
+            reader.join(seconds)
+
+    def signal(self, number: int) -> None:
+        """To ssh too, which gcloud has started."""
+        if self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
+
+    def wait(self, seconds: float) -> bool:
+        try:
+            self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+
+def _first_failure(running: Sequence[_Worker]) -> int:
+    left = list(running)
+    while left:
+        for worker in [one for one in left if one.poll() is not None]:
+            left.remove(worker)
+            worker.finish(_GRACE_S)
+            code = worker.poll() or 0
+            if code:
+                code = 128 - code if code < 0 else code
+                others = f"; ending the other {len(left)}" if left else ""
+                print(f"accel: tpu-config: worker {worker.index} ended with code {code}{others}", file=sys.stderr)
+                return code
+        time.sleep(0.05)
+    return 0
+
+
+def _end(running: Sequence[_Worker]) -> None:
+    for worker in running:
+        worker.signal(signal.SIGTERM)
+    for worker in running:
+        if not worker.wait(_GRACE_S):
+            worker.signal(signal.SIGKILL)
+            worker.wait(_GRACE_S)
+        worker.finish(1.0)

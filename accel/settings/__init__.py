@@ -1,0 +1,39 @@
+"""The settings of a launch, each described once: the schema from which everything else about them is made.
+
+`accel launch`'s parser and help, the configuration file and its validation, the variables of the workers, the
+questionnaire of `accel config` and the pages in `docs/reference` are all generated from `GROUPS`.
+"""
+
+from __future__ import annotations
+
+from .base import Group, Setting
+from .deepspeed import DEEPSPEED
+from .fp8 import FP8
+from .fsdp import FSDP
+from .hardware import DYNAMO, HARDWARE, RESOURCES, WAYS
+from .machines import FAILURES, MACHINES, MPI, PROGRAM, RENDEZVOUS
+from .megatron import MEGATRON
+from .parallelism import PARALLELISM
+from .places import FILE, SAGEMAKER, TPU
+
+__all__ = ["BY_NAME", "GROUPS", "Group", "Setting", "defaults", "group_of"]
+
+GROUPS: tuple[Group, ...] = (
+    PROGRAM, HARDWARE, RESOURCES, MACHINES, RENDEZVOUS, FAILURES, DYNAMO, WAYS, FSDP, PARALLELISM, DEEPSPEED, MEGATRON,
+    FP8, TPU, MPI, SAGEMAKER, FILE,
+)  # fmt: skip
+
+BY_NAME: dict[str, Setting] = {setting.name: setting for group in GROUPS for setting in group.settings}
+
+
+def defaults() -> dict[str, object]:
+    """Every setting's value where nobody has said anything."""
+    return {setting.name: setting.default for group in GROUPS for setting in group.settings}
+
+
+def group_of(name: str) -> Group:
+    """The group of the setting with this name. Raises KeyError."""
+    for group in GROUPS:
+        if any(setting.name == name for setting in group.settings):
+            return group
+    raise KeyError(name)

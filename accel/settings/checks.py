@@ -1,0 +1,117 @@
+"""Settings that contradict one another, or need one another. Every message names both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from . import BY_NAME, GROUPS
+from .worker import is_on
+
+Options = Mapping[str, Any]
+
+_WAYS = ("cpu", "multi_gpu", "tpu", "use_deepspeed", "use_fsdp", "use_megatron_lm")
+# Both given is a contradiction, whatever their values; if one is said in a file and the other by a flag, the flag wins.
+PAIRS = (
+    ("module", "no_python"),
+    ("tpu", "no_python"),
+    ("tpu", "gpu_ids"),
+    ("tpu", "mpirun_hostfile"),
+    ("mpirun_hostfile", "multi_gpu"),
+    ("mpirun_hostfile", "use_deepspeed"),
+    ("mpirun_hostfile", "use_fsdp"),
+    ("mpirun_hostfile", "use_megatron_lm"),
+    ("tpu_use_cluster", "no_tpu_cluster"),
+    ("deepspeed_inclusion_filter", "deepspeed_exclusion_filter"),
+    ("deepspeed_config_file", "zero_stage"),
+    ("deepspeed_config_file", "offload_optimizer_device"),
+    ("deepspeed_config_file", "offload_param_device"),
+    ("deepspeed_config_file", "zero3_save_16bit_model"),
+)
+
+
+def contradictions(options: Options, sources: Mapping[str, str] | None = None) -> str | None:
+    """What is wrong with the settings together, in one line; None if nothing is.
+
+    sources: where a setting was given, for the message, if it was not a flag: `{"use_fsdp": "base.yaml:3"}`.
+    """
+    return next(_found(options, sources or {}), None)
+
+
+def without_effect(given: Mapping[str, Any], options: Options) -> list[str]:
+    """A line for every setting of `given` that changes nothing, as what it belongs to is off."""
+    lines = []
+    for group in GROUPS:
+        if group.on is None or is_on(group, options):
+            continue
+        idle = [s.shown for s in group.settings if s.name in given and is_given(s.name, given)]
+        if idle:
+            name, value = group.on
+            needed = BY_NAME[name].shown + ("" if value is True else f" {value}")
+            lines.append(f"{', '.join(idle)}: no effect without {needed}")
+    return lines
+
+
+def _found(options: Options, sources: Mapping[str, str]) -> Iterator[str]:
+    def said(name: str) -> str:
+        setting = BY_NAME[name]
+        value = options[name]
+        shown = str(value).lower() if isinstance(value, bool) else value
+        word = setting.shown if setting.kind == "switch" else f"{setting.shown} {shown}"
+        return word + (f" ({sources[name]})" if name in sources else "")
+
+    ways = [name for name in _WAYS if is_given(name, options)]
+    pairs = [(ways[0], ways[1])] if len(ways) > 1 else []
+    for one, other in [*pairs, *(pair for pair in PAIRS if all(is_given(name, options) for name in pair))]:
+        yield f"{said(one)} and {said(other)} contradict each other: keep one"
+    for rule in (_fsdp, _parallelism, _nvme, _fp8, _keys):
+        yield from rule(options, said)
+
+
+def is_given(name: str, options: Options) -> bool:
+    """Whether the setting asks for anything."""
+    value = options.get(name)
+    return not (value is None or value is False or value == "" or (name == "gpu_ids" and value == "all"))
+
+
+def _fsdp(options: Options, said: Callable[[str], str]) -> Iterator[str]:
+    if not options["use_fsdp"]:
+        return
+    if options["fsdp_cpu_ram_efficient_loading"] and not options["fsdp_sync_module_states"]:
+        yield (
+            f"{said('fsdp_cpu_ram_efficient_loading')} and {said('fsdp_sync_module_states')} contradict each other: "
+            "ranks that have not read the weights must be sent them"
+        )
+    if options["fsdp_activation_checkpointing_offload"]:
+        if not options["fsdp_activation_checkpointing"]:
+            yield f"{said('fsdp_activation_checkpointing_offload')} needs --fsdp_activation_checkpointing true"
+        if options["fsdp_version"] == "1":
+            yield f"{said('fsdp_activation_checkpointing_offload')} needs --fsdp_version 2"
+
+
+def _parallelism(options: Options, said: Callable[[str], str]) -> Iterator[str]:
+    if not options["use_parallelism_config"] or options["use_deepspeed"]:
+        return
+    if not options["use_fsdp"]:
+        yield f"{said('use_parallelism_config')} needs --use_fsdp, with --fsdp_version 2, or --use_deepspeed"
+    elif options["fsdp_version"] == "1":
+        yield f"{said('use_parallelism_config')} and {said('fsdp_version')} contradict each other: it needs version 2"
+
+
+def _nvme(options: Options, said: Callable[[str], str]) -> Iterator[str]:
+    for what in ("optimizer", "param"):
+        device, path = f"offload_{what}_device", f"offload_{what}_nvme_path"
+        if options["use_deepspeed"] and options[device] == "nvme" and not options[path]:
+            yield f"{said(device)} needs --{path}"
+
+
+def _fp8(options: Options, said: Callable[[str], str]) -> Iterator[str]:
+    if options["fp8_backend"] and options["mixed_precision"] not in (None, "fp8"):
+        yield f"{said('fp8_backend')} and {said('mixed_precision')} contradict each other: it needs fp8"
+
+
+def _keys(options: Options, said: Callable[[str], str]) -> Iterator[str]:
+    names = ("aws_access_key_id", "aws_secret_access_key")
+    given = [name for name in names if options[name]]
+    if len(given) == 1:
+        yield f"--{given[0]} needs --{names[1 - names.index(given[0])]}"

@@ -1,0 +1,169 @@
+"""The configuration file: what its keys mean, in every version of Accelerate since 0.11, and how it is written.
+
+Reading, and knowing on which line a key stands, is the caller's: here a file is the mapping that it holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from . import BY_NAME, GROUPS, Setting
+from .values import BadValue, read
+
+# section -> key -> setting.
+_SECTIONS: dict[str, dict[str, Setting]] = {}
+for _group in GROUPS:
+    _SECTIONS.setdefault(_group.section, {}).update({s.file_key: s for s in _group.settings if s.file_key})
+_PREFIXES = {group.section: group.prefix for group in GROUPS if group.section}
+
+# Keys of older versions: (section, key) -> (section, key) of today.
+_RENAMED = {
+    ("", "dynamo_backend"): ("dynamo_config", "dynamo_backend"),
+    ("", "fp16"): ("", "mixed_precision"),
+    ("fsdp_config", "fsdp_backward_prefetch_policy"): ("fsdp_config", "fsdp_backward_prefetch"),
+    ("fsdp_config", "backward_prefetch_policy"): ("fsdp_config", "fsdp_backward_prefetch"),
+    ("fp8_config", "amax_history_length"): ("fp8_config", "fp8_amax_history_len"),
+    ("fp8_config", "amax_compute_algorithm"): ("fp8_config", "fp8_amax_compute_algo"),
+    ("fp8_config", "optimization_level"): ("fp8_config", "fp8_opt_level"),
+    ("fp8_config", "backend"): ("fp8_config", "fp8_backend"),
+    ("deepspeed_config", "gradient_accumulation_steps"): ("", "gradient_accumulation_steps"),
+    ("tp_config", "tp_size"): ("parallelism_config", "parallelism_config_tp_size"),
+}
+# What older versions wrote and nothing reads any more.
+_GONE = {("", "ipex_config"), ("", "use_xpu"), ("mpirun_config", "mpirun_ccl"), ("", "use_mps_device")}
+_OLD_VALUES: dict[str, dict[object, str]] = {
+    "mixed_precision": {True: "fp16"},
+    "distributed_type": {"TPU": "XLA", "MPS": "NO", "TP": "MULTI_GPU", False: "NO"},
+    "compute_environment": {"CUSTOM_CLUSTER": "LOCAL_MACHINE"},
+}
+_NOT_GIVEN: tuple[object, ...] = (None, "", [], {})
+# What Accelerate writes into every file, said or not.
+_ALWAYS: dict[str, Any] = {
+    "compute_environment": "LOCAL_MACHINE", "debug": False, "distributed_type": "NO", "downcast_bf16": "no",
+    "enable_cpu_affinity": False, "machine_rank": 0, "main_training_function": "main", "mixed_precision": "no",
+    "num_machines": 1, "num_processes": 1, "rdzv_backend": "static", "same_network": False, "tpu_env": [],
+    "tpu_use_cluster": False, "tpu_use_sudo": False, "use_cpu": False,
+}  # fmt: skip
+_ALWAYS_ON_SAGEMAKER: dict[str, Any] = {
+    "compute_environment": "AMAZON_SAGEMAKER", "base_job_name": "accelerate-sagemaker-1", "debug": False,
+    "distributed_type": "NO", "enable_cpu_affinity": False, "gpu_ids": "all", "mixed_precision": "no",
+    "num_machines": 1, "py_version": "py38", "pytorch_version": "1.10.2", "region": "us-east-1",
+    "transformers_version": "4.17.0", "use_cpu": False,
+}  # fmt: skip
+
+UNSAID_PROCESSES = -1  # a file that leaves the number of processes to the command line
+
+
+class BadEntry(ValueError):
+    """A key or a value that no version of the file has. `keys` lead to it; the message does not repeat them."""
+
+    def __init__(self, keys: tuple[str, ...], message: str) -> None:
+        super().__init__(message)
+        self.keys = keys
+
+
+class Entry(NamedTuple):
+    """A setting as a file gives it: its value, and the keys under which the file has it."""
+
+    value: Any
+    keys: tuple[str, ...]
+
+
+def read_document(document: Mapping[str, Any]) -> dict[str, Entry]:
+    """The settings of a file of any version, by name, in the file's order. Raises BadEntry."""
+    found: dict[str, Entry] = {}
+    for key, value in document.items():
+        if key in _PREFIXES or key == "tp_config":
+            _read_section(key, value, found)
+        else:
+            _read_key("", key, value, (key,), found)
+    return found
+
+
+def to_document(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The file, as today's version writes it, that says `values`: settings by name. None is left out."""
+    on_sagemaker = values.get("compute_environment") == "AMAZON_SAGEMAKER"
+    document = dict(_ALWAYS_ON_SAGEMAKER if on_sagemaker else _ALWAYS)
+    if values.get("deepspeed_config_file") is not None and values.get("mixed_precision") is None:
+        del document["mixed_precision"]  # DeepSpeed's own configuration says it
+    for section, settings in _SECTIONS.items():
+        said = {key: _plain(s, values[s.name]) for key, s in settings.items() if values.get(s.name) is not None}
+        if section == "dynamo_config" and values.get("dynamo_backend") in (None, "no"):
+            continue
+        if section and said:
+            document[section] = said
+        elif not section:
+            document |= said
+    if isinstance(document.get("downcast_bf16"), bool):
+        document["downcast_bf16"] = "yes" if document["downcast_bf16"] else "no"
+    steps = values.get("gradient_accumulation_steps")
+    if steps is not None:
+        document.setdefault("deepspeed_config", {})["gradient_accumulation_steps"] = steps
+    return document
+
+
+def _read_section(section: str, held: Any, found: dict[str, Entry]) -> None:
+    if held in _NOT_GIVEN:
+        return
+    if not isinstance(held, Mapping):
+        raise BadEntry((section,), f"{section} must hold settings, not {held!r}")
+    for key, value in held.items():
+        _read_key(section, key, value, (section, str(key)), found)
+
+
+def _read_key(section: str, key: Any, value: Any, keys: tuple[str, ...], found: dict[str, Entry]) -> None:
+    if (section, key) in _GONE:
+        return
+    setting = _setting(section, key)
+    if setting is None:
+        raise BadEntry(keys, f"unknown setting {key!r}{_nearest(key, _known(section))}")
+    if key == "fp16" and value in (None, False):
+        return
+    value = _old_value(setting.name, value)
+    if value in _NOT_GIVEN or (setting.name == "num_processes" and value == UNSAID_PROCESSES):
+        if value == UNSAID_PROCESSES:
+            found[setting.name] = Entry(UNSAID_PROCESSES, keys)
+        return
+    try:
+        found[setting.name] = Entry(read(setting, value), keys)
+    except BadValue as error:
+        raise BadEntry(keys, f"{key}: {error}") from None
+
+
+def _setting(section: str, key: Any) -> Setting | None:
+    section, key = _RENAMED.get((section, key), (section, key))
+    if section == "" and key == "gradient_accumulation_steps":
+        return BY_NAME[key]
+    known = _SECTIONS.get(section, {})
+    return known.get(key) or known.get(f"{_PREFIXES.get(section, '')}{key}")
+
+
+def _old_value(name: str, value: Any) -> Any:
+    try:
+        return _OLD_VALUES.get(name, {}).get(value, value)
+    except TypeError:  # a list or a mapping
+        return value
+
+
+def _known(section: str) -> Iterable[str]:
+    if section:
+        return _SECTIONS.get(section, {})
+    return [*_SECTIONS[""], *_PREFIXES]
+
+
+def _nearest(key: Any, known: Iterable[str]) -> str:
+    from accel.errors import nearest
+
+    return nearest(str(key), known)
+
+
+def _plain(setting: Setting, value: Any) -> Any:
+    """The value in the type and the case in which Accelerate writes it."""
+    if isinstance(value, tuple):
+        return list(value)
+    if setting.name in ("num_machines", "fsdp_version") and str(value).isdigit():
+        return int(value)
+    if setting.name == "fsdp_reshard_after_forward" and value in ("true", "false"):
+        return value == "true"
+    return value.upper() if setting.name in ("dynamo_backend", "fp8_backend") else value

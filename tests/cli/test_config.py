@@ -1,0 +1,211 @@
+"""`accel config` without a terminal: answers from a file, the default file, an older one in today's form."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from accel.cli import exits, main
+from accel.settings.file import read_document, to_document
+from accel.settings.questions import QUESTIONS, Machine, answers_of, open_question, still_asked, values_of
+
+GPUS = Machine("cuda", 4)
+
+
+@pytest.fixture(autouse=True)
+def somewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    return tmp_path
+
+
+def written(*words: str, answers: str | None = None) -> dict[str, object]:
+    """What `accel config` writes to x.yaml."""
+    if answers is not None:
+        Path("answers.yaml").write_text(answers)
+        words = (*words, "--answers", "answers.yaml")
+    assert main(["config", *words, "--config_file", "x.yaml"]) == exits.OK
+    found: dict[str, object] = yaml.safe_load(Path("x.yaml").read_text())
+    read_document(found)
+    return found
+
+
+FSDP = {
+    "fsdp_version": 2, "fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": 1000,
+    "fsdp_reshard_after_forward": True, "fsdp_offload_params": False, "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+    "fsdp_cpu_ram_efficient_loading": True, "fsdp_activation_checkpointing": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("answers", "wanted"),
+    [
+        ("{device: cpu, num_processes: 2}",
+         {"distributed_type": "MULTI_CPU", "use_cpu": True, "num_processes": 2, "mixed_precision": "no"}),
+        ("{device: cpu}", {"distributed_type": "NO", "use_cpu": True, "num_processes": 1}),
+        ("{device: gpu, num_processes: 4, gpu_ids: '0,1,2,3', mixed_precision: bf16, enable_cpu_affinity: yes}",
+         {"distributed_type": "MULTI_GPU", "gpu_ids": "0,1,2,3", "mixed_precision": "bf16",
+          "enable_cpu_affinity": True}),
+        ("{device: gpu, way: fsdp, fsdp_auto_wrap_policy: SIZE_BASED_WRAP, fsdp_min_num_params: 1000}",
+         {"distributed_type": "FSDP", "fsdp_config": FSDP}),
+        ("{device: gpu, way: fsdp, use_parallelism_config: true, parallelism_config_tp_size: 2}",
+         {"parallelism_config": {"parallelism_config_dp_replicate_size": 1, "parallelism_config_dp_shard_size": 1,
+                                 "parallelism_config_tp_size": 2, "parallelism_config_cp_size": 1}}),
+        ("{device: gpu, way: deepspeed, zero_stage: 3, num_processes: 8}",
+         {"distributed_type": "DEEPSPEED", "deepspeed_config": {
+             "zero_stage": 3, "offload_optimizer_device": "none", "offload_param_device": "none",
+             "gradient_accumulation_steps": 1, "zero3_save_16bit_model": False, "zero3_init_flag": False}}),
+        ("{device: gpu, way: deepspeed, deepspeed_config_file: ds.json}",
+         {"deepspeed_config": {"deepspeed_config_file": "ds.json"}}),
+        ("{device: gpu, way: megatron, megatron_lm_tp_degree: 2}",
+         {"distributed_type": "MEGATRON_LM", "megatron_lm_config": {
+             "megatron_lm_tp_degree": 2, "megatron_lm_sequence_parallelism": True, "megatron_lm_pp_degree": 1,
+             "megatron_lm_recompute_activations": True, "megatron_lm_use_distributed_optimizer": True,
+             "megatron_lm_gradient_clipping": 1.0}}),
+        ("{place: several, device: cpu, num_machines: 2, machine_rank: 1, main_process_ip: node0, num_processes: 4}",
+         {"num_machines": 2, "machine_rank": 1, "main_process_ip": "node0", "main_process_port": 29500,
+          "distributed_type": "MULTI_CPU"}),
+        ("{place: slurm, device: gpu, num_processes: 4}", {"num_machines": 1, "distributed_type": "MULTI_GPU"}),
+        ("{place: tpu, num_processes: 8, tpu_use_cluster: true, tpu_name: pod, tpu_zone: z}",
+         {"distributed_type": "XLA", "tpu_use_cluster": True, "tpu_name": "pod", "num_processes": 8}),
+        ("{place: sagemaker, iam_role_name: role, distributed_type: DATA_PARALLEL, num_machines: 2}",
+         {"compute_environment": "AMAZON_SAGEMAKER", "distributed_type": "DATA_PARALLEL", "iam_role_name": "role",
+          "ec2_instance_type": "ml.p3.2xlarge", "num_machines": 2, "profile": "default"}),
+        ("{device: cpu, dynamo_backend: inductor}",
+         {"dynamo_config": {"dynamo_backend": "INDUCTOR", "dynamo_mode": "default", "dynamo_use_fullgraph": False,
+                            "dynamo_use_dynamic": False, "dynamo_use_regional_compilation": False}}),
+        ("{device: gpu, mixed_precision: fp8, fp8_backend: ao}",
+         {"fp8_config": {"fp8_backend": "AO", "fp8_enable_fsdp_float8_all_gather": True, "fp8_pad_inner_dim": True}}),
+    ],
+)  # fmt: skip
+def test_answers_make_the_file(answers: str, wanted: dict[str, object]) -> None:
+    found = written(answers=answers)
+    assert {name: found.get(name) for name in wanted} == wanted
+
+
+@pytest.mark.parametrize(
+    ("answers", "said"),
+    [
+        ("device: tpu", "answers.yaml:1: device: 'tpu' is not one of gpu, cpu"),
+        ("device: cpu\nnum_proceses: 2", "answers.yaml:2: no question 'num_proceses'; did you mean 'num_processes'?"),
+        ("device: cpu\n\nfsdp_version: 2", "answers.yaml:3: fsdp_version is not asked for after the other answers"),
+        ("place: several\ndevice: cpu", "answers.yaml: no answer to main_process_ip"),
+        ("[1]", "answers.yaml:1: must hold answers"),
+        ("device: [", "--answers: answers.yaml:1"),
+        ("num_processes: many\ndevice: cpu", "answers.yaml:1: num_processes: not a whole number from 0 on: 'many'"),
+    ],
+)
+def test_answers_that_cannot_be(answers: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("answers.yaml").write_text(answers)
+    assert main(["config", "--answers", "answers.yaml"]) == exits.USAGE
+    shown = capsys.readouterr().err
+    assert shown.startswith(f"accel config: {said}")
+    assert shown.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("", "this is no terminal: give --answers FILE"),
+        ("defualt", "'defualt' is neither default nor update; did you mean 'default'?"),
+        ("--mixed_precision bf16", "--mixed_precision goes with default"),
+        ("default --mixed_precision bf61", "--mixed_precision: 'bf61' is not one of no, fp16, bf16, fp8"),
+        ("update --answers x", "--answers and update contradict each other"),
+        ("update", "cannot read"),
+        ("update --config_file nowhere.yaml", "cannot read nowhere.yaml: it does not exist"),
+    ],
+)
+def test_a_wrong_line(line: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", *line.split()]) == exits.USAGE
+    shown = capsys.readouterr().err
+    assert said in shown
+    assert shown.count("\n") == 1
+
+
+def test_the_default_file_is_at_its_place(somewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "default", "--mixed-precision", "bf16"]) == exits.OK
+    path = somewhere / "hf/accelerate/default_config.yaml"
+    assert capsys.readouterr().out == f"{path}\n"
+    assert yaml.safe_load(path.read_text())["mixed_precision"] == "bf16"
+    assert main(["config", "default"]) == exits.USAGE
+    assert "is there already" in capsys.readouterr().err
+
+
+def test_an_older_file_is_rewritten(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("old.yaml").write_text(
+        "distributed_type: FSDP\nfp16: true\ndynamo_backend: 'NO'\n"
+        "fsdp_config: {sharding_strategy: 1, fsdp_backward_prefetch_policy: BACKWARD_PRE}\n"
+    )
+    assert main(["config", "update", "--config_file", "old.yaml"]) == exits.OK
+    found = yaml.safe_load(Path("old.yaml").read_text())
+    assert found["mixed_precision"] == "fp16"
+    assert found["fsdp_config"] == {
+        "fsdp_sharding_strategy": "FULL_SHARD",
+        "fsdp_backward_prefetch": "BACKWARD_PRE",
+    }
+    assert not {"fp16", "dynamo_backend", "dynamo_config"} & found.keys()
+    assert list(found) == sorted(found)
+    again = Path("old.yaml").read_text()
+    assert main(["config", "update", "--config_file", "old.yaml", "--json"]) == exits.OK
+    assert Path("old.yaml").read_text() == again
+    assert '"path": "old.yaml"' in capsys.readouterr().out
+
+
+def test_a_file_in_json_stays_one() -> None:
+    Path("old.json").write_text('{"distributed_type": "NO", "num_processes": 1}')
+    assert main(["config", "update", "--config_file", "old.json"]) == exits.OK
+    assert json.loads(Path("old.json").read_text())["machine_rank"] == 0
+
+
+def test_a_file_that_leaves_the_processes_open_goes_on_to() -> None:
+    Path("x.yaml").write_text("num_processes: -1\n")
+    assert main(["config", "update", "--config_file", "x.yaml"]) == exits.OK
+    assert yaml.safe_load(Path("x.yaml").read_text())["num_processes"] == -1
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"place": "this", "device": "gpu", "way": "fsdp", "fsdp_version": "2", "use_parallelism_config": True},
+        {"place": "several", "device": "cpu", "num_machines": "3", "machine_rank": 1, "main_process_ip": "h"},
+        {"place": "this", "device": "gpu", "way": "deepspeed", "zero_stage": 3, "mixed_precision": "bf16"},
+        {"place": "tpu", "num_processes": 8},
+        {"place": "sagemaker", "iam_role_name": "r", "distributed_type": "DATA_PARALLEL"},
+    ],
+)
+def test_the_answers_of_a_file_are_found_again(given: dict[str, object]) -> None:
+    answers: dict[str, object] = {}
+    while (question := open_question(answers)) is not None:
+        answers[question.name] = question.understood(given.get(question.name, question.offered(answers, GPUS)))
+    document = to_document(values_of(answers, GPUS))
+    again = answers_of({name: entry.value for name, entry in read_document(document).items()})
+    assert {name: again.get(name) for name in given} == given
+
+
+def test_going_back_forgets_what_is_moot() -> None:
+    answers = {"place": "this", "device": "gpu", "way": "fsdp", "fsdp_version": "2", "num_processes": 4}
+    assert still_asked({**answers, "way": "none"}) == {
+        "place": "this",
+        "device": "gpu",
+        "way": "none",
+        "num_processes": 4,
+    }
+
+
+@pytest.mark.parametrize("place", ["this", "several", "ssh", "slurm", "tpu", "sagemaker"])
+@pytest.mark.parametrize("way", ["none", "fsdp", "deepspeed", "megatron"])
+def test_every_way_through_ends(place: str, way: str) -> None:
+    """Each default is an answer, and no way asks for ever."""
+    answers: dict[str, object] = {}
+    said = {"place": place, "way": way, "device": "gpu"}
+    for _ in QUESTIONS:
+        question = open_question(answers)
+        if question is None:
+            break
+        offered = said.get(question.name, question.offered(answers, GPUS))
+        needed = offered is None and not question.may_be_empty
+        answers[question.name] = "x" if needed else question.understood(offered)
+    assert open_question(answers) is None

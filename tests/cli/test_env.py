@@ -1,0 +1,194 @@
+"""`accel env`: whole whatever is broken, and never a secret."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accel.about.secrets import HIDDEN, without_secrets
+from accel.cli import exits, reach
+from tests.nvml import fake_gpus
+
+from .conftest import ROOT, Accel
+
+BROKEN_TORCH = "import sys\nprint('noise')\nraise RuntimeError('libcudart is missing\\nand more')\n"
+
+
+def found(accel: Accel, *argv: str, **env: str) -> dict[str, Any]:
+    done = accel.finish("env", "--json", *argv, HF_HOME=str(accel.home / "hf"), **env)
+    assert (done.returncode, done.stderr) == (0, b"")
+    shown: dict[str, Any] = json.loads(done.stdout)
+    return shown
+
+
+def test_it_tells_of_all(accel: Accel) -> None:
+    told = found(accel, NCCL_DEBUG="INFO")
+    assert told["machine"]["platform"]
+    assert told["machine"]["python"]
+    assert told["machine"]["memory"]
+    assert told["packages"]["PyYAML"]
+    assert told["torch"]["version"] == told["packages"]["torch"] or "error" in told["torch"]
+    assert told["config"]["settings"] is None
+    assert told["config"]["path"].startswith(str(accel.home))
+    assert told["environment"]["NCCL_DEBUG"] == "INFO"
+    by_name = {target["name"]: target for target in told["targets"]}
+    assert by_name["local"]["answers"] is True
+    assert by_name["ssh"]["answers"] is None  # nobody has named a host
+    shown = accel("env")
+    assert "\ntorch\n" in shown
+    assert "\ntargets\n  local  answers in" in shown
+
+
+def test_a_torch_that_is_broken_or_absent_is_one_line(accel: Accel) -> None:
+    top = accel.here / "broken"
+    (top / "torch").mkdir(parents=True)
+    (top / "torch/__init__.py").write_text(BROKEN_TORCH)
+    told = found(accel, PYTHONPATH=f"{top}:{ROOT}")
+    assert told["torch"] == {"error": "cannot be imported: RuntimeError: libcudart is missing and more"}
+    (top / "torch/__init__.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)\n")
+    assert found(accel, PYTHONPATH=f"{top}:{ROOT}")["torch"] == {"error": "ended by signal 11"}
+    (top / "torch/__init__.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')\n")
+    assert found(accel, PYTHONPATH=f"{top}:{ROOT}")["torch"] == {"error": "not installed"}
+
+
+def test_packages_that_cannot_be_imported_are_told_by_their_version(accel: Accel) -> None:
+    top = accel.here / "broken"
+    for name in ("transformers", "timm", "huggingface_hub", "deepspeed", "paramiko", "rich", "numpy"):
+        (top / name).mkdir(parents=True)
+        (top / name / "__init__.py").write_text("raise RuntimeError('needs another torch')\n")
+    told = found(accel, PYTHONPATH=f"{top}:{ROOT}")
+    assert told["packages"]["rich"]
+    assert told["machine"]["platform"]
+
+
+def test_the_driver_is_asked(accel: Accel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_gpus(tmp_path, monkeypatch, ["GPU-1", "GPU-2"])
+    told = found(accel, LD_LIBRARY_PATH=os.environ["LD_LIBRARY_PATH"])["nvidia"]
+    assert (told["driver"], told["cuda"]) == ("570.1", "12.8")
+    assert [device["name"] for device in told["devices"]] == ["Stand-in", "Stand-in"]
+    assert told["devices"][0]["memory"] is None  # the stand-in does not know
+
+
+def test_the_configuration_is_shown_without_its_secrets(accel: Accel) -> None:
+    file = accel.here / "a.yaml"
+    file.write_text(
+        "num_processes: 4\naws_secret_access_key: wJalrXUtnFEMI\ntpu_env: ['HF_TOKEN=hush', 'A=1']\nwhen: 2024-01-01\n"
+    )
+    for argv in (["--json"], []):
+        shown = accel("env", "--config_file", str(file), *argv)
+        assert "wJalr" not in shown
+        assert "hush" not in shown
+        assert "num_processes" in shown
+        assert "A=1" in shown
+        assert "2024-01-01" in shown
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "--config_file: cannot read a.yaml: No such file or directory"),
+        ("a: [", "a.yaml is not YAML"),
+        ("- 1", "a.yaml must hold settings"),
+        ("\udcff", "a.yaml is not text in UTF-8"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_one_line(accel: Accel, text: str | None, said: str) -> None:
+    if text is not None:
+        (accel.here / "a.yaml").write_text(text, errors="surrogateescape")
+    done = accel.finish("env", "--config_file", "a.yaml")
+    (line,) = done.stderr.decode().splitlines()
+    assert done.returncode == exits.USAGE
+    assert said in line
+
+
+def test_a_default_file_that_is_broken_hides_nothing_else(accel: Accel) -> None:
+    folder = accel.home / "hf/accelerate"
+    folder.mkdir(parents=True)
+    (folder / "default_config.yaml").write_text("a: [")
+    told = found(accel)
+    assert "is not YAML" in told["config"]["error"]
+    (folder / "default_config.yaml").write_text("num_procesess: 3\n")
+    told = found(accel)
+    assert told["config"]["settings"] == {"num_procesess": 3}
+    assert "did you mean 'num_processes'" in told["config"]["error"]  # accel launch would refuse it
+    assert told["targets"]
+
+
+def test_a_target_file_that_is_broken_hides_nothing_else(accel: Accel) -> None:
+    (accel.here / "accel.yaml").write_text("targets: [1]\n")
+    told = found(accel)
+    assert "expects a mapping of names" in told["targets_error"]
+    assert told["machine"]
+    assert "expects a mapping of names" in accel("env")
+
+
+def test_a_target_that_is_slow_or_broken_holds_nothing_up(accel: Accel) -> None:
+    """A plug-in whose `poll` sleeps, and one that fails in its own way, beside one that answers."""
+    (accel.here / "odd.py").write_text(
+        "import dataclasses, time\n"
+        "@dataclasses.dataclass\nclass Options: pass\n"
+        "class Slow:\n    Options = Options\n    def __init__(self, context): self.name = context.name\n"
+        "    def poll(self, ids): time.sleep(600)\n"
+        "class Odd(Slow):\n    def poll(self, ids): raise KeyError('http://me:hush@host')\n"
+    )
+    info = accel.here / "odd-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: odd\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[accel.targets]\nslow = odd:Slow\nodd = odd:Odd\n")
+    (accel.here / "accel.yaml").write_text("targets:\n  s: {kind: slow}\n  o: {kind: odd}\n")
+    env = {"PYTHONPATH": f"{accel.here}:{ROOT}"}
+    told = {target["name"]: target for target in found(accel, "--timeout", "3s", **env)["targets"]}
+    assert (told["s"]["answers"], told["s"]["message"]) == (False, "no answer in 3 s")
+    assert (told["o"]["answers"], told["o"]["message"]) == (False, "KeyError: 'http://…@host'")
+    assert told["odd"]["answers"] is None
+    assert told["local"]["answers"] is True
+
+
+def test_no_targets_no_answers() -> None:
+    assert reach.ask([], 1.0) == []
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"HF_TOKEN": "hush"},
+        {"wandb_api_key": "hush"},
+        {"env": {"DB_PASSWORD": "hush"}},
+        {"secrets": ["hush", "hush"]},
+        {"commands": ["export HF_TOKEN=hush; python a.py"]},
+        {"commands": ["login --token hush && train"]},
+        {"commands": ["login --password='hush hush'"]},
+        {"url": "https://me:hush@host/path"},
+        {"header": "Authorization: Bearer hushhushhush"},
+        {"note": "hf_hushhushhushhushhush"},
+        {"note": "AKIAHUSHHUSHHUSHHUSH"},
+        {"AWS_SESSION_TOKEN": 12345678},
+    ],
+)
+def test_no_secret_is_shown(value: dict[str, Any]) -> None:
+    shown = json.dumps(without_secrets(value), ensure_ascii=False).lower()
+    assert "hush" not in shown
+    assert "12345678" not in shown
+    assert next(iter(value)).lower() in shown
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"num_processes": 8, "debug": False, "gpu_ids": None},
+        {"commands": ["pip install -U torch", "python train.py --max_tokens 512"]},
+        {"megatron_lm_calculate_per_token_loss": "false", "tokenizer": "gpt2"},
+        {"HF_HOME": "/data/hf", "NCCL_DEBUG": "INFO", "url": "https://host/path"},
+        {"message": "target ssh: no hosts; the token of a job is its id"},
+    ],
+)
+def test_what_is_no_secret_stays(value: dict[str, Any]) -> None:
+    assert without_secrets(value) == value
+
+
+def test_a_secret_says_that_it_is_set() -> None:
+    assert without_secrets({"TOKEN": "x", "PASSWORD": ""}) == {"TOKEN": HIDDEN, "PASSWORD": ""}

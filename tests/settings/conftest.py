@@ -1,0 +1,5 @@
+from __future__ import annotations
+
+from .lines import gpus, somewhere
+
+__all__ = ["gpus", "somewhere"]

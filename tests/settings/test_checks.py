@@ -1,0 +1,111 @@
+"""Flags that contradict one another: one line that names both, and exit code 2. Engines that are not installed."""
+
+from __future__ import annotations
+
+import pytest
+
+from accel.cli import exits, main
+from accel.launch.engines import refuse_missing
+from accel.launch.errors import LaunchError
+from accel.settings.checks import without_effect
+
+from .lines import given, options
+
+pytestmark = pytest.mark.usefixtures("somewhere")
+
+CONTRADICTIONS = [
+    "--cpu --multi_gpu", "--cpu --tpu", "--cpu --use_deepspeed", "--cpu --use_fsdp", "--multi_gpu --use_fsdp",
+    "--use_deepspeed --use_fsdp", "--use_fsdp --use_megatron_lm", "--tpu --use_fsdp", "--module --no_python",
+    "--tpu --no_python", "--tpu --gpu_ids=0", "--tpu --mpirun_hostfile=h", "--multi_gpu --mpirun_hostfile=h",
+    "--tpu_cluster --no_tpu_cluster", "--deepspeed_inclusion_filter=a --deepspeed_exclusion_filter=b",
+    "--deepspeed_config_file=x --zero_stage=2", "--deepspeed_config_file=x --offload_param_device=cpu",
+    "--use_fsdp --fsdp_cpu_ram_efficient_loading=true --fsdp_sync_module_states=false",
+    "--use_fsdp --use_parallelism_config --fsdp_version=1", "--fp8_backend=te --mixed_precision=bf16",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("line", CONTRADICTIONS)
+def test_both_are_named(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", *line.split(), "train.py"]) == exits.USAGE
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "contradict each other" in said
+    named = [word for word in line.split() if word.partition("=")[0] in said]
+    assert len(named) >= 2
+
+
+@pytest.mark.parametrize(
+    ("line", "needed"),
+    [
+        ("--use_parallelism_config", "--use_fsdp"),
+        ("--use_fsdp --fsdp_activation_checkpointing_offload true", "--fsdp_activation_checkpointing true"),
+        ("--use_fsdp --fsdp_activation_checkpointing true --fsdp_activation_checkpointing_offload true",
+         "--fsdp_version 2"),
+        ("--use_deepspeed --offload_param_device nvme", "--offload_param_nvme_path"),
+        ("--aws_access_key_id A", "--aws_secret_access_key"),
+    ],
+)  # fmt: skip
+def test_what_is_needed_too_is_named(line: str, needed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", *line.split(), "train.py"]) == exits.USAGE
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert f"needs {needed}" in said
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("--mixed_precision bf61", "'bf61' is not one of no, fp16, bf16, fp8; did you mean 'bf16'?"),
+        ("--num_proceses 2", "unknown option '--num_proceses'; did you mean '--num_processes'?"),
+        ("--fsdp_version 3", "--fsdp_version: '3' is not one of 1, 2"),
+        ("--zero_stage 5", "--zero_stage: 5 is not one of 0, 1, 2, 3"),
+        ("--zero_stage x", "--zero_stage: not a whole number from 0 on: 'x'"),
+        ("--gradient_clipping much", "--gradient_clipping: not a number from 0 on: 'much'"),
+        ("--fsdp_offload_params maybe", "--fsdp_offload_params: not true or false: 'maybe'"),
+        ("--megatron_lm_no_load_optim", "--megatron_lm_no_load_optim needs a value"),
+        ("--use_fsdp=yes", "--use_fsdp takes no value"),
+        ("--fp8_override_linear_precision true", "not three of true or false"),
+        ("--dynamo_backend inducto", "did you mean 'inductor'?"),
+        ("--rdzv_backend etcd", "'etcd' is not one of static, c10d"),
+        ("--monitor_interval -1", "--monitor_interval: not a number of seconds: '-1'"),
+        ("--max_restarts -1", "--max_restarts: not a whole number from 0 on: '-1'"),
+        ("--num_cpu_threads_per_process 1.5", "not a whole number from 0 on: '1.5'"),
+        ("--parallelism_config_sp_backend torch", "'torch' is not one of deepspeed"),
+        ("--deepspeed_multinode_launcher ssh", "'ssh' is not one of pdsh, standard"),
+    ],
+)
+def test_a_bad_value_is_one_line(line: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    script = [] if line.endswith("optim") else ["train.py"]
+    assert main(["launch", *line.split(), *script]) == exits.USAGE
+    shown = capsys.readouterr().err
+    assert shown.count("\n") == 1
+    assert said in shown
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("--fsdp_version 2", "--fsdp_version: no effect without --use_fsdp"),
+        (
+            "--zero_stage 2 --gradient_clipping 1",
+            "--zero_stage, --gradient_clipping: no effect without --use_deepspeed",
+        ),
+        ("--fp8_margin 2", "--fp8_margin: no effect without --mixed_precision fp8"),
+        ("--main_training_function go", "--main_training_function: no effect without --tpu"),
+    ],
+)
+def test_a_flag_that_changes_nothing_is_said(line: str, said: str) -> None:
+    assert without_effect(given(*line.split()), options(*line.split())) == [said]
+
+
+@pytest.mark.parametrize(
+    ("line", "package", "extra"),
+    [
+        ("--use_deepspeed", "DeepSpeed", "deepspeed"),
+        ("--use_megatron_lm", "Megatron-LM", "megatron"),
+        ("--tpu", "torch_xla", "tpu"),
+    ],
+)
+def test_a_package_that_is_missing_is_named_with_its_extra(line: str, package: str, extra: str) -> None:
+    with pytest.raises(LaunchError, match=rf"{line}: {package} is not installed in .*accel-launch\[{extra}\]'"):
+        refuse_missing(options(line))
