@@ -27,6 +27,14 @@ class Mine:
 
 def square(x): return x * x
 
+def pooled(way):
+    # Closed and joined: a pool that is only dropped may end in a thread of its own, whenever it likes.
+    with multiprocessing.get_context(way).Pool(1) as pool:
+        found = pool.map(square, [3 if way == "spawn" else 4])
+        pool.close()
+        pool.join()
+    return found
+
 def look():
     import schedulers, accel_helper, random
     import numpy, torch
@@ -40,8 +48,7 @@ def look():
         "argv": sys.argv, "path0": sys.path[0], "flags": str(sys.flags), "executable": sys.executable,
         "schedulers": schedulers.__file__, "helper": accel_helper.__file__,
         "pickled": pickle.dumps(Mine()).hex(), "unpickled": pickle.loads(pickle.dumps(Mine())).x,
-        "spawned": multiprocessing.get_context("spawn").Pool(1).map(square, [3]),
-        "forked": multiprocessing.get_context("fork").Pool(1).map(square, [4]),
+        "spawned": pooled("spawn"), "forked": pooled("fork"),
         "threads": threading.active_count(),
         "thread": threading.current_thread() is threading.main_thread(),
         "stdin": sys.stdin.read(), "encodings": [s.encoding for s in (sys.stdin, sys.stdout, sys.stderr)],

@@ -105,8 +105,8 @@ class Work:
             assert self._process is not None
             code = self._process.poll()
             if code is not None and self._ending.done(LEFTOVER_GRACE_S):
-                self._process = None
                 self._note_sizes(now=True)
+                self._process = None
                 self._set("done", code=_as_exit_code(code), report=self._report())
         elif phase == "stopping":
             if self._process is not None and self._process.poll() is None:
@@ -114,8 +114,8 @@ class Work:
                     return
                 self._process.kill()
             if self._ending.done(LEFTOVER_GRACE_S):
-                self._process = None
                 self._note_sizes(now=True)
+                self._process = None
                 self._set("stopped", attempt=self._attempt_stopped)
 
     def _collect_adopted(self) -> None:
