@@ -20,6 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
+from .. import secrets
 from ..errors import SchedulerError
 from ..job import Reason, State, Status
 from ..logfiles import Clock
@@ -116,9 +117,7 @@ class Supervisor:
         return {variable: ",".join(name.removeprefix("gpu-") for name in gpus)}
 
     def _environment(self, visible: dict[str, str]) -> dict[str, str]:
-        env = {**os.environ, **visible, **self._settings["env"]}
-        for name, reference in self._settings["secrets"].items():
-            env[name] = _secret(name, reference)
+        env = {**os.environ, **visible, **self._settings["env"], **secrets.values(self._settings["secrets"])}
         env["ACCEL_JOB_ID"] = self._settings["job_id"]
         env["ACCEL_JOB_DIR"] = str(self._files.directory)
         return env
@@ -272,19 +271,6 @@ def _message(failure: dict[str, Any]) -> str:
 
 def _as_exit_code(code: int) -> int:
     return code if code >= 0 else 128 - code
-
-
-def _secret(name: str, reference: str) -> str:
-    kind, _, where = reference.partition(":")
-    if kind == "env":
-        value = os.environ.get(where)
-        if value is None:
-            raise SchedulerError(f"secret {name}: {where} is not set where the job was submitted")
-        return value
-    try:
-        return Path(where).expanduser().read_text().rstrip("\n")
-    except OSError as error:
-        raise SchedulerError(f"secret {name}: {where}: {error.strerror}") from None
 
 
 def main(directory: str) -> NoReturn:

@@ -11,14 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from .. import logfiles
+from .. import logfiles, secrets
 from ..errors import SpecError, SubmitError
 from ..job import Cursor, JobSpec, LogLine, Reason, State, Status
 from ..processes import python_module
 from ..target import Plan, TargetContext
 from .files import SCHEMA, JobFiles
-
-_SECRET_KINDS = ("env", "file")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,10 +187,7 @@ def _check(spec: JobSpec) -> None:
         raise SpecError(f"the local target is one machine; {spec.nodes} nodes need another target (accel targets)")
     if spec.image is not None:
         raise SpecError("the local target runs on this machine as it is; --image needs another target")
-    for name, reference in spec.secrets.items():
-        kind = reference.partition(":")[0]
-        if kind not in _SECRET_KINDS:
-            raise SpecError(f"--secret {name}: the local target reads env:NAME and file:PATH, not {kind}:…")
+    secrets.check(spec.secrets, "the local target")
     if spec.resources.accelerator is not None:
         raise SpecError(
             "the local target has the accelerators that this machine has; --accelerator needs another target"

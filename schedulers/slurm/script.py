@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from .. import secrets
 from ..errors import SpecError
 from ..job import JobSpec
 from .options import DIRECTIVES, SlurmOptions
@@ -32,10 +33,7 @@ def check(spec: JobSpec, options: SlurmOptions, name: str) -> None:
         raise SpecError(
             f"{where}: gres asks for {in_gres} GPUs on each node, and --gpus for {spec.resources.gpus}: keep one"
         )
-    for secret, reference in spec.secrets.items():
-        kind = reference.partition(":")[0]
-        if kind not in ("env", "file"):
-            raise SpecError(f"--secret {secret}: a slurm target reads env:NAME and file:PATH, not {kind}:…")
+    secrets.check(spec.secrets, "a slurm target")
 
 
 def warnings(spec: JobSpec, options: SlurmOptions) -> tuple[str, ...]:

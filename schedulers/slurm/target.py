@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from .. import disk
+from .. import disk, secrets
 from ..errors import SpecError, SubmitError, Unreachable
 from ..job import Cursor, JobSpec, LogLine, Reason, Status
 from ..target import Checked, Found, Plan, TargetContext
@@ -161,7 +161,7 @@ class SlurmTarget:
 
     def _submit(self, plans: Sequence[Plan], *, array: bool) -> list[str]:
         specs = [JobSpec.from_json(plan.settings["spec"]) for plan in plans]
-        secrets = _secret_values(specs[0].secrets)
+        values = secrets.values(specs[0].secrets)
         after = self._numbers(specs[0].after)
         root, python = self._place(plans[0].job_id)
         directories = [f"{root}/jobs/{plan.job_id}" for plan in plans]
@@ -181,8 +181,8 @@ class SlurmTarget:
                 python=python, after=after, tasks=len(plans) if array else None,
             ),
             "nodes": specs[0].nodes,
-            "secrets": secrets,
-            "unset": sorted({name for kind, name in _references(specs[0].secrets) if kind == "env"}),
+            "secrets": values,
+            "unset": sorted(secrets.variables(specs[0].secrets)),
             "clusters": self._clusters,
         }  # fmt: skip
         number = self._cluster.submit(request)
@@ -308,26 +308,3 @@ class SlurmTarget:
 
 class _NeverAfter(SubmitError):
     reason = Reason.DEPENDENCY
-
-
-def _references(secrets: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    for reference in secrets.values():
-        kind, _, where = reference.partition(":")
-        yield kind, where
-
-
-def _secret_values(secrets: Mapping[str, str]) -> dict[str, str]:
-    """What the references mean here, where the job is submitted. Raises SpecError, and never says a value."""
-    found = {}
-    for (kind, where), name in zip(_references(secrets), secrets, strict=True):
-        if kind == "env":
-            if where not in os.environ:
-                raise SpecError(f"secret {name}: {where} is not set where the job is submitted")
-            found[name] = os.environ[where]
-        else:
-            try:
-                found[name] = Path(where).expanduser().read_text().rstrip("\n")
-            except (OSError, UnicodeDecodeError) as error:
-                said = getattr(error, "strerror", None) or "it is not text"
-                raise SpecError(f"secret {name}: {where}: {said}") from None
-    return found

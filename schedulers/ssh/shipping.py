@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import snapshot
-from ..errors import SpecError, SubmitError
+from ..errors import SubmitError
 from ..job import Reason
 from ..remote import fanout, supervising
 from ..remote.files import Blob, Files
@@ -34,25 +34,6 @@ class NotStarted(SubmitError):
 def pack(code: str, home: Path) -> Blob:
     """The code as it is now. Raises SnapshotError."""
     return Blob.of(snapshot.pack(Path(code), home).path)
-
-
-def secret_values(secrets: Mapping[str, str]) -> dict[str, str]:
-    """What the references mean here, where the job is submitted. Raises SpecError, and never says a value."""
-    found = {}
-    for name, reference in secrets.items():
-        kind, _, where = reference.partition(":")
-        if kind == "env":
-            value = os.environ.get(where)
-            if value is None:
-                raise SpecError(f"secret {name}: {where} is not set where the job is submitted")
-            found[name] = value
-        else:
-            try:
-                found[name] = Path(where).expanduser().read_text().rstrip("\n")
-            except (OSError, UnicodeDecodeError) as error:
-                said = getattr(error, "strerror", None) or "it is not text"
-                raise SpecError(f"secret {name}: {where}: {said}") from None
-    return found
 
 
 def settings_of(template: Mapping[str, Any], placement: Placement, number: int, token: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from .. import disk
+from .. import disk, secrets
 from ..errors import SpecError, Unreachable
 from ..job import Cursor, JobSpec, LogLine, Status
 from ..remote.supervising import PROGRAM
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 _SETTINGS = "settings.json"
-_SECRET_KINDS = ("env", "file")
 _UNKNOWN = "{when the hosts have been examined}"
 # Whatever a program's directory holds, `accel` is the installed package.
 _ACCEL = "import sys; sys.path[:] = [p for p in sys.path if p]; from accel.cli import main; sys.exit(main())"
@@ -108,7 +107,7 @@ class SshTarget:
         earlier = self._earlier(plan.job_id)
         if earlier is not None:
             return earlier
-        secrets = shipping.secret_values(plan.settings["secrets"])
+        values = secrets.values(plan.settings["secrets"])
         environments = self._environments(plan.settings["code"])
         template = json.loads(plan.files[_SETTINGS])
         named = meaning.named_hosts(self._options, self.name, plan.settings["code"])
@@ -125,7 +124,7 @@ class SshTarget:
         shipping.ship(self._hosts, self._options, plan.job_id, template, placement, code=code)
         native = Native.of(plan.job_id, [node.host for node in placement.nodes])
         disk.write_document(self._placed(plan.job_id), {"native_id": str(native), "nodes": plan.settings["nodes"]})
-        shipping.start(self._hosts, self._options, plan.job_id, placement.nodes, secrets=secrets)
+        shipping.start(self._hosts, self._options, plan.job_id, placement.nodes, secrets=values)
         return str(native)
 
     def poll(self, native_ids: Sequence[str]) -> Mapping[str, Status]:
@@ -299,10 +298,7 @@ class SshTarget:
             raise SpecError(f"target {self.name}: --accelerator needs a kind of target that can choose machines")
         if options.cpu and spec.resources.gpus:
             raise SpecError(f"target {self.name} trains on the CPU (cpu: true), and the job asks for GPUs: drop one")
-        for name, reference in spec.secrets.items():
-            kind = reference.partition(":")[0]
-            if kind not in _SECRET_KINDS:
-                raise SpecError(f"--secret {name}: an ssh target reads env:NAME and file:PATH, not {kind}:…")
+        secrets.check(spec.secrets, "an ssh target")
         if options.hosts is None and options.hostfile is None:
             raise SpecError(
                 f"target {self.name}: no hosts; give --hosts a,b or --hostfile FILE, or write hosts: in accel.yaml"
