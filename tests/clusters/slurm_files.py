@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
+from . import ssh
 from .netns import Machine, call, hosts_file, wait_until
 
 CONTROLLER_PORT = 6817
@@ -81,34 +82,7 @@ PartitionName=high Nodes=ALL MaxTime=INFINITE DefaultTime=60 PriorityTier=10 Pre
 PartitionName=small Nodes=n1 MaxTime=5 DefaultTime=1 PriorityTier=1 State=UP
 """
 
-_SSHD = """\
-Port 22
-HostKey {own}/host_key
-PidFile {own}/sshd.pid
-AuthorizedKeysFile {box}/etc/authorized_keys
-StrictModes no
-UsePAM no
-UseDNS no
-PasswordAuthentication no
-KbdInteractiveAuthentication no
-PermitRootLogin prohibit-password
-MaxStartups 200:30:400
-PrintMotd no
-Subsystem sftp internal-sftp
-"""
-
-_CLIENT = """\
-Host login
-  HostName {address}
-  User root
-  IdentityFile {box}/id_ed25519
-  IdentitiesOnly yes
-  UserKnownHostsFile {box}/known_hosts
-  GlobalKnownHostsFile /dev/null
-  StrictHostKeyChecking yes
-  BatchMode yes
-  ConnectTimeout 10
-"""
+_LOGIN = "Host login\n  HostName {address}\n"
 
 
 @dataclass(frozen=True)
@@ -252,10 +226,10 @@ class Files:
             if not key.exists():
                 call("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key, "-C", owner)
         shutil.copy(self.box / "id_ed25519.pub", self.box / "etc/authorized_keys")
-        (login.own / "sshd_config").write_text(_SSHD.format(own=login.own, box=self.box))
+        (login.own / "sshd_config").write_text(ssh.SSHD.format(own=login.own, box=self.box))
         public = " ".join((login.own / "host_key.pub").read_text().split()[:2])
         (self.box / "known_hosts").write_text(f"{login.name},{login.address} {public}\n")
-        (self.box / "ssh_config").write_text(_CLIENT.format(address=login.address, box=self.box))
+        (self.box / "ssh_config").write_text((_LOGIN + ssh.CLIENT).format(address=login.address, box=self.box))
 
     def boot(self, machine: Machine, server: str, *, cgroups: bool = False) -> str:
         """The script that `machine` boots with, up to the start of its `server`."""

@@ -45,7 +45,7 @@ sleep infinity &
 while :; do wait; done
 """
 
-_SSHD = """\
+SSHD = """\
 HostKey {own}/host_key
 PidFile {own}/sshd.pid
 AuthorizedKeysFile {box}/etc/authorized_keys
@@ -60,7 +60,7 @@ PrintMotd no
 Subsystem sftp internal-sftp
 """
 
-_CLIENT = """\
+CLIENT = """\
 Host *
   User root
   IdentityFile {box}/id_ed25519
@@ -205,7 +205,7 @@ class SshHosts:
         if not (own / "host_key").exists():
             call("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", own / "host_key", "-C", machine.name)
         ports = "".join(f"Port {port}\n" for port in PORTS)
-        (own / "sshd_config").write_text(ports + _SSHD.format(own=own, box=self.box))
+        (own / "sshd_config").write_text(ports + SSHD.format(own=own, box=self.box))
 
     def _write_shared_files(self) -> None:
         etc = self.box / "etc"
@@ -230,7 +230,7 @@ class SshHosts:
             known.append(f"{','.join(names)} {key}\n")
             config.append(f"Host {machine.name}\n  HostName {machine.address}\n")
         self.known_hosts.write_text("".join(known))
-        self.config.write_text("".join(config) + _CLIENT.format(box=self.box))
+        self.config.write_text("".join(config) + CLIENT.format(box=self.box))
 
 
 def _succeeds(run: Callable[..., object], *argv: str) -> bool:
