@@ -187,3 +187,13 @@ def test_what_is_sent_runs_by_itself(tmp_path: Path) -> None:
     done = subprocess.run(argv, capture_output=True, text=True, env={"SLURM_JOB_ID": "1"})
     assert (done.returncode, done.stderr) == (1, "")
     assert done.stdout == f"accel: {tmp_path}/slurm/settings.json cannot be read, or is of another accel's making\n"
+
+
+def test_a_requeue_whose_answer_is_lost_is_no_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm ends the batch program because it requeues the job: before its client has been told so."""
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(f"#!/bin/sh\ntouch {tmp_path}/told\nexec sleep 60\n")
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(slurm, "_ASK_S", 1.0)
+    assert slurm.requeue("7", (tmp_path / "told").exists) is None

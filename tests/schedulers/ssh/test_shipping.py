@@ -212,7 +212,8 @@ def test_a_host_that_listens_in_vain_gets_it_from_here(
     """The others do not reach it, nor anybody who would have got it from it; they get it from each other."""
     first = next(iter(way["addresses"]))
     found = spread(pool, blob=tarball, **{**way, "addresses": {**way["addresses"], first: "203.0.113.1"}})
-    assert (found.lacking, found.sent) == (0, 2), found
+    assert (found.lacking, found.sent + found.passed) == (0, 4), found
+    assert found.sent >= 2  # the first, and at least one of the others
     assert [blobs(ssh_hosts, node) for node in ssh_hosts.names] == [[tarball.digest]] * 4
 
 

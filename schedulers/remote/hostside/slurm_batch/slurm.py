@@ -114,12 +114,15 @@ def facts(job: str) -> dict[str, str] | None:
 def requeue(job: str, told: Callable[[], bool]) -> str | None:
     """Has Slurm start the job again, under the same id. Why it will not, when it will not.
 
-    A controller that does not answer is given some minutes, unless Slurm itself ends this program first.
+    A controller that does not answer is given some minutes, unless Slurm itself ends this program first. It has then
+    done what was asked, or something else, and its own word for the job tells which.
     """
     words = ""
     for pause in _PAUSES_S:
         done = _call("scontrol", "requeue", job)
         if done is not None and (done.returncode == 0 or "pending" in done.stderr):  # it has been done
+            return None
+        if done is None and told():
             return None
         words = (done.stderr.strip() if done is not None else "") or "slurmctld does not answer"
         if told() or (done is not None and not _WORTH_TRYING_AGAIN.search(words)):
