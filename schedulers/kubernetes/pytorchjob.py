@@ -62,9 +62,11 @@ def warnings(spec: JobSpec, options: KubernetesOptions) -> list[str]:
 def _run_policy(spec: JobSpec, options: KubernetesOptions) -> Object:
     most = spec.max_nodes or spec.nodes
     restarts = spec.retry.max_restarts
-    # The operator adds up the restarts of all pods, each of which restarts with the gang, and ends the job when the
-    # sum reaches the limit.
-    policy: Object = {"cleanPodPolicy": "None", "backoffLimit": restarts * most + 1 if restarts else 0}
+    policy: Object = {"cleanPodPolicy": "None"}
+    if restarts:
+        # The operator adds up the restarts of all pods, each of which restarts with the gang, and ends the job when
+        # the sum reaches the limit. It then deletes the pods, logs and exit codes with them: so there is no limit of 0.
+        policy["backoffLimit"] = restarts * most + 1
     if spec.time_limit_s is not None:
         policy["activeDeadlineSeconds"] = math.ceil(spec.time_limit_s)
     if options.ttl_s is not None:

@@ -147,7 +147,7 @@ def test_how_often_a_gang_starts_again() -> None:
     spec = JobSpec(argv=("a.py",), nodes=4, retry=Retry(max_restarts=3))
     once = JobSpec(argv=("a.py",), nodes=4)
     assert build(spec, least()).workload["spec"]["runPolicy"]["backoffLimit"] == 13
-    assert build(once, least()).workload["spec"]["runPolicy"]["backoffLimit"] == 0
+    assert "backoffLimit" not in build(once, least()).workload["spec"]["runPolicy"]
     restarts = [
         each["restartPolicy"]
         for made in (spec, once)
