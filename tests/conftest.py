@@ -9,7 +9,6 @@ from collections.abc import Iterator
 import hypothesis
 import pytest
 
-
 # How long an example takes says something of the machine, and of what else runs there.
 hypothesis.settings.register_profile("accel", deadline=None)
 hypothesis.settings.load_profile("accel")
