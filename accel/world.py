@@ -6,7 +6,8 @@ import atexit
 import os
 import sys
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from importlib import import_module
 from typing import Any
@@ -114,12 +115,27 @@ def form(world: World, device: torch.device, options: Mapping[str, Any]) -> str:
     return str(dist.get_backend())
 
 
+@contextmanager
+def _all_or_none() -> Iterator[None]:
+    """Has torch wait, in the store, until every rank has joined: one that ends at once would break the connection to
+    one that is still joining."""
+    name = "TORCH_DIST_INIT_BARRIER"
+    said = os.environ.get(name)
+    os.environ.setdefault(name, "1")
+    try:
+        yield
+    finally:
+        if said is None:
+            del os.environ[name]
+
+
 def _init(world: World, backend: str, init_method: str | None, timeout: timedelta | None) -> None:
     more: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     try:
-        dist.init_process_group(
-            backend, init_method=init_method or "env://", rank=world.rank, world_size=world.size, **more
-        )
+        with _all_or_none():
+            dist.init_process_group(
+                backend, init_method=init_method or "env://", rank=world.rank, world_size=world.size, **more
+            )
     except (RuntimeError, ValueError, dist.DistError) as error:
         where = init_method or f"{world.master_addr}:{world.master_port}"
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -7,6 +7,7 @@ import sys
 
 from . import __doc__ as about
 from .jobs import listing, noticing
+from .kubernetes import kubernetes_follow, kubernetes_state, kubernetes_submit
 from .launch import gang, single
 from .runtime import checkpoints, collectives, ddp_steps, dispatch, imports, loaders, samplers, steps
 from .slurm import slurm_end, slurm_launch, slurm_list, slurm_requeue, slurm_submit
@@ -36,6 +37,9 @@ ALL = {
     "slurm_list": (slurm_list, 9),
     "slurm_requeue": (slurm_requeue, 3),
     "slurm_launch": (slurm_launch, 5),
+    "kubernetes_submit": (kubernetes_submit, 9),
+    "kubernetes_state": (kubernetes_state, 9),
+    "kubernetes_follow": (kubernetes_follow, 3),
 }
 
 

@@ -68,6 +68,25 @@ def report(name: str, seconds: Mapping[str, list[float]], bars: list[Bar]) -> bo
     return met
 
 
+def report_limits(name: str, seconds: Mapping[str, list[float]], limits: Mapping[str, float]) -> bool:
+    """`report`, with bars in seconds, or calls."""
+    rounds = len(next(iter(seconds.values())))
+    bases = {
+        limit: f"calls allowed: {limit:g}" if key.startswith("calls") else f"{limit:g} s"
+        for key, limit in limits.items()
+    }
+    constant = {base: [float(limit)] * rounds for limit, base in bases.items()}
+    bars = [Bar(ours=key, base=bases[limit], limit=1) for key, limit in limits.items()]
+    return report(name, {**constant, **seconds}, bars)
+
+
+def difference(seconds: dict[str, list[float]], ours: str, base: str) -> str:
+    """Adds what ours took longer, round by round; its name."""
+    name = f"{ours} - {base}"
+    seconds[name] = [one - other for one, other in zip(seconds[ours], seconds[base], strict=True)]
+    return name
+
+
 def shown(key: str, value: float) -> str:
     """A figure with its unit: seconds, unless its name says that it is memory, or calls."""
     if key.startswith("calls"):

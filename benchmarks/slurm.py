@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from .measure import Bar, interleaved, report, wall
+from .measure import Bar, difference, interleaved, report, report_limits, wall
 from .slurm_lab import BIN, SCRIPTS, WAIT_S, Lab, cluster_lab, until
 
 JOBS, SINGLE = 1000, 20
@@ -37,9 +37,9 @@ def slurm_submit(rounds: int) -> bool:
         }
         seconds = interleaved(measures, rounds)
         lab.clear()
-        over = _difference(seconds, "accel submit", "sbatch")
-        _difference(seconds, "a script with submitit", "sbatch")
-        return _report("slurm_submit", seconds, {over: 0.3})
+        over = difference(seconds, "accel submit", "sbatch")
+        difference(seconds, "a script with submitit", "sbatch")
+        return report_limits("slurm_submit", seconds, {over: 0.3})
 
 
 def slurm_end(rounds: int) -> bool:
@@ -56,7 +56,7 @@ def slurm_end(rounds: int) -> bool:
                 seconds.setdefault(f"stamp to {name}", []).append(after_stamp)
                 seconds.setdefault(f"Slurm's end to {name}", []).append(after_slurm)
             seconds.setdefault("scancel of a waiting job to accel wait", []).append(_waited_for_nothing(lab))
-        return _report("slurm_end", seconds, {"stamp to accel wait": 2, "Slurm's end to accel wait": 2})
+        return report_limits("slurm_end", seconds, {"stamp to accel wait": 2, "Slurm's end to accel wait": 2})
 
 
 def slurm_list(rounds: int) -> bool:
@@ -83,7 +83,7 @@ def slurm_list(rounds: int) -> bool:
             raise SystemExit(f"accel list shows {queued} queued jobs, not {JOBS}")
         lab.clear()
         seconds["calls of squeue, sacct and scontrol"] = [float(len(calls))]
-        return _report("slurm_list", seconds, {ours: 1, news: 1, "calls of squeue, sacct and scontrol": 2})
+        return report_limits("slurm_list", seconds, {ours: 1, news: 1, "calls of squeue, sacct and scontrol": 2})
 
 
 def slurm_requeue(rounds: int) -> bool:
@@ -97,9 +97,9 @@ def slurm_requeue(rounds: int) -> bool:
             for name, value in {**_preempted(lab), **_requeued(lab)}.items():
                 seconds.setdefault(name, []).append(value)
         ours, asked = "batch script to first step, accel", "SIGUSR1 to scontrol requeue"
-        over = _difference(seconds, ours, "batch script to first step, torchrun")
+        over = difference(seconds, ours, "batch script to first step, torchrun")
         seconds["ours in all"] = [sum(pair) for pair in zip(seconds[asked], seconds[over], strict=True)]
-        return _report("slurm_requeue", seconds, {asked: 1, over: 1, "ours in all": 1})
+        return report_limits("slurm_requeue", seconds, {asked: 1, over: 1, "ours in all": 1})
 
 
 def slurm_launch(rounds: int) -> bool:
@@ -116,22 +116,6 @@ def slurm_launch(rounds: int) -> bool:
                                                                         str(stamps)]),
         }  # fmt: skip
         return report("slurm_launch", interleaved(measures, rounds), [Bar(ours=ours, base=base, limit=1)])
-
-
-def _report(name: str, seconds: dict[str, list[float]], limits: dict[str, float]) -> bool:
-    """With bars in seconds, or calls."""
-    rounds = len(next(iter(seconds.values())))
-    bases = {limit: "calls allowed" if key.startswith("calls") else f"{limit:g} s" for key, limit in limits.items()}
-    constant = {base: [float(limit)] * rounds for limit, base in bases.items()}
-    bars = [Bar(ours=key, base=bases[limit], limit=1) for key, limit in limits.items()]
-    return report(name, {**constant, **seconds}, bars)
-
-
-def _difference(seconds: dict[str, list[float]], ours: str, base: str) -> str:
-    """Adds what ours took longer, round by round; its name."""
-    name = f"{ours} - {base}"
-    seconds[name] = [one - other for one, other in zip(seconds[ours], seconds[base], strict=True)]
-    return name
 
 
 def _submitit(folder: str) -> list[str]:

@@ -151,7 +151,7 @@ def _git(top: str, *words: str) -> bytes:
     # fsmonitor is a command out of the repository's own configuration.
     command = ["git", "-c", "core.fsmonitor=false", "-C", top, *words]
     try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, env=_git_environment())
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, env=git_environment())
     except FileNotFoundError:
         raise SnapshotError(
             f"{top} is in a git repository, and git, which knows what it ignores, is not there: install git"
@@ -169,12 +169,12 @@ def _is_ignored(top: str) -> bool:
         ["git", "-c", "core.fsmonitor=false", "-C", top, "check-ignore", "-q", "."],
         stdin=subprocess.DEVNULL,
         capture_output=True,
-        env=_git_environment(),
+        env=git_environment(),
     )
     return asked.returncode == 0
 
 
-def _git_environment() -> dict[str, str]:
+def git_environment() -> dict[str, str]:
     """Without what a git hook sets: it would make git look at the hook's repository."""
     return {name: value for name, value in os.environ.items() if name not in _GIT_VARIABLES} | {"LC_ALL": "C"}
 

@@ -250,6 +250,21 @@ class Job:
         except TimeoutError:
             return self.record.status
 
+    def shell(self, node: int, argv: Sequence[str] = (), *, terminal: bool = False) -> int:
+        """Runs `argv`, or a shell, on a node of the running job, with this process's streams; returns its exit code.
+
+        Raises SpecError where the target cannot, and what `Shells.shell` raises.
+        """
+        from .target import Shells, kinds_with
+
+        target = self.waiting_target()
+        if target is None or self.native_id is None:
+            raise SubmitError(f"job {self.id} does not run: its target has not confirmed it yet")
+        if not isinstance(target, Shells):
+            can = kinds_with("shell")
+            raise SpecError(f"target {self.target} ({self.record.kind}) opens no shells (kinds that do: {can})")
+        return target.shell(self.native_id, node, argv, terminal=terminal)
+
     def resume_submit(self) -> Status:
         """Carries out a submit that was cut off: asks the target again, which finds an earlier one first.
 

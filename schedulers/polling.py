@@ -92,13 +92,16 @@ def absorb(record: Record, answer: Status | None, asked_at: float) -> Status:
     """Records what the backend said of the job (None: it does not know it) and returns the status in force.
 
     A job that the backend does not know is over only when it left a result, or when a minute later the backend still
-    does not know it. Raises StoreError.
+    does not know it. One that is lost, or not known, after accel was asked to cancel it is cancelled. Raises
+    StoreError.
     """
     record.warning = ""
     if answer is None:
         return _absent(record, asked_at)
     import dataclasses
 
+    if answer.state is State.FAILED and answer.reason is Reason.LOST and _cancelled(record):
+        answer = dataclasses.replace(answer, state=State.CANCELLED, reason=Reason.USER, message="")
     status = record.update(answer if answer.observed_at else dataclasses.replace(answer, observed_at=asked_at))
     if record.absent_since is not None:
         record.append("present")
@@ -112,10 +115,17 @@ def _absent(record: Record, asked_at: float) -> Status:
     if record.absent_since is None:
         record.append("absent")
     elif asked_at - record.absent_since > ABSENT_S:
+        if _cancelled(record):
+            return record.update(Status(state=State.CANCELLED, reason=Reason.USER, observed_at=asked_at))
         message = f"target {record.target} no longer knows the job, and it left no result"
         return record.update(Status(state=State.FAILED, reason=Reason.LOST, message=message, observed_at=asked_at))
     record.warning = f"target {record.target} does not know the job"
     return record.status
+
+
+def _cancelled(record: Record) -> bool:
+    """Whether somebody asked accel to cancel the job: it has nothing else to do with its disappearance."""
+    return any(event.name == "cancel" for event in record.events())
 
 
 def _result(record: Record) -> Status | None:

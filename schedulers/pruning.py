@@ -60,7 +60,8 @@ def _clear(store: Store, chosen: set[str], *, others: bool) -> list[str]:
             if isinstance(target, Clears):
                 left += target.clear({record.id: record.native_id for record in records})
         except (SchedulerError, OSError) as error:
-            left.append(f"target {records[0].target}: {error}; what it has of {len(records)} jobs stays there")
+            count = f"{len(records)} job{'s' * (len(records) > 1)}"
+            left.append(f"target {records[0].target}: {error}; what it has of {count} stays there")
     return left
 
 

@@ -16,6 +16,7 @@ from .store import Store
 
 if TYPE_CHECKING:
     from .handle import Job
+    from .record import Record
     from .target import Plan
 
 Point = Mapping[str, str]
@@ -74,7 +75,7 @@ def submit_sweep(
     submitted one by one, those before the one that is refused go on, and the message says how many."""
     from .errors import SchedulerError
     from .handle import Job, submit_spec
-    from .submitting import prepare, send_many
+    from .submitting import for_each, prepare, send_many
     from .target import Sweeps
 
     store = store or Store.default()
@@ -90,10 +91,12 @@ def submit_sweep(
     ready = [dataclasses.replace(spec, code=first.code, after=first.after) for spec in jobs]
     ids = [store.new_id() for _ in ready]
     plans = resolved.target.plan_many(ready, ids)
-    records = [
-        store.create(job_id, spec, plan, target=resolved.name, kind=resolved.kind, options=resolved.options)
-        for job_id, spec, plan in zip(ids, ready, plans, strict=True)
-    ]
+
+    def create(job: tuple[str, JobSpec, Plan]) -> Record:
+        job_id, spec, plan = job
+        return store.create(job_id, spec, plan, target=resolved.name, kind=resolved.kind, options=resolved.options)
+
+    records = for_each(create, zip(ids, ready, plans, strict=True))
     send_many(records, resolved.target, plans)
     return [Job(record, target=resolved.target) for record in records]
 

@@ -18,6 +18,7 @@ BUILT_IN: Mapping[str, str] = {
     "local": "schedulers.local.target:LocalTarget",
     "ssh": "schedulers.ssh.target:SshTarget",
     "slurm": "schedulers.slurm.target:SlurmTarget",
+    "kubernetes": "schedulers.kubernetes.target:KubernetesTarget",
 }
 
 
@@ -181,6 +182,27 @@ class Clears(Protocol):
         """
 
 
+@runtime_checkable
+class Shells(Protocol):
+    """A target that can run a program beside a job's ranks, while the job runs."""
+
+    def shell(self, native_id: str, node: int, argv: Sequence[str], *, terminal: bool) -> int:
+        """Runs `argv` (a shell, when it is empty) where that node of the job is, with this process's standard streams,
+        and returns its exit code. With `terminal` standard input and output are one, and it gets one.
+
+        Raises SubmitError when the node does not run, Unreachable when it cannot be asked or falls silent.
+        """
+
+
+@runtime_checkable
+class Reviews(Protocol):
+    """A target whose backend can say of a plan, before it is carried out, what it would refuse."""
+
+    def review(self, plan: Plan) -> list[str]:
+        """Shows the backend what `submit` would make and returns a line for each thing that it would refuse, or leave
+        out. Changes nothing there. Raises Unreachable, ConfigError."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class TargetContext:
     """What a target is made with: its name in `accel.yaml`, its validated options, and where job directories are."""
@@ -226,3 +248,8 @@ def load_kind(kind: str, where: str = "--target") -> type[Any]:
     if not isinstance(loaded, type):
         raise ConfigError(f"{where}: the target kind {kind!r} ({path}) is not a class")
     return loaded
+
+
+def kinds_with(method: str) -> str:
+    """The built-in kinds of targets that have a method, for a message."""
+    return ", ".join(kind for kind in BUILT_IN if hasattr(load_kind(kind), method)) or "none"

@@ -49,23 +49,28 @@ class Topology:
     def from_env(cls, env: Mapping[str, str]) -> Topology:
         """The topology that the scheduler gave this node; one node when no rule's marker is set.
 
-        The first rule of `RULES` whose marker is in `env` decides. Raises SpecError, naming the variable, when
-        one that the rule needs is missing or is not a number: a wrong world is never guessed.
+        The first rule of `RULES` whose marker is in `env`, and that knows its place by it, decides. Raises SpecError,
+        naming the variable, when one that the rule needs is missing or is not a number: a wrong world is never guessed.
         """
-        for marker, rule in RULES.items():
-            if marker in env:
-                return rule(env)
-        return cls(node_rank=0, nodes=1, master="127.0.0.1")
+        return cls.placed(env) or cls(node_rank=0, nodes=1, master="127.0.0.1")
+
+    @classmethod
+    def placed(cls, env: Mapping[str, str]) -> Topology | None:
+        """What `from_env` gives where a scheduler has placed this process; else None. Raises SpecError."""
+        found = (rule(env) for marker, rule in RULES.items() if marker in env)
+        return next((topology for topology in found if topology is not None), None)
 
 
 def _accel(env: Mapping[str, str]) -> Topology:
+    nodes = number(env, "ACCEL_NODES")
     return Topology(
         node_rank=number(env, "ACCEL_NODE_RANK"),
-        nodes=number(env, "ACCEL_NODES"),
+        nodes=nodes,
         master=env.get("ACCEL_MASTER", ""),
         attempt=number(env, "ACCEL_ATTEMPT", default=0),
         port=number(env, "ACCEL_PORT") if "ACCEL_PORT" in env else None,
         names=tuple(name for name in env.get("ACCEL_NODE_NAMES", "").split(",") if name),
+        source="the job's environment (ACCEL_NODES)" if nodes > 1 else "",
     )
 
 
@@ -82,17 +87,34 @@ def _operator(env: Mapping[str, str]) -> Topology:
 
 
 def _index(env: Mapping[str, str]) -> Topology:
+    if "ACCEL_NODES" not in env and "TPU_WORKER_HOSTNAMES" in env:  # a pod of a slice, which knows how many there are
+        return _tpu(env)
     from .kubernetes.topology import from_index
 
     return from_index(env)
 
 
-RULES: Mapping[str, Callable[[Mapping[str, str]], Topology]] = {
+def _sagemaker(env: Mapping[str, str]) -> Topology | None:
+    from .sagemaker.topology import from_container
+
+    return from_container(env)
+
+
+def _tpu(env: Mapping[str, str]) -> Topology:
+    from .tpu.topology import from_worker
+
+    return from_worker(env)
+
+
+RULES: Mapping[str, Callable[[Mapping[str, str]], Topology | None]] = {
     "ACCEL_NODE_RANK": _accel,
     "SLURM_JOB_ID": _slurm,
     "PET_NODE_RANK": _operator,
     "PET_RDZV_ENDPOINT": _operator,
     "JOB_COMPLETION_INDEX": _index,
+    "SM_HOSTS": _sagemaker,
+    "TRAINING_JOB_NAME": _sagemaker,
+    "TPU_WORKER_HOSTNAMES": _tpu,
 }
 
 

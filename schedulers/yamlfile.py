@@ -89,11 +89,11 @@ class YamlFile:
                 waiting += [(child, False) for child in _children(node)]
 
     def _refuse_duplicates(self, node: Node) -> None:
-        lines: dict[tuple[str, str], int] = {}
-        for key, _ in _pairs(node):
+        held: dict[tuple[str, str], tuple[int, Node]] = {}
+        for key, value in _pairs(node):
             line = key.start_mark.line + 1
-            first = lines.setdefault((key.tag, str(key.value)), line)
-            if first != line:
+            first, other = held.setdefault((key.tag, str(key.value)), (line, value))
+            if other is not value and not _say_the_same(value, other):
                 raise ConfigError(f"{self.shown}:{line}: key {key.value!r} is already on line {first}")
 
     def _find(self, path: Sequence[Step]) -> Node | None:
@@ -114,6 +114,12 @@ def _pairs(node: Node | None) -> list[tuple[Node, Node]]:
     from yaml.nodes import MappingNode
 
     return list(node.value) if isinstance(node, MappingNode) else []
+
+
+def _say_the_same(one: Node, other: Node) -> bool:
+    from yaml.nodes import ScalarNode
+
+    return isinstance(one, ScalarNode) and (one.tag, one.value) == (other.tag, other.value)
 
 
 def _items(node: Node | None) -> list[Node]:

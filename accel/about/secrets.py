@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 HIDDEN = "(set, not shown)"
+_SHORTEST = 6  # characters of a secret that is looked for in other texts
 
 _SECRET_NAME = re.compile(
     r"secret|token|passw|passphrase|passwd|credential|api_?key|access_?key|private_?key|auth|cookie|signature"
@@ -23,6 +24,7 @@ _SHAPES = re.compile(
     r"|xox[abprs]-[\w-]{10,}|AIza[\w-]{30,}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]*|glpat-[\w-]{16,})"
 )
 _IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+_USER_AND_PASSWORD = re.compile(r"(?<![\w:.-])(?P<user>[\w.-]+):(?P<password>[^\s:@/'\"]+)(?=@)")
 _VALUE = r"(?P<value>'[^']*'|\"[^\"]*\"|[^\s;&|'\"]+)"
 _ASSIGNED = re.compile(r"(?P<name>[A-Za-z_][\w-]*)(?P<between>=|:\s)" + _VALUE)
 _OPTION = re.compile(r"(?<!\w)(?P<name>--?[A-Za-z][\w-]*)(?P<between>\s+)" + _VALUE)
@@ -34,20 +36,35 @@ def is_secret(name: str) -> bool:
     return bool(_SECRET_NAME.search(name)) and not _HARMLESS.search(name)
 
 
-def without_secrets(value: Any, name: str = "") -> Any:
-    """``value``, a nest of plain values, with every secret in it replaced; keys and lengths of lists stay."""
+def secrets_of(value: Any, name: str = "") -> frozenset[str]:
+    """The texts in ``value``, a nest of plain values, whose names say that they are secrets; no very short ones."""
     if isinstance(value, Mapping):
-        return {key: without_secrets(inner, f"{key}") for key, inner in value.items()}
+        return frozenset(text for key, inner in value.items() for text in secrets_of(inner, f"{key}"))
     if isinstance(value, (list, tuple)):
-        return [without_secrets(inner, name) for inner in value]
+        return frozenset(text for inner in value for text in secrets_of(inner, name))
+    return frozenset({value} if isinstance(value, str) and len(value) >= _SHORTEST and is_secret(name) else ())
+
+
+def without_secrets(value: Any, name: str = "", *, known: Collection[str] = ()) -> Any:
+    """``value``, a nest of plain values, with every secret in it replaced; keys and lengths of lists stay.
+
+    known: secrets that are not to be seen in it, whatever is around them.
+    """
+    if isinstance(value, Mapping):
+        return {key: without_secrets(inner, f"{key}", known=known) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [without_secrets(inner, name, known=known) for inner in value]
     if value is None or value == "" or isinstance(value, bool):
         return value
     if name and is_secret(name):
         return HIDDEN
-    return value if isinstance(value, (int, float)) else _text_without_secrets(f"{value}")
+    return value if isinstance(value, (int, float)) else _text_without_secrets(f"{value}", known)
 
 
-def _text_without_secrets(text: str) -> str:
+def _text_without_secrets(text: str, known: Collection[str]) -> str:
+    passwords = [match["password"] for match in _USER_AND_PASSWORD.finditer(text)]
+    for secret in sorted({*known, *passwords}, key=len, reverse=True):
+        text = text.replace(secret, "…")
     text = _IN_URL.sub("…", text)
     text = _SHAPES.sub("…", text)
     text = _BEARER.sub(lambda match: f"{match[1]} …", text)

@@ -28,10 +28,12 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "describe": ("accel.cli.describe", "Show all that is known about a job: spec, plan, events, failure"),
     "logs": ("accel.cli.logs", "Print or follow what a job's ranks wrote"),
     "wait": ("accel.cli.wait", "Wait for jobs to end and exit with their code"),
+    "shell": ("accel.cli.shell", "Open a shell where a rank runs, or run a command there"),
     "cancel": ("accel.cli.cancel", "End jobs in order: SIGTERM, the grace, SIGKILL"),
     "targets": ("accel.cli.targets", "List the places where jobs can run"),
     "prune": ("accel.cli.prune", "Delete the records and logs of jobs that have ended"),
     "config": ("accel.cli.config", "Write the file in which `accel launch` finds what no flag says"),
+    "image": ("accel.cli.image", "Build a container image with accel, torch and a project"),
     "env": ("accel.cli.env", "Show versions, devices, configuration and targets, for a report of an error"),
     "estimate-memory": ("accel.cli.estimate", "Tell what memory a model takes, loaded and trained"),
     "merge-weights": ("accel.cli.merge_weights", "Make one file of weights out of the shards that FSDP wrote"),
@@ -42,9 +44,9 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 _GROUPS = {
     "Run": ("submit", "launch", "test"),
-    "Look": ("list", "status", "describe", "logs", "wait"),
+    "Look": ("list", "status", "describe", "logs", "wait", "shell"),
     "Manage": ("cancel", "targets", "prune"),
-    "Set up": ("config", "to-fsdp2", "env", "tpu-config", "completion"),
+    "Set up": ("config", "to-fsdp2", "image", "env", "tpu-config", "completion"),
     "Models": ("estimate-memory", "merge-weights"),
 }
 
@@ -113,9 +115,11 @@ _TASKS = (
     ("train elsewhere, as a job", "accel submit --target NAME train.py"),
     ("see where it can run", "accel targets"),
     ("follow a job", "accel list; accel status, logs -f, wait, describe @last"),
+    ("look around where it runs", "accel shell @last"),
     ("end and clear away jobs", "accel cancel JOB; accel prune --older-than 30d"),
     ("know what memory it takes", "accel estimate-memory MODEL"),
     ("convert", "accel merge-weights, to-fsdp2"),
+    ("build an image", "accel image build --tag IMAGE"),
     ("report an error", "accel env"),
     ("prepare a TPU's workers", "accel tpu-config"),
     ("have the shell complete", "accel completion bash"),

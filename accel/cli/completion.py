@@ -7,6 +7,7 @@ what it means after a tab. No line: the shell completes files.
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -75,8 +76,12 @@ complete -c accel -f -a '(__accel_complete)'
 
 SHELLS = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
 
-_JOBS = ("status", "describe", "logs", "wait", "cancel", "prune")
 _MOST_JOBS = 50
+_VERBS = {
+    "targets": [("check", "examine the machines of a target")],
+    "image": [("build", "build an image of a project")],
+    "config": [("default", "write the defaults"), ("update", "rewrite an older file")],
+}
 # Where a command's options are, if not in its own module.
 _OPTIONS = {"submit": "accel.cli.submit_options", "launch": "accel.launch.options"}
 
@@ -111,7 +116,7 @@ def candidates(words: list[str]) -> list[tuple[str, str]]:
     command, *before = before
     if command not in COMMANDS or "--" in before:
         return []
-    options = _options(command)
+    options = options_of(command)
     if before and before[-1] == "=":  # as bash cuts --name=value
         before.pop()
     elif current == "=" and before:
@@ -122,7 +127,7 @@ def candidates(words: list[str]) -> list[tuple[str, str]]:
             (f"{name}={found}", meaning) for found, meaning in _beginning(value, _values(options.get(_plain(name))))
         ]
     taking = options.get(_plain(before[-1])) if before else None
-    if taking is not None and taking.nargs != 0:
+    if taking is not None and _needs_value(taking):
         return _beginning(current, _values(taking))
     if command in _OPTIONS and _has_program(before, options):
         return []
@@ -141,7 +146,13 @@ def _plain(name: str) -> str:
     return name.replace("_", "-") if name.startswith("--") else name
 
 
-def _options(command: str) -> dict[str, argparse.Action]:
+def options_of(command: str) -> dict[str, argparse.Action]:
+    """A command's options by their spelling, as its parser has them; `_` in a name is `-`."""
+    return {_plain(spelling): action for spelling, action in _parser(command)._option_string_actions.items()}
+
+
+@functools.cache
+def _parser(command: str) -> Parser:
     import importlib
 
     from . import COMMANDS
@@ -151,7 +162,7 @@ def _options(command: str) -> dict[str, argparse.Action]:
     module = importlib.import_module(_OPTIONS.get(command, COMMANDS[command][0]))
     if hasattr(module, "add_arguments"):
         module.add_arguments(parser)
-    return {_plain(spelling): action for spelling, action in parser._option_string_actions.items()}
+    return parser
 
 
 def _has_program(before: Sequence[str], options: dict[str, argparse.Action]) -> bool:
@@ -161,9 +172,14 @@ def _has_program(before: Sequence[str], options: dict[str, argparse.Action]) -> 
         if not word.startswith("-"):
             return True
         action = options.get(_plain(word.partition("=")[0]))
-        if action is not None and action.nargs != 0 and "=" not in word:
+        if action is not None and _needs_value(action) and "=" not in word:
             next(rest, None)
     return False
+
+
+def _needs_value(action: argparse.Action) -> bool:
+    """Whether the next word is its value; what may go without takes one behind a `=` only."""
+    return action.nargs not in (0, "?")
 
 
 def _meaning(action: argparse.Action) -> str:
@@ -175,21 +191,23 @@ def _values(action: argparse.Action | None) -> Iterator[tuple[str, str]]:
         return
     if action.choices is not None:
         yield from ((str(choice), "") for choice in action.choices)
-    elif action.dest == "target":
+    elif action.dest in ("target", "write"):
         yield from _targets()
     elif action.dest == "after":
         yield from _job_ids()
 
 
 def _words(command: str, before: Sequence[str]) -> Iterator[tuple[str, str]]:
-    if command in _JOBS:
-        yield from _job_ids()
-    elif command == "targets":
-        yield from _targets() if "check" in before else [("check", "examine the machines of a target")]
-    elif command == "completion":
-        yield from ((shell, "") for shell in SHELLS)
-    elif command == "config" and not before:
-        yield from (("default", "write the defaults"), ("update", "rewrite an older file"))
+    """What may stand where no option does: jobs and choices as the parser names them, and a command's own verbs."""
+    if command == "targets" and "check" in before:
+        yield from _targets()
+    elif command in _VERBS:
+        yield from () if before else _VERBS[command]
+    for action in _parser(command)._get_positional_actions():
+        if action.metavar == "JOB":
+            yield from _job_ids()
+        elif action.choices is not None:
+            yield from _values(action)
 
 
 def _targets() -> Iterator[tuple[str, str]]:

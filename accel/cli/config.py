@@ -1,15 +1,19 @@
 """`accel config`: write the file in which `accel launch` finds what no flag says. It has Accelerate's place and form.
 
-The path of the file goes to stdout. `--answers FILE` answers without a terminal: `name: answer` a line, of the
+Of a place where jobs are submitted (SSH, Slurm, Kubernetes) it also writes the target, into `accel.yaml`.
+
+The paths of the files go to stdout. `--answers FILE` answers without a terminal: `name: answer` a line, of the
 questions that it would ask; what it does not name gets the default.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import TYPE_CHECKING, Any
 
 from . import exits
+from .launch_file import default_path
 from .output import note, print_json
 from .words import UsageError
 
@@ -24,7 +28,7 @@ if TYPE_CHECKING:
 EXAMPLES = """\
   accel config                                         ask, and write the file
   accel config --config_file fsdp.yaml                 write another one
-  accel config --answers answers.yaml                  ask nothing
+  accel config --answers answers.yaml                  ask nothing; also --answers /dev/stdin
   accel config default --mixed_precision bf16          what this machine has, and nothing asked
   accel config update                                  an older file in today's form"""
 
@@ -42,7 +46,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: Namespace) -> int:
     _check(args)
-    path = args.config_file or _default_path()
+    path = args.config_file or default_path()
     if args.action == "default":
         return _write_default(args, path)
     if args.action == "update":
@@ -53,8 +57,7 @@ def run(args: Namespace) -> int:
     from . import config_ask
 
     config_ask.need_terminal()
-    shown = config_ask.Shown(path, lambda answers: _text(path, _document(answers, machine)))
-    answers = config_ask.ask(machine, _offered(path), shown)
+    answers = config_ask.ask(machine, _offered(path), lambda answers: _files(path, answers, machine))
     if answers is None:
         note("config: nothing was written")
         return exits.INTERRUPTED
@@ -65,15 +68,18 @@ def _offered(path: str) -> dict[str, Any]:
     """The answers of the file that is there already; none if it cannot be read, for it is to be written anew."""
     from accel.settings.questions import answers_of
 
+    from . import config_target
     from .launch_file import read_file
 
+    targets = config_target.offered()
     if not os.path.exists(path):
-        return {}
+        return targets
     try:
-        return answers_of({name: entry.value for name, entry in read_file(_COMMAND, path).entries.items()})
+        values = {name: entry.value for name, entry in read_file(_COMMAND, path).entries.items()}
     except UsageError as error:
         note(f"config: {error}")
-        return {}
+        return targets
+    return targets | answers_of(values)
 
 
 def _check(args: Namespace) -> None:
@@ -117,16 +123,32 @@ def _update(args: Namespace, path: str) -> int:
 
     file = read_file(_COMMAND, path)
     values = {name: entry.value for name, entry in file.entries.items()}
-    if values.get("num_processes") == UNSAID_PROCESSES or "num_processes" not in values:
+    if values.get("compute_environment") == "AMAZON_SAGEMAKER":
+        values.pop("num_processes", None)  # which SageMaker's machines have, and Accelerate refuses in such a file
+    elif values.get("num_processes") == UNSAID_PROCESSES or "num_processes" not in values:
         values["num_processes"] = UNSAID_PROCESSES if file.entries.get("num_processes") else 1
     return _store(args, path, to_document(values))
 
 
 def _finish(args: Namespace, path: str, answers: Mapping[str, Any], machine: Machine) -> int:
-    code = _store(args, path, _document(answers, machine))
-    if answers["place"] in ("ssh", "slurm"):
-        note(f"config: to run there: accel submit --target {answers['place']} SCRIPT (accel submit --help)")
+    from . import config_target
+
+    target = config_target.written(answers)
+    if target is not None:
+        _write(target.path, target.text)
+    described = {} if target is None else {"target": {"path": target.path, "name": target.name, **target.entry}}
+    code = _store(args, path, _document(answers, machine), described)
+    if target is not None:
+        note(f"config: to run there: accel submit --target {target.name} --config_file {path} SCRIPT")
     return code
+
+
+def _files(path: str, answers: Mapping[str, Any], machine: Machine) -> list[tuple[str, str]]:
+    """Every file that the answers make: its path and its text. Raises UsageError."""
+    from . import config_target
+
+    target = config_target.written(answers)
+    return [(path, _text(path, _document(answers, machine))), *([] if target is None else [target[:2]])]
 
 
 def _document(answers: Mapping[str, Any], machine: Machine) -> dict[str, Any]:
@@ -146,22 +168,32 @@ def _text(path: str, document: Mapping[str, Any]) -> str:
     return str(yaml.safe_dump(dict(document)))
 
 
-def _store(args: Namespace, path: str, document: Mapping[str, Any]) -> int:
-    """Writes the file whole or not at all."""
-    folder = os.path.dirname(os.path.abspath(path))
-    beside = os.path.join(folder, f".{os.path.basename(path)}.{os.getpid()}")
+def _store(
+    args: Namespace, path: str, document: Mapping[str, Any], target: Mapping[str, Mapping[str, Any]] | None = None
+) -> int:
+    _write(path, _text(path, document))
+    if args.json:
+        print_json({"path": path, "settings": document, **(target or {})})
+    else:
+        print(path, *(described["path"] for described in (target or {}).values()), sep="\n")
+    return exits.OK
+
+
+def _write(path: str, text: str) -> None:
+    """Writes the file whole or not at all, in the place that a link leads to. Raises UsageError."""
+    path = os.path.realpath(path)
+    beside = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.{os.getpid()}")
     try:
-        os.makedirs(folder, exist_ok=True)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
         with open(beside, "w", encoding="utf-8") as file:
-            file.write(_text(path, document))
+            file.write(text)
+        if os.path.exists(path):
+            os.chmod(beside, os.stat(path).st_mode & 0o7777)
         os.replace(beside, path)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            os.unlink(beside)
         raise UsageError(_COMMAND, f"cannot write {path}: {error.strerror}") from None
-    if args.json:
-        print_json({"path": path, "settings": document})
-    else:
-        print(path)
-    return exits.OK
 
 
 def _answered(path: str, machine: Machine) -> dict[str, Any]:
@@ -170,6 +202,8 @@ def _answered(path: str, machine: Machine) -> dict[str, Any]:
     from accel.settings.values import BadValue
     from schedulers.errors import ConfigError, nearest
     from schedulers.yamlfile import YamlFile
+
+    from . import config_target
 
     try:
         file = YamlFile(path)
@@ -188,9 +222,12 @@ def _answered(path: str, machine: Machine) -> dict[str, Any]:
         if question.name not in given and offered is None and not question.may_be_empty:
             raise UsageError(_COMMAND, f"{file.shown}: no answer to {question.name}: {question.text}")
         try:
-            answers[question.name] = question.understood(given.get(question.name, offered))
+            answer = question.understood(given.get(question.name, offered))
+            config_target.check(question, answer, answers)
         except BadValue as error:
-            raise UsageError(_COMMAND, f"{file.where_key(question.name)}: {question.name}: {error}") from None
+            where = file.where_key(question.name) if question.name in given else file.shown
+            raise UsageError(_COMMAND, f"{where}: {question.name}: {error}") from None
+        answers[question.name] = answer
     moot = [name for name in given if name not in answers]
     if moot:
         raise UsageError(_COMMAND, f"{file.where_key(moot[0])}: {moot[0]} is not asked for after the other answers")
@@ -201,11 +238,7 @@ def _machine() -> Machine:
     from accel.launch.devices import find
     from accel.settings.questions import Machine
 
+    from . import config_target
+
     found = find()
-    return Machine(found.kind, found.count)
-
-
-def _default_path() -> str:
-    from .launch_file import default_path
-
-    return default_path()
+    return Machine(found.kind, found.count, found.cpus, config_target.has_project())

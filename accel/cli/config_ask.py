@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from .words import UsageError
 
@@ -34,31 +34,28 @@ def need_terminal() -> None:
         ) from None
 
 
-class Shown(NamedTuple):
-    """What the person sees before it is written: where, and the file that answers make."""
+def ask(
+    machine: Machine, offered: Mapping[str, Any], files: Callable[[Mapping[str, Any]], list[tuple[str, str]]]
+) -> dict[str, Any] | None:
+    """The answers, once the person has seen the files that they make; None if those are not to be written.
 
-    path: str
-    text: Callable[[Mapping[str, Any]], str]
-
-
-def ask(machine: Machine, offered: Mapping[str, Any], shown: Shown) -> dict[str, Any] | None:
-    """The answers, once the person has seen the file that they make; None if it is not to be written.
-
-    offered: answers of an earlier file, which are offered instead of the defaults.
+    offered: answers of earlier files, which are offered instead of the defaults.
+    files:   path and text of each file that answers make.
     """
     from accel.settings.questions import open_question, still_asked
 
     answers: dict[str, Any] = {}
     before = dict(offered)  # and what was answered before going back
     order: list[str] = []
+    _introduce(machine)
     try:
         while True:
             question = open_question(answers)
             try:
                 if question is None:
-                    return answers if _confirmed(shown.path, shown.text(answers)) else None
+                    return answers if _confirmed(files(answers)) else None
                 default = before.get(question.name, question.offered(answers, machine))
-                answers[question.name] = before[question.name] = _one(question, default)
+                answers[question.name] = before[question.name] = _one(question, default, answers)
                 order.append(question.name)
             except Back:
                 if order:
@@ -69,14 +66,35 @@ def ask(machine: Machine, offered: Mapping[str, Any], shown: Shown) -> dict[str,
         return None
 
 
-def _one(question: Question, offered: Any) -> Any:
+def _introduce(machine: Machine) -> None:
+    devices = "no GPU" if machine.kind == "cpu" else f"{machine.devices} of {machine.kind}"
+    print(f"This machine: {devices}, {machine.cores} processors.\n", flush=True)
+
+
+def _one(question: Question, offered: Any, answers: Mapping[str, Any]) -> Any:
     from accel.settings.values import typed
 
     options = question.choices()
-    if not options:
-        return _line(question, "" if offered is None else typed(question.setting, offered))
-    word = {True: "yes", False: "no"}.get(offered, str(offered)) if isinstance(offered, bool) else str(offered)
-    return question.understood(_menu(question.text, options, word))
+    if options:
+        word = {True: "yes", False: "no"}.get(offered, str(offered)) if isinstance(offered, bool) else str(offered)
+        return question.understood(_menu(question.text, options, word))
+    if question.many:
+        return _several(question, offered or [])
+    return _line(question, "" if offered is None else typed(question.setting, offered), answers)
+
+
+def _several(question: Question, offered: list[str]) -> list[str] | None:
+    """One line a word, up to an empty one."""
+    from prompt_toolkit import prompt
+
+    said: list[str] = []
+    while True:
+        text = f" {question.text} " if not said else " Another one (empty: no more)? "
+        default = offered[len(said)] if len(said) < len(offered) else ""
+        word = prompt(text, default=default, bottom_toolbar=_HELP_LINE, key_bindings=_keys(in_menu=False)).strip()
+        if not word:
+            return said or None
+        said.append(word)
 
 
 def _menu(text: str, options: tuple[tuple[str, str], ...], offered: str) -> str:
@@ -93,17 +111,19 @@ def _menu(text: str, options: tuple[tuple[str, str], ...], offered: str) -> str:
     ).prompt()
 
 
-def _line(question: Question, offered: str) -> Any:
+def _line(question: Question, offered: str, answers: Mapping[str, Any]) -> Any:
     from prompt_toolkit import prompt
     from prompt_toolkit.validation import Validator
 
     from accel.settings.values import BadValue
 
+    from . import config_target
+
     def why(text: str) -> str:
         try:
             if not text and not question.may_be_empty:
                 return "an answer is needed"
-            question.understood(text)
+            config_target.check(question, question.understood(text), answers)
         except BadValue as error:
             return str(error)
         return ""
@@ -149,7 +169,8 @@ def _keys(*, in_menu: bool) -> KeyBindings:
     return bindings
 
 
-def _confirmed(path: str, text: str) -> bool:
-    print(f"\n{text}", flush=True)
+def _confirmed(files: list[tuple[str, str]]) -> bool:
+    for path, text in files:
+        print(f"\n# {path}\n{text}", flush=True)
     options = (("yes", "yes, write it"), ("no", "no, leave everything as it is"))
-    return _menu(f"Write this to {path}?", options, "yes") == "yes"
+    return _menu(f"Write this to {' and '.join(path for path, _ in files)}?", options, "yes") == "yes"

@@ -53,11 +53,12 @@ def gather(config_file: str | None, limit_s: float) -> dict[str, Any]:
     """Everything, as plain values. Raises UsageError for a named configuration file that cannot be read."""
     from accel.about import machine, packages
     from accel.about.probe import Asked
-    from accel.about.secrets import without_secrets
+    from accel.about.secrets import secrets_of, without_secrets
 
     config = _config(config_file)
     torch, driver = Asked("torch"), Asked("nvml")
-    targets, targets_error = _targets(limit_s)
+    targets, targets_error, options = _targets(limit_s)
+    known = secrets_of([dict(os.environ), config, *options])
     told = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_TOLD) or name in _TOLD_NAMES}
     return {
         "accel": packages.version_of("accel-launch") or "not installed: run from a source tree",
@@ -65,16 +66,14 @@ def gather(config_file: str | None, limit_s: float) -> dict[str, Any]:
         "packages": packages.versions(),
         "torch": torch.answer(_TORCH_LIMIT_S),
         "nvidia": driver.answer(_DRIVER_LIMIT_S),
-        "config": config,
-        "environment": without_secrets(told),
-        "targets": targets,
-        "targets_error": targets_error,
+        "config": without_secrets(config, known=known),
+        "environment": without_secrets(told, known=known),
+        "targets": without_secrets(targets, known=known),
+        "targets_error": without_secrets(targets_error, known=known),
     }
 
 
 def _config(path: str | None) -> dict[str, Any]:
-    from accel.about.secrets import without_secrets
-
     from . import config_file, launch_file
     from .words import UsageError
 
@@ -86,8 +85,8 @@ def _config(path: str | None) -> dict[str, Any]:
         return {"path": launch_file.default_path(), "settings": None, "error": str(error)}
     return {
         "path": found,
-        "settings": without_secrets(settings) if settings else settings,
-        "error": None if settings is None else without_secrets(_refused(found)),
+        "settings": settings,
+        "error": None if settings is None else _refused(found),
     }
 
 
@@ -103,18 +102,19 @@ def _refused(path: str) -> str | None:
     return None
 
 
-def _targets(limit_s: float) -> tuple[list[dict[str, Any]], str | None]:
-    from accel.about.secrets import without_secrets
+def _targets(limit_s: float) -> tuple[list[dict[str, Any]], str | None, list[dict[str, Any]]]:
+    """What each answers; what is wrong with the file; and their options, which may hold secrets."""
     from schedulers.config import known_targets
     from schedulers.errors import SchedulerError
 
     from .reach import ask
 
     try:
-        found = ask(known_targets(), limit_s)
+        targets = known_targets()
+        found = ask(targets, limit_s)
     except SchedulerError as error:
-        return [], " ".join(str(error).split())
-    return [{**vars(answer), "message": without_secrets(answer.message)} for answer in found], None
+        return [], " ".join(str(error).split()), []
+    return [{**vars(answer)} for answer in found], None, [dict(target.options) for target in targets]
 
 
 def _print(found: dict[str, Any]) -> None:
@@ -124,7 +124,7 @@ def _print(found: dict[str, Any]) -> None:
     _section("torch", _torch_fields(found["torch"]))
     _section("NVIDIA driver", _driver_fields(found["nvidia"]))
     _section(f"configuration {found['config']['path']}", _config_fields(found["config"]))
-    _section("environment", found["environment"].items())
+    _section("environment", found["environment"].items() or [("", "none of the variables that count is set")])
     _section("targets", [*((t["name"], _told(t)) for t in found["targets"]), ("error", found["targets_error"] or "")])
 
 

@@ -6,6 +6,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from . import exits
+
 if TYPE_CHECKING:
     from accel.settings import Setting
     from accel.settings.layers import Nodes, Value
@@ -38,13 +40,28 @@ def run_argv(argv: Sequence[str]) -> int:
         raise UsageError(_COMMAND, "nothing to run: give a script, -m MODULE, or --no_python COMMAND")
     found = resolved(given)
     if given.get("explain"):
+        _check_place(found)
         return _explain(found)
     return _launch(given, found, words)
 
 
+def _check_place(found: Mapping[str, Value]) -> None:
+    """What is explained can be launched here, as far as machines go. Raises UsageError."""
+    from accel.launch.engines import started_once
+    from accel.launch.errors import Refused
+    from accel.launch.placing import place
+
+    from .words import UsageError
+
+    try:
+        place(started_once(settled(found)), os.environ)
+    except Refused as error:
+        raise UsageError(_COMMAND, _located(str(error), found)) from None
+
+
 def _launch(given: Mapping[str, Any], found: Mapping[str, Value], words: list[str]) -> int:
     from accel.launch.engines import launch
-    from accel.launch.errors import LaunchError
+    from accel.launch.errors import LaunchError, Refused
     from accel.launch.node import say
     from accel.launch.worker import Program
     from accel.settings.checks import without_effect
@@ -57,7 +74,7 @@ def _launch(given: Mapping[str, Any], found: Mapping[str, Value], words: list[st
         return launch(options, Program.of(words, module=options["module"], command=options["no_python"]))
     except LaunchError as error:
         say(f"accel launch: {_located(str(error), found)}")
-        return 1
+        return exits.USAGE if isinstance(error, Refused) else exits.ERROR
 
 
 def _located(message: str, found: Mapping[str, Value]) -> str:
@@ -109,16 +126,17 @@ def _file(given: Mapping[str, Any]) -> Any:
 def _nodes(env: Mapping[str, str]) -> Nodes | None:
     """What the scheduler says, if it has placed this process; nothing if what it says is left to `plan` to refuse."""
     from accel.launch.guard import LAUNCH_ID
-    from schedulers.errors import SpecError
-    from schedulers.topology import RULES, Topology
-
-    if LAUNCH_ID in env or not any(marker in env for marker in RULES):
-        return None
     from accel.settings.layers import Nodes
+    from schedulers.errors import SpecError
+    from schedulers.topology import Topology
 
+    if LAUNCH_ID in env:
+        return None
     try:
-        found = Topology.from_env(env)
+        found = Topology.placed(env)
     except SpecError:
+        return None
+    if found is None:
         return None
     return Nodes(found.nodes, found.node_rank, found.master, found.port, found.source or "the scheduler")
 

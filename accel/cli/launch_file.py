@@ -17,10 +17,15 @@ class Configuration(NamedTuple):
     where: Callable[[tuple[str, ...]], str]
 
 
+def default_folder() -> str:
+    """Where the file is that is read when none is named: Accelerate's place."""
+    home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    return os.path.join(os.path.expanduser(home), "accelerate")
+
+
 def default_path() -> str:
     """The file that is read when none is named. One in JSON counts where there is none in YAML."""
-    home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
-    base = os.path.join(os.path.expanduser(home), "accelerate", "default_config")
+    base = os.path.join(default_folder(), "default_config")
     in_json = not os.path.isfile(f"{base}.yaml") and os.path.isfile(f"{base}.json")
     return f"{base}.json" if in_json else f"{base}.yaml"
 
@@ -87,7 +92,7 @@ def _load_json(command: str, path: str) -> tuple[Any, Callable[[tuple[str, ...]]
     import json
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        twice = [key for index, (key, _) in enumerate(pairs) if key in dict(pairs[:index])]
+        twice = [key for key, value in pairs if dict(pairs)[key] != value]
         if twice:
             raise UsageError(command, f"{where((twice[0],))}: key {twice[0]!r} is there twice")
         return dict(pairs)

@@ -39,6 +39,11 @@ def print_fields(fields: Iterable[tuple[str, str]]) -> None:
         print(f"{name:<{width}}" + value.replace("\n", "\n" + " " * width))
 
 
+def counted(count: int, noun: str, after: str = "") -> str:
+    """`1 job`, `2 jobs`; `after` follows the noun: `2 snapshots of code`."""
+    return f"{count:,} {noun}{'s' * (count != 1)}{after and ' ' + after}"
+
+
 def moment(seconds: float) -> str:
     """A time since the epoch as ISO 8601 in UTC, to the second."""
     import time
@@ -55,6 +60,8 @@ def age(seconds: float) -> str:
 
 
 def _print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    rows = list(rows)
+    from rich.cells import cell_len
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -64,4 +71,8 @@ def _print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         table.add_column(column, overflow="fold", no_wrap=column != columns[-1])
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
-    Console().print(table)
+    console = Console()
+    # A terminal that is too narrow breaks lines; rich would cut words and leave out whole columns.
+    unbroken = sum(max(map(cell_len, column)) + 2 for column in list(zip(columns, *rows, strict=True))[:-1])
+    console.width = max(console.width, unbroken + cell_len(columns[-1]))
+    console.print(table)

@@ -34,13 +34,13 @@ class Parser(argparse.ArgumentParser):
     def read(self, argv: Sequence[str]) -> argparse.Namespace:
         """Options and words in any order. Raises UsageError."""
         own, positional = words.split(
-            self.prog, self._takes_value(), argv, first_word_ends=False, many=self._takes_many()
+            self.prog, self._takes_value(), argv, first_word_ends=False, many=self._with("+"), maybe=self._with("?")
         )
         return self.parse_args([*own, "--", *positional] if positional else own)
 
     def read_before_script(self, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         """The options before the first other word, and that word (the script) with all that follows it, untouched."""
-        own, script = words.split(self.prog, self._takes_value(), argv, first_word_ends=True)
+        own, script = words.split(self.prog, self._takes_value(), argv, first_word_ends=True, maybe=self._with("?"))
         return self.parse_args(own), script
 
     def error(self, message: str) -> NoReturn:
@@ -60,8 +60,8 @@ class Parser(argparse.ArgumentParser):
     def _takes_value(self) -> dict[str, bool]:
         return {spelling: action.nargs != 0 for spelling, action in self._option_string_actions.items()}
 
-    def _takes_many(self) -> list[str]:
-        return [spelling for spelling, action in self._option_string_actions.items() if action.nargs == "+"]
+    def _with(self, nargs: str) -> list[str]:
+        return [spelling for spelling, action in self._option_string_actions.items() if action.nargs == nargs]
 
 
 def _columns() -> int:

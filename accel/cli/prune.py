@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from . import exits, values
-from .output import note, print_json
+from .output import counted, note, print_json
 from .words import UsageError
 
 if TYPE_CHECKING:
@@ -66,6 +66,6 @@ def run(args: Namespace) -> int:
         return exits.OK
     for job_id in found.ids:
         print(job_id)
-    unused = f" and {len(snapshots)} unused snapshots of code" if snapshots else ""
-    note(f"{len(found.ids)} jobs{unused} {'would be ' if args.dry_run else ''}deleted")
+    unused = f" and {counted(len(snapshots), 'unused snapshot', 'of code')}" if snapshots else ""
+    note(f"{counted(len(found.ids), 'job')}{unused} {'would be ' if args.dry_run else ''}deleted")
     return exits.OK

@@ -3,7 +3,8 @@
 stdout holds the job's id alone; with --follow, the job's output instead (and the id is on stderr).
 
 --json            {"id", "name", "target", "kind", "native_id"}; of a sweep, a list of these
---dry-run --json  the plan: {"target", "kind", "job_id", "files", "actions", "settings", "warnings"}
+--dry-run --json  the plan: {"target", "kind", "job_id", "files", "actions", "settings", "warnings"}; with =server also
+                  "refused": a line for each thing that the target would refuse
 --follow --json   a line each: the first of these, the lines of `accel logs --json`, then that of `accel status --json`
 """
 
@@ -14,14 +15,16 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from . import exits
-from .output import note, print_json
+from .output import counted, note, print_json
 from .words import UsageError
 
 if TYPE_CHECKING:
     from argparse import Namespace
 
+    from schedulers.config import ResolvedTarget
     from schedulers.handle import Job
     from schedulers.job import JobSpec
+    from schedulers.target import Plan
 
 USAGE = """accel submit [OPTIONS] SCRIPT [ARGUMENTS]
        accel submit [OPTIONS] -m MODULE [ARGUMENTS]
@@ -33,6 +36,7 @@ EXAMPLES = """\
   accel submit --target local --time-limit 2h --max-restarts 3 --env SEED=1 -m my.training --epochs 10
   accel submit --sweep lr=1e-3,1e-4 --sweep seed=1,2,3 train.py --epochs 10
   accel submit --dry-run --json --no-python nvidia-smi -L
+  accel submit --target cluster --nodes 2 --dry-run=server train.py
 
 All that follows the script belongs to the script. --follow exits with the job's exit code (143: cancelled)."""
 
@@ -67,14 +71,36 @@ def _show_plan(spec: JobSpec, args: Namespace) -> int:
 
     resolved, spec = prepare(spec, args.target, Store.default(), start=None)
     plan = resolved.target.plan(spec, DRY_RUN_ID)
+    refused = _review(resolved, plan) if args.dry_run == "server" else None
     if args.json:
-        print_json(plan.to_json())
+        print_json(plan.to_json() | ({} if refused is None else {"refused": refused}))
     else:
         print(plan, end="")
-    return exits.OK
+    if refused is None:
+        return exits.OK
+    sys.stdout.flush()
+    for line in refused:
+        note(line)
+    if not refused:
+        note(f"{args.target} would take it")
+    return exits.ERROR if refused else exits.OK
+
+
+def _review(resolved: ResolvedTarget, plan: Plan) -> list[str]:
+    from schedulers.target import Reviews, kinds_with
+
+    if not isinstance(resolved.target, Reviews):
+        raise UsageError(
+            "accel submit",
+            f"--dry-run=server: a {resolved.kind} target has nobody to ask (kinds that have: {kinds_with('review')}); "
+            "--dry-run asks nobody",
+        )
+    return resolved.target.review(plan)
 
 
 def _show_plans(jobs: Sequence[JobSpec], args: Namespace) -> int:
+    if args.dry_run == "server":
+        raise UsageError("accel submit", "--dry-run=server asks about one job; ask about one of the sweep's")
     from schedulers import sweeps
 
     plans = sweeps.plans(jobs, args.target, [f"{DRY_RUN_ID}-{number}" for number in range(len(jobs))])
@@ -94,7 +120,7 @@ def _submit_sweep(specs: Sequence[JobSpec], args: Namespace) -> int:
         print_json([_summary(job) for job in jobs])
     else:
         print("\n".join(job.id for job in jobs))
-    note(f"{len(jobs)} jobs submitted to {args.target}; see them: accel list")
+    note(f"{counted(len(jobs), 'job')} submitted to {args.target}; see them: accel list")
     return exits.OK
 
 

@@ -32,6 +32,8 @@ def _what_to_run(group: Group) -> None:
     group.add_argument("--code", metavar="DIR", help="the directory that holds the program (default: this one)")
     setup = "a command that is run once on each node before the ranks, its words as in a shell; repeatable"
     group.add_argument("--setup", metavar="COMMAND", type=values.command, **_MANY, help=setup)
+    file = "settings of the launch, from a file that `accel config` writes; --env and --procs-per-node go before it"
+    group.add_argument("--config_file", metavar="FILE", help=file)
     variable = "a variable for the job; without a value, the one it has here; repeatable"
     group.add_argument("--env", metavar="NAME[=VALUE]", type=values.environment, **_MANY, help=variable)
     secret = "a variable that is looked up where the job runs: env:NAME or file:PATH; repeatable"
@@ -79,5 +81,6 @@ def _how_to_answer(group: Group) -> None:
     follow = group.add_mutually_exclusive_group()
     follow.add_argument("--follow", action="store_true", help="print what the job writes and exit with its exit code")
     follow.add_argument("--detach", action="store_true", help="print the job's id and return (the default)")
-    group.add_argument("--dry-run", action="store_true", help="print what would be done, and do nothing")
+    dry = "print what would be done, and do nothing; =server: and ask the target what it would refuse of it"
+    group.add_argument("--dry-run", nargs="?", const="client", choices=("client", "server"), help=dry)
     group.add_argument("--json", action="store_true", help="answer in JSON")

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
     from schedulers.job import Entry, JobSpec
 
+    from .submit_settings import Carried
+
 
 def build_spec(args: Namespace, program: Sequence[str]) -> JobSpec:
     """The job that the command line describes. Raises UsageError or SpecError; looks at files, changes none."""
@@ -27,16 +29,17 @@ def build_spec(args: Namespace, program: Sequence[str]) -> JobSpec:
         raise UsageError("accel submit", f"--code: no directory {code}")
     if entry == "script":
         _check_script(program[0], os.path.join(code, workdir))
+    carried = _carried(args)
     return JobSpec(
         argv=tuple(program),
         entry=entry,
         name=args.name or default_name(program[0], entry),
         nodes=_nodes(args),
         max_nodes=args.nodes[1] if args.nodes else None,
-        procs_per_node=args.procs_per_node,
+        procs_per_node=args.procs_per_node or carried.procs_per_node,
         resources=Resources(gpus=args.gpus, cpus=args.cpus, memory_gb=args.memory, accelerator=args.accelerator),
         image=args.image,
-        env=_once("--env", args.env),
+        env=carried.env | _once("--env", args.env),
         secrets=_once("--secret", args.secret),
         code=code,
         workdir=workdir,
@@ -47,6 +50,12 @@ def build_spec(args: Namespace, program: Sequence[str]) -> JobSpec:
         after=tuple(args.after),
         options=_target_options(args),
     )
+
+
+def _carried(args: Namespace) -> Carried:
+    from . import submit_settings
+
+    return submit_settings.Carried({}, None) if args.config_file is None else submit_settings.of_file(args.config_file)
 
 
 def build_sweep(args: Namespace, spec: JobSpec) -> list[JobSpec]:

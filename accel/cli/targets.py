@@ -53,11 +53,15 @@ def run(args: Namespace) -> int:
 
     targets = known_targets()
     ignored = refused_entry_points()
+    options = _without_secrets([dict(target.options) for target in targets])
     if args.json:
-        shown = [{"name": t.name, "kind": t.kind, "options": dict(t.options), "source": t.source} for t in targets]
+        shown = [
+            {"name": t.name, "kind": t.kind, "options": o, "source": t.source}
+            for t, o in zip(targets, options, strict=True)
+        ]
         print_json({"targets": shown, "ignored": ignored})
         return exits.OK
-    rows = [(t.name, t.kind, t.source, _words(t.options)) for t in targets]
+    rows = [(t.name, t.kind, t.source, _words(o)) for t, o in zip(targets, options, strict=True)]
     print_rows(COLUMNS, rows, on_terminal=rows)
     for line in ignored:
         note(f"warning: {line}")
@@ -86,6 +90,15 @@ def _check(args: Namespace) -> int:
         for line in found.warnings:
             note(f"warning: {line}")
     return exits.ERROR if found.failures else exits.OK
+
+
+def _without_secrets(options: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    import os
+
+    from accel.about.secrets import secrets_of, without_secrets
+
+    shown: list[dict[str, Any]] = without_secrets(options, known=secrets_of([dict(os.environ), *options]))
+    return shown
 
 
 def _words(options: Mapping[str, Any]) -> str:

@@ -1,7 +1,8 @@
 """`accel test`: does training work here? Runs `accel.sanity` under `accel launch`, or as a job on a target.
 
 stdout has a line for every check: `ok` or `FAILED`, its name, the number of processes. The exit code is 0 if all went
-well; else 1 (or, for a target, that of the job), and the last line on stderr names the check that failed.
+well; else 1 (or, for a target, that of the job). The last line on stderr says that all went well, or names the check
+that failed. The configuration file that `accel launch` would read is tested, and without one 1, 2 and 4 processes.
 
 --json  a line each: {"check", "processes", "ok", "seconds"}; a failed one has "process" and "message" too
 """
@@ -9,6 +10,7 @@ well; else 1 (or, for a target, that of the job), and the last line on stderr na
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
@@ -29,7 +31,8 @@ EXAMPLES = """\
   accel test --config_file accelerate.yaml
   accel test --target cluster --num_processes 4
 
-Without --num_processes it runs on 1, 2 and 4 processes: on GPUs if there are as many, else on the CPU."""
+Without --num_processes it runs on as many as the configuration file says, where there is one; else on 1, 2 and 4: on
+GPUs if there are as many, else on the CPU."""
 
 _COUNTS = (1, 2, 4)
 _MODULE = "accel.sanity"
@@ -38,7 +41,8 @@ _MODULE = "accel.sanity"
 def add_arguments(parser: Parser) -> None:
     parser.add_argument("--num_processes", metavar="N", type=values.whole, help="only on N processes")
     parser.add_argument("--cpu", action="store_true", help="on the CPU even where there is a GPU")
-    parser.add_argument("--config_file", metavar="FILE", help="with the settings of this file (Accelerate's form)")
+    file = "with the settings of this file (default: the one that `accel config` writes, if it is there)"
+    parser.add_argument("--config_file", metavar="FILE", help=file)
     parser.add_argument("--target", metavar="NAME", help="as a job there; N then counts the processes of its node")
     parser.add_argument("--json", action="store_true", help="answer in JSON, a line for every check")
 
@@ -48,21 +52,24 @@ def run(args: Namespace) -> int:
         raise UsageError("accel test", "--num_processes 0: a whole number from 1 on")
     if args.target is not None:
         return _run_there(args)
-    given = _flags_of_file(args)
+    path, given = _file(args)
     counts = [args.num_processes] if args.num_processes else [None] if _names_count(given) else list(_COUNTS)
     for count in counts:
         code = _run_here([*given, *_flags(count, given, cpu=args.cpu)], as_json=args.json)
         if code != exits.OK:
             return code
+    note(f"test: all went well{f' with the settings of {path}' if path else ''}: training works here")
     return exits.OK
 
 
-def _flags_of_file(args: Namespace) -> list[str]:
-    if args.config_file is None:
-        return []
-    from .launch_file import read_flags
+def _file(args: Namespace) -> tuple[str | None, list[str]]:
+    """The configuration file that counts, as for `accel launch`, and its settings as flags."""
+    from .launch_file import default_path, read_flags
 
-    return read_flags("accel test", args.config_file)
+    path = args.config_file
+    if path is None and not args.cpu and os.path.isfile(default_path()):
+        path = default_path()
+    return path, read_flags("accel test", path) if path is not None else []
 
 
 def _names_count(flags: Sequence[str]) -> bool:
@@ -137,4 +144,6 @@ def _run_there(args: Namespace) -> int:
     code = submit.run_argv([*words, *(["--json"] if args.json else [])])
     if code not in (exits.OK, exits.INTERRUPTED):
         note(f"test: failed on {args.target}; the line that begins with FAILED names the check")
+    if code == exits.OK:
+        note(f"test: all went well: training works on {args.target}")
     return code

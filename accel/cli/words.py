@@ -24,6 +24,7 @@ def split(
     *,
     first_word_ends: bool,
     many: Collection[str] = (),
+    maybe: Collection[str] = (),
 ) -> tuple[list[str], list[str]]:
     """A command's own options, each as one word (`--name=value` or `--flag`), and all the other words.
 
@@ -31,6 +32,7 @@ def split(
     first_word_ends: the first word that is not an option, and all that follow it, are handed back untouched.
                      A `--` before that word says that it is not an option and is dropped; any later one is kept.
     many:            those options whose value may be several words, up to the next option: `--name=a --name=b`.
+    maybe:           those that may go without their value, which then stands behind a `=` only.
 
     Raises UsageError for an unknown option, and for a value that is missing or not wanted.
     """
@@ -58,7 +60,7 @@ def split(
 
                 near = nearest(_dashed(spelled), options)
                 raise UsageError(command, f"unknown option {spelled!r}{near} ({command} --help lists them)")
-            if options[name]:
+            if options[name] and (equals or name not in maybe):
                 own.append(f"{name}={value if equals else _next_word(command, known, name, rest)}")
                 open_option = name if name in many and not equals else ""
             elif equals:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from accel.cli.launch import resolved, settled
+from accel.cli.launch_file import default_folder, default_path
 from accel.cli.words import UsageError
 from accel.errors import ArgumentError
 from accel.launch.engines import launch
@@ -17,8 +18,7 @@ from accel.launch.options import add_arguments
 from accel.launch.worker import Program
 from accel.settings import defaults
 
-_HOME = Path(os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface"))
-cache_dir = str(_HOME.expanduser() / "accelerate")
+cache_dir = default_folder()
 default_json_config_file = os.path.join(cache_dir, "default_config.json")
 default_yaml_config_file = os.path.join(cache_dir, "default_config.yaml")
 default_config_file = default_yaml_config_file
@@ -40,7 +40,7 @@ def load_config_from_file(config_file: str | os.PathLike[str] | None) -> Configu
 
     Raises `ArgumentError` where there is none, or it cannot be read.
     """
-    path = Path(config_file or (default_yaml_config_file if _exists() else default_json_config_file))
+    path = Path(config_file or default_path())
     try:
         text = path.read_text()
     except OSError as error:
@@ -49,10 +49,6 @@ def load_config_from_file(config_file: str | os.PathLike[str] | None) -> Configu
     if not isinstance(values, dict):
         raise ArgumentError(f"configuration file {path} holds no names and values")
     return Configuration(values)
-
-
-def _exists() -> bool:
-    return os.path.isfile(default_yaml_config_file)
 
 
 def _yaml(text: str) -> Any:

@@ -98,6 +98,7 @@ TABLE: dict[str, dict[str, str]] = {
     "accelerate.utils.fsdp_utils": {
         "accel.compat.unbuilt": "load_fsdp_model load_fsdp_optimizer save_fsdp_model save_fsdp_optimizer",
         "accel.compat.small": "get_parameters_from_modules",
+        "accel.checkpoint.merging": "merge_fsdp_weights",
     },
     "accelerate.utils.imports": {
         "accel.available": "deepspeed_required is_4bit_bnb_available is_8bit_bnb_available is_aim_available "

@@ -1,17 +1,21 @@
-"""What a forward keeps for its backward, counted on a model without memory.
+"""What a step of training takes beside weights, gradients and the optimizer, counted on a model without memory.
 
-The model computes with torch's fake tensors, as if on the CPU: they have shapes and types, the operators that would run
-are those that run there, and what autograd saves is asked of it. So attention counts as the fused kernel that it is.
+The model computes with torch's fake tensors, as if on the CPU: they have shapes and types, and the operators that would
+run are those that run there. So attention counts as the fused kernel that it is; what a kernel takes inside itself does
+not count.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from accel.errors import AccelError
 from accel.estimating.subject import Subject, on_meta
@@ -25,9 +29,9 @@ class Unmeasured(AccelError):
 
 
 def measure(subject: Subject, way: Way, *, batch_size: int, sequence_length: int, checkpointing: bool = False) -> int:
-    """Bytes that are alive between forward and backward, weights apart. Raises `Unmeasured`, in one line.
+    """What `step_bytes` counts of ``subject``. Raises `Unmeasured`, in one line.
 
-    Under autocast the weights' copies in bfloat16 are among them, for autograd keeps those.
+    Under autocast the weights' copies in bfloat16 are in it, for autograd keeps those.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -40,37 +44,103 @@ def measure(subject: Subject, way: Way, *, batch_size: int, sequence_length: int
             if checkpointing:
                 _checkpoint(model)
             inputs = subject.inputs(model, batch_size, sequence_length)
-            return saved_bytes(model.train(), dict(inputs), way)
+            return step_bytes(model.train(), dict(inputs), way)
     except AccelError as error:
         raise Unmeasured(str(error)) from None
     except Exception as error:
         said = " ".join(f"{type(error).__name__}: {error}".split())
-        raise Unmeasured(f"{type(error).__name__} in its forward: {said[:200]}") from error
+        raise Unmeasured(f"{type(error).__name__} in its forward or backward: {said[:200]}") from error
 
 
-def saved_bytes(model: nn.Module, inputs: dict[str, Any], way: Way) -> int:
-    """Run ``model`` forward and count the memory that autograd keeps and that is not the model's own."""
+def step_bytes(model: nn.Module, inputs: dict[str, Any], way: Way) -> int:
+    """The most that is alive at any moment of a forward and backward, but for weights, buffers and weights' gradients.
+
+    The batch counts, and the outputs until the backward has ended, as a loop that names them keeps them.
+    """
     if way == "bfloat16":
         inputs = {name: _in_bfloat16(value) for name, value in inputs.items()}
-    own = {tensor.untyped_storage()._cdata for tensor in [*model.parameters(), *model.buffers()]}
-    with _counting(own) as kept, _autocast(way):
-        outputs = model(**inputs)
-    del outputs
-    return sum(storage.nbytes() for storage in kept.values())
+    taken = _Taken([*model.parameters(), *model.buffers()], tree_leaves(inputs))
+    with _gradients_apart(model, taken), taken:
+        with _autocast(way):
+            outputs = model(**inputs)
+        loss = _loss(outputs)
+        if loss.requires_grad:
+            loss.backward()  # type: ignore[no-untyped-call]
+        del outputs, loss
+    model.zero_grad()
+    return taken.most()
+
+
+class _Taken(TorchDispatchMode):
+    """Notes each memory that an operator takes while this is on, and when it is let go of."""
+
+    def __init__(self, own: Iterable[torch.Tensor], batch: Iterable[object]) -> None:
+        super().__init__()
+        self._events: list[tuple[int, int]] = []  # the number of a memory, and bytes: taken, or less than 0 when let go
+        self._apart: set[int] = set()
+        # One alive is known by its address; the weak reference tells when that is free for another.
+        self._alive: dict[int, tuple[int, weakref.ref[Any] | None]] = {
+            t.untyped_storage()._cdata: (-1, None) for t in own
+        }
+        for tensor in batch:
+            self._note(tensor)
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            self._note(tensor)
+        return made
+
+    def _note(self, tensor: object) -> None:
+        if not isinstance(tensor, torch.Tensor):
+            return
+        storage = tensor.untyped_storage()
+        address, size, number = storage._cdata, storage.nbytes(), len(self._events)
+        if address in self._alive:
+            return
+
+        def gone(_: object) -> None:
+            self._events.append((number, -size))
+            self._alive.pop(address, None)
+
+        self._events.append((number, size))
+        self._alive[address] = (number, weakref.ref(storage, gone))
+
+    def set_apart(self, tensor: torch.Tensor) -> None:
+        """It counts elsewhere, from its first moment on."""
+        self._apart.add(self._alive[tensor.untyped_storage()._cdata][0])
+
+    def most(self) -> int:
+        now = most = 0
+        for number, size in self._events:
+            now += 0 if number in self._apart else size
+            most = max(most, now)
+        return most
 
 
 @contextlib.contextmanager
-def _counting(own: set[int]) -> Iterator[dict[int, Any]]:
-    kept: dict[int, Any] = {}  # holding a storage keeps its address from being given to another
+def _gradients_apart(model: nn.Module, taken: _Taken) -> Iterator[None]:
+    def accumulated(parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            taken.set_apart(parameter.grad)
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in own:
-            kept[storage._cdata] = storage
-        return tensor
+    hooks = [p.register_post_accumulate_grad_hook(accumulated) for p in model.parameters() if p.requires_grad]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        yield kept
+
+def _loss(outputs: Any) -> torch.Tensor:
+    """The model's own; else the sum of all that it gives, which takes no memory."""
+    own = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+    if isinstance(own, torch.Tensor):
+        return own
+    given = [t for t in tree_leaves(outputs) if isinstance(t, torch.Tensor) and t.requires_grad]
+    return torch.stack([t.sum() for t in given]).sum() if given else torch.zeros(())
 
 
 def _autocast(way: Way) -> contextlib.AbstractContextManager[object]:

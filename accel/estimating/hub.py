@@ -24,7 +24,7 @@ def fetch_config(name: str) -> str:
     if find_spec("huggingface_hub") is None:
         raise NotFound(f"{name} is no file or directory, and a name on the Hub needs: pip install huggingface_hub")
     try:
-        from huggingface_hub import errors, hf_hub_download
+        from huggingface_hub import constants, errors, hf_hub_download
         from huggingface_hub.utils import logging
     except Exception as error:
         raise NotFound(f"{name}: huggingface_hub cannot be imported: {type(error).__name__}: {error}") from None
@@ -32,21 +32,45 @@ def fetch_config(name: str) -> str:
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # it would tell of every attempt
     where = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     try:
-        return os.path.dirname(hf_hub_download(name, "config.json"))
+        return _without_network(name) or os.path.dirname(hf_hub_download(name, "config.json"))
     except errors.GatedRepoError:
         raise NotFound(f"{name} is gated: ask for access on its page, then log in: hf auth login") from None
     except errors.RepositoryNotFoundError:
         raise NotFound(
             f"{name}: no such file, directory or model on {where}; a private one needs: hf auth login"
         ) from None
-    except errors.LocalEntryNotFoundError:
-        raise NotFound(f"{name}: {where} cannot be reached, and its config.json is not in the cache") from None
+    except (_Unreachable, errors.LocalEntryNotFoundError):
+        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{where} cannot be reached"
+        raise NotFound(f"{name}: {why}, and its config.json is not in the cache") from None
     except errors.EntryNotFoundError:
         raise NotFound(f"{name} has no config.json on {where}: name one of its safetensors files instead") from None
     except errors.HFValidationError:
         raise NotFound(f"{name!r} is no file or directory here, and no name that a model on the Hub can have") from None
     except (OSError, errors.HfHubHTTPError) as error:
         raise NotFound(f"{name}: {where} failed: {' '.join(str(error).split())}") from None
+
+
+class _Unreachable(Exception):
+    pass
+
+
+def _without_network(name: str) -> str | None:
+    """The cache's folder where the Hub does not answer, at once: `hf_hub_download` would ask for half a minute.
+
+    None where it answers, whatever that is. Raises `_Unreachable` when there is nothing in the cache either.
+    """
+    from huggingface_hub import errors, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+
+    try:
+        get_hf_file_metadata(hf_hub_url(name, "config.json"))
+    except (errors.HfHubHTTPError, errors.EntryNotFoundError, errors.HFValidationError):
+        return None
+    except Exception:  # the connection's own errors: requests', httpx's or the system's, by the version of the package
+        cached = try_to_load_from_cache(name, "config.json")
+        if not isinstance(cached, str):
+            raise _Unreachable from None
+        return os.path.dirname(cached)
+    return None
 
 
 def read_config(folder: str) -> Mapping[str, Any]:

@@ -88,6 +88,6 @@ def _gathered(strategy: str, shape: Shape, n: int, compute: int) -> int:
         return 4 * shape.trained  # the buckets in which gradients travel
     if strategy == "fsdp":
         whole = min(shape.trained, shape.outside + 2 * shape.unit)
-        return compute * (whole + max(shape.unit, shape.outside))
+        return compute * (whole + 2 * max(shape.unit, shape.outside))  # gradients are copied together to be reduced
     largest = max(shape.unit, shape.leaf)
     return compute * (min(shape.trained, 2 * largest) + largest) if strategy == "zero3" else 0

@@ -42,6 +42,9 @@ def find(name: str, library: str | None = None, *, trust_remote_code: bool = Fal
 
     Raises `NotFound` or `ArgumentError`, in one line.
     """
+    if name.endswith(".py") and os.path.isfile(name):
+        module = os.path.splitext(os.path.normpath(name))[0].replace(os.sep, ".")
+        raise NotFound(f"{name} is code: name what makes the model in it, as in {module}:FACTORY")
     if name.endswith((".safetensors", ".safetensors.index.json")) or os.path.isfile(name):
         from accel.estimating.files import of_file
 

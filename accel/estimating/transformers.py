@@ -24,6 +24,7 @@ def of_config(name: str, folder: str, config: Mapping[str, Any], *, trust_remote
         from transformers import AutoConfig
     except Exception as error:
         raise NotFound(f"{name}: transformers cannot be imported: {type(error).__name__}: {error}") from None
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # of settings that take no memory
     remote = bool(config.get("auto_map")) and config.get("model_type") not in transformers.CONFIG_MAPPING
     if remote and not trust_remote_code:
         raise NotFound(f"{name} is defined by code of its own: read it, and if you trust it, give --trust_remote_code")

@@ -35,6 +35,7 @@ from .report import Exit, Failure, diagnose, error_in_log, first, oom_kill_count
 _PEER_CHECK_S = 0.5
 _KILL_ALLOWANCE_S = 5.0
 _ECHO_WAIT_S = 3.0
+_OTHERS_END_S = 300.0  # as torchrun
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +68,7 @@ class GangAgent(SimpleElasticAgent):
         poll_s: float,
         meeting: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
-        super().__init__(spec, exit_barrier_timeout=0)
+        super().__init__(spec, exit_barrier_timeout=_OTHERS_END_S)
         self._server = server
         self._settings = settings
         self._observe = observe
@@ -131,7 +132,11 @@ class GangAgent(SimpleElasticAgent):
         self._end_ranks(death_sig, self._settings.grace_s)
 
     def _exit_barrier(self) -> None:
-        """Nothing to wait for: success is only reported once every node has succeeded."""
+        """Ours reports success only once every node has succeeded. In torch's rendezvous a node waits for the others
+        here: with the one that keeps the store, those that still work would lose it."""
+        if not isinstance(self._worker_group.spec.rdzv_handler, GangRendezvous):
+            with self._meeting():
+                super()._exit_barrier()  # type: ignore[no-untyped-call]
 
     # How the gang stands.
 

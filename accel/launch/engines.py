@@ -8,6 +8,7 @@ DeepSpeed and Megatron-LM on one machine) runs in our gang, with that environmen
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -17,16 +18,20 @@ from dataclasses import replace
 from typing import Any
 
 from . import node
-from .errors import LaunchError
+from .errors import LaunchError, Refused
 from .node import Launch
 from .worker import Program
 
-# setting -> (the package that it needs, its name for people, the extra that installs it).
+_GCLOUD = ("gcloud", "compute", "tpus", "tpu-vm")
+_EXTRA = "pip install 'accel-launch[{}]'"
+# setting -> (the package that it needs, its name for people, what installs it).
 _NEEDS = {
-    "use_deepspeed": ("deepspeed", "DeepSpeed", "deepspeed"),
-    "use_megatron_lm": ("megatron", "Megatron-LM", "megatron"),
-    "tpu": ("torch_xla", "torch_xla", "tpu"),
-}
+    "use_deepspeed": ("deepspeed", "DeepSpeed", _EXTRA.format("deepspeed")),
+    # Accelerate trains with its `megatron.training`, which no package index has; the extra holds its core alone.
+    "use_megatron_lm": ("megatron.training", "Megatron-LM", f"{_EXTRA.format('megatron')}, then put a clone of "
+                        "https://github.com/NVIDIA/Megatron-LM on PYTHONPATH"),
+    "tpu": ("torch_xla", "torch_xla", _EXTRA.format("tpu")),
+}  # fmt: skip
 
 
 def launch(options: Mapping[str, Any], program: Program) -> int:
@@ -34,13 +39,13 @@ def launch(options: Mapping[str, Any], program: Program) -> int:
 
     Raises LaunchError for what cannot be, such as a package that is not installed.
     """
+    if options["tpu"] and options["tpu_use_cluster"] and not options["no_tpu_cluster"]:
+        return _run_on_pod(options, program)
     refuse_missing(options)
     if options["compute_environment"] == "AMAZON_SAGEMAKER":
         from .sagemaker import submit
 
         return submit(options, program)
-    if options["tpu"] and options["tpu_use_cluster"] and not options["no_tpu_cluster"]:
-        return _run(pod_command(options, program), {})
     run = planned(options, program)
     if options["use_deepspeed"] and _has_own_launcher(options, run):
         return _run_deepspeed(options, program, run)
@@ -51,7 +56,7 @@ def launch(options: Mapping[str, Any], program: Program) -> int:
 
 def planned(options: Mapping[str, Any], program: Program, env: Mapping[str, str] = os.environ) -> Launch:
     """`node.plan`, with what an engine wants changed in the environment and in the program."""
-    run = node.plan(_started_once(options), program, env)
+    run = node.plan(started_once(options), program, env)
     extra = dict(run.env) | options.get("overridden", {})
     if options["use_deepspeed"]:
         paths = [path for path in (extra.get("PYTHONPATH") or env.get("PYTHONPATH", "")).split(os.pathsep) if path]
@@ -62,7 +67,7 @@ def planned(options: Mapping[str, Any], program: Program, env: Mapping[str, str]
     return replace(run, env=extra)
 
 
-def _started_once(options: Mapping[str, Any]) -> Mapping[str, Any]:
+def started_once(options: Mapping[str, Any]) -> Mapping[str, Any]:
     """Where one command starts the ranks of all machines, which of them this is needs no saying."""
     once = options["mpirun_hostfile"] or (options["use_deepspeed"] and not _each_by_itself(options))
     if options["num_machines"] is None or not once:
@@ -73,34 +78,49 @@ def _started_once(options: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _each_by_itself(options: Mapping[str, Any]) -> bool:
     """Whether the launcher is started on every machine, as ours is."""
-    return (options["deepspeed_multinode_launcher"] or "pdsh") in ("standard", "nossh")
+    return _starter(options) in ("standard", "nossh")
+
+
+def _starter(options: Mapping[str, Any], env: Mapping[str, str] = os.environ) -> str:
+    """What starts DeepSpeed's ranks: pdsh from one machine, but where a scheduler or a job has started each of them."""
+    from schedulers.topology import RULES
+
+    there = any(marker in env for marker in (*RULES, "ACCEL_JOB_ID"))
+    return options["deepspeed_multinode_launcher"] or ("standard" if there else "pdsh")
 
 
 def refuse_missing(options: Mapping[str, Any]) -> None:
     """Raises LaunchError for an engine whose package is not installed here, with what installs it."""
-    for name, (package, shown, extra) in _NEEDS.items():
+    for name, (package, shown, remedy) in _NEEDS.items():
         if options[name]:
-            _need(package, f"--{name}", shown, extra)
+            _need(package, f"--{name}", shown, remedy)
     if options["compute_environment"] == "AMAZON_SAGEMAKER":
-        _need("sagemaker", "compute_environment: AMAZON_SAGEMAKER", "the SageMaker SDK", "sagemaker")
+        _need("sagemaker", "compute_environment: AMAZON_SAGEMAKER", "the SageMaker SDK", _EXTRA.format("sagemaker"))
 
 
-def _need(package: str, asked: str, shown: str, extra: str) -> None:
+def _need(package: str, asked: str, shown: str, remedy: str) -> None:
+    if not _is_there(package):
+        raise LaunchError(f"{asked}: {shown} is not installed in {sys.executable}: {remedy}")
+
+
+def _is_there(module: str) -> bool:
     from importlib.util import find_spec
 
-    if find_spec(package) is None:
-        raise LaunchError(f"{asked}: {shown} is not installed in {sys.executable}: pip install 'accel-launch[{extra}]'")
+    try:
+        return find_spec(module) is not None
+    except ImportError:  # of what it is a part of
+        return False
 
 
 def _has_own_launcher(options: Mapping[str, Any], run: Launch) -> bool:
-    return run.max_nodes > 1 and (options["deepspeed_multinode_launcher"] or "pdsh") != "standard"
+    return run.max_nodes > 1 and _starter(options) != "standard"
 
 
 def deepspeed_command(options: Mapping[str, Any], program: Program, run: Launch) -> list[str]:
     """The `deepspeed` command line that starts the ranks on all machines, once, from one of them."""
-    launcher = options["deepspeed_multinode_launcher"] or "pdsh"
+    launcher = _starter(options)
     if options["deepspeed_hostfile"] is None:
-        raise LaunchError(f"--use_deepspeed on {run.max_nodes} machines needs --deepspeed_hostfile")
+        raise Refused(f"--use_deepspeed on {run.max_nodes} machines needs --deepspeed_hostfile")
     command = ["deepspeed", "--hostfile", str(options["deepspeed_hostfile"])]
     if launcher == "nossh":
         command += ["--node_rank", str(run.node_rank), "--no_ssh"]
@@ -167,22 +187,47 @@ def tpu_program(options: Mapping[str, Any], program: Program) -> Program:
 
 
 def pod_command(options: Mapping[str, Any], program: Program) -> list[str]:
-    """torch_xla's command line that runs this launch on every host of a pod."""
-    if options["tpu_name"] is None and not options["vm"]:
-        raise LaunchError("--tpu_cluster needs the pod's name: tpu_name in the configuration file, or --vm")
-    if program.entry == "command":
-        raise LaunchError("--tpu_cluster and --no_python contradict each other: keep one")
+    """The command line of torch_xla's xla_dist (up to 2.3) that runs this launch on every host of a pod."""
     command = [sys.executable, "-m", "torch_xla.distributed.xla_dist", "--restart-tpuvm-pod-server"]
     command += [f"--tpu={options['tpu_name']}"] if options["tpu_name"] else []
     command += [f"--vm={name}" for name in options["vm"] or []]
-    command += [f"--env={pair}" for pair in [*(options["env"] or []), "ACCELERATE_IN_TPU_POD=1"]]
+    command += [f"--env={pair}" for pair in _pod_variables(options)]
+    return [*command, "--", *(["sudo"] if options["tpu_use_sudo"] else []), *_on_a_host(options, program)]
+
+
+def _run_on_pod(options: Mapping[str, Any], program: Program) -> int:
+    """By xla_dist where torch_xla has it, else by gcloud, from any machine. The code of the first host that failed."""
+    from .tpu import pod
+
+    name, zone = options["tpu_name"], options["tpu_zone"]
+    if name is None and not options["vm"]:
+        raise Refused("--tpu_cluster needs the pod's name: tpu_name in the configuration file, or --vm")
+    if _is_there("torch_xla.distributed.xla_dist"):
+        return _run(pod_command(options, program), {})
+    if name is None or zone is None or options["vm"]:
+        raise Refused(
+            "--tpu_cluster: gcloud finds a pod by tpu_name and tpu_zone in the configuration file, not by --vm"
+        )
+    words = [*(["sudo"] if options["tpu_use_sudo"] else []), "env", *_pod_variables(options)]
+    try:
+        return pod.run(_GCLOUD, name, zone, [shlex.join([*words, *_on_a_host(options, program)])])
+    except pod.PodError as error:
+        raise LaunchError(str(error)) from None
+
+
+def _pod_variables(options: Mapping[str, Any]) -> list[str]:
+    return [*(options["env"] or []), "ACCELERATE_IN_TPU_POD=1"]
+
+
+def _on_a_host(options: Mapping[str, Any], program: Program) -> list[str]:
+    """This launch, as each host of the pod runs it."""
     there = ["accel-launch", "--tpu", "--no_tpu_cluster", "--num_machines", "1"]
     for name in ("num_processes", "mixed_precision"):
         there += [f"--{name}", str(options[name])] if options[name] is not None else []
     there += ["--main_training_function", options["main_training_function"] or "main"]
     there += ["--downcast_bf16"] if options["downcast_bf16"] else []
     there += ["-m"] if program.entry == "module" else []
-    return [*command, "--", *(["sudo"] if options["tpu_use_sudo"] else []), *there, *program.argv]
+    return [*there, *program.argv]
 
 
 def _run(command: list[str], env: Mapping[str, str]) -> int:

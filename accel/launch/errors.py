@@ -7,5 +7,9 @@ class LaunchError(Exception):
     """The ranks cannot be started as asked."""
 
 
+class Refused(LaunchError):
+    """What is asked for cannot be: the flags, the file or the scheduler's variables are wrong. Nothing was started."""
+
+
 class RendezvousFailed(LaunchError):
     """The nodes did not find each other in time."""

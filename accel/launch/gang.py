@@ -18,7 +18,7 @@ from schedulers.processes import descendants, end_all
 
 from . import guard, report
 from .agent import GangAgent, RankSettings
-from .errors import LaunchError
+from .errors import LaunchError, Refused
 from .forkserver import ForkServer, ServerGone
 from .node import Launch, die_of, log_path, recorder, said_again, say
 from .preload import preload
@@ -218,4 +218,4 @@ def _seconds(run: Launch, name: str, default: float) -> float:
     try:
         return float(text) if text is not None else default
     except ValueError:
-        raise LaunchError(f"--rdzv_conf {name} must be seconds, not {text!r}") from None
+        raise Refused(f"--rdzv_conf {name} must be seconds, not {text!r}") from None

@@ -20,7 +20,8 @@ from schedulers.topology import Topology, number
 
 from . import compat, environment, guard
 from .devices import VISIBLE, Devices, find, only_cpu
-from .errors import LaunchError, RendezvousFailed
+from .errors import LaunchError, Refused, RendezvousFailed
+from .placing import Place, check_spread, place
 from .tee import parse
 from .worker import Program, exec_command, ignore_warnings
 
@@ -53,6 +54,7 @@ class Launch:
     quiet: bool = False
     node_names: tuple[str, ...] = ()  # by rank, where a scheduler has told them
     source: str = ""  # what has told how many machines there are and which of them this is
+    told: str = ""  # what it has, for people
     requeued: bool = False  # by its scheduler, when its ranks were warned
     events: str | None = None  # where to tell what happens, instead of beside the logs
 
@@ -63,35 +65,33 @@ class Launch:
 
 
 def plan(options: Mapping[str, Any], program: Program, env: Mapping[str, str] = os.environ) -> Launch:
-    """What the flags mean on this machine. Raises LaunchError for what cannot be."""
+    """What the flags mean on this machine. Raises Refused for what cannot be."""
     wrong = contradictions(options)
     if wrong:
-        raise LaunchError(wrong)
+        raise Refused(wrong)
     _check_program(program)
     parse(options["tee"])
     devices = _devices(options, env)
-    found = _topology(env, by_hand=options["num_machines"] is not None)
-    low, high, rank, address = _machines(options, found)
-    if options["num_machines"] is not None:
-        _check_agreement(options, found, low, high)
-        found = Topology(node_rank=0, nodes=1, master=address)  # what is said by hand goes before what is found
-    processes = _per_node(options["num_processes"], low, devices)
+    placed = place(options, env)
+    found, nodes = placed.found, placed.nodes
+    processes = _per_node(options["num_processes"], nodes, devices)
     _check_gpus(processes, devices, options)
     extra = environment.training(options, devices) | environment.threads(
         options["num_cpu_threads_per_process"], processes, devices, env
     )
     if options["compat"] or compat.is_asked(env):
         extra |= compat.variables(env)
-    port = _port(options["main_process_port"], high, found)
+    port = _port(options["main_process_port"], placed.max_nodes, found)
     return Launch(
-        program=program, processes=processes, nodes=low, max_nodes=high, node_rank=rank, address=address,
-        port=port, env=extra, rdzv_backend=options["rdzv_backend"],
+        program=program, processes=processes, nodes=nodes, max_nodes=placed.max_nodes, node_rank=placed.rank,
+        address=placed.address, port=port, env=extra, rdzv_backend=options["rdzv_backend"],
         rdzv_conf=_pairs(options["rdzv_conf"]), run_id=options["rdzv_id"] or env.get("ACCEL_JOB_ID") or "accel",
         role=options["role"], max_restarts=options["max_restarts"], grace_s=options["shutdown_timeout"],
         monitor_interval_s=options["monitor_interval"], log_dir=options["log_dir"], tee=options["tee"],
         spawn=(options["start_method"] or ("spawn" if sys.platform == "darwin" else "fork")) == "spawn",
         quiet=options["quiet"], first_attempt=_first_attempt(env, found), node_names=found.names,
-        source=found.source, requeued="ACCEL_REQUEUED" in env and guard.LAUNCH_ID not in env,
+        source=found.source, told=_told(placed, port, env),
+        requeued="ACCEL_REQUEUED" in env and guard.LAUNCH_ID not in env,
         events=None if guard.LAUNCH_ID in env else env.get("ACCEL_LAUNCH_EVENTS"),
     )  # fmt: skip
 
@@ -103,8 +103,8 @@ def launch(run: Launch) -> int:
     this process's place.
     """
     _open_standard_descriptors()
-    if run.source and run.node_rank == 0 and not run.quiet:
-        say(f"accel launch: {run.nodes} nodes, node 0 at {run.address}:{run.port}, as {run.source} says")
+    if run.told and not run.quiet:
+        say(f"accel launch: {run.told}")
     ignore_warnings()  # from the first moment: loading torch takes a second, and a scheduler's warning may come in it
     if run.log_dir:
         _check_log_dir(run.log_dir)
@@ -215,7 +215,7 @@ def _check_log_dir(log_dir: str) -> None:
         os.makedirs(log_dir, exist_ok=True)
         os.close(os.open(os.path.join(log_dir, "launch.jsonl"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666))
     except OSError as error:
-        raise LaunchError(f"--log_dir {log_dir} cannot be written to: {error.strerror}") from None
+        raise Refused(f"--log_dir {log_dir} cannot be written to: {error.strerror}") from None
 
 
 def _free_port() -> int:
@@ -230,9 +230,9 @@ def _check_program(program: Program) -> None:
     name = program.argv[0]
     if program.entry == "script" and not os.path.exists(name):
         here = os.getcwd()
-        raise LaunchError(f"there is no script {name!r} in {here}{_near_script(name)}")
+        raise Refused(f"there is no script {name!r} in {here}{_near_script(name)}")
     if program.entry == "command" and shutil.which(name) is None:
-        raise LaunchError(f"there is no command {name!r} on PATH ({os.environ.get('PATH', '')})")
+        raise Refused(f"there is no command {name!r} on PATH ({os.environ.get('PATH', '')})")
 
 
 def _near_script(name: str) -> str:
@@ -247,11 +247,18 @@ def _near_script(name: str) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
+def _told(placed: Place, port: int, env: Mapping[str, str]) -> str:
+    """Said once, by node 0; a job that a target watches over has it on record."""
+    if not placed.found.source or placed.rank != 0 or "ACCEL_LAUNCH_EVENTS" in env:
+        return ""
+    return f"{placed.nodes} nodes, node 0 at {placed.address}:{port}, as {placed.found.source} says"
+
+
 def _first_attempt(env: Mapping[str, str], found: Topology) -> int:
     try:
         return number(env, "ACCEL_ATTEMPT", default=found.attempt)
     except SpecError as error:
-        raise LaunchError(str(error)) from None
+        raise Refused(str(error)) from None
 
 
 def _devices(options: Mapping[str, Any], env: Mapping[str, str]) -> Devices:
@@ -261,102 +268,36 @@ def _devices(options: Mapping[str, Any], env: Mapping[str, str]) -> Devices:
     if not options["gpu_ids"] or options["gpu_ids"] == "all":
         return found
     if found.kind not in VISIBLE:
-        raise LaunchError(f"--gpu_ids {options['gpu_ids']}: this machine shows no GPU")
+        raise Refused(f"--gpu_ids {options['gpu_ids']}: this machine shows no GPU")
     chosen = find({**env, VISIBLE[found.kind]: options["gpu_ids"]})
     wanted = options["gpu_ids"].count(",") + 1
     if chosen.kind != found.kind or chosen.count != wanted:
-        raise LaunchError(f"--gpu_ids {options['gpu_ids']}: the GPUs here are 0 … {found.count - 1}, each named once")
+        raise Refused(f"--gpu_ids {options['gpu_ids']}: the GPUs here are 0 … {found.count - 1}, each named once")
     return chosen
-
-
-def _topology(env: Mapping[str, str], *, by_hand: bool) -> Topology:
-    """What the scheduler says. Flags make good for what cannot be understood of it."""
-    alone = Topology(node_rank=0, nodes=1, master="127.0.0.1")
-    if guard.LAUNCH_ID in env:  # a rank's program starts ranks of its own: these are for this machine
-        return alone
-    try:
-        return Topology.from_env(env)
-    except SpecError as error:
-        if by_hand:
-            return alone
-        raise LaunchError(str(error)) from None
-
-
-def _machines(options: Mapping[str, Any], found: Topology) -> tuple[int, int, int, str]:
-    """Least and most machines, this one's rank, machine 0's address: by flags, else by the scheduler's variables."""
-    if options["num_machines"] is None:
-        if options["machine_rank"] is not None:
-            raise LaunchError(f"--machine_rank {options['machine_rank']} needs --num_machines: how many are there?")
-        return found.nodes, found.nodes, found.node_rank, options["main_process_ip"] or found.master
-    low, high = _range(options["num_machines"])
-    _check_spread(options["num_processes"], low)
-    if high > 1 and options["rdzv_backend"] == "static":
-        if low != high:
-            raise LaunchError("--num_machines MIN:MAX needs --rdzv_backend c10d; static worlds have one size")
-        missing = [name for name in ("machine_rank", "main_process_ip") if options[name] is None]
-        if missing:
-            raise LaunchError(f"{high} machines need " + " and ".join(f"--{name}" for name in missing))
-    if (options["machine_rank"] or 0) >= high:
-        raise LaunchError(f"--machine_rank {options['machine_rank']} is not one of 0 … {high - 1}")
-    if high > 1 and options["main_process_ip"] is None:
-        raise LaunchError(f"{high} machines need --main_process_ip")
-    return low, high, options["machine_rank"] or 0, options["main_process_ip"] or "127.0.0.1"
-
-
-def _check_agreement(options: Mapping[str, Any], found: Topology, low: int, high: int) -> None:
-    """Flags may fill in what a scheduler leaves open; where it has placed this process they must say the same."""
-    if not found.source or found.nodes == 1:
-        return
-    remedy = "leave the machine flags out"
-    if not low <= found.nodes <= high:
-        raise LaunchError(
-            f"--num_machines {options['num_machines']} contradicts {found.source}, which has {found.nodes} nodes: "
-            f"{remedy} (for separate runs, start each in a step of its own: srun --nodes=1)"
-        )
-    rank = options["machine_rank"]
-    if rank is not None and rank != found.node_rank:
-        raise LaunchError(
-            f"--machine_rank {rank} contradicts {found.source}, where this is node {found.node_rank}: {remedy}"
-        )
 
 
 def _port(asked: int | None, machines: int, found: Topology) -> int:
     if asked is None:
         return 0 if machines == 1 else found.port or PORT
     if asked > 65535:
-        raise LaunchError(f"--main_process_port {asked}: ports end at 65535")
+        raise Refused(f"--main_process_port {asked}: ports end at 65535")
     if asked == 0 and machines > 1:
-        raise LaunchError("--main_process_port 0 takes any port, which the other machines could not know: name one")
+        raise Refused("--main_process_port 0 takes any port, which the other machines could not know: name one")
     return asked
 
 
-def _range(text: str) -> tuple[int, int]:
-    low, _, high = str(text).partition(":")
-    if (low + high).isascii() and low.isdigit() and (high or low).isdigit() and 1 <= int(low) <= int(high or low):
-        return int(low), int(high or low)
-    raise LaunchError(f"--num_machines must be a number from 1 on, or MIN:MAX, not {text!r}")
-
-
 def _per_node(total: int | None, machines: int, devices: Devices) -> int:
-    _check_spread(total, machines)
+    check_spread(total, machines)
     return devices.count if total is None else total // machines
-
-
-def _check_spread(total: int | None, machines: int) -> None:
-    if total is not None and (total < 1 or total % machines):
-        raise LaunchError(
-            f"--num_processes {total} cannot be spread evenly over {machines} machines: "
-            "it counts the ranks on all of them"
-        )
 
 
 def _check_gpus(processes: int, devices: Devices, options: Mapping[str, Any]) -> None:
     if options["multi_gpu"] and devices.kind == "cpu":
-        raise LaunchError(
+        raise Refused(
             "--multi_gpu: this machine shows no GPU (nvidia-smi lists them); without the flag the CPU is used"
         )
     if devices.kind in VISIBLE and processes > devices.count:
-        raise LaunchError(
+        raise Refused(
             f"{processes} processes on this machine and {devices.count} visible GPUs: every rank needs one of its own; "
             "use fewer, or --cpu"
         )
@@ -366,7 +307,7 @@ def _pairs(text: str) -> dict[str, str]:
     pairs = [pair.partition("=") for pair in text.split(",") if pair]
     for key, equals, _ in pairs:
         if not key or not equals:
-            raise LaunchError(f"--rdzv_conf takes key=value pairs with commas between them, not {text!r}")
+            raise Refused(f"--rdzv_conf takes key=value pairs with commas between them, not {text!r}")
     return {key.strip(): value.strip() for key, _, value in pairs}
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from accel.settings.worker import variables
 
-from .errors import LaunchError
+from .errors import LaunchError, Refused
 from .worker import Program
 
 _DISTRIBUTION = {"DATA_PARALLEL": {"smdistributed": {"dataparallel": {"enabled": True}}}}
@@ -19,7 +19,13 @@ def submit(options: Mapping[str, Any], program: Program) -> int:
     arguments = estimator_arguments(options, program)
     inputs = dict(_table(options["sagemaker_inputs_file"])) if options["sagemaker_inputs_file"] else None
     os.environ.update(credentials(options))
-    from sagemaker.huggingface import HuggingFace
+    try:
+        from sagemaker.huggingface import HuggingFace
+    except ImportError:  # version 3 has other classes
+        raise LaunchError(
+            "compute_environment: AMAZON_SAGEMAKER needs version 2 of the SageMaker SDK: "
+            "pip install 'accel-launch[sagemaker]'"
+        ) from None
 
     estimator = HuggingFace(**arguments)
     estimator.fit(inputs=inputs)
@@ -28,7 +34,7 @@ def submit(options: Mapping[str, Any], program: Program) -> int:
 
 
 def credentials(options: Mapping[str, Any]) -> dict[str, str]:
-    """The variables by which the SDK finds the account. Raises LaunchError where none could be found."""
+    """The variables by which the SDK finds the account. Raises Refused where none could be found."""
     region = {"AWS_DEFAULT_REGION": str(options["region"])}
     if options["profile"] is not None:
         return region | {"AWS_PROFILE": str(options["profile"])}
@@ -37,20 +43,20 @@ def credentials(options: Mapping[str, Any]) -> dict[str, str]:
         return region | {name.upper(): str(options[name]) for name in names}
     if "AWS_ACCESS_KEY_ID" in os.environ or "AWS_PROFILE" in os.environ:
         return region
-    raise LaunchError(
+    raise Refused(
         "no AWS credentials: name a profile in the configuration file, or set AWS_ACCESS_KEY_ID and "
         "AWS_SECRET_ACCESS_KEY, or give --aws_access_key_id and --aws_secret_access_key"
     )
 
 
 def estimator_arguments(options: Mapping[str, Any], program: Program) -> dict[str, Any]:
-    """What SageMaker's Hugging Face estimator is made with. Raises LaunchError."""
+    """What SageMaker's Hugging Face estimator is made with. Raises Refused."""
     folder, script = os.path.split(program.argv[0])
     if program.entry != "script" or not script.endswith(".py"):
-        raise LaunchError(f"SageMaker runs a Python script, not {program.argv[0]!r}: leave out -m and --no_python")
+        raise Refused(f"SageMaker runs a Python script, not {program.argv[0]!r}: leave out -m and --no_python")
     for name in ("ec2_instance_type", "iam_role_name"):
         if options[name] is None:
-            raise LaunchError(f"the configuration file must say {name} for SageMaker")
+            raise Refused(f"the configuration file must say {name} for SageMaker")
     kind = options["distributed_type"] or "NO"
     environment = {"ACCELERATE_USE_SAGEMAKER": "true", "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE": kind}
     metrics = options["sagemaker_metrics_file"]
@@ -75,7 +81,7 @@ def estimator_arguments(options: Mapping[str, Any], program: Program) -> dict[st
 
 
 def hyperparameters(words: list[str]) -> dict[str, Any]:
-    """The script's `--name value` words, by name, with numbers and truth values as such. Raises LaunchError.
+    """The script's `--name value` words, by name, with numbers and truth values as such. Raises Refused.
 
     SageMaker hands every one back as `--name value`: an option without a value cannot pass.
     """
@@ -84,10 +90,10 @@ def hyperparameters(words: list[str]) -> dict[str, Any]:
     while rest:
         name, equals, value = rest.pop(0).partition("=")
         if not name.startswith("-"):
-            raise LaunchError(f"SageMaker takes --name value, not {name!r}")
+            raise Refused(f"SageMaker takes --name value, not {name!r}")
         if not equals:
             if not rest or _is_option(rest[0]):
-                raise LaunchError(f"SageMaker takes no option without a value: {name}")
+                raise Refused(f"SageMaker takes no option without a value: {name}")
             value = rest.pop(0)
         found[name.lstrip("-")] = _typed(value)
     return found
@@ -108,16 +114,16 @@ def _typed(text: str) -> Any:
 
 
 def _table(path: str) -> list[tuple[str, str]]:
-    """A file of two columns with a tab between them, after its heading. Raises LaunchError."""
+    """A file of two columns with a tab between them, after its heading. Raises Refused."""
     try:
         with open(path, encoding="utf-8") as file:
             lines = file.read().splitlines()[1:]
     except OSError as error:
-        raise LaunchError(f"{path} cannot be read: {error.strerror}") from None
+        raise Refused(f"{path} cannot be read: {error.strerror}") from None
     rows = []
     for number, line in enumerate(lines, start=2):
         name, tab, value = line.partition("\t")
         if not tab:
-            raise LaunchError(f"{path}:{number}: two columns with a tab between them, not {line!r}")
+            raise Refused(f"{path}:{number}: two columns with a tab between them, not {line!r}")
         rows.append((name, value.strip()))
     return rows

@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Iterable
 
-from .errors import LaunchError
+from .errors import Refused
 
 _INTERVAL_S = 0.05
 _CHUNK = 1 << 16
@@ -83,7 +83,7 @@ def _print(data: bytes) -> None:
 
 def parse(spec: str) -> dict[int | None, int]:
     """`3` for all ranks or `0:3,1:1` for some; a number says which of stdout (1) and stderr (2) torchrun would tee,
-    which here are one stream. Raises LaunchError."""
+    which here are one stream. Raises Refused."""
     try:
         if ":" not in spec:
             streams: dict[int | None, int] = {None: int(spec)}
@@ -93,5 +93,5 @@ def parse(spec: str) -> dict[int | None, int]:
     except ValueError:
         streams = {None: -1}
     if any(value not in range(4) for value in streams.values()):
-        raise LaunchError(f"--tee takes 0 to 3, or LOCAL_RANK:N pairs with commas between them, not {spec!r}")
+        raise Refused(f"--tee takes 0 to 3, or LOCAL_RANK:N pairs with commas between them, not {spec!r}")
     return streams

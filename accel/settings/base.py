@@ -92,6 +92,7 @@ class Group(NamedTuple):
 
     section: the section of the file that holds them; "" is the file itself.
     prefix:  what a key in that section may leave out of the name.
+    example: what follows `accel launch` in a line that uses it; "" where no flag of it is one.
     on:      the setting, with its value, without which the others of the group have no effect; None if they always do.
     """
 
@@ -101,6 +102,7 @@ class Group(NamedTuple):
     section: str = ""
     prefix: str = ""
     on: tuple[str, Any] | None = None
+    example: str = ""
 
 
 def switch(name: str, help: str, **rest: Any) -> Setting:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -64,7 +65,7 @@ def _found(options: Options, sources: Mapping[str, str]) -> Iterator[str]:
     pairs = [(ways[0], ways[1])] if len(ways) > 1 else []
     for one, other in [*pairs, *(pair for pair in PAIRS if all(is_given(name, options) for name in pair))]:
         yield f"{said(one)} and {said(other)} contradict each other: keep one"
-    for rule in (_fsdp, _parallelism, _nvme, _fp8, _keys):
+    for rule in (_least, _fsdp, _parallelism, _sizes, _nvme, _fp8, _keys, _variables):
         yield from rule(options, said)
 
 
@@ -72,6 +73,29 @@ def is_given(name: str, options: Options) -> bool:
     """Whether the setting asks for anything."""
     value = options.get(name)
     return not (value is None or value is False or value == "" or (name == "gpu_ids" and value == "all"))
+
+
+# Numbers of which there cannot be none.
+_FROM_ONE = (
+    "num_cpu_threads_per_process", "gradient_accumulation_steps", "megatron_lm_tp_degree", "megatron_lm_pp_degree",
+    *(f"parallelism_config_{name}_size" for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp")),
+)  # fmt: skip
+
+
+def _least(options: Options, said: Callable[[str], str]) -> Iterator[str]:
+    for name in _FROM_ONE:
+        if options[name] == 0:
+            yield f"{said(name)}: it must be 1 or more"
+
+
+def _sizes(options: Options, said: Callable[[str], str]) -> Iterator[str]:
+    if not (options["use_parallelism_config"] and options["use_fsdp"] and options["num_processes"]):
+        return
+    names = [name for name in _FROM_ONE if name.startswith("parallelism_config_") and options[name] > 1]
+    product = math.prod(options[name] for name in names)
+    if names and product != options["num_processes"]:
+        sizes = " times ".join(said(name) for name in names)
+        yield f"{said('num_processes')} and {sizes} contradict each other: the sizes' product is {product}"
 
 
 def _fsdp(options: Options, said: Callable[[str], str]) -> Iterator[str]:
@@ -115,3 +139,10 @@ def _keys(options: Options, said: Callable[[str], str]) -> Iterator[str]:
     given = [name for name in names if options[name]]
     if len(given) == 1:
         yield f"--{given[0]} needs --{names[1 - names.index(given[0])]}"
+
+
+def _variables(options: Options, said: Callable[[str], str]) -> Iterator[str]:
+    for pair in options["env"] or []:
+        name, equals, _ = pair.partition("=")
+        if not (name and equals):
+            yield f"--env {pair}: a variable for the hosts is NAME=VALUE"

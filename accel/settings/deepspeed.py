@@ -46,4 +46,5 @@ DEEPSPEED = Group(
     ),
     section="deepspeed_config",
     on=("use_deepspeed", True),
+    example="--use_deepspeed --zero_stage 3 --offload_optimizer_device cpu train.py",
 )  # fmt: skip

@@ -33,4 +33,5 @@ FP8 = Group(
     section="fp8_config",
     prefix="fp8_",
     on=("mixed_precision", "fp8"),
+    example="--mixed_precision fp8 --fp8_backend te --fp8_format E4M3 train.py",
 )  # fmt: skip

@@ -55,4 +55,5 @@ FSDP = Group(
     section="fsdp_config",
     prefix="fsdp_",
     on=("use_fsdp", True),
+    example="--use_fsdp --fsdp_version 2 --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP train.py",
 )  # fmt: skip

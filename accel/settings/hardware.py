@@ -14,6 +14,7 @@ HARDWARE = Group(
         switch("multi_gpu", "insist on GPUs: fail where there are none", key="-"),
         switch("tpu", "run the training function on the cores of this TPU host", key="-", used_by=("tpu", "pod")),
     ),
+    example="--cpu train.py",
 )
 
 RESOURCES = Group(
@@ -33,6 +34,7 @@ RESOURCES = Group(
         Setting("start_method", "fork: ranks share one import of torch; spawn: each imports for itself",
                 choices=("fork", "spawn"), key="-", used_by=("gang",)),
     ),
+    example="--num_processes 4 --mixed_precision bf16 train.py",
 )  # fmt: skip
 
 WAYS = Group(
@@ -48,6 +50,7 @@ WAYS = Group(
         switch("use_megatron_lm", "train with Megatron-LM", env="ACCELERATE_USE_MEGATRON_LM", style="lower", key="-",
                used_by=("megatron",)),
     ),
+    example="--use_fsdp train.py",
 )  # fmt: skip
 
 BACKENDS = ("no", "eager", "aot_eager", "inductor", "aot_ts_nvfuser", "nvprims_nvfuser", "cudagraphs", "ofi", "fx2trt",
@@ -74,4 +77,5 @@ DYNAMO = Group(
     ),
     section="dynamo_config",
     prefix="dynamo_",
+    example="--dynamo_backend inductor --dynamo_mode max-autotune train.py",
 )  # fmt: skip

@@ -17,6 +17,7 @@ MACHINES = Group(
         Setting("main_process_port", "its port (default: any that is free on one machine, 29500 on several)", "whole",
                 metavar="PORT", env="MASTER_PORT", used_by=("gang",)),
     ),
+    example="--gpu_ids 0,2 train.py",
 )  # fmt: skip
 
 RENDEZVOUS = Group(
@@ -32,6 +33,7 @@ RENDEZVOUS = Group(
         Setting("role", "torchelastic's name for the workers", default="default", env="ROLE_NAME", key="-",
                 used_by=("gang",)),
     ),
+    example="--num_machines 1:4 --rdzv_backend c10d --main_process_ip node0 train.py",
 )  # fmt: skip
 
 FAILURES = Group(
@@ -51,6 +53,7 @@ FAILURES = Group(
                env="ACCELERATE_DEBUG_MODE", style="lower"),
         switch("quiet", "no report of a failure beyond the program's own", short="-q", key="-"),
     ),
+    example="--max_restarts 3 --log_dir logs --tee 3 train.py",
 )  # fmt: skip
 
 PROGRAM = Group(
@@ -65,6 +68,7 @@ PROGRAM = Group(
                 metavar="FILE", key="-"),
         switch("explain", "print each setting, its value and where that comes from, and run nothing", key="-"),
     ),
+    example="-m my.training --epochs 10",
 )  # fmt: skip
 
 MPI = Group(
@@ -76,4 +80,5 @@ MPI = Group(
     ),
     section="mpirun_config",
     prefix="mpirun_",
+    example="--cpu --mpirun_hostfile hosts --num_processes 8 train.py",
 )  # fmt: skip

@@ -50,4 +50,5 @@ MEGATRON = Group(
     section="megatron_lm_config",
     prefix="megatron_lm_",
     on=("use_megatron_lm", True),
+    example="--use_megatron_lm --megatron_lm_tp_degree 2 --megatron_lm_pp_degree 2 train.py",
 )  # fmt: skip

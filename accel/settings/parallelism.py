@@ -37,4 +37,5 @@ PARALLELISM = Group(
     section="parallelism_config",
     prefix=_PREFIX,
     on=("use_parallelism_config", True),
+    example="--use_fsdp --fsdp_version 2 --use_parallelism_config --parallelism_config_tp_size 2 train.py",
 )  # fmt: skip

@@ -30,6 +30,7 @@ TPU = Group(
         _pod("commands", "commands that `accel tpu-config` runs on every host", "words", flag=False),
     ),
     on=("tpu", True),
+    example="--tpu --main_training_function main --mixed_precision bf16 train.py",
 )  # fmt: skip
 
 
@@ -58,6 +59,7 @@ SAGEMAKER = Group(
         _aws("sagemaker_metrics_file", "metrics: name and regular expression a line, with tabs"),
         _aws("additional_args", "further arguments of the SageMaker estimator", "table"),
     ),
+    example="--config_file sagemaker.yaml train.py --epochs 3",
 )  # fmt: skip
 
 ENVIRONMENTS = ("LOCAL_MACHINE", "AMAZON_SAGEMAKER")

@@ -52,7 +52,8 @@ def _flags() -> str:
     for group in GROUPS:
         rows = [_flag_row(setting) for setting in group.settings if setting.flag]
         if rows:
-            parts.append(_table(group, ("flag", "value", "default", "variable", "used by", ""), rows))
+            heading = ("flag", "value", "default", "variable", "used by", "")
+            parts.append(_table(group, heading, rows, example=group.example))
     return "\n".join(parts)
 
 
@@ -76,18 +77,17 @@ def _key_row(setting: Setting) -> tuple[str, ...]:
     return (f"`{setting.file_key}`", _values(setting), _default(setting), flag, setting.help)
 
 
-def _table(group: Group, heading: tuple[str, ...], rows: list[tuple[str, ...]], *, section: str = "") -> str:
-    return "\n".join(_lines(group, heading, rows, section))
+def _table(
+    group: Group, heading: tuple[str, ...], rows: list[tuple[str, ...]], *, section: str = "", example: str = ""
+) -> str:
+    said = [(f"Section `{section}`. " if section else "") + group.about]
+    said += ["", f"    accel launch {example}"] if example else []
+    return "\n".join([f"## {group.title}", "", *said, "", *_lines(heading, rows), ""])
 
 
-def _lines(group: Group, heading: tuple[str, ...], rows: list[tuple[str, ...]], section: str) -> Iterator[str]:
-    yield f"## {group.title}"
-    yield ""
-    yield (f"Section `{section}`. " if section else "") + group.about
-    yield ""
+def _lines(heading: tuple[str, ...], rows: list[tuple[str, ...]]) -> Iterator[str]:
     for row in (heading, tuple("---" for _ in heading), *rows):
         yield "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |"
-    yield ""
 
 
 def _values(setting: Setting) -> str:

@@ -16,7 +16,7 @@ from .code import Code, Object
 from .options import KubernetesOptions
 
 GROUP_ANNOTATION = "scheduling.k8s.io/group-name"
-_POD_GROUP = "scheduling.volcano.sh/v1beta1"
+POD_GROUP = "scheduling.volcano.sh/v1beta1"
 
 
 class _Builder(Protocol):
@@ -223,4 +223,4 @@ def _pod_group(spec: JobSpec, options: KubernetesOptions, metadata: Object) -> O
     group: Object = {"minMember": spec.nodes, "queue": options.volcano_queue}
     if options.priority_class:
         group["priorityClassName"] = options.priority_class
-    return {"apiVersion": _POD_GROUP, "kind": "PodGroup", "metadata": metadata, "spec": group}
+    return {"apiVersion": POD_GROUP, "kind": "PodGroup", "metadata": metadata, "spec": group}

@@ -111,6 +111,12 @@ def _going(
     wanted = _wanted(workload)
     reason, message = _obstacle(alive, events, seen=bool(pods))
     native = next((name for name in ("Restarting", "Running", "Created") if name in conditions), "")
+    unheard = next((pod for pod in sorted(running, key=_node) if _unheard(pod, events)), None)
+    if unheard is not None:
+        return Status(
+            state=State.RUNNING, reason=Reason.NODE_FAILURE, attempt=attempt, native_state=native or "Running",
+            message=f"node {_node(unheard)}: its node does not answer",
+        )  # fmt: skip
     if running or (not pods and "Running" in conditions):
         if wanted is not None and 0 < len(running) < wanted and message:
             return Status(
@@ -302,6 +308,19 @@ def _running(pod: Object) -> bool:
         if each.get("name") in _MAIN and (each.get("state") or {}).get("running"):
             return True
     return False
+
+
+def not_ready(pod: Object) -> bool:
+    """Whether a pod that runs is said not to be ready: its node may be lost, which its warnings say."""
+    conditions = (pod.get("status") or {}).get("conditions") or []
+    return _running(pod) and any(each.get("type") == "Ready" and not _true(each) for each in conditions)
+
+
+def _unheard(pod: Object, events: Sequence[Object]) -> bool:
+    """Whether nothing has been heard of its node since it ran."""
+    return not_ready(pod) and any(
+        event.get("reason") == "NodeNotReady" and _about(event, "Pod") == _name(pod) for event in events
+    )
 
 
 def _over(pod: Object) -> bool:

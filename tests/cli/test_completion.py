@@ -49,6 +49,19 @@ def test_every_command_completes_its_options(command: str, accel: Accel) -> None
     assert "--help" in said(accel, command, "--he")
 
 
+def takes_jobs() -> list[str]:
+    """The commands whose usage says JOB, as people read it."""
+    usages = {name: usage(name) for name in COMMANDS}
+    return [name for name, text in usages.items() if re.search(r"(?<!after )\bJOB\b", text)]
+
+
+def usage(command: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "accel", command, "--help"], capture_output=True, text=True, check=True
+    )
+    return done.stdout.partition("\n\n")[0]
+
+
 def test_targets_and_jobs(accel: Accel) -> None:
     (accel.here / "accel.yaml").write_text("targets:\n  lab: {kind: local}\n")
     job = accel("submit", "--no-python", "true").strip()
@@ -56,7 +69,7 @@ def test_targets_and_jobs(accel: Accel) -> None:
     assert said(accel, "submit", "--target", "la") == ["lab"]
     assert {"lab", "local", "ssh"} <= set(said(accel, "targets", "check", ""))
     assert said(accel, "targets", "") == ["check"]
-    for command in ("status", "describe", "logs", "wait", "cancel", "prune"):
+    for command in takes_jobs():
         assert said(accel, command, "") == ["@last", job]
         assert said(accel, command, job[:4]) == [job]
     assert said(accel, "submit", "--after", "") == ["@last", job]

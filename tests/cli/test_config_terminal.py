@@ -13,9 +13,16 @@ import termios
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+
+from accel.settings.file import to_document
+from accel.settings.question import Machine, Question
+from accel.settings.questions import open_question, values_of
+from accel.settings.target_questions import entry_of
+from accel.settings.values import typed
 
 pytest.importorskip("prompt_toolkit.shortcuts.choice_input")
 
@@ -30,7 +37,7 @@ class Terminal:
 
     def __init__(self, here: Path, *words: str) -> None:
         self.fd, there = os.openpty()
-        fcntl.ioctl(there, termios.TIOCSWINSZ, struct.pack("4H", 40, 160, 0, 0))
+        fcntl.ioctl(there, termios.TIOCSWINSZ, struct.pack("4H", 50, 200, 0, 0))
 
         def own_the_terminal() -> None:
             fcntl.ioctl(0, termios.TIOCSCTTY, 0)
@@ -42,6 +49,7 @@ class Terminal:
                 "PATH": os.environ["PATH"],
                 "PYTHONPATH": str(ROOT),
                 "HF_HOME": str(here / "hf"),
+                "ACCEL_CONFIG_HOME": str(here / "conf"),
                 "TERM": "xterm",
                 "PROMPT_TOOLKIT_NO_CPR": "1",
                 "CUDA_VISIBLE_DEVICES": "",
@@ -126,6 +134,99 @@ def test_what_the_file_says_is_offered(tmp_path: Path) -> None:
         os.close(terminal.fd)
     found = yaml.safe_load((tmp_path / "x.yaml").read_text())
     assert (found["num_processes"], found["mixed_precision"]) == (3, "bf16")
+
+
+# A branch of the questionnaire: the answers that are not what is offered.
+BRANCHES: dict[str, dict[str, Any]] = {
+    "cpu": {"num_processes": 4, "mixed_precision": "bf16"},
+    "torch.compile": {"dynamo_backend": "inductor", "dynamo_mode": "max-autotune",
+                      "dynamo_use_regional_compilation": True},
+    "gpus": {"device": "gpu", "num_processes": 4, "gpu_ids": "0,1,2,3", "enable_cpu_affinity": True, "debug": True},
+    "fp8 te": {"device": "gpu", "mixed_precision": "fp8", "fp8_margin": 2, "fp8_format": "E4M3",
+               "fp8_override_linear_precision": (True, False, False)},
+    "fp8 ao": {"device": "gpu", "mixed_precision": "fp8", "fp8_backend": "ao", "fp8_pad_inner_dim": False},
+    "fp8 msamp": {"device": "gpu", "mixed_precision": "fp8", "fp8_backend": "msamp", "fp8_opt_level": "O1"},
+    "fsdp 1": {"device": "gpu", "way": "fsdp", "fsdp_version": "1", "fsdp_sharding_strategy": "SHARD_GRAD_OP",
+               "fsdp_cpu_ram_efficient_loading": False, "fsdp_transformer_layer_cls_to_wrap": "BertLayer"},
+    "fsdp 2 and tp": {"device": "gpu", "way": "fsdp", "use_parallelism_config": True, "parallelism_config_tp_size": 2,
+                      "parallelism_config_cp_size": 2, "parallelism_config_dp_shard_size": 2},
+    "deepspeed": {"device": "gpu", "way": "deepspeed", "zero_stage": 3, "offload_optimizer_device": "nvme",
+                  "offload_optimizer_nvme_path": "/nvme", "gradient_clipping": 1.0, "zero3_init_flag": True},
+    "deepspeed of several": {
+        "place": "several", "device": "gpu", "num_machines": "4", "machine_rank": 1, "main_process_ip": "n0",
+        "way": "deepspeed", "deepspeed_config_file": "ds.json", "deepspeed_hostfile": "hosts"},
+    "megatron": {"device": "gpu", "way": "megatron", "megatron_lm_tp_degree": 2, "megatron_lm_pp_degree": 2,
+                 "megatron_lm_num_micro_batches": 4},
+    "several with mpirun": {"place": "several", "num_machines": "2", "main_process_ip": "n0", "num_processes": 8,
+                            "mpirun_hostfile": "hosts"},
+    "ssh": {"place": "ssh", "ssh_hosts": "me@gpu[01-04]", "ssh_venv": "~/venv", "target": "lab", "num_processes": 8},
+    "ssh by a hostfile": {"place": "ssh", "ssh_hostfile": "hosts", "target_file": "project"},
+    "slurm": {"place": "slurm", "device": "gpu", "way": "fsdp", "slurm_login": "me@login:22", "slurm_partition": "gpu",
+              "slurm_container": "apptainer"},
+    "kubernetes": {"place": "kubernetes", "device": "gpu", "kubernetes_namespace": "train",
+                   "kubernetes_workload": "jobset", "kubernetes_image": "ghcr.io/us/train:1"},
+    "tpu host": {"place": "tpu", "num_processes": 8, "main_training_function": "go", "mixed_precision": "bf16"},
+    "tpu pod": {"place": "tpu", "num_processes": 8, "tpu_use_cluster": True, "tpu_name": "pod", "tpu_zone": "z",
+                "commands": ["pip list", "ls /data"], "env": ["A=1"], "tpu_use_sudo": True},
+    "sagemaker": {"place": "sagemaker", "iam_role_name": "role", "region": "eu-west-1", "num_machines": "2",
+                  "distributed_type": "DATA_PARALLEL", "ec2_instance_type": "ml.p4d.24xlarge"},
+}  # fmt: skip
+
+
+def keys(question: Question, wanted: Any, offered: Any) -> list[str]:
+    """What a person types for an answer, one a screen."""
+    options = [value for value, _ in question.choices()]
+    if options:
+        at, to = (options.index(_word(answer, options)) for answer in (offered, wanted))
+        return [(DOWN if to > at else UP) * abs(to - at) + ENTER]
+    if question.many:
+        return [*(word + ENTER for word in wanted or []), ENTER]
+    return [ERASE + ("" if wanted is None else typed(question.setting, wanted)) + ENTER]
+
+
+def _word(answer: Any, options: list[str]) -> str:
+    word = {True: "yes", False: "no"}.get(answer, str(answer)) if isinstance(answer, bool) else str(answer)
+    return word if word in options else options[0]
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_every_branch(branch: str, terminal: Terminal, tmp_path: Path) -> None:
+    """What is asked is what the earlier answers leave open, and the files hold what was answered."""
+    here = Machine("cpu", 1)
+    answers: dict[str, Any] = {}
+    said = dict(BRANCHES[branch])
+    while (question := open_question(answers)) is not None:
+        offered = question.offered(answers, here)
+        answers[question.name] = said.pop(question.name, question.understood(offered) if offered is not None else None)
+        first, *more = keys(question, answers[question.name], offered)
+        terminal.asks(question.text, first)
+        for word in more:
+            terminal.asks("Another one (empty: no more)?", word)
+    assert not said  # every answer was asked for
+    made = entry_of(answers)
+    terminal.until("# x.yaml")
+    terminal.asks("Write this to x.yaml", ENTER)
+    assert terminal.ends() == 0, terminal.shown
+    assert yaml.safe_load((tmp_path / "x.yaml").read_text()) == to_document(values_of(answers, here))
+    accel_yaml = tmp_path / ("accel.yaml" if answers.get("target_file") == "project" else "conf/accel.yaml")
+    assert accel_yaml.exists() == (made is not None)
+    if made is not None:
+        assert yaml.safe_load(accel_yaml.read_text()) == {"targets": {made[0]: made[1]}}
+
+
+def test_an_answer_that_no_target_could_have(terminal: Terminal, tmp_path: Path) -> None:
+    terminal.asks("Where will it run?", DOWN, DOWN, ENTER)
+    for question in ("What will it train on?", "How many processes on each"):
+        terminal.asks(question, ENTER)
+    terminal.asks("What is the target to be called", ERASE, "slurm", ENTER)
+    terminal.asks("'slurm' is a kind of target, and this one is of another: ssh", ERASE, "lab", ENTER)
+    terminal.asks("Which machines", "gpu[04-01]", ENTER)
+    terminal.until("gpu[04-01]")
+    terminal.asks("hosts", ERASE, "a,b", ENTER)
+    terminal.asks("The user there", BACK)
+    terminal.asks("Which machines", CTRL_C)
+    assert terminal.ends() == 130
+    assert not (tmp_path / "conf").exists()
 
 
 def test_back_and_forward(terminal: Terminal, tmp_path: Path) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from accel.about.secrets import HIDDEN, without_secrets
+from accel.about.secrets import HIDDEN, secrets_of, without_secrets
 from accel.cli import exits, reach
 from tests.nvml import fake_gpus
 
@@ -40,7 +41,7 @@ def test_it_tells_of_all(accel: Accel) -> None:
     assert by_name["ssh"]["answers"] is None  # nobody has named a host
     shown = accel("env")
     assert "\ntorch\n" in shown
-    assert "\ntargets\n  local  answers in" in shown
+    assert re.search(r"\ntargets\n(  .*\n)*  local +answers in", shown)
 
 
 def test_a_torch_that_is_broken_or_absent_is_one_line(accel: Accel) -> None:
@@ -167,6 +168,10 @@ def test_no_targets_no_answers() -> None:
         {"note": "hf_hushhushhushhushhush"},
         {"note": "AKIAHUSHHUSHHUSHHUSH"},
         {"AWS_SESSION_TOKEN": 12345678},
+        {"message": "login: 'me:hush@node1' does not answer"},
+        {"message": "login: 'me:hush@node1': 'me:hush' is no name of a user"},
+        {"message": "GET https://host/api?access_token=hush&x=1 failed"},
+        {"header": "authorization: Bearer hush-hush-hush"},
     ],
 )
 def test_no_secret_is_shown(value: dict[str, Any]) -> None:
@@ -188,6 +193,30 @@ def test_no_secret_is_shown(value: dict[str, Any]) -> None:
 )
 def test_what_is_no_secret_stays(value: dict[str, Any]) -> None:
     assert without_secrets(value) == value
+
+
+def test_what_is_a_secret_here_is_hidden_everywhere() -> None:
+    known = secrets_of({"HF_TOKEN": "hush1234", "env": [{"password": "hush5678"}], "TOKEN": "1", "HOME": "/root"})
+    told = without_secrets({"message": "refused hush1234; 'hush5678' too; 1 of 2; /root"}, known=known)
+    assert told == {"message": "refused …; '…' too; 1 of 2; /root"}
+
+
+def test_secrets_of_targets_and_of_the_environment_are_not_shown(accel: Accel) -> None:
+    """In options, in errors that repeat them, in the path of a file, and under a name that says nothing."""
+    (accel.here / "accel.yaml").write_text(
+        "targets:\n"
+        "  a: {kind: ssh, hosts: 'me:hush1234@node1:99999'}\n"
+        "  b: {kind: slurm, login: 'me:hush1234@nowhere.invalid'}\n"
+        "  c: {kind: local, password: hush1234, env: {WANDB_API_KEY: hush1234}}\n"
+        "  d: {kind: ssh, hosts: 127.0.0.1:1, ssh_config: /nowhere/hush5678/config}\n"
+    )
+    env = {"KUBECONFIG": "/nowhere/hush5678/kubeconfig", "MY_TOKEN": "hush5678", "HF_ENDPOINT": "https://u:hush1234@h"}
+    for argv in (["env"], ["env", "--json"], ["targets"], ["targets", "--json"]):
+        done = accel.finish(*argv, **env)
+        shown = (done.stdout + done.stderr).decode()
+        assert done.returncode == 0, shown
+        assert "hush" not in shown
+        assert "ssh_config" in shown or argv[0] == "env"
 
 
 def test_a_secret_says_that_it_is_set() -> None:

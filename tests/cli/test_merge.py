@@ -13,6 +13,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from safetensors import safe_open  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
 from accel.cli import exits, main  # noqa: E402
@@ -71,6 +72,27 @@ def test_the_merged_file_loads(sharded: Path, tmp_path: Path, capsys: pytest.Cap
     check(out / "pytorch_model.bin", sharded)
     assert sorted(os.listdir(out)) == ["model.safetensors", "pytorch_model.bin"]
     assert (sharded / "sharded/.metadata").exists()
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_the_merged_file_is_the_one_that_accelerate_makes(sharded: Path, tmp_path: Path, safe: bool) -> None:
+    utils = pytest.importorskip("accelerate.utils")
+    utils.merge_fsdp_weights(str(sharded / "sharded"), str(tmp_path / "theirs"), safe_serialization=safe)
+    flags = [] if safe else ["--unsafe_serialization"]
+    assert main(["merge-weights", str(sharded / "sharded"), str(tmp_path / "ours"), *flags]) == exits.OK
+    name = "model.safetensors" if safe else "pytorch_model.bin"
+    if safe:
+        with safe_open(tmp_path / "ours" / name, "pt") as one, safe_open(tmp_path / "theirs" / name, "pt") as other:
+            assert (one.metadata() or {}).items() >= (other.metadata() or {}).items()
+    assert os.listdir(tmp_path / "ours") == os.listdir(tmp_path / "theirs") == [name]
+    ours, theirs = (
+        load_file(path) if safe else torch.load(path, weights_only=True)
+        for path in (tmp_path / "ours" / name, tmp_path / "theirs" / name)
+    )
+    assert ours.keys() == theirs.keys()
+    for key, tensor in theirs.items():
+        assert ours[key].dtype == tensor.dtype
+        assert torch.equal(ours[key], tensor)
 
 
 def copied(sharded: Path, tmp_path: Path) -> Path:

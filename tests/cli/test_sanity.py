@@ -66,9 +66,16 @@ def test_a_launch_that_fails_is_named(accel: Accel) -> None:
 
 def test_the_settings_of_a_file_are_used(accel: Accel) -> None:
     (accel.here / "accelerate.yaml").write_text("mixed_precision: bf16\nnum_processes: 2\nuse_cpu: true\n")
-    shown = accel("test", "--config_file", "accelerate.yaml")
-    assert checks(shown) == [("ok", name) for name in CHECKS]
-    assert "2 processes" in shown
+    default = accel.here / "hf/accelerate/default_config.yaml"
+    default.parent.mkdir(parents=True)
+    default.write_text((accel.here / "accelerate.yaml").read_text())
+    for argv, named in ((["--config_file", "accelerate.yaml"], "accelerate.yaml"), ([], default.name)):
+        done = accel.finish("test", *argv, HF_HOME=str(accel.here / "hf"))
+        shown, said = done.stdout.decode(), done.stderr.decode()
+        assert checks(shown) == [("ok", name) for name in CHECKS], said
+        assert "2 processes" in shown
+        assert said.splitlines()[-1].startswith("accel: test: all went well with the settings of ")
+        assert said.splitlines()[-1].endswith(f"{named}: training works here")
 
 
 def test_it_runs_as_a_job_on_a_target(accel: Accel) -> None:
@@ -77,6 +84,7 @@ def test_it_runs_as_a_job_on_a_target(accel: Accel) -> None:
     lines = [line.removeprefix("[rank 0] ") for line in done.stdout.decode().splitlines()]
     assert lines == [f"ok      {name}" for name in CHECKS]
     assert b"succeeded" in done.stderr
+    assert done.stderr.endswith(b"accel: test: all went well: training works on local\n")
 
 
 WHOLE = """

@@ -88,7 +88,7 @@ def test_it_stops_at_the_first_command_that_fails(pod: Pod) -> None:
         *WHERE, "--command", "cd /tmp", "--command", "[ $WORKER != 1 ] || exit 7 # why", "sleep 300; echo on", code=7
     )
     assert out == []
-    assert err == ["accel: tpu-config: worker 1 ended with code 7; ending the other 2"]
+    assert err == ["accel: worker 1 ended with code 7; ending the other 2"]
 
 
 def test_a_command_that_fails_is_not_followed(pod: Pod) -> None:

@@ -60,6 +60,19 @@ def call(*argv: str | Path, text: str = "") -> str:
     return done.stdout
 
 
+def spawn(argv: Sequence[str], log: Path) -> Identity:
+    """Starts a process that is nobody's child: it outlives whoever starts it. Raises ClusterError when it ends at once.
+
+    What it prints is added to `log`.
+    """
+    env = {**_env(), "LOG": str(log)}
+    done = subprocess.run(["sh", "-c", _RUN, "sh", *argv], stdout=subprocess.PIPE, text=True, env=env, check=True)
+    identity = Identity.of(int(done.stdout))
+    if identity is None:
+        raise ClusterError(f"{argv[0]} ended at once: {log}")
+    return identity
+
+
 def _env() -> dict[str, str]:
     return {**os.environ, "PATH": f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"}
 
@@ -261,7 +274,7 @@ class Machine:
     def delay(self, milliseconds: float) -> None:
         """Every frame takes this long, each way; 0 ends that. By a relay in user space: kernels may lack netem."""
         tap = f"{self.network.slot.tag}t{self.index}"
-        relay = _identity(self._relay_file)
+        relay = remembered(self._relay_file)
         if relay is not None:
             relay.send(signal.SIGKILL)
             relay.wait(5)
@@ -278,7 +291,7 @@ class Machine:
 
     def end(self) -> None:
         """The machine and what was started for it."""
-        relay = _identity(self._relay_file)
+        relay = remembered(self._relay_file)
         if relay is not None:
             relay.send(signal.SIGKILL)
             relay.wait(5)
@@ -293,16 +306,10 @@ class Machine:
         return self.own / "relay.pid"
 
     def _holder(self) -> Identity | None:
-        return _identity(self._pid_file)
+        return remembered(self._pid_file)
 
     def _remember(self, argv: Sequence[str], file: Path) -> None:
-        env = {**_env(), "LOG": str(self.log)}
-        # Through a shell that ends at once: the process is nobody's child, and outlives whoever starts it.
-        done = subprocess.run(["sh", "-c", _RUN, "sh", *argv], stdout=subprocess.PIPE, text=True, env=env, check=True)
-        identity = Identity.of(int(done.stdout))
-        if identity is None:
-            raise ClusterError(f"{self.name}: {argv[0]} ended at once: {self.log}")
-        file.write_text(str(identity))
+        file.write_text(str(spawn(argv, self.log)))
 
     def _wire(self) -> None:
         if not os.path.exists(f"/run/netns/{self._namespace}"):
@@ -339,7 +346,8 @@ def answers(address: str, port: int) -> bool:
         return False
 
 
-def _identity(file: Path) -> Identity | None:
+def remembered(file: Path) -> Identity | None:
+    """The process whose identity stands in the file; it may have ended."""
     try:
         return Identity.parse(file.read_text())
     except (FileNotFoundError, ValueError):

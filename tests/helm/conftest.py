@@ -1,4 +1,4 @@
-"""Both versions of Helm."""
+"""Both versions of Helm, and a cluster."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+# The fixtures of a cluster, and what it says of a test that failed.
+from ..schedulers.kubernetes.conftest import _cluster, home, kubernetes, namespace, pytest_runtest_makereport  # noqa: F401
 from . import helms
 
 ROOT = Path(__file__).parents[2]

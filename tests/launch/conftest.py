@@ -22,7 +22,7 @@ DEADLINE_S = 60.0  # for what is certain to come, on a machine that has other th
 
 # What a launch must not inherit from the shell (or the launch) that runs the tests.
 _FOREIGN = tuple(
-    "ACCEL ACCELERATE_ TORCHELASTIC_ CUDA_VISIBLE OMP_NUM SLURM_ MASTER_ RANK LOCAL_ WORLD_".split(),
+    "ACCEL ACCELERATE_ TORCHELASTIC_ CUDA_VISIBLE OMP_NUM SLURM_ PET_ SM_ TPU_ MASTER_ RANK LOCAL_ WORLD_".split(),
 )
 
 
@@ -146,7 +146,8 @@ class Launcher:
 
     def env(self, **more: str) -> dict[str, str]:
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
-        return {**inherited, "PYTHONPATH": str(ROOT), "LC_ALL": "C.UTF-8", MARK: self.mark, **more}
+        own = {"PYTHONPATH": str(ROOT), "LC_ALL": "C.UTF-8", "HF_HOME": str(self.tmp / "no-default-file")}
+        return {**inherited, **own, MARK: self.mark, **more}
 
     def start(
         self,

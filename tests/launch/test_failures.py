@@ -166,7 +166,7 @@ def test_a_command_that_cannot_be_run(launcher: Launcher, text: str, mode: int, 
 )
 def test_what_cannot_be_is_one_line(launcher: Launcher, argv: tuple[str, ...], said: str) -> None:
     launcher.script("print('ran')")
-    done = launcher(*argv, code=1)
+    done = launcher(*argv, code=2)
     assert done.err.startswith(f"accel launch: {said}"), done
     assert done.out == ""
     launcher.nothing_left(1)
@@ -277,5 +277,5 @@ def test_a_job_that_was_started_before_goes_on_counting_its_attempts(
     told = failure(launcher)
     assert (told["attempt"], told["log"]) == (2, f"logs/rank-{told['rank']}.a2.log")
     assert launcher.log(told["rank"], attempt=2) == "2\n"
-    done = launcher(*flags, "train.py", code=1, ACCEL_ATTEMPT="two")
+    done = launcher(*flags, "train.py", code=2, ACCEL_ATTEMPT="two")
     assert "ACCEL_ATTEMPT must be a whole number, not 'two'" in done.err

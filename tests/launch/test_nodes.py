@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from .conftest import Done, Launcher, Run
+from .conftest import Done, Launcher, Run, until
 
 PARK = "\nimport signal\nwhile True: signal.pause()\n"
 
@@ -20,6 +20,16 @@ def free_port() -> int:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return int(sock.getsockname()[1])
+
+
+def accepts(port: str) -> None:
+    """Waits until somebody listens there."""
+
+    def connected() -> bool:
+        with socket.socket() as sock:
+            return sock.connect_ex(("127.0.0.1", int(port))) == 0
+
+    until(f"somebody listens at {port}", connected)
 
 
 def events(launcher: Launcher, log_dir: str = "logs") -> list[dict[str, Any]]:
@@ -260,6 +270,28 @@ def test_elastic(launcher: Launcher) -> None:
     assert (first.wait().code, second.wait().code) == (0, 0)
     assert "world of 2" in first.text()
     assert "world of 2" in second.text()
+
+
+def test_elastic_machines_end_together(launcher: Launcher) -> None:
+    """The first machine keeps the store in which they meet: it must not go while another still works."""
+    port = str(free_port())
+    launcher.script(
+        "import os, time\n"
+        "if os.environ['MACHINE'] == 'a':\n"
+        "    open('ended', 'w').close()\n"
+        "else:\n"
+        "    while not os.path.exists('ended'): time.sleep(0.01)\n"
+        "    time.sleep(0.9)\n"
+    )
+    flags = (
+        "--num_machines", "2:2", "--rdzv_backend", "c10d", "--main_process_ip", "localhost",
+        "--main_process_port", port, "--num_processes", "2", "--shutdown_timeout", "3", "train.py",
+    )  # fmt: skip
+    first = launcher.start(*flags, MACHINE="a")
+    accepts(port)
+    second = launcher.start(*flags, MACHINE="b")
+    done = (second.wait(), first.wait())
+    assert [one.code for one in done] == [0, 0], done
 
 
 def test_elastic_failure(launcher: Launcher) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 import accel.launch.node
 from accel.launch.devices import Devices, only_cpu, visible
-from accel.launch.errors import LaunchError
+from accel.launch.errors import LaunchError, Refused
 from accel.launch.node import Launch, plan
 from accel.launch.options import add_arguments
 from accel.launch.tee import parse
@@ -171,7 +171,49 @@ def test_the_schedulers_topology() -> None:
     run = planned("--num_processes", "8", **env)
     assert (run.node_rank, run.nodes, run.address, run.processes, run.run_id) == (3, 4, "head", 2, "j1")
     assert planned("--main_process_ip", "other", **env).address == "other"
-    assert planned(*MANY, **env).nodes == 2  # what is said by hand goes before what is found
+    assert run.told == ""  # by node 0 alone
+    first = planned("--num_processes", "8", **{**env, "ACCEL_NODE_RANK": "0"})
+    assert first.told == "4 nodes, node 0 at head:29500, as the job's environment (ACCEL_NODES) says"
+    assert planned(**{**env, "ACCEL_NODE_RANK": "0", "ACCEL_LAUNCH_EVENTS": "e"}).told == ""
+
+
+SLURM = {
+    "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+    "SLURM_STEP_NODELIST": "n[1-2]", "SLURMD_NODENAME": "n2", "SLURM_NODEID": "1",
+}  # fmt: skip
+SCHEDULERS: dict[str, dict[str, str]] = {
+    "step 0 of Slurm job 7": SLURM,
+    "the training operator": {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "run-master-0"},
+    "the manifest of the job": {"JOB_COMPLETION_INDEX": "1", "ACCEL_NODES": "2", "ACCEL_MASTER": "run-0.run"},
+    "SageMaker": {"SM_HOSTS": '["algo-2", "algo-1"]', "SM_CURRENT_HOST": "algo-2"},
+    "TPU_WORKER_HOSTNAMES": {"TPU_WORKER_HOSTNAMES": "t0,t1", "TPU_WORKER_ID": "1"},
+    "the job's environment (ACCEL_NODES)": {
+        "ACCEL_NODE_RANK": "1", "ACCEL_NODES": "2", "ACCEL_MASTER": "h0", "ACCEL_NODE_NAMES": "h0,h1",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("source", SCHEDULERS)
+def test_a_flag_that_contradicts_the_scheduler(source: str) -> None:
+    env = SCHEDULERS[source]
+    run = planned(**env)
+    assert (run.nodes, run.node_rank, run.source) == (2, 1, source)
+    refusals = {
+        "--num_machines 3 --machine_rank 1 --main_process_ip x": ("--num_machines 3", "2 nodes"),
+        "--num_machines 1": ("--num_machines 1", "2 nodes"),
+        "--num_machines 2 --machine_rank 0 --main_process_ip x": ("--machine_rank 0", "this is node 1"),
+        "--machine_rank 0": ("--machine_rank 0", "this is node 1"),
+    }
+    if run.node_names:
+        other = run.node_names[1]
+        refusals[f"--main_process_ip {other}"] = (f"--main_process_ip {other}", f"node 0 is {run.node_names[0]}")
+    for flags, said in refusals.items():
+        with pytest.raises(Refused) as refused:
+            planned(*flags.split(), **env)
+        assert all(word in str(refused.value) for word in (*said, source, "leave the machine flags out")), refused.value
+    agreed = planned("--num_machines", "2", "--machine_rank", "1", "--main_process_ip", "x", **env)
+    assert (agreed.nodes, agreed.node_rank, agreed.address) == (2, 1, "x")
+    assert planned("--machine_rank", "1", **env).nodes == 2
 
 
 def test_rdzv_conf() -> None:

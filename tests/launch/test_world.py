@@ -173,3 +173,24 @@ def test_tee(launcher: Launcher, spec: str, ranks: list[int]) -> None:
 def test_tee_of_one_process(launcher: Launcher) -> None:
     launcher.script("print('a')\nprint('b')")
     assert launcher("--log_dir", "logs", "--tee", "3", "train.py").out == "[rank 0] a\n[rank 0] b\n"
+
+
+LATE = """\
+import os, sys, time
+import torch.distributed.distributed_c10d as c10d
+joins = c10d._new_process_group_helper
+def late(*words, **more):
+    made = joins(*words, **more)
+    time.sleep(0.9)
+    open("joined", "w").close()
+    return made
+if os.environ["RANK"] == "1": c10d._new_process_group_helper = late
+from accel import Accelerator
+Accelerator(cpu=True)
+if not os.path.exists("joined"): sys.exit("rank 1 has not joined yet")
+"""
+
+
+def test_no_rank_goes_on_before_all_have_joined(launcher: Launcher) -> None:
+    """A program that ends at once would otherwise take its end of connections away that others are still making."""
+    launcher("--cpu", "--num_processes", "2", launcher.script(LATE))

@@ -165,12 +165,12 @@ MISTAKES = {
     ),
     "no kind": (
         "targets:\n  lab: {hosts: [a]}\n",
-        "accel.yaml:2: target lab: no kind (kinds: moon, local, ssh, slurm)",
+        "accel.yaml:2: target lab: no kind (kinds: moon, local, ssh, slurm, kubernetes)",
     ),
     "kind is no text": ("targets:\n  lab: {kind: 3}\n", "accel.yaml:2: target lab: kind: expects str, got int 3"),
     "unknown kind": (
         "targets:\n  lab: {kind: mon}\n",
-        "accel.yaml:2: no kind of target 'mon'; did you mean 'moon'? (kinds: moon, local, ssh, slurm)",
+        "accel.yaml:2: no kind of target 'mon'; did you mean 'moon'? (kinds: moon, local, ssh, slurm, kubernetes)",
     ),
     "a built-in name": (
         "targets:\n  local: {kind: moon, hosts: [a]}\n",
@@ -240,7 +240,7 @@ def test_merge_keys_and_anchors_are_yaml_as_usual(project: Path) -> None:
 @pytest.mark.parametrize("text", ["", "# nothing\n", "targets:\n", "targets: {}\n"])
 def test_a_file_without_targets(project: Path, text: str) -> None:
     (project / "accel.yaml").write_text(text)
-    assert [target.name for target in known_targets()] == ["local", "moon", "slurm", "ssh"]
+    assert [target.name for target in known_targets()] == ["kubernetes", "local", "moon", "slurm", "ssh"]
 
 
 @pytest.mark.parametrize(
@@ -266,7 +266,8 @@ def test_a_wrong_option_is_named_and_no_file(project: Path, option: dict[str, An
 def test_an_unknown_target_names_the_nearest(project: Path) -> None:
     (project / "accel.yaml").write_text(LAB)
     with pytest.raises(
-        UnknownTarget, match=r"no target or kind 'lap'; did you mean 'lab'\? \(targets: lab, local, moon, slurm, ssh\)"
+        UnknownTarget,
+        match=r"no target or kind 'lap'; did you mean 'lab'\? \(targets: lab, kubernetes, local, moon, slurm, ssh\)",
     ):
         moon("lap")
 

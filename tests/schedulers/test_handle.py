@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +17,8 @@ import pytest
 import schedulers
 from schedulers.errors import ConfigError, SpecError, StoreError, SubmitError, UnknownJob, Unreachable
 from schedulers.handle import Job, dry_run, find, list_jobs, submit, submit_async, submit_spec
-from schedulers.job import JobSpec, LogLine, Reason, State
+from schedulers.job import JobSpec, LogLine, Reason, State, Status
+from schedulers.polling import absorb
 from schedulers.store import Damaged, Record, Store
 
 from .test_handle_target import install_shell
@@ -238,6 +240,26 @@ def test_a_job_that_stays_forgotten_is_lost(place: Place) -> None:
     status = job.status()
     assert (status.state, status.reason) == (State.FAILED, Reason.LOST)
     assert status.message == "target waiting no longer knows the job, and it left no result"
+
+
+def test_a_job_that_vanishes_after_its_cancel_is_cancelled(place: Place) -> None:
+    job = place.sh("true")
+    (place.home / "forgetful").touch()
+    job.status()
+    job.record.append("cancel", host="here", pid=1)
+    before_long_ago(job)
+    status = job.status()
+    assert (status.state, status.reason, status.message) == (State.CANCELLED, Reason.USER, "")
+
+
+@pytest.mark.parametrize(("cancelled", "state"), [(True, State.CANCELLED), (False, State.FAILED)])
+def test_a_backend_that_has_lost_a_job_is_asked_no_more(place: Place, cancelled: bool, state: State) -> None:
+    job = place.sh("true")
+    if cancelled:
+        job.record.append("cancel", host="here", pid=1)
+    lost = Status(state=State.FAILED, reason=Reason.LOST, message="it was deleted", native_state="Deleted")
+    assert absorb(job.record, lost, time.time()).state is state
+    assert job.status(refresh=False).state is state
 
 
 def test_a_forgotten_job_that_left_a_result_ended_that_way(place: Place) -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 import pytest
 
-from schedulers import JobSpec, SpecError, Store, sweeps
-from schedulers.errors import SchedulerError
+from schedulers import JobSpec, SpecError, State, Store, sweeps
+from schedulers.errors import SchedulerError, StoreError
+from schedulers.record import Record
+from schedulers.submitting import for_each, send_many
+from schedulers.target import Plan, Sweeps
 
 _BASE = JobSpec(argv=("train.py", "--out", "runs/{lr}-{seed}", "{"), name="train")
 
@@ -104,3 +109,62 @@ def test_a_refusal_says_how_many_went_before(tmp_path: Path) -> None:
     from schedulers import find
 
     assert find(only, store).wait(timeout=120).exit_code == 0
+
+
+class AtOnce:
+    """A target that takes a sweep in one request, and looks at what is on the disk by then."""
+
+    def __init__(self, home: Path, refusal: SchedulerError | None = None) -> None:
+        self.home, self.refusal = home, refusal
+        self.seen: dict[str, State] = {}
+
+    def submit_many(self, plans: Sequence[Plan]) -> list[str]:
+        for job_id in Store(self.home).ids():
+            self.seen[job_id] = Store(self.home).record(job_id).status.state
+        if self.refusal is not None:
+            raise self.refusal
+        return [f"native-{number}" for number in range(len(plans))]
+
+
+def kept(store: Store, count: int) -> tuple[list[Record], list[Plan]]:
+    from schedulers.config import resolve_target
+
+    target = resolve_target("local", store.jobs).target
+    spec = JobSpec(argv=("true",), entry="command")
+    plans = [target.plan(spec, store.new_id()) for _ in range(count)]
+    ids = [plan.job_id for plan in plans]
+    records = for_each(
+        lambda pair: store.create(pair[0], spec, pair[1], target="t", kind="local"), zip(ids, plans, strict=True)
+    )
+    assert [record.id for record in records] == ids
+    return records, plans
+
+
+def test_every_intent_is_on_the_disk_before_the_target_is_asked(tmp_path: Path) -> None:
+    store = Store(tmp_path / "home")
+    records, plans = kept(store, 100)
+    target = AtOnce(store.home)
+    send_many(records, cast(Sweeps, target), plans)
+    assert target.seen == {record.id: State.SUBMITTING for record in records}
+    again = [Store(store.home).record(record.id) for record in records]
+    assert [record.native_id for record in again] == [f"native-{number}" for number in range(100)]
+    assert {record.status.state for record in again} == {State.QUEUED}
+
+
+def test_a_refusal_is_recorded_with_each_job(tmp_path: Path) -> None:
+    store = Store(tmp_path / "home")
+    records, plans = kept(store, 20)
+    with pytest.raises(SpecError, match="no such partition"):
+        send_many(records, cast(Sweeps, AtOnce(store.home, SpecError("no such partition"))), plans)
+    again = [Store(store.home).record(record.id).status for record in records]
+    assert {(status.state, status.message) for status in again} == {(State.FAILED, "no such partition")}
+
+
+def test_nothing_is_asked_of_the_target_when_an_intent_cannot_be_kept(tmp_path: Path) -> None:
+    store = Store(tmp_path / "home")
+    records, _ = kept(store, 1)
+    with pytest.raises(StoreError, match="there is a job"):
+        for_each(
+            lambda job_id: store.create(job_id, records[0].spec(), records[0].plan(), target="t", kind="local"),
+            [records[0].id] * 3,
+        )

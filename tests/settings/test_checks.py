@@ -102,7 +102,7 @@ def test_a_flag_that_changes_nothing_is_said(line: str, said: str) -> None:
     ("line", "package", "extra"),
     [
         ("--use_deepspeed", "DeepSpeed", "deepspeed"),
-        ("--use_megatron_lm", "Megatron-LM", "megatron"),
+        ("--use_megatron_lm", "Megatron-LM", "megatron"),  # and where its training part is
         ("--tpu", "torch_xla", "tpu"),
     ],
 )

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from accel.launch import engines
+
 ROOT = Path(__file__).parents[2]
 # A command that writes what it was given, and for DeepSpeed what stands in the file of variables.
 RECORDER = f"""#!{sys.executable}
@@ -109,11 +111,20 @@ def test_deepspeed_on_one_machine_is_our_gang_with_its_variables(machine: Machin
     assert (done.returncode, done.stdout) == (0, "true 1\n"), done.stderr
 
 
+@pytest.mark.parametrize(
+    ("env", "starter"),
+    [({}, "pdsh"), ({"SLURM_JOB_ID": "1"}, "standard"), ({"ACCEL_JOB_ID": "j"}, "standard")],
+)
+def test_deepspeed_is_started_on_each_machine_by_who_has_placed_it(env: dict[str, str], starter: str) -> None:
+    assert engines._starter({"deepspeed_multinode_launcher": None}, env) == starter
+    assert engines._starter({"deepspeed_multinode_launcher": "mpich"}, env) == "mpich"
+
+
 def test_several_machines_need_a_hostfile(machine: Machine) -> None:
     machine.package("deepspeed")
     words = "--num_machines 2 --machine_rank 0 --main_process_ip h --num_processes 2".split()
     done = machine.launch("--use_deepspeed", *words, "train.py")
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert done.stderr == "accel launch: --use_deepspeed on 2 machines needs --deepspeed_hostfile\n"
 
 
@@ -156,7 +167,7 @@ def test_a_host_of_a_pod_does_not_start_the_pod_again(machine: Machine) -> None:
 def test_a_file_that_asks_for_what_is_not_here_is_named(machine: Machine) -> None:
     (machine.here / "c.yaml").write_text("num_processes: 2\ndistributed_type: MULTI_GPU\n")
     done = machine.launch("--config_file", "c.yaml", "train.py", CUDA_VISIBLE_DEVICES="")
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert done.stderr.startswith("accel launch: --multi_gpu (c.yaml:2): this machine shows no GPU")
 
 
@@ -183,6 +194,60 @@ def test_a_tpu_pod(machine: Machine) -> None:
         "--restart-tpuvm-pod-server --tpu=pod --env=A=1 --env=ACCELERATE_IN_TPU_POD=1 -- sudo accel-launch --tpu "
         "--no_tpu_cluster --num_machines 1 --num_processes 8 --main_training_function go train.py --lr 1"
     )
+
+
+# `describe` prints the node, `ssh` runs the command in the worker's shell.
+GCLOUD = """#!/bin/bash
+if [ "$4" = describe ]; then echo '{"state": "READY", "networkEndpoints": [{}, {}]}'; exit; fi
+while [ "$1" != --worker ]; do shift; done
+WORKER=$2 bash -c "$4"
+"""
+HOST = '#!/bin/bash\nprintf \'<%s> \' "$A" "$ACCELERATE_IN_TPU_POD" "$@"; echo; exit $((WORKER * CODE))\n'
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_tpu_pod_by_gcloud(machine: Machine, code: int) -> None:
+    """torch_xla has no launcher for pods any more, and this machine need not have torch_xla."""
+    for name, text in (("gcloud", GCLOUD), ("accel-launch", HOST)):
+        (machine.here / "bin" / name).write_text(text)
+        (machine.here / "bin" / name).chmod(0o755)
+    (machine.here / "c.yaml").write_text(
+        "distributed_type: XLA\ntpu_use_cluster: true\ntpu_name: pod\ntpu_zone: z\nnum_processes: 8\n"
+        'tpu_env: ["A=it\'s 1"]\nmixed_precision: bf16\n'
+    )
+    done = machine.launch("--config_file", "c.yaml", "train.py", "--name", "a b", CODE=str(code))
+    assert done.returncode == code, done.stderr
+    words = "--tpu --no_tpu_cluster --num_machines 1 --num_processes 8 --mixed_precision bf16"
+    words += " --main_training_function main"
+    told = "".join(f"<{word}> " for word in ["it's 1", "1", *words.split(), "train.py", "--name", "a b"])
+    assert code or sorted(done.stdout.splitlines()) == [f"[worker {n}] {told}" for n in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "said"),
+    [
+        ("tpu_name: pod", 2, "--tpu_cluster: gcloud finds a pod by tpu_name and tpu_zone in the configuration file"),
+        ("tpu_zone: z", 2, "--tpu_cluster needs the pod's name: tpu_name in the configuration file, or --vm"),
+        ("{tpu_name: pod, tpu_zone: z}", 1, "there is no gcloud on PATH: install the Google Cloud CLI"),
+    ],
+)
+def test_a_pod_that_cannot_be_reached(machine: Machine, text: str, code: int, said: str) -> None:
+    (machine.here / "c.yaml").write_text(text)
+    done = machine.launch(
+        "--tpu", "--tpu_cluster", "--config_file", "c.yaml", "train.py", PATH=str(machine.here / "bin")
+    )
+    assert (done.returncode, done.stderr.count("\n")) == (code, 1), done.stderr
+    assert f"accel launch: {said}" in done.stderr
+
+
+def test_a_newer_sdk_of_sagemaker(machine: Machine) -> None:
+    machine.package("sagemaker")
+    (machine.here / "c.yaml").write_text(SAGEMAKER)
+    (machine.here / "inputs.tsv").write_text("channel_name\tdata_location\n")
+    done = machine.launch("--config_file", "c.yaml", "train.py", "--lr", "1")
+    assert done.returncode == 1
+    assert done.stderr.endswith("needs version 2 of the SageMaker SDK: pip install 'accel-launch[sagemaker]'\n")
+    assert done.stderr.count("\n") == 1
 
 
 ESTIMATOR = """
@@ -235,7 +300,7 @@ def test_what_sagemaker_cannot_run(machine: Machine, line: str, said: str) -> No
     machine.package("sagemaker.huggingface", ESTIMATOR)
     (machine.here / "c.yaml").write_text(SAGEMAKER)
     done = machine.launch("--config_file", "c.yaml", *line.split())
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert said in done.stderr
 

@@ -132,6 +132,7 @@ def written(folder: Path, text: str, name: str = "accelerate.yaml") -> str:
         (SAGEMAKER, {"ec2_instance_type": "ml.p4d.24xlarge", "distributed_type": "DATA_PARALLEL",
                      "region": "us-east-1"}),
         ("", {"num_processes": None}),
+        ("debug: false\nmixed_precision: fp16\ndebug: false", {"debug": False}),  # twice, and the same
     ],
 )  # fmt: skip
 def test_every_version_loads(text: str, wanted: dict[str, object], somewhere: Path) -> None:
@@ -299,6 +300,43 @@ def test_explain_says_where_each_comes_from(somewhere: Path, capsys: pytest.Capt
     assert "mixed_precision\tbf16\taccelerate.yaml:1" in lines
     assert "fsdp_version\t1\tdefault" in lines
     assert lines.index("mixed_precision\tbf16\taccelerate.yaml:1") < lines.index("fsdp_version\t1\tdefault")
+
+
+@pytest.mark.parametrize("without", ["flag", "environment", "scheduler", "file"])
+def test_explain_names_the_next_where_one_says_nothing(
+    without: str, somewhere: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Flags, the environment, the scheduler, the file, the defaults: who has the word where all of them speak."""
+    from accel.cli import main
+
+    name = written(somewhere, "fsdp_config: {fsdp_version: 1}\nmain_process_port: 1\nnum_processes: 2\ndebug: true")
+    flags = {
+        "flag": ["--use_fsdp", "--fsdp_version", "2", "--main_process_port", "3", "--num_processes", "4"],
+        "file": ["--config_file", name],
+    }
+    env = {
+        "environment": {"FSDP_VERSION": "1", "ACCELERATE_MIXED_PRECISION": "fp16"},
+        "scheduler": {"ACCEL_NODE_RANK": "0", "ACCEL_NODES": "2", "ACCEL_MASTER": "h", "ACCEL_PORT": "2"},
+    }
+    for layer in env.keys() - {without}:
+        for variable, value in env[layer].items():
+            monkeypatch.setenv(variable, value)
+    words = [word for layer in flags.keys() - {without} for word in flags[layer]]
+    assert main(["launch", "--explain", *words]) == 0
+    found = {line.split("\t")[0]: tuple(line.split("\t")[1:]) for line in capsys.readouterr().out.splitlines()}
+    scheduler = "the job's environment (ACCEL_NODES)"
+    assert found["fsdp_version"] == {"flag": ("1", "environment variable FSDP_VERSION")}.get(
+        without, ("2", "--fsdp_version")
+    )
+    assert found["main_process_port"] == {"flag": ("2", scheduler)}.get(without, ("3", "--main_process_port"))
+    assert found["mixed_precision"] == {"environment": ("", "default")}.get(
+        without, ("fp16", "environment variable ACCELERATE_MIXED_PRECISION")
+    )
+    assert found["num_machines"] == {"scheduler": ("", "default")}.get(without, ("2", scheduler))
+    assert found["num_processes"] == {"flag": ("4", "accelerate.yaml:3, 2 on each of 2 nodes")}.get(
+        without, ("4", "--num_processes")
+    )
+    assert found["debug"] == {"file": ("false", "default")}.get(without, ("true", "accelerate.yaml:4"))
 
 
 def test_explain_shows_no_key(somewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from accel.cli import main
+from accel.cli.launch import resolved
+from accel.cli.parser import Parser
+from accel.launch.options import add_arguments
 from accel.settings import BY_NAME, GROUPS
 from accel.settings.base import KINDS, LAUNCHERS
 from accel.settings.reference import pages
@@ -51,3 +57,30 @@ def test_a_default_is_a_value_of_its_setting() -> None:
     for setting in BY_NAME.values():
         if setting.default not in (None, ""):
             assert read(setting, typed(setting, setting.default)) == setting.default, setting.name
+
+
+@pytest.mark.usefixtures("somewhere", "gpus")
+def test_every_group_of_flags_has_an_example_that_holds(somewhere: Path) -> None:
+    (somewhere / "sagemaker.yaml").write_text("compute_environment: AMAZON_SAGEMAKER\ndistributed_type: 'NO'\n")
+    for group in GROUPS:
+        flags = [setting for setting in group.settings if setting.flag]
+        if flags:
+            words = group.example.split()
+            parser = Parser("launch", "")
+            add_arguments(parser, defaults_too=False)
+            args, program = parser.read_before_script(words)
+            assert program, group.title
+            resolved(vars(args), {})
+            assert group.title == "Amazon SageMaker" or {setting.name for setting in flags} & vars(args).keys()
+
+
+def test_help_has_its_groups_and_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["launch", "--help"])
+    shown = capsys.readouterr().out
+    assert ended.value.code == 0
+    for group in GROUPS:
+        if any(setting.flag for setting in group.settings):
+            assert f"\n{group.title}:\n  {group.about}\n  Example: accel launch {group.example}\n" in shown
+    assert all(setting.shown in shown for setting in BY_NAME.values() if setting.flag)
+    assert max(map(len, shown.splitlines())) < 120

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
+import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from .lines import planned
-from .test_engines import Machine
+from .test_engines import ROOT, Machine
 
 SHOW = "import os, sys; print(os.environ['WORLD_SIZE'], os.environ.get('ACCELERATE_MIXED_PRECISION'), sys.argv[1:])\n"
 FILE = """
@@ -46,6 +51,43 @@ def machine(tmp_path: Path) -> Machine:
 def test_lines_for_any_machine(machine: Machine, line: str, env: dict[str, str], shown: str) -> None:
     done = machine.launch(*line.split(), **env)
     assert (done.returncode, done.stdout) == (0, shown), done.stderr
+
+
+@pytest.mark.parametrize("python", ["", "-u"])
+def test_the_launcher_as_a_module(machine: Machine, python: str) -> None:
+    command = [sys.executable, *python.split(), "-m", "accel.commands.launch", "--num_processes=2", "train.py", "-x"]
+    env = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "HF_HOME": str(machine.here / "hf")}
+    done = subprocess.run(command, cwd=machine.here, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (0, "2 None ['-x']\n" * 2), done.stderr
+
+
+def test_a_list_of_all_parameters(machine: Machine) -> None:
+    done = machine.launch("-h")
+    assert done.returncode == 0
+    assert done.stdout.startswith("usage: accel launch [OPTIONS] SCRIPT [ARGUMENTS]\n")
+
+
+def test_nodes_with_the_file_of_the_main_one(machine: Machine) -> None:
+    """The file is copied to the others, and only `machine_rank` is changed there."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    done: list[subprocess.CompletedProcess[str]] = []
+
+    def launch(rank: int) -> None:
+        done.append(machine.launch("--config_file", f"{rank}.yaml", "train.py"))
+
+    running = [threading.Thread(target=launch, args=(rank,)) for rank in range(2)]
+    for rank in range(2):
+        (machine.here / f"{rank}.yaml").write_text(
+            f"distributed_type: MULTI_CPU\nuse_cpu: true\nnum_machines: 2\nnum_processes: 2\nmachine_rank: {rank}\n"
+            f"main_process_ip: 127.0.0.1\nmain_process_port: {port}\nmixed_precision: bf16\n"
+        )
+    for thread in running:
+        thread.start()
+    for thread in running:
+        thread.join()
+    assert [(one.returncode, one.stdout) for one in done] == [(0, "2 bf16 []\n")] * 2, done
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import IO
 
 _GRACE_S = 10.0
+_KEY = "~/.ssh/google_compute_engine"  # where gcloud keeps it
 
 
 class PodError(Exception):
@@ -41,6 +42,8 @@ def run(gcloud: Sequence[str], name: str, zone: str, commands: Sequence[str]) ->
     Ends the others when one has failed. Raises `PodError` when there is no `gcloud`, or it does not know the TPU.
     """
     count = workers(gcloud, name, zone)
+    if count > 1:
+        _sign_in(gcloud, name, zone)
     running = [_Worker(index, ssh(gcloud, name, zone, str(index), commands)) for index in range(count)]
     try:
         return _first_failure(running)
@@ -68,6 +71,18 @@ def workers(gcloud: Sequence[str], name: str, zone: str) -> int:
     if state != "READY":
         raise PodError(f"{name} in {zone} is {state}, not READY")
     return max(1, len(ends))
+
+
+def _sign_in(gcloud: Sequence[str], name: str, zone: str) -> None:
+    """Lets gcloud make the key that it signs in with, where it has none: several at once would spoil each other's."""
+    if os.path.exists(os.path.expanduser(_KEY)):
+        return
+    first = ssh(gcloud, name, zone, "0", ["true"])
+    done = subprocess.run(first, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        lines = done.stderr.strip().splitlines()
+        said = next((line for line in lines if line.startswith("ERROR")), lines[-1] if lines else "")
+        raise PodError(f"gcloud cannot sign in to worker 0 of {name}: {said or f'code {done.returncode}'}")
 
 
 class _Worker:
@@ -123,7 +138,7 @@ def _first_failure(running: Sequence[_Worker]) -> int:
             if code:
                 code = 128 - code if code < 0 else code
                 others = f"; ending the other {len(left)}" if left else ""
-                print(f"accel: tpu-config: worker {worker.index} ended with code {code}{others}", file=sys.stderr)
+                print(f"accel: worker {worker.index} ended with code {code}{others}", file=sys.stderr)
                 return code
         time.sleep(0.05)
     return 0

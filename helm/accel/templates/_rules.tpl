@@ -11,7 +11,6 @@
     - get # the state of one job; a repeated submit compares what is there with what it would make
     - list # the states of all jobs, and a job that another machine submitted, in one request
     - watch # following: one watch for all jobs
-    - patch # suspend and resume
     - delete # cancel
 {{- end }}
 - apiGroups: [""]

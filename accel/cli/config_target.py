@@ -1,0 +1,171 @@
+"""The target that `accel config` writes: an entry of `accel.yaml`, judged as `--target` judges it."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .words import UsageError
+
+if TYPE_CHECKING:
+    from accel.settings.question import Question
+
+_COMMAND = "accel config"
+# The options of each kind, and what judges them.
+_SCHEMAS = {
+    "ssh": ("schedulers.ssh.options", "SshOptions"),
+    "slurm": ("schedulers.slurm.options", "SlurmOptions"),
+    "kubernetes": ("schedulers.kubernetes.options", "KubernetesOptions"),
+}
+
+
+class Written(NamedTuple):
+    """A file as it is going to be, and the target in it."""
+
+    path: str
+    text: str
+    name: str
+    entry: dict[str, Any]
+
+
+def has_project() -> bool:
+    """Whether this directory belongs to a project with an `accel.yaml`."""
+    return _project_file() is not None
+
+
+def offered() -> dict[str, Any]:
+    """Answers out of the entries that are there, of each kind the first, to be offered again. Raises UsageError."""
+    from accel.settings.target_questions import KINDS, answers_of_entry
+
+    found: dict[str, Any] = {}
+    for kind in KINDS:
+        entry = next((one for one in _known().values() if one["kind"] == kind), None)
+        if entry is not None:
+            answers = answers_of_entry("", entry)
+            found |= {name: answer for name, answer in answers.items() if name not in ("place", "target")}
+    return found
+
+
+def check(question: Question, answer: Any, answers: Mapping[str, Any]) -> None:
+    """Raises BadValue for an answer that no target of the kind could have, after the others."""
+    from accel.settings.target_questions import entry_of
+    from accel.settings.values import BadValue
+
+    if question.name == "target":
+        _check_name(str(answer), str(answers["place"]))
+    elif question.target is not None:
+        made = entry_of({"target": "it", **answers, question.name: answer})
+        problem = None if made is None else _problem(*made)
+        if problem:
+            raise BadValue(problem)
+
+
+def written(answers: Mapping[str, Any]) -> Written | None:
+    """The file that is to hold the target that the answers describe; None if they describe none. Raises UsageError."""
+    from accel.settings.target_questions import entry_of
+
+    made = entry_of(answers)
+    if made is None:
+        return None
+    name, entry = made
+    path = (_project_file() or os.path.abspath("accel.yaml")) if answers["target_file"] == "project" else _user_file()
+    text, held = _read(path, name)
+    whole = {key: value for key, value in held.items() if key not in _asked(answers)} | entry
+    problem = _problem(name, whole)
+    if problem:
+        raise UsageError(_COMMAND, f"target {name}: {problem}")
+    return Written(path, _edited(text, name, held, whole), name, whole)
+
+
+def _edited(text: str, name: str, held: Mapping[str, Any], whole: Mapping[str, Any]) -> str:
+    """Key by key, as long as none has to go: comments between them stay."""
+    from .yaml_edit import with_value
+
+    if not held or held.keys() - whole.keys():
+        return with_value(text, ["targets", name], dict(whole))
+    for key, value in whole.items():
+        if key not in held or held[key] != value:
+            text = with_value(text, ["targets", name, key], value)
+    return text
+
+
+def _asked(answers: Mapping[str, Any]) -> set[str]:
+    """The options that the answers speak of, also by leaving them empty."""
+    from accel.settings.target_questions import TARGET_QUESTIONS
+
+    spoken = {q.target[1] for q in TARGET_QUESTIONS if q.target is not None and q.name in answers}
+    return {"kind", "cpu", *spoken, *(("hostfile",) if "hosts" in spoken else ())}
+
+
+def _read(path: str, name: str) -> tuple[str, dict[str, Any]]:
+    """The file's text, and the entry of that name; nothing of either where there is none."""
+    from schedulers.errors import ConfigError
+    from schedulers.yamlfile import YamlFile
+
+    if not os.path.exists(path):
+        return "", {}
+    try:
+        held = YamlFile(path).value
+    except ConfigError as error:
+        raise UsageError(_COMMAND, str(error)) from None
+    with open(path, encoding="utf-8-sig") as file:
+        text = file.read()
+    entry = ((held or {}).get("targets") or {}).get(name) or {}
+    return text, dict(entry)
+
+
+def _check_name(name: str, kind: str) -> None:
+    from accel.settings.values import BadValue
+    from schedulers.target import BUILT_IN
+
+    known = _known().get(name)
+    if not name.isprintable() or name != name.strip() or "/" in name:
+        raise BadValue(f"not a name for a target: {name!r}")
+    if name in {*BUILT_IN, *_SCHEMAS} and name != kind:
+        raise BadValue(f"{name!r} is a kind of target, and this one is of another: {kind}")
+    if known is not None and known["kind"] != kind:
+        raise BadValue(f"there is a target {name!r} of the kind {known['kind']} already")
+
+
+def _problem(name: str, entry: Mapping[str, Any]) -> str:
+    """Why no target can be made of the entry; nothing if one can."""
+    from schedulers.errors import SchedulerError
+    from schedulers.options import make_options
+
+    module = importlib.import_module(_SCHEMAS[entry["kind"]][0])
+    schema = getattr(module, _SCHEMAS[entry["kind"]][1])
+    given = {key: value for key, value in entry.items() if key != "kind"}
+    try:
+        options, _ = make_options(schema, given, {}, lambda path, of_key: f"target {name}")
+        module.check(options, name)
+        if entry["kind"] == "ssh":
+            module.known_hosts_count(options, f"target {name}: hosts")
+    except SchedulerError as error:
+        return str(error).removeprefix(f"target {name}: ")
+    return ""
+
+
+def _known() -> dict[str, dict[str, Any]]:
+    """The entries of all files by name. Raises UsageError for a file that is wrong."""
+    from schedulers.config import known_targets
+    from schedulers.errors import ConfigError
+
+    try:
+        return {one.name: {"kind": one.kind, **one.options} for one in known_targets() if one.file is not None}
+    except ConfigError as error:
+        raise UsageError(_COMMAND, str(error)) from None
+
+
+def _user_file() -> str:
+    from schedulers.config import FILE
+    from schedulers.places import config_home
+
+    return os.path.join(config_home(), FILE)
+
+
+def _project_file() -> str | None:
+    from schedulers.config import config_files
+
+    return next((path for path in reversed(config_files()) if path != _user_file()), None)

@@ -1,0 +1,246 @@
+"""`accel image build`: an image with accel, torch and a project, built with docker, podman, buildah or kaniko.
+
+stdout holds the image: with --push its name and digest, `HOST/NAME@sha256:…`, else the tag. With kaniko, the objects
+that build it in a cluster, as YAML. What the builder says is on stderr.
+
+--json          {"image", "tag", "digest", "builder", "labels", "warnings"}
+--print --json  {"builder", "dockerfile", "commands"}
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from .. import exits, values
+from ..output import note, print_json
+from ..words import UsageError
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from ..parser import Parser
+    from .builders import Build
+    from .context import Project
+
+EXAMPLES = """\
+  accel image build --tag registry.example.org/team/train:1 --push --write cluster
+  accel image build --tag team/train:cpu --variant cpu
+  accel image build --tag team/train:1 --base team/accel:cuda --print
+  accel image build --tag registry.example.org/team/train:1 --builder kaniko --kaniko-image KANIKO | kubectl create -f -
+
+What follows -- goes to the builder: accel image build --tag team/train:1 -- --network host"""
+
+_COMMAND = "accel image"
+_BUILDERS = ("docker", "podman", "buildah", "kaniko")
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.add_argument("words", nargs="*", metavar="build [DIRECTORY]", help="the project (default: this directory)")
+    parser.add_argument("--tag", metavar="IMAGE", help="what the image is called: [HOST[:PORT]/]name[:tag]; needed")
+    what = parser.add_argument_group("what is in it")
+    what.add_argument("--variant", choices=("cpu", "cuda"), help="the torch that it gets (default: cuda)")
+    what.add_argument("--base", metavar="IMAGE", help="lay it over this image, which has torch, instead")
+    requirements = "what else it needs (default: requirements.txt, or what pyproject.toml depends on)"
+    what.add_argument("--requirements", metavar="FILE", help=requirements)
+    what.add_argument("--no-code", action="store_true", help="leave the project's code out: submit brings it")
+    argument = "an argument of the Dockerfile: TORCH_INDEX, PYTHON_IMAGE, …; repeatable"
+    pairs: dict[str, Any] = {"metavar": "NAME=VALUE", "type": values.key_value, "action": "append", "default": []}
+    what.add_argument("--build-arg", **pairs, help=argument)
+    what.add_argument("--label", **pairs, help="a further label; repeatable")
+    how = parser.add_argument_group("how")
+    how.add_argument("--builder", choices=_BUILDERS, help="what builds it (default: the first that is there)")
+    how.add_argument("--push", action="store_true", help="push it, and print it with its digest")
+    how.add_argument("--write", metavar="TARGET", help="write it, pinned, into accel.yaml as this target's image")
+    how.add_argument("--print", action="store_true", help="print the Dockerfile and the commands, and do nothing")
+    how.add_argument("--kaniko-image", metavar="IMAGE", help="with kaniko: its own image")
+    how.add_argument("--registry-secret", metavar="NAME", help="with kaniko: the Secret for the registry")
+    how.add_argument("--namespace", metavar="NAME", help="with kaniko: where it builds")
+    how.add_argument("--json", action="store_true", help="answer in JSON")
+
+
+def run_argv(argv: Sequence[str]) -> int:
+    """Raises UsageError, SpecError, ConfigError, SnapshotError, BuildError."""
+    from .. import COMMANDS
+    from ..parser import Parser
+
+    ours, more = list(argv), []
+    if "--" in ours:
+        at = ours.index("--")
+        ours, more = ours[:at], ours[at + 1 :]
+    parser = Parser("image", COMMANDS["image"][1], EXAMPLES)
+    add_arguments(parser)
+    return _build(parser.read(ours), more)
+
+
+def _build(args: Namespace, more: list[str]) -> int:
+    import tempfile
+    from pathlib import Path
+
+    from . import builders, context, writing
+
+    directory = _directory(args)
+    project, arguments = _project(args, directory)
+    file = writing.check(args.write) if args.write else None
+    builder = builders.choose(args.builder)
+    labels = _labels(args, directory)
+    if args.print and builder != builders.KANIKO:
+        wanted = _wanted(args, "CONTEXT", arguments, labels, more)
+        return _show(builder, project, wanted, push=args.push, as_json=args.json)
+    with tempfile.TemporaryDirectory(prefix="accel-image-") as scratch:
+        warnings = context.make(Path(scratch), project, _epoch())
+        for warning in warnings:
+            note(f"warning: {warning}")
+        wanted = _wanted(args, scratch, arguments, labels, more)
+        if builder == builders.KANIKO:
+            return _in_cluster(args, wanted)
+        builders.build(builder, wanted)
+    digest = builders.push(builder, args.tag) if args.push else None
+    image = args.tag if digest is None else f"{builders.repository(args.tag)}@{digest}"
+    if file is not None:
+        writing.write(file, args.write, image)
+        note(f"{file}: target {args.write} runs this image")
+    if args.json:
+        shown = {"image": image, "tag": args.tag, "digest": digest, "builder": builder}
+        print_json({**shown, "labels": dict(labels), "warnings": warnings})
+    else:
+        print(image)
+    return exits.OK
+
+
+def _directory(args: Namespace) -> Path:
+    """The project's. Raises for what does not go together."""
+    import os
+    from pathlib import Path
+
+    from .builders import check_tag
+
+    words = args.words
+    if words[:1] != ["build"] or len(words) > 2:
+        raise UsageError(_COMMAND, f"expects build, or build DIRECTORY, not {' '.join(words)!r}")
+    if args.tag is None:
+        raise UsageError(_COMMAND, "build: say with --tag what the image is called")
+    check_tag(args.tag)
+    directory = Path(os.path.realpath(words[1] if len(words) > 1 else "."))
+    if not directory.is_dir():
+        raise UsageError(_COMMAND, f"build: no directory {directory}")
+    if args.builder != "kaniko":
+        for option, given in (("--kaniko-image", args.kaniko_image), ("--registry-secret", args.registry_secret)):
+            if given is not None:
+                raise UsageError(_COMMAND, f"{option} goes with --builder kaniko")
+        if args.namespace is not None:
+            raise UsageError(_COMMAND, "--namespace goes with --builder kaniko")
+        if args.write and not args.push:
+            raise UsageError(_COMMAND, "--write writes the digest that a registry gives: add --push")
+    elif args.kaniko_image is None:
+        raise UsageError(
+            _COMMAND, "--builder kaniko: name with --kaniko-image one of kaniko's that the cluster can pull"
+        )
+    elif args.write:
+        raise UsageError(_COMMAND, "--write: kaniko's digest is known when its pod has ended; write image: then")
+    return directory
+
+
+def _project(args: Namespace, directory: Path) -> tuple[Project, dict[str, str]]:
+    """The project, and the arguments of its Dockerfile."""
+    from schedulers.errors import nearest
+
+    from . import dockerfile
+    from .context import Project, requirements_of
+
+    if args.base and args.variant:
+        raise UsageError(_COMMAND, "--base and --variant both say which torch: keep one")
+    project = Project(
+        code=directory,
+        requirements=requirements_of(directory, args.requirements),
+        with_code=not args.no_code,
+        on_base=args.base is not None,
+    )
+    taken = dockerfile.arguments(project.dockerfile())
+    given = {"BASE": args.base} if args.base else {"VARIANT": args.variant or "cuda"}
+    for name, value in args.build_arg:
+        if name not in taken:
+            raise UsageError(
+                _COMMAND, f"--build-arg: no argument {name!r}{nearest(name, taken)} (there are {', '.join(taken)})"
+            )
+        if given.setdefault(name, value) != value:
+            raise UsageError(_COMMAND, f"--build-arg {name} is said twice, with two values: keep one")
+    return project, given
+
+
+def _wanted(
+    args: Namespace, context: str, arguments: Mapping[str, str], labels: Mapping[str, str], more: list[str]
+) -> Build:
+    from .builders import Build
+
+    return Build(tag=args.tag, context=context, arguments=arguments, labels=labels, epoch=_epoch(), more=more)
+
+
+def _labels(args: Namespace, directory: Path) -> dict[str, str]:
+    """https://github.com/opencontainers/image-spec/blob/main/annotations.md"""
+    import time
+
+    from accel import __version__
+
+    from .source import revision, url
+
+    epoch = _epoch()
+    created = time.gmtime(time.time() if epoch is None else epoch)
+    found = {
+        "org.opencontainers.image.created": time.strftime("%Y-%m-%dT%H:%M:%SZ", created),
+        "org.opencontainers.image.revision": revision(directory),
+        "org.opencontainers.image.source": url(directory),
+        "dev.accel.version": __version__,
+    }
+    return {**{key: value for key, value in found.items() if value}, **dict(args.label)}
+
+
+def _epoch() -> int | None:
+    """https://reproducible-builds.org/specs/source-date-epoch/"""
+    import os
+
+    from schedulers.errors import ConfigError
+
+    text = os.environ.get("SOURCE_DATE_EPOCH")
+    if not text:
+        return None
+    if not (text.isascii() and text.isdigit()):
+        raise ConfigError(f"SOURCE_DATE_EPOCH={text}: expects seconds since 1970")
+    return int(text)
+
+
+def _show(builder: str, project: Project, wanted: Build, *, push: bool, as_json: bool) -> int:
+    import shlex
+
+    from . import builders
+
+    commands = [builders.command(builder, wanted)]
+    if push:
+        commands.append([builder, "push", wanted.tag])
+    if as_json:
+        print_json({"builder": builder, "dockerfile": project.dockerfile(), "commands": commands})
+    else:
+        print(project.dockerfile(), end="")
+        print("\n".join(f"$ {shlex.join(words)}" for words in commands))
+    return exits.OK
+
+
+def _in_cluster(args: Namespace, wanted: Build) -> int:
+    from . import kaniko
+
+    python = wanted.arguments.get("PYTHON_IMAGE") or args.base or "python:3.12-slim"
+    cluster = kaniko.Cluster(
+        image=args.kaniko_image, python=python, namespace=args.namespace, secret=args.registry_secret
+    )
+    text = kaniko.manifest(wanted, cluster)
+    if args.json:
+        import yaml
+
+        print_json({"builder": "kaniko", "objects": list(yaml.safe_load_all(text))})
+    else:
+        print(text, end="")
+    sys.stdout.flush()
+    note("kubectl create -f it; the message of its pod's end is the digest: image: NAME@DIGEST in accel.yaml")
+    return exits.OK

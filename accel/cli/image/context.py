@@ -1,0 +1,121 @@
+"""What a builder is given: the Dockerfile, accel as a wheel, the project's requirements and its code."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from schedulers.codefiles import list_code
+from schedulers.errors import ConfigError
+
+from . import dockerfile, wheel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Project:
+    """code:         its directory.
+    requirements: the text of a file for pip; None where nothing further is needed.
+    with_code:    the code goes into the image.
+    on_base:      the image is laid over one that has torch.
+    """
+
+    code: Path
+    requirements: str | None
+    with_code: bool
+    on_base: bool
+
+    def dockerfile(self) -> str:
+        return dockerfile.of_project(
+            on_base=self.on_base, requirements=self.requirements is not None, code=self.with_code
+        )
+
+
+def requirements_of(code: Path, given: str | None) -> str | None:
+    """The text of the file that is given; else of requirements.txt; else what pyproject.toml says that the project
+    depends on. Raises ConfigError."""
+    path = code / "requirements.txt"
+    if given is not None or path.is_file():
+        path = Path(given) if given is not None else path
+        try:
+            text = path.read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            why = error.strerror if isinstance(error, OSError) else "not UTF-8"
+            raise ConfigError(f"{path}: cannot be read: {why}") from None
+        return _alone(path, text)
+    return _declared(code / "pyproject.toml")
+
+
+def make(directory: Path, project: Project, epoch: int | None) -> list[str]:
+    """Fills an empty directory; returns warnings, a line each. With `epoch` (seconds since 1970) every file is of that
+    time, so that equal projects make equal images. Raises SnapshotError, ConfigError."""
+    (directory / "Dockerfile").write_text(project.dockerfile())
+    wheels = directory / dockerfile.WHEELS
+    wheels.mkdir()
+    wheel.write(wheels)
+    (wheels / "constraints.txt").write_text(_torch() + "\n")
+    if project.requirements is not None:
+        (directory / dockerfile.REQUIREMENTS).write_text(project.requirements)
+    warnings: list[str] = []
+    if project.with_code:
+        warnings = _copy(project.code, directory / dockerfile.CODE)
+    if epoch is not None:
+        for path in [directory, *directory.rglob("*")]:
+            os.utime(path, (epoch, epoch), follow_symlinks=False)
+    return warnings
+
+
+def _alone(path: Path, text: str) -> str:
+    """The text, which must not need other files: they would not be there."""
+    for number, line in enumerate(text.splitlines(), 1):
+        if re.match(r"\s*(-r|--requirement|-c|--constraint|-e|--editable|\.{1,2}/|file:)(\s|=|\S)", line):
+            raise ConfigError(f"{path}:{number}: {line.strip()!r} needs another file, and only this one goes along")
+    return text
+
+
+def _declared(path: Path) -> str | None:
+    if not path.is_file():
+        return None
+    try:
+        tomllib = importlib.import_module("tomllib")
+    except ModuleNotFoundError:  # Python 3.10
+        raise ConfigError(f"{path}: reading it needs Python 3.11; give --requirements FILE instead") from None
+    try:
+        said = tomllib.loads(path.read_text())
+    except (OSError, ValueError) as error:  # not UTF-8, or not TOML
+        raise ConfigError(f"{path}: {error}") from None
+    found = said.get("project", {}).get("dependencies")
+    if not found:
+        return None
+    if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
+        raise ConfigError(f"{path}: project.dependencies is not a list of texts")
+    return "\n".join(found) + "\n"
+
+
+def _torch() -> str:
+    """As here, so that what was tried here is what runs there; where there is none, as old as accel allows."""
+    try:
+        return f"torch=={importlib.metadata.version('torch').partition('+')[0]}"
+    except importlib.metadata.PackageNotFoundError:
+        return "torch>=2.6"
+
+
+def _copy(code: Path, destination: Path) -> list[str]:
+    top = os.path.realpath(code)
+    entries, warnings = list_code(top, ())
+    destination.mkdir()
+    for entry in entries:
+        made = destination / entry.path
+        made.parent.mkdir(parents=True, exist_ok=True)
+        if entry.type == "directory":
+            made.mkdir(exist_ok=True)
+        elif entry.type == "link":
+            made.symlink_to(entry.link)
+        else:
+            shutil.copyfile(os.path.join(top, entry.path), made)
+            made.chmod(entry.mode)
+    return warnings

@@ -1,0 +1,128 @@
+"""A build inside a cluster, where no builder is at hand: a Job of kaniko, and ConfigMaps that hold the context.
+
+kaniko's flags: https://github.com/GoogleContainerTools/kaniko#additional-flags
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import tarfile
+from dataclasses import dataclass
+from typing import Any
+
+from schedulers.errors import SpecError
+from schedulers.kubernetes import code as coding
+from schedulers.kubernetes.manifests import to_yaml
+from schedulers.kubernetes.pods import unexpanded
+
+from .builders import Build, repository
+
+# A few ConfigMaps are no burden for the cluster's database; more is not what it is for.
+MOST = 3 << 20
+_CONTEXT, _PARTS = "/accel/context", "/accel-parts"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """image:  kaniko's, as the cluster can pull it; `python` is any image with python3, which unpacks the context.
+    secret: of type kubernetes.io/dockerconfigjson, by which the registry lets kaniko in.
+    """
+
+    image: str
+    python: str
+    namespace: str | None = None
+    secret: str | None = None
+
+
+def manifest(build: Build, cluster: Cluster) -> str:
+    """The objects, as YAML. The pod's message (`terminated.message`) is the digest. Raises SpecError."""
+    packed = coding.packed(_tar(build))
+    if len(packed) > MOST:
+        raise SpecError(
+            f"the context is {len(packed) / (1 << 20):.1f} MiB, packed, and kaniko is given {MOST >> 20} MiB at most: "
+            "leave out what the image does not need (.gitignore, .accelignore), or --no-code, or use another builder"
+        )
+    digest = coding.digest_of(packed)
+    name = f"accel-image-{_slug(build.tag)}-{digest[:8]}"
+    labels = {"app.kubernetes.io/managed-by": "accel", "app.kubernetes.io/component": "image"}
+    maps = coding.config_maps(name, labels, cluster.namespace, packed)
+    place = {"namespace": cluster.namespace} if cluster.namespace else {}
+    job = {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"name": name, **place, "labels": labels},
+        "spec": {
+            "backoffLimit": 0,
+            "ttlSecondsAfterFinished": 3600,
+            "template": {"metadata": {"labels": labels}, "spec": _pod(build, cluster, name, digest, maps)},
+        },
+    }
+    return to_yaml([*maps, job])
+
+
+def _pod(build: Build, cluster: Cluster, name: str, digest: str, maps: list[coding.Object]) -> dict[str, Any]:
+    parts = [f"{_PARTS}/{key}" for each in maps for key in each["binaryData"]]
+    unpack = ["python3", "-c", coding.UNPACK, digest, _CONTEXT, *parts]
+    home = {"name": "accel", "mountPath": "/accel"}
+    mounts: list[dict[str, Any]] = [home]
+    sources = [{"configMap": {"name": each["metadata"]["name"]}} for each in maps]
+    volumes: list[dict[str, Any]] = [
+        {"name": "accel", "emptyDir": {}},
+        {"name": "accel-parts", "projected": {"sources": sources}},
+    ]
+    if cluster.secret is not None:
+        item = {"key": ".dockerconfigjson", "path": "config.json"}
+        volumes.append({"name": "registry", "secret": {"secretName": cluster.secret, "items": [item]}})
+        mounts.append({"name": "registry", "mountPath": "/kaniko/.docker", "readOnly": True})
+    return {
+        "restartPolicy": "Never",
+        "automountServiceAccountToken": False,
+        "initContainers": [
+            {
+                "name": "context",
+                "image": cluster.python,
+                "command": [unexpanded(word) for word in unpack],
+                "volumeMounts": [home, {"name": "accel-parts", "mountPath": _PARTS, "readOnly": True}],
+            }
+        ],
+        "containers": [
+            {
+                "name": "kaniko",
+                "image": cluster.image,
+                "args": [unexpanded(word) for word in _words(build)],
+                "volumeMounts": mounts,
+            }
+        ],
+        "volumes": volumes,
+    }
+
+
+def _words(build: Build) -> list[str]:
+    words = [f"--context=dir://{_CONTEXT}", f"--dockerfile={_CONTEXT}/Dockerfile", f"--destination={build.tag}"]
+    words += ["--digest-file=/dev/termination-log"]
+    if build.epoch is not None:
+        words += ["--reproducible", f"--build-arg=SOURCE_DATE_EPOCH={build.epoch}"]
+    words += [f"--build-arg={key}={value}" for key, value in build.arguments.items()]
+    words += [f"--label={key}={value}" for key, value in build.labels.items()]
+    return [*words, *build.more]
+
+
+def _tar(build: Build) -> bytes:
+    """The context; the same bytes for the same files."""
+
+    def plain(member: tarfile.TarInfo) -> tarfile.TarInfo:
+        member.uid = member.gid = 0
+        member.uname = member.gname = ""
+        member.mtime = build.epoch or 0
+        return member
+
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        archive.add(build.context, arcname=".", filter=plain)
+    return out.getvalue()
+
+
+def _slug(tag: str) -> str:
+    last = repository(tag).rpartition("/")[2]
+    return re.sub(r"[^a-z0-9]+", "-", last)[:30].strip("-")

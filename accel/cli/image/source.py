@@ -1,0 +1,36 @@
+"""Where a project comes from, for an image's labels."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+from schedulers.codefiles import git_environment
+
+
+def revision(directory: Path) -> str:
+    """The commit, with `-dirty` where the work tree differs from it; nothing without git, or before a first commit."""
+    commit = _git(directory, "rev-parse", "HEAD")
+    if not commit:
+        return ""
+    return f"{commit}-dirty" if _git(directory, "status", "--porcelain", "--", ".") else commit
+
+
+def url(directory: Path) -> str:
+    """The remote `origin`, without a user or a password; nothing where there is none."""
+    found = _git(directory, "remote", "get-url", "origin")
+    return re.sub(r"^(\w+://)[^/@]*@", r"\1", found)
+
+
+def _git(directory: Path, *words: str) -> str:
+    try:
+        done = subprocess.run(
+            ["git", "-c", "core.fsmonitor=false", "-C", str(directory), *words],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            env=git_environment(),
+        )
+    except FileNotFoundError:
+        return ""
+    return done.stdout.decode(errors="replace").strip() if done.returncode == 0 else ""

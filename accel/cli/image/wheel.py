@@ -1,0 +1,75 @@
+"""The accel that runs here, as a wheel: an image gets the same one, from whichever place this one was installed."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import importlib.metadata
+import os
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from schedulers.errors import ConfigError
+
+_NAME, _PACKAGES = "accel-launch", ("accel", "schedulers")
+_LICENCE = "licenses/LICENSE"
+# The first moment that a zip file can tell.
+_MOMENT = (1980, 1, 1, 0, 0, 0)
+
+
+def write(directory: Path) -> Path:
+    """Writes the wheel into the directory; the same bytes for the same files. Raises ConfigError."""
+    try:
+        about = importlib.metadata.distribution(_NAME)
+    except importlib.metadata.PackageNotFoundError:
+        raise ConfigError(f"accel runs from sources that are not installed: pip install {_NAME}, or -e .") from None
+    stem = f"{_NAME.replace('-', '_')}-{about.version}"
+    info = f"{stem}.dist-info"
+    path = directory / f"{stem}-py3-none-any.whl"
+    lines: list[str] = []
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in [*_modules(), *_metadata(about, info)]:
+            lines.append(f"{name},sha256={_digest(data)},{len(data)}")
+            _add(archive, name, data)
+        _add(archive, f"{info}/RECORD", "\n".join([*lines, f"{info}/RECORD,,", ""]).encode())
+    return path
+
+
+def _modules() -> Iterator[tuple[str, bytes]]:
+    for package in _PACKAGES:
+        top = _directory(package)
+        for directory, names, files in os.walk(top):
+            names[:] = sorted(name for name in names if name != "__pycache__")
+            for name in sorted(files):
+                inside = os.path.relpath(os.path.join(directory, name), top.parent)
+                yield inside.replace(os.sep, "/"), Path(directory, name).read_bytes()
+
+
+def _directory(package: str) -> Path:
+    import importlib.util
+
+    found = importlib.util.find_spec(package)
+    if found is None or found.origin is None:
+        raise ConfigError(f"the package {package} has no files here that could go into an image")
+    return Path(found.origin).parent
+
+
+def _metadata(about: importlib.metadata.Distribution, info: str) -> Iterator[tuple[str, bytes]]:
+    yield f"{info}/METADATA", (about.read_text("METADATA") or "").encode()
+    yield f"{info}/WHEEL", b"Wheel-Version: 1.0\nGenerator: accel\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    yield f"{info}/entry_points.txt", (about.read_text("entry_points.txt") or "").encode()
+    licence = about.read_text(_LICENCE)
+    if licence is not None:
+        yield f"{info}/{_LICENCE}", licence.encode()
+
+
+def _add(archive: zipfile.ZipFile, name: str, data: bytes) -> None:
+    entry = zipfile.ZipInfo(name, _MOMENT)
+    entry.external_attr = 0o644 << 16
+    entry.compress_type = zipfile.ZIP_DEFLATED
+    archive.writestr(entry, data)
+
+
+def _digest(data: bytes) -> str:
+    return base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()

@@ -1,0 +1,110 @@
+"""`accel shell`: a shell where a rank runs, or one command there, with the streams of this process.
+
+A terminal is handed on, with its size; pipes stay pipes. Exits with the command's exit code.
+
+--json  {"id", "target", "node", "rank", "exit_code", "stdout", "stderr"}: of a command, when it has ended
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from . import exits, finding, values
+from .words import UsageError
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    from schedulers.handle import Job
+    from schedulers.job import JobSpec
+
+    from .parser import Parser
+
+EXAMPLES = """\
+  accel shell @last
+  accel shell --rank 3 1k2m -- nvidia-smi
+  accel shell 1k2m -- py-spy dump --pid 1
+  accel shell 1k2m -- tar c -C /tmp/profile . > profile.tar"""
+
+_COMMAND = "accel shell"
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.add_argument("job", metavar="JOB", help="an id, a unique prefix of one, or @last")
+    parser.add_argument("command", metavar="-- COMMAND", nargs="*", help="what to run there, instead of a shell")
+    place = parser.add_mutually_exclusive_group()
+    place.add_argument("--rank", metavar="N", type=values.whole, help="where this rank runs (default: rank 0)")
+    place.add_argument("--node", metavar="N", type=values.whole, help="on this node of the job, counted from 0")
+    parser.add_argument("--json", action="store_true", help="answer in JSON, with what the command printed")
+    finding.add_arguments(parser)
+
+
+def run(args: Namespace) -> int:
+    """Raises UsageError, and what asking the target raises."""
+    if args.json and not args.command:
+        raise UsageError(_COMMAND, "--json is for a command: accel shell JOB --json -- COMMAND")
+    job = finding.find(_COMMAND, args.job, args)
+    node = _node(job.spec, args.rank, args.node)
+    _check_runs(job)
+    if args.json:
+        return _as_json(args, job, node)
+    terminal = sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty()
+    sys.stdout.flush()
+    return job.shell(node, args.command, terminal=terminal)
+
+
+def _node(spec: JobSpec, rank: int | None, node: int | None) -> int:
+    """The node that is meant. Raises UsageError for one that the job has not."""
+    most = spec.max_nodes or spec.nodes
+    if node is not None:
+        if not 0 <= node < most:
+            raise UsageError(_COMMAND, f"--node {node}: the job has {_range('node', most)}")
+        return node
+    if rank is None:
+        return 0
+    if spec.max_nodes is not None:
+        raise UsageError(
+            _COMMAND, "--rank: the ranks of a world that may grow stay on no node; say --node N, counted from 0"
+        )
+    each = spec.procs_per_node or spec.resources.gpus or 1
+    if not 0 <= rank < each * spec.nodes:
+        raise UsageError(_COMMAND, f"--rank {rank}: the job has {_range('rank', each * spec.nodes)}")
+    return rank // each
+
+
+def _range(noun: str, count: int) -> str:
+    return f"one {noun}: 0" if count == 1 else f"{noun}s 0 to {count - 1}"
+
+
+def _check_runs(job: Job) -> None:
+    from schedulers.errors import SubmitError
+    from schedulers.job import State
+
+    status = job.status()
+    if status.state is State.RUNNING:
+        return
+    why = "" if status.message in ("", None, status.state.value) else f": {status.message}"
+    raise SubmitError(f"job {job.id} does not run, it is {status.state.value}{why}")
+
+
+def _as_json(args: Namespace, job: Job, node: int) -> int:
+    """Runs accel itself once more, so that what the command prints can be caught."""
+    import subprocess
+
+    from .output import print_json
+
+    words = [sys.executable, "-m", "accel", "shell", job.id, f"--node={node}", "--", *args.command]
+    done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True)
+    print_json(
+        {
+            "id": job.id,
+            "target": job.target,
+            "node": node,
+            "rank": args.rank,
+            "exit_code": done.returncode,
+            "stdout": done.stdout.decode(errors="backslashreplace"),
+            "stderr": done.stderr.decode(errors="backslashreplace"),
+        }
+    )
+    return exits.OK if done.returncode == 0 else done.returncode

@@ -1,0 +1,103 @@
+"""Changing one value in a YAML file that people have written: everything else, comments too, stays as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from yaml.nodes import MappingNode, Node
+
+
+def with_value(text: str, keys: Sequence[str], value: Any) -> str:
+    """`text` with `value` at the end of `keys`; mappings on the way to it are made where there are none.
+
+    A part that leaves no room for it (`{a: 1}`) is written anew, and its own comments go.
+    Raises yaml.YAMLError for what is no YAML.
+    """
+    import yaml
+
+    held = yaml.safe_load(text)
+    wanted = _set(held, keys, value)
+    changed = _changed(text, yaml.compose(text, Loader=yaml.SafeLoader), held, keys, value)
+    try:
+        if changed is not None and yaml.safe_load(changed) == wanted:
+            return changed
+    except yaml.YAMLError:
+        pass
+    return _dumped(wanted)
+
+
+def _set(held: Any, keys: Sequence[str], value: Any) -> Any:
+    if not keys:
+        return value
+    below = dict(held) if isinstance(held, Mapping) else {}
+    return {**below, keys[0]: _set(below.get(keys[0]), keys[1:], value)}
+
+
+def _changed(text: str, node: Node | None, held: Any, keys: Sequence[str], value: Any) -> str | None:
+    """None where there is no room."""
+    from yaml.nodes import MappingNode
+
+    if node is None:
+        return _joined(text, _dumped(_set({}, keys, value)))
+    if not isinstance(node, MappingNode) or node.flow_style:
+        return None
+    found = next((pair for pair in node.value if pair[0].value == keys[0]), None)
+    if found is None:
+        return _inserted(text, node, _dumped(_set({}, keys, value)))
+    key, below = found
+    if len(keys) > 1:
+        changed = _changed(text, below, held[keys[0]], keys[1:], value)
+        return changed or _rewritten(text, key, below, _set(held[keys[0]], keys[1:], value))
+    if isinstance(value, Mapping) or "\n" in text[below.start_mark.index : below.end_mark.index]:
+        return _rewritten(text, key, below, value)
+    return _replaced(text, below, value)
+
+
+def _inserted(text: str, node: MappingNode, block: str) -> str:
+    """The block as the last of the mapping, with its indentation."""
+    column = node.start_mark.column
+    at = _end_of_line(text, node)
+    lines = "".join(" " * column + line for line in block.splitlines(keepends=True))
+    return _joined(text[:at], lines) + text[at:]
+
+
+def _rewritten(text: str, key: Node, below: Node, value: Any) -> str:
+    """The key with the value anew, in the lines where they stand."""
+    lines = _dumped({key.value: value}).splitlines(keepends=True)
+    block = lines[0] + "".join(" " * key.start_mark.column + line for line in lines[1:])
+    return text[: key.start_mark.index] + block + text[_end_of_line(text, below) :]
+
+
+def _replaced(text: str, node: Node, value: Any) -> str:
+    """A value that fits on a line, in the place of one that does."""
+    start, end = node.start_mark.index, node.end_mark.index
+    return text[:start] + (" " if text[start - 1 : start] == ":" else "") + _on_a_line(value) + text[end:]
+
+
+def _end_of_line(text: str, node: Node) -> int:
+    """Behind the last line of the node: a block's own mark stands behind the comments that follow it."""
+    from yaml.nodes import CollectionNode, MappingNode
+
+    while isinstance(node, CollectionNode) and not node.flow_style and node.value:
+        node = node.value[-1][1] if isinstance(node, MappingNode) else node.value[-1]
+    found = text.find("\n", node.end_mark.index)
+    return len(text) if found < 0 else found + 1
+
+
+def _joined(text: str, block: str) -> str:
+    return text + ("" if not text or text.endswith("\n") else "\n") + block
+
+
+def _dumped(value: Any) -> str:
+    import yaml
+
+    return str(yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=10_000))
+
+
+def _on_a_line(value: Any) -> str:
+    import yaml
+
+    dumped = str(yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10_000))
+    return dumped.removesuffix("...\n").strip()

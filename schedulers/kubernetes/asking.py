@@ -1,0 +1,163 @@
+"""What the cluster says of jobs: from what is watched anyway, and from lists where nothing is."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..errors import Unreachable
+from ..job import Reason, State, Status
+from . import names, states, watching
+from .errors import Forbidden, NotFound
+from .native import Native
+
+if TYPE_CHECKING:
+    from .api import Api
+
+Object = dict[str, Any]
+
+_AT_ONCE = 100  # ids in one selector: it is part of a URL
+_PAGE = "500"
+_FEW = 8  # objects whose warnings are asked for one by one; of more, those of the whole namespace are
+
+logger = logging.getLogger(__name__)
+
+
+def statuses(api: Api, natives: Sequence[Native], *, ttl: bool = False) -> tuple[dict[str, Status], dict[str, str]]:
+    """The status of each job; and why, of those that could not be asked about. `ttl`: the cluster removes jobs itself.
+
+    Raises an ApiError when the server refuses the question.
+    """
+    found: dict[str, Status] = {}
+    silent: dict[str, str] = {}
+    groups: dict[tuple[str, str], list[Native]] = {}
+    for native in natives:
+        status = _watched(api, native)
+        if status is not None:
+            found[str(native)] = status
+        else:
+            groups.setdefault((native.namespace, native.workload), []).append(native)
+    for (namespace, _), group in groups.items():
+        for part in (group[at : at + _AT_ONCE] for at in range(0, len(group), _AT_ONCE)):
+            try:
+                found |= _listed(api, namespace, part, ttl=ttl)
+            except Unreachable as error:
+                silent |= dict.fromkeys(map(str, part), str(error))
+    return found, silent
+
+
+def workload_of(api: Api, native: Native) -> Object | None:
+    """The job's object now; None when there is none."""
+    try:
+        return api.call("GET", api.path(native.api_version, native.plural, native.name, namespace=native.namespace))
+    except NotFound:
+        return None
+
+
+def pods_of(api: Api, native: Native) -> list[Object]:
+    """The job's pods now."""
+    return list(listed(api, api.path("v1", "pods", namespace=native.namespace), {"labelSelector": native.selector}))
+
+
+def listed(api: Api, path: str, query: dict[str, str]) -> Iterator[Object]:
+    """All objects of a collection that are asked for, a page at a time."""
+    more = ""
+    while True:
+        answer = api.call("GET", path, query={**query, "limit": _PAGE, **({"continue": more} if more else {})})
+        kind = str(answer.get("kind") or "").removesuffix("List")
+        for each in answer.get("items") or []:
+            each.setdefault("kind", kind)  # a list leaves out what its items are
+            yield each
+        more = (answer.get("metadata") or {}).get("continue") or ""
+        if not more:
+            return
+
+
+def _watched(api: Api, native: Native) -> Status | None:
+    """None when it must be asked for: nobody watches, or what is seen would be final, which must be exact."""
+    watcher = watching.running(api, native.namespace)
+    seen = None if watcher is None else watcher.snapshot(native)
+    if seen is None:
+        return None
+    workload, pods, events = seen
+    if workload is None:
+        return None
+    status = states.status_of(workload, pods, events)
+    # The watches of pods and of objects are two, and the one may be behind the other.
+    return None if status.state.final else status
+
+
+def _listed(api: Api, namespace: str, natives: Sequence[Native], *, ttl: bool) -> dict[str, Status]:
+    workloads = _workloads(api, namespace, natives)
+    there = [native for native in natives if native.name in workloads]
+    pods: dict[str, list[Object]] = {}
+    if there:
+        for pod in listed(api, api.path("v1", "pods", namespace=namespace), {"labelSelector": _selector(there)}):
+            pods.setdefault(((pod.get("metadata") or {}).get("labels") or {}).get(names.JOB_ID, ""), []).append(pod)
+    mine = {native: _with_deleted(api, native, pods.get(names.label_value(native.job_id), [])) for native in there}
+    found = {native: states.status_of(workloads[native.name], mine[native]) for native in there}
+    waiting = [
+        native
+        for native, status in found.items()
+        if status.state is State.QUEUED or (not status.state.final and any(map(states.not_ready, mine[native])))
+    ]
+    events = _warnings(api, namespace, {native: mine[native] for native in waiting})
+    for native in waiting:
+        found[native] = states.status_of(workloads[native.name], mine[native], events.get(native, []))
+    return {str(native): found[native] if native in found else _gone(native, ttl=ttl) for native in natives}
+
+
+def _with_deleted(api: Api, native: Native, pods: list[Object]) -> list[Object]:
+    """The job's pods; where there are none any more, as they were last."""
+    watcher = watching.running(api, native.namespace)
+    return pods if pods or watcher is None else watcher.deleted_pods(native)
+
+
+def _workloads(api: Api, namespace: str, natives: Sequence[Native]) -> dict[str, Object]:
+    """By name; all of them of one kind."""
+    if len(natives) == 1:
+        only = workload_of(api, natives[0])
+        return {} if only is None else {natives[0].name: only}
+    path = api.path(natives[0].api_version, natives[0].plural, namespace=namespace)
+    query = {"labelSelector": _selector(natives)}
+    found = {str(each["metadata"]["name"]): each for each in listed(api, path, query)}
+    # Somebody may have taken the label away: what is not in the list is asked for by its name before it is gone.
+    for native in natives:
+        if native.name not in found and (there := workload_of(api, native)) is not None:
+            found[native.name] = there
+    return found
+
+
+def _warnings(api: Api, namespace: str, jobs: dict[Native, list[Object]]) -> dict[Native, list[Object]]:
+    """What the cluster warned of about these jobs. Not being allowed to see it leaves the reasons out."""
+    about = {native: watching.concerned(native, pods) for native, pods in jobs.items()}
+    wanted = {name for each in about.values() for name in each}
+    if not wanted:
+        return {}
+    path = api.path("v1", "events", namespace=namespace)
+    few = sorted(wanted) if len(wanted) <= _FEW else [None]
+    events: dict[str, list[Object]] = {}
+    try:
+        for name in few:
+            query = {"fieldSelector": watching.WARNINGS + (f",involvedObject.name={name}" if name else "")}
+            for each in listed(api, path, query):
+                events.setdefault(str((each.get("involvedObject") or {}).get("name")), []).append(each)
+    except Forbidden as error:
+        logger.warning("%s; why a job waits or stands still may be left out", error)
+    return {native: [event for name in mine for event in events.get(name, [])] for native, mine in about.items()}
+
+
+def _selector(natives: Iterable[Native]) -> str:
+    values = [names.label_value(native.job_id) for native in natives]
+    return f"{names.JOB_ID} in ({','.join(values)})"
+
+
+def _gone(native: Native, *, ttl: bool) -> Status:
+    message = f"its {native.kind} is gone: it was deleted, and not through accel"
+    if ttl:
+        message = f"its {native.kind} is gone: its ttl_s passed before anybody asked, or somebody deleted it"
+    return Status(state=State.FAILED, reason=Reason.LOST, native_state="Deleted", message=message)
+
+
+__all__ = ["listed", "pods_of", "statuses", "workload_of"]

@@ -1,0 +1,192 @@
+"""One collection of objects, listed once and then watched: what the API server has of it, a moment later.
+
+https://kubernetes.io/docs/reference/using-api/api-concepts/#efficient-detection-of-changes
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ..errors import SchedulerError, Unreachable
+from .errors import ApiError, Forbidden, Gone
+
+if TYPE_CHECKING:
+    from .api import Api, Stream
+
+_PAGE = "500"
+_LIFETIME_S = (240, 300)  # of one watch: a server's own end of it comes later
+_LATE_S = 60.0
+_FIRST_S, _LAST_S = 0.2, 10.0  # before a server that does not answer is tried again
+_REFUSED_S = 60.0
+_ALARMING_S = 2.0  # that a server has not answered: less is a connection that was lost
+
+Object = dict[str, Any]
+
+logger = logging.getLogger(__name__)
+
+
+class Sink(Protocol):
+    """What is told of the objects, from the feed's own thread."""
+
+    def replaced(self, objects: Sequence[Object]) -> None:
+        """These there are, and no others."""
+
+    def changed(self, change: str, thing: Object) -> None:
+        """ADDED, MODIFIED or DELETED."""
+
+    def troubled(self) -> None:
+        """The server has not answered for a while, or refuses."""
+
+
+class Feed:
+    """A thread that keeps a sink up to date until `stop`. A daemon.
+
+    live:    what the sink was told is what the server has, but for a moment.
+    refused: why the server will not have it watched.
+    """
+
+    def __init__(self, api: Api, path: str, query: Mapping[str, str], sink: Sink) -> None:
+        self._api = api
+        self._path = path
+        self._query = dict(query)
+        self._sink = sink
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self._stream: Stream | None = None
+        self._alarmed = False
+        self._live_at = 0.0
+        self.live = False
+        self.refused: SchedulerError | None = None
+        self.settled = threading.Event()  # the first answer, whatever it was, has come
+        self._thread = threading.Thread(target=self._run, name=f"watching {path}", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Does not wait for the thread, which ends by itself."""
+        self._stop.set()
+        self.live = False
+        with self._lock:
+            stream = self._stream
+        if stream is not None:
+            stream.close()
+        self.settled.set()
+
+    def _run(self) -> None:
+        version: str | None = None
+        failures = 0
+        self._live_at = time.monotonic()
+        while not self._stop.is_set():
+            try:
+                if version is None:
+                    version = self._list()
+                for told in self._watch(version):
+                    version, failures = told, 0
+            except Gone:
+                version = None
+            except Unreachable as error:
+                failures += 1
+                self._fail(error)
+                pause = min(_LAST_S, _FIRST_S * 2 ** min(failures - 1, 10))
+                self._stop.wait(pause * random.uniform(0.5, 1.5))
+            except SchedulerError as error:
+                version = None
+                self._refuse(error)
+                self._stop.wait(_REFUSED_S * random.uniform(0.8, 1.2))
+            except Exception:
+                # Whoever waits asks the server itself instead, and says what is wrong.
+                logger.exception("watching %s failed", self._path)
+                version = None
+                self._refuse(ApiError(f"watching {self._path} failed"))
+                self._stop.wait(_REFUSED_S)
+
+    def _list(self) -> str:
+        """Tells the sink all that there is; returns the version from which to watch."""
+        objects: list[Object] = []
+        more = ""
+        while True:
+            query = {**self._query, "limit": _PAGE, **({"continue": more} if more else {})}
+            answer = self._api.call("GET", self._path, query=query)
+            objects += answer.get("items") or []
+            metadata = answer.get("metadata") or {}
+            more = metadata.get("continue") or ""
+            if not more or self._stop.is_set():
+                break
+        kind = str(answer.get("kind") or "").removesuffix("List")
+        for each in objects:  # a list leaves out what its items are
+            each.setdefault("kind", kind)
+            each.setdefault("apiVersion", answer.get("apiVersion"))
+        self._sink.replaced(objects)
+        return str(metadata.get("resourceVersion") or "0")
+
+    def _watch(self, version: str) -> Iterator[str]:
+        """One watch, to its end; the versions that the sink has been told of. The first comes when it is open."""
+        lifetime = random.randint(*_LIFETIME_S)
+        query = {
+            **self._query,
+            "watch": "true",
+            "allowWatchBookmarks": "true",
+            "resourceVersion": version,
+            "timeoutSeconds": str(lifetime),
+        }
+        stream = self._api.stream(self._path, query=query, idle_s=lifetime + _LATE_S)
+        with self._lock:
+            self._stream = stream
+        try:
+            if self._stop.is_set():
+                return
+            self.live, self.refused = True, None
+            self.settled.set()
+            yield version
+            rest = b""
+            for chunk in stream:
+                *lines, rest = (rest + chunk).split(b"\n")
+                for line in lines:
+                    if line.strip():
+                        version = self._change(json.loads(line)) or version
+                        yield version
+        finally:
+            with self._lock:
+                self._stream = None
+            stream.close()
+
+    def _change(self, event: Object) -> str | None:
+        thing, change = event.get("object") or {}, str(event.get("type"))
+        if change == "ERROR":
+            message = str(thing.get("message") or "the watch ended")
+            if thing.get("code") == 410:
+                raise Gone(message, status=410)
+            # As when the server's own cache is not filled yet: to be tried again.
+            raise Unreachable(f"{self._path}: {message}")
+        if change != "BOOKMARK":
+            self._sink.changed(change, thing)
+        version = (thing.get("metadata") or {}).get("resourceVersion")
+        return None if version is None else str(version)
+
+    def _fail(self, error: Unreachable) -> None:
+        if self.live:
+            self.live, self._alarmed = False, False
+            self._live_at = time.monotonic()
+        logger.debug("watching %s: %s", self._path, error)
+        if not self._alarmed and time.monotonic() - self._live_at > _ALARMING_S:
+            self._alarmed = True
+            self.settled.set()
+            self._sink.troubled()
+
+    def _refuse(self, error: SchedulerError) -> None:
+        self.live = False
+        if self.refused is None and isinstance(error, Forbidden):
+            logger.warning("%s; it is asked for again and again instead", error)
+        self.refused = error
+        self.settled.set()
+        self._sink.troubled()
+
+
+__all__ = ["Feed", "Object", "Sink"]

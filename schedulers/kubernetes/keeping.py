@@ -1,0 +1,183 @@
+"""The logs of a job that is cancelled, kept in its directory: the cluster removes them with the pods.
+
+`logs/NAME.kept` is the log of one run of a container as the kubelet sends it, after a line of JSON that says whose it
+is; `logs/NAME.missing` says why it is not whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+from ..errors import SchedulerError
+from . import asking, sources
+from .positions import Piece, Position, Stamped, written
+from .sources import Source
+from .streams import Tail, fetch
+
+if TYPE_CHECKING:
+    from .api import Api
+    from .native import Native
+
+_AT_ONCE = 16
+_LONGEST_S = 30.0  # a cancel waits for the logs no longer
+_MOST = 256 << 20  # bytes of one log
+_CHUNK = 1 << 16
+_LOGS, _KEPT, _MISSING = "logs", ".kept", ".missing"
+_SCHEMA = 1
+_MARGIN_S = 30.0
+_PAUSE_S = 0.1
+
+
+@dataclass(frozen=True)
+class Kept:
+    """missing: why the end of it is not there; empty where it is."""
+
+    source: Source
+    path: Path
+    missing: str
+
+    def pieces(self, after: Position | None) -> Iterator[Piece]:
+        """What comes after that place."""
+        stamped = Stamped(after)
+        with self.path.open("rb") as file:
+            file.readline()
+            while chunk := file.read(_CHUNK):
+                yield from stamped.feed(chunk)
+        yield from stamped.end(complete=True)
+
+
+def kept(directory: Path) -> dict[str, Kept]:
+    """The logs that are kept in a job's directory, by the names that cursors know them by."""
+    found = {}
+    for path in sorted(directory.glob(f"{_LOGS}/*{_KEPT}")):
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # cut short as it was begun
+            with path.open("rb") as file:
+                header = json.loads(file.readline())
+            source = Source(**header["source"])
+            reason = path.with_suffix(_MISSING)
+            found[source.name] = Kept(source, path, reason.read_text().strip() if reason.exists() else "")
+    return found
+
+
+def keep(api: Api, native: Native, directory: Path) -> str | None:
+    """Keeps what the job's pods have written, and goes on with what they write while they end, in threads that end
+    with them or with this process. Call it before the job is deleted.
+
+    Returns a line for people where something could not be kept. Never raises, and takes half a minute at most.
+    """
+    try:
+        found = [source for source in sources.of(asking.pods_of(api, native)) if not source.lost]
+        (directory / _LOGS).mkdir(parents=True, exist_ok=True)
+    except (SchedulerError, OSError) as error:
+        return f"what the job wrote is not kept: {error}"
+    if not found:
+        return None
+    keepers = [_Keeper(api, native, source, directory / _LOGS) for source in found]
+    pool = ThreadPoolExecutor(max_workers=min(_AT_ONCE, len(keepers)), thread_name_prefix="keeping logs")
+    try:
+        _, late = wait([pool.submit(keeper.begin) for keeper in keepers], timeout=_LONGEST_S)
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+    problems = [keeper.problem for keeper in keepers if keeper.problem]
+    if late:
+        problems.append(f"{len(late)} of {len(keepers)} logs did not come within {_LONGEST_S:g} s")
+    for keeper in keepers:
+        keeper.go_on()
+    return f"some of what the job wrote is not kept: {problems[0]}" if problems else None
+
+
+class _Keeper:
+    """Of one log."""
+
+    def __init__(self, api: Api, native: Native, source: Source, directory: Path) -> None:
+        self._api, self._native, self._source = api, native, source
+        self._path = directory / f"{source.name}{_KEPT}"
+        self._at: Position | None = None
+        self._size = 0
+        self._ready = False
+        self.problem = ""
+
+    def begin(self) -> None:
+        """All that there is."""
+        try:
+            self._open()
+            answer = fetch(self._api, self._native, self._source, self._at, own=True, complete=self._source.ended)
+            if answer.error is not None:
+                self._lack(f"its log cannot be read: {answer.error}")
+                return
+            with self._path.open("ab") as file:
+                self._write(file, answer.pieces())
+            self._ready = True
+        except OSError as error:
+            self._lack(f"{self._path}: {error.strerror or error}")
+
+    def go_on(self) -> None:
+        """With what is still to come, in a thread."""
+        if self._ready and not self._source.ended and not self.problem:
+            threading.Thread(target=self._follow, name=f"keeping {self._source.name}", daemon=True).start()
+
+    def _open(self) -> None:
+        if self._path.exists():  # of a cancel before this one
+            known = kept(self._path.parent.parent).get(self._source.name)
+            if known is not None:
+                for piece in known.pieces(None):
+                    self._at = piece.after
+                self._size = self._path.stat().st_size
+                return
+        header = {"schema": _SCHEMA, "source": dataclasses.asdict(self._source)}
+        self._path.write_text(json.dumps(header) + "\n")
+
+    def _follow(self) -> None:
+        """Until the container has ended, or its pod is gone."""
+        ends_at = time.monotonic() + _MARGIN_S
+        while True:
+            tail = Tail(self._api, self._native, self._source, self._at, own=True)
+            try:
+                while not tail.over:
+                    self._add(tail.take())
+                    time.sleep(_PAUSE_S)
+                self._add(tail.take())
+                if tail.error is None:
+                    self._add(tail.take_last())
+                    return
+            except OSError as error:
+                self._lack(f"{self._path}: {error.strerror or error}")
+                return
+            finally:
+                tail.close()
+            if time.monotonic() > ends_at:
+                self._lack(f"its log cannot be read: {tail.error}")
+                return
+            time.sleep(_PAUSE_S * 5)
+
+    def _add(self, pieces: Sequence[Piece]) -> None:
+        if pieces:
+            with self._path.open("ab") as file:
+                self._write(file, pieces)
+
+    def _write(self, file: IO[bytes], pieces: Iterator[Piece] | Sequence[Piece]) -> None:
+        for piece in pieces:
+            if self._size > _MOST:
+                self._lack(f"no more than {_MOST >> 20} MiB of it are kept")
+                return
+            data = written(piece.after.stamp) + b" " + piece.data if piece.first else piece.data
+            file.write(data)
+            self._size += len(data)
+            self._at = piece.after
+
+    def _lack(self, why: str) -> None:
+        self.problem = why
+        with contextlib.suppress(OSError):
+            self._path.with_suffix(_MISSING).write_text(why + "\n")
+
+
+__all__ = ["Kept", "keep", "kept"]

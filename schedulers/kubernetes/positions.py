@@ -1,0 +1,210 @@
+"""Where a reader is in a container's log, and how it goes on exactly there.
+
+The kubelet puts the time at which a line was written before it, to the nanosecond, and can begin at a second: see
+`timestamps` and `sinceTime` in https://kubernetes.io/docs/reference/kubernetes-api/workload-resources/pod-v1/. Two
+lines may bear the same time, and those of stdout and stderr may be out of order by a little: so a place is after so
+many lines of one time, and is looked for in the log's own order.
+"""
+
+from __future__ import annotations
+
+import datetime
+import re
+from dataclasses import dataclass
+
+from ..errors import SpecError
+
+_STAMP = re.compile(rb"(\d{4})-(\d\d)-(\d\d)T(\d\d):(\d\d):(\d\d)(?:[.,](\d{1,9}))?(Z|[+-]\d\d:?\d\d)\Z")
+_POSITION = re.compile(r"(?P<stamp>\d{8}T\d{6}\.\d{9}Z)/(?P<lines>\d+)/(?P<bytes>\d+)\Z")
+_HEAD = 32  # so many bytes of a line say who wrote it
+# Later than that after the place that is looked for, in the log's own order, it cannot come any more.
+_DISORDER_NS = 1_000_000_000
+
+
+@dataclass(frozen=True)
+class Position:
+    """After so many lines that bear the time `stamp`, and so many bytes of the next that does.
+
+    Without either, before everything that was written at that time or later.
+    """
+
+    stamp: str  # in UTC, and as long as any other: 20261121T163300.123456789Z
+    lines: int = 0
+    bytes: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.stamp}/{self.lines}/{self.bytes}"
+
+    @classmethod
+    def parse(cls, text: str) -> Position:
+        """What `str` gave. Raises SpecError."""
+        match = _POSITION.match(text)
+        if match is None:
+            raise SpecError(f"not a position in a log: {text!r}")
+        return cls(match["stamp"], int(match["lines"]), int(match["bytes"]))
+
+    @classmethod
+    def at(cls, when: float) -> Position:
+        """Before what was written at that time (seconds since the epoch) or later, to the second."""
+        moment = datetime.datetime.fromtimestamp(int(when), datetime.timezone.utc)
+        return cls(f"{moment:%Y%m%dT%H%M%S}.000000000Z")
+
+    @property
+    def is_time(self) -> bool:
+        return not self.lines and not self.bytes
+
+    @property
+    def since(self) -> str:
+        """The second from which to ask so that the place, and all that comes after it, is in the answer."""
+        moment = _moment(self.stamp) - datetime.timedelta(seconds=1)
+        return f"{moment:%Y-%m-%dT%H:%M:%SZ}"
+
+
+def stamp_of(word: bytes) -> str | None:
+    """A time as the kubelet writes it, as a stamp; None for anything else."""
+    match = _STAMP.match(word)
+    if match is None:
+        return None
+    year, month, day, hour, minute, second, fraction, zone = (part.decode() if part else "" for part in match.groups())
+    if zone != "Z":
+        there = datetime.datetime.fromisoformat(f"{year}-{month}-{day}T{hour}:{minute}:{second}{zone}")
+        return f"{there.astimezone(datetime.timezone.utc):%Y%m%dT%H%M%S}.{fraction:0<9}Z"
+    return f"{year}{month}{day}T{hour}{minute}{second}.{fraction:0<9}Z"
+
+
+def written(stamp: str) -> bytes:
+    """The stamp as the kubelet writes it."""
+    day, time = stamp[:8], stamp[9:]
+    return f"{day[:4]}-{day[4:6]}-{day[6:]}T{time[:2]}:{time[2:4]}:{time[4:]}".encode()
+
+
+def _moment(stamp: str) -> datetime.datetime:
+    return datetime.datetime.strptime(stamp[:15], "%Y%m%dT%H%M%S").replace(tzinfo=datetime.timezone.utc)
+
+
+def _nanoseconds(stamp: str) -> int:
+    return int(_moment(stamp).timestamp()) * 1_000_000_000 + int(stamp[16:25])
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A line, or a part of one that ends with `\\r`.
+
+    head:  how the line begins, of which this is a part; `first` where it is the beginning itself.
+    after: the place just after it.
+    """
+
+    data: bytes
+    head: bytes
+    first: bool
+    after: Position
+
+
+class Stamped:
+    """Takes apart what the kubelet sends, in whatever portions it comes, and leaves out what was read before.
+
+    after: the place up to which it was. With `own=False` it is one of the container's run before this one, and this
+           log then holds it only where its lines were taken for those of that run.
+    lost:  the place is not in the log, though it once was: what came after it may have been removed.
+    said:  what came instead of a log: the kubelet's own words.
+    """
+
+    def __init__(self, after: Position | None, *, own: bool = True) -> None:
+        self._after = after
+        self._own = own
+        self._seeking = after is not None and not after.is_time
+        self._held: list[Piece] = []
+        self._seen = 0  # lines that bear the time looked for
+        self._rest = b""
+        self._stamp = ""  # of the line before, and how many in a row bear it
+        self._lines = 0
+        self._bytes = 0  # of the line that is not whole, given already
+        self._begun = False
+        self.lost = False
+        self.said: list[str] = []
+
+    def feed(self, chunk: bytes) -> list[Piece]:
+        """The lines, and parts that end with `\\r`, that are whole now."""
+        *whole, self._rest = (self._rest + chunk).split(b"\n")
+        pieces: list[Piece] = []
+        for line in whole:
+            pieces += self._line(line + b"\n", complete=True)
+        if b"\r" in self._rest:
+            pieces += self._line(self._rest, complete=False)
+        return pieces
+
+    def end(self, *, complete: bool) -> list[Piece]:
+        """What is left when nothing more comes: with `complete`, the last line too, if nobody ended it."""
+        pieces = self._line(self._rest, complete=True) if complete and self._rest else []
+        self._rest = b""
+        if self._seeking:
+            return [*self._give_up(), *pieces]
+        return pieces
+
+    def _line(self, line: bytes, *, complete: bool) -> list[Piece]:
+        word, _, data = line.partition(b" ")
+        stamp = stamp_of(word)
+        if stamp is None:
+            if not self._stamp:
+                self.said.append(line.decode("utf-8", "replace").strip())
+                return []
+            stamp, data = self._stamp, line  # of a kubelet that splits long lines, and stamps the first part
+        if stamp != self._stamp:
+            self._stamp, self._lines, self._bytes = stamp, 0, 0
+        pieces = list(self._pieces(stamp, data, complete))
+        if complete:
+            self._lines += 1
+            self._bytes = 0
+        elif pieces:
+            self._bytes = pieces[-1].after.bytes
+        return self._unread(stamp, pieces, complete)
+
+    def _pieces(self, stamp: str, data: bytes, complete: bool) -> list[Piece]:
+        parts = data.splitlines(keepends=True) or [b""]
+        if not complete:
+            # A `\r` that is the last byte may be one half of `\r\n`.
+            parts = parts[:-1]
+        found, at = [], 0
+        for number, part in enumerate(parts):
+            begun, at = at, at + len(part)
+            if begun < self._bytes:
+                continue
+            ends = complete and number == len(parts) - 1
+            after = Position(stamp, self._lines + 1) if ends else Position(stamp, self._lines, at)
+            found.append(Piece(part, data[:_HEAD], begun == 0, after))
+        return found
+
+    def _unread(self, stamp: str, pieces: list[Piece], complete: bool) -> list[Piece]:
+        after = self._after
+        if after is None or not self._seeking:
+            begins = after is not None and after.is_time and stamp < after.stamp
+            return [] if begins else pieces
+        first, self._begun = not self._begun, True
+        if stamp == after.stamp:
+            passed = self._lines if complete else self._lines + 1  # the number of this line, from 1
+            if passed == after.lines + (1 if after.bytes else 0):
+                if not after.bytes and not complete:
+                    return []
+                self._seeking, self._held = False, []
+                return [each for each in pieces if after.bytes and _beyond(each.after, after)]
+            if passed < after.lines:
+                return []
+        late = _nanoseconds(stamp) - _nanoseconds(after.stamp)
+        if late > _DISORDER_NS or (first and late > 0 and not self._own):
+            return [*self._give_up(), *pieces]
+        if late > 0 or not self._own:
+            self._held += pieces
+        return []
+
+    def _give_up(self) -> list[Piece]:
+        self._seeking = False
+        self.lost = self._own
+        held, self._held = self._held, []
+        return held
+
+
+def _beyond(one: Position, other: Position) -> bool:
+    return (one.lines, one.bytes) > (other.lines, other.bytes)
+
+
+__all__ = ["Piece", "Position", "Stamped", "stamp_of", "written"]

@@ -1,0 +1,400 @@
+"""A job's log lines from all of its pods: byte-exact, from a cursor, none lost, doubled or cut.
+
+Once, by asking for every log there is; while the job is followed, from streams that stay open. What cannot be had any
+more is a line of the stream "missing".
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import SchedulerError, Unreachable
+from ..job import Cursor, LogLine
+from . import asking, keeping, sources, states, watching
+from .errors import Invalid, NotFound
+from .positions import Piece, Position
+from .sources import Source
+from .streams import Fetched, Tail, fetch
+
+if TYPE_CHECKING:
+    from .api import Api
+    from .native import Native
+
+_FOLLOWED_S = 30.0  # a job is followed for so long after somebody last waited for it
+_AT_ONCE = 16  # logs that are asked for at a time
+_MOST_TAILS = 64  # of one job; more logs are asked for now and then
+_SELDOM_S, _LONGEST_PAUSE_S = 2.0, 10.0
+_MARGIN_S = 10.0  # that an ending pod has over its grace
+_LOST, _GONE = "lost", "gone"
+
+
+@dataclass
+class _Job:
+    """What is known of one job's logs.
+
+    final: source -> the place at its end, of those that nobody writes to any more ("" where it is empty).
+    said:  source -> the place after what the launcher said last.
+    """
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    final: dict[str, str] = field(default_factory=dict)
+    said: dict[str, str] = field(default_factory=dict)
+    seen: dict[str, Source] = field(default_factory=dict)
+    tails: dict[str, list[Tail]] = field(default_factory=dict)
+    not_before: dict[str, float] = field(default_factory=dict)
+    failures: dict[str, int] = field(default_factory=dict)
+    followed_at: float = float("-inf")
+    ending_until: float | None = None
+
+    @property
+    def followed(self) -> bool:
+        return time.monotonic() - self.followed_at < _FOLLOWED_S
+
+    def all_tails(self) -> list[Tail]:
+        with self.lock:
+            return [tail for tails in self.tails.values() for tail in tails]
+
+
+class Reader:
+    """The logs of one target's jobs. Safe to use from several threads, for several readers of one job."""
+
+    def __init__(self, api: Api) -> None:
+        self._api = api
+        self._lock = threading.Lock()
+        self._jobs: dict[str, _Job] = {}
+
+    def followed(self, native: Native) -> None:
+        """Somebody waits for the job, and will read it again and again."""
+        self._job(native).followed_at = time.monotonic()
+
+    def read(self, native: Native, since: Cursor | None, directory: Path | None, *, over: bool) -> Iterator[LogLine]:
+        """The lines that there are now. `over`: the job is known to have ended.
+
+        Raises Unreachable, when the others' lines were given, where a log of a job that goes on cannot be read.
+        """
+        return _Pass(self._api, native, self._job(native), since, directory, over=over).lines()
+
+    def cursor_at(self, native: Native, when: float, directory: Path | None) -> Cursor:
+        """Where the logs that there are stood. Raises Unreachable."""
+        found = {source.name for source in sources.of(asking.pods_of(self._api, native))}
+        kept = keeping.kept(directory) if directory is not None else {}
+        return Cursor(dict.fromkeys((*sorted(found), *sorted(kept)), str(Position.at(when))))
+
+    def close(self) -> None:
+        with self._lock:
+            jobs, self._jobs = list(self._jobs.values()), {}
+        for job in jobs:
+            for tail in job.all_tails():
+                tail.close()
+
+    def _job(self, native: Native) -> _Job:
+        with self._lock:
+            return self._jobs.setdefault(str(native), _Job())
+
+
+class _Pass:
+    """One look at all of a job's logs, for one reader."""
+
+    def __init__(
+        self, api: Api, native: Native, job: _Job, since: Cursor | None, directory: Path | None, *, over: bool
+    ) -> None:
+        self._api, self._native, self._job = api, native, job
+        self._directory = directory
+        self._over = over
+        self._gone = False
+        self._errors: list[SchedulerError] = []
+        pairs = (pair.partition("=") for pair in str(since or "").split(",") if pair)
+        self._positions = {source: position for source, _, position in pairs}
+
+    def lines(self) -> Iterator[LogLine]:
+        self._look()
+        self._check_tails()
+        pods = self._pods()
+        found = sources.of(pods)
+        missing = self._vanished(found)
+        if missing and not self._over:
+            # What is watched may be behind what has been seen otherwise.
+            pods = asking.pods_of(self._api, self._native)
+            found = sources.of(pods)
+            missing = self._vanished(found)
+        self._job.seen |= {source.name: source for source in found}
+        for name in missing:
+            yield from self._of_vanished(name)
+        wanted: list[Source] = []
+        for source in found:
+            yield from self._of_source(source, wanted)
+        yield from self._fetch_all(wanted)
+        if self._gone and self._job.all_tails():
+            yield from self._to_the_end(pods)
+        if self._over and not found and not self._positions and not self._job.seen and not self._keeps:
+            text = "accel: it has no pods (any more), and nothing of what they wrote was kept\n"
+            yield self._line(LogLine(rank=None, stream="missing", text=text, source=_GONE, position="1"))
+        if self._errors:
+            raise Unreachable("; ".join(dict.fromkeys(map(str, self._errors))))
+
+    def _look(self) -> None:
+        """Whether the job is over, and whether it is gone altogether."""
+        watcher = watching.running(self._api, self._native.namespace)
+        seen = watcher.snapshot(self._native) if watcher is not None and not self._over else None
+        workload = (seen and seen[0]) or asking.workload_of(self._api, self._native)
+        self._gone = workload is None
+        self._over = self._over or workload is None or states.status_of(workload).state.final
+
+    def _pods(self) -> list[dict[str, Any]]:
+        """Exact for a job that is over: what is read then is the last."""
+        if self._job.followed and not self._over:
+            watcher = watching.running(self._api, self._native.namespace)
+            seen = None if watcher is None else watcher.pods(self._native)
+            if seen is not None:
+                return seen
+        return asking.pods_of(self._api, self._native)
+
+    def _position(self, source: str) -> Position | None:
+        text = self._positions.get(source)
+        return None if text is None or text == _LOST else Position.parse(text)
+
+    def _is_done(self, source: str) -> bool:
+        """Whether the reader has all of it that there will ever be."""
+        text = self._positions.get(source, "")
+        return text == _LOST or self._job.final.get(source) == text
+
+    def _vanished(self, found: Sequence[Source]) -> list[str]:
+        """The logs that there were, of which the reader may not have all."""
+        there = {source.name for source in found}
+        known = [*self._job.seen, *(name for name in self._positions if name not in self._job.seen and name != _GONE)]
+        known += [name for name in self._keeps if name not in known]
+        return [name for name in known if name not in there and not self._is_done(name)]
+
+    def _of_vanished(self, name: str) -> Iterator[LogLine]:
+        source = self._job.seen.get(name)
+        tail = self._tail(name)
+        if tail is not None and source is not None and tail.checked:
+            # Its stream may outlive its pod, and end as the log did.
+            yield from self._made(source, tail.take())
+            if not tail.over:
+                return
+            yield from self._made(source, tail.take())
+            self._drop(tail)
+            if tail.error is None and not tail.lost:
+                yield from self._made(source, tail.take_last())
+                self._finish(source)
+                return
+        if name in self._keeps:
+            yield from self._kept(self._keeps[name])
+            return
+        what = f"what {source.who()}" if source is not None else f"the log {name}"
+        begun = "the end of " if name in self._positions else ""
+        maybe = "is" if source is not None else "may be"
+        yield self._missing(name, source, f"{begun}{what} {maybe} missing: its pod is gone")
+
+    @functools.cached_property
+    def _keeps(self) -> Mapping[str, keeping.Kept]:
+        return {} if self._directory is None else keeping.kept(self._directory)
+
+    def _kept(self, log: keeping.Kept) -> Iterator[LogLine]:
+        yield from self._made(log.source, log.pieces(self._position(log.source.name)))
+        if log.missing:
+            yield self._missing(
+                log.source.name, log.source, f"the end of what {log.source.who()} is missing: {log.missing}"
+            )
+        self._finish(log.source)
+
+    def _of_source(self, source: Source, wanted: list[Source]) -> Iterator[LogLine]:
+        """The lines that have come of themselves; what must be asked for is added to `wanted`."""
+        if self._is_done(source.name):
+            return
+        if source.lost:
+            begun = "the end of " if source.name in self._positions else ""
+            why = "the cluster keeps the logs of a container's last two runs only"
+            maybe = "may be" if begun and source.name not in self._job.final else "is"
+            yield self._missing(source.name, source, f"{begun}what {source.who()} {maybe} missing: {why}")
+            return
+        tail = self._tail(source.name)
+        last = source.ended or (self._over and not self._gone)
+        if tail is not None and last:
+            if tail.checked and not tail.lost:
+                yield from self._made(source, tail.finish())
+            self._drop(tail)
+            wanted.append(source)
+        elif tail is not None:
+            if tail.checked and not tail.doubtful:
+                yield from self._taken(tail, tail.take())
+            if tail.over:
+                self._note_end(tail)
+        elif last or not self._job.followed:
+            wanted.append(source)
+        elif time.monotonic() >= self._job.not_before.get(source.name, 0.0):
+            self._follow(source, wanted)
+
+    def _taken(self, tail: Tail, pieces: Sequence[Piece]) -> Iterator[LogLine]:
+        if tail.lost and pieces and not tail.told:
+            tail.told = True
+            yield self._rotated(tail.source)
+        yield from self._made(tail.source, pieces)
+
+    def _follow(self, source: Source, wanted: list[Source]) -> None:
+        if len(self._job.all_tails()) >= _MOST_TAILS:
+            self._job.not_before[source.name] = time.monotonic() + _SELDOM_S
+            wanted.append(source)
+            return
+        after, own = self._start(source)
+        tail = Tail(self._api, self._native, source, after, own=own)
+        with self._job.lock:
+            self._job.tails.setdefault(source.name, []).append(tail)
+
+    def _start(self, source: Source) -> tuple[Position | None, bool]:
+        """Where to begin: at the reader's place; or, where there is none, perhaps at its place in the run before, for
+        whose lines the first of this one may have been taken."""
+        here = self._position(source.name)
+        if here is not None or source.before is None:
+            return here, True
+        before = self._position(source.before)
+        return (before, False) if before is not None and not before.is_time else (None, True)
+
+    def _note_end(self, tail: Tail) -> None:
+        """Of a stream that ended though its container has not: it is opened again, after a while where it failed."""
+        self._drop(tail)
+        name = tail.source.name
+        failures = self._job.failures.get(name, 0) + 1 if tail.error is not None and not tail.opened else 0
+        self._job.failures[name] = failures
+        self._job.not_before[name] = time.monotonic() + min(_LONGEST_PAUSE_S, 0.25 * 2 ** min(failures, 10))
+        if isinstance(tail.error, Unreachable):
+            if failures > 1:
+                self._errors.append(tail.error)
+        elif tail.error is not None and not isinstance(tail.error, (Invalid, NotFound)):
+            raise tail.error
+
+    def _tail(self, name: str) -> Tail | None:
+        """The stream that stands where the reader does, and whose run is known to be the one that it was taken for."""
+        here = self._position(name)
+        with self._job.lock:
+            return next((tail for tail in self._job.tails.get(name, ()) if tail.at == here), None)
+
+    def _drop(self, tail: Tail) -> None:
+        tail.close()
+        with self._job.lock:
+            tails = self._job.tails.get(tail.source.name, [])
+            if tail in tails:
+                tails.remove(tail)
+
+    def _check_tails(self) -> None:
+        """Drops the streams that were opened when another run of the container had begun."""
+        unsure = [tail for tail in self._job.all_tails() if tail.to_be_checked]
+        now = self._sources_now() if unsure else {}
+        for tail in unsure:
+            source = now.get(tail.source.name)
+            if source is None or source.previous or source.lost:
+                self._drop(tail)
+            tail.note_checked()
+
+    def _fetch_all(self, wanted: Sequence[Source]) -> Iterator[LogLine]:
+        if not wanted:
+            return
+        starts = [self._start(source) for source in wanted]
+
+        def fetched(source: Source, start: tuple[Position | None, bool]) -> Fetched:
+            return fetch(self._api, self._native, source, start[0], own=start[1], complete=source.ended)
+
+        with ThreadPoolExecutor(max_workers=min(_AT_ONCE, len(wanted))) as pool:
+            answers = list(pool.map(fetched, wanted, starts))
+        current = self._still_current(wanted)
+        for source, answer in zip(wanted, answers, strict=True):
+            if source.name not in current:
+                continue  # another run has begun meanwhile, and it may be that one's
+            yield from self._of_answer(source, answer)
+
+    def _of_answer(self, source: Source, answer: Fetched) -> Iterator[LogLine]:
+        if answer.error is not None:
+            if not isinstance(answer.error, Unreachable):
+                raise answer.error
+            if self._over:
+                asking.pods_of(self._api, self._native)  # raises where it is the API server that is silent
+                yield self._missing(source.name, source, f"what {source.who()} cannot be read: {answer.error}")
+            else:
+                self._errors.append(answer.error)
+            return
+        if answer.absent and source.ended:
+            yield self._missing(
+                source.name, source, f"what {source.who()} is missing: the cluster no longer has its log"
+            )
+            return
+        told = False
+        for piece in answer.pieces():
+            if answer.lost and not told:
+                told = True
+                yield self._rotated(source)
+            yield from self._made(source, [piece])
+        if answer.said and source.ended:
+            yield self._missing(source.name, source, f"what {source.who()} is missing: {answer.said}")
+        elif source.ended or (self._over and self._job.followed):
+            # A pod that goes on when its job has ended is not followed any further.
+            self._finish(source)
+
+    def _still_current(self, wanted: Sequence[Source]) -> set[str]:
+        """Those whose run is still the one that they were read as."""
+        sure = {source.name for source in wanted if source.previous or source.settled}
+        if len(sure) == len(wanted):
+            return sure
+        now = self._sources_now()
+        return sure | {
+            name for name in (source.name for source in wanted)
+            if name in now and not now[name].previous and not now[name].lost
+        }  # fmt: skip
+
+    def _sources_now(self) -> dict[str, Source]:
+        return {source.name: source for source in sources.of(asking.pods_of(self._api, self._native))}
+
+    def _to_the_end(self, pods: Sequence[Mapping[str, Any]]) -> Iterator[LogLine]:
+        """Of a job whose object somebody deleted: its pods have their grace, and may have something to say in it."""
+        if self._job.ending_until is None:
+            graces = [(pod.get("spec") or {}).get("terminationGracePeriodSeconds") or 0 for pod in pods]
+            self._job.ending_until = time.monotonic() + max(graces, default=0) + _MARGIN_S
+        while time.monotonic() < self._job.ending_until:
+            live = [tail for tail in self._job.all_tails() if not tail.over]
+            for tail in live:
+                if tail.at == self._position(tail.source.name):
+                    yield from self._taken(tail, tail.take())
+            if not live:
+                return
+            time.sleep(0.05)
+
+    def _finish(self, source: Source) -> None:
+        self._job.final[source.name] = self._positions.get(source.name, "")
+
+    def _made(self, source: Source, pieces: Sequence[Piece] | Iterator[Piece]) -> Iterator[LogLine]:
+        said = self._job.said
+        for piece in pieces:
+            rank, data = sources.rank_of(source, piece)
+            here = self._positions.get(source.name, "")
+            if sources.is_launchers(piece, goes_on=said.get(source.name) == here):
+                rank, said[source.name] = None, str(piece.after)
+            text = data.decode("utf-8", "surrogateescape")
+            yield self._line(
+                LogLine(rank=rank, attempt=source.attempt, text=text, source=source.name, position=str(piece.after))
+            )
+
+    def _rotated(self, source: Source) -> LogLine:
+        text = f"accel: some of what {source.who()} is missing: its log was rotated before it was read\n"
+        position = self._positions[source.name]
+        return LogLine(
+            rank=source.rank, attempt=source.attempt, stream="missing", text=text, source=source.name, position=position
+        )
+
+    def _missing(self, name: str, source: Source | None, why: str) -> LogLine:
+        rank, attempt = (None, 0) if source is None else (source.rank, source.attempt)
+        text = f"accel: {why}\n"
+        return self._line(LogLine(rank=rank, attempt=attempt, stream="missing", text=text, source=name, position=_LOST))
+
+    def _line(self, line: LogLine) -> LogLine:
+        self._positions[line.source] = line.position
+        return line
+
+
+__all__ = ["Reader"]

@@ -1,0 +1,100 @@
+"""What an API server would say of a job's objects (`accel submit --dry-run=server`).
+
+Servers since 1.25 refuse fields that they do not know; older ones drop them, which is seen in what they answer.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import SpecError
+from ..job import JobSpec
+from . import code as coding
+from . import kinds, manifests, packing, submitting
+from .api import Api
+from .errors import ApiError, Forbidden, NotFound
+from .options import KubernetesOptions
+
+_QUERY = {"dryRun": "All", "fieldValidation": "Strict", "fieldManager": "accel"}
+
+
+def review(api: Api, spec: JobSpec, options: KubernetesOptions, job_id: str) -> list[str]:
+    """A line for each thing that the cluster would refuse of the job, or leave out. Nothing is made there.
+
+    Raises Unreachable, ConfigError, SnapshotError.
+    """
+    try:
+        kinds.check_kind(options, api.versions(), api.target)
+        made = _built(api, spec, options, job_id)
+    except Forbidden:
+        made = _built(api, spec, options, job_id)  # the answer to each object will say it
+    except SpecError as error:
+        return [str(error)]
+    lines: list[str] = []
+    for each in made:
+        lines += _lines(api, each)
+    return list(dict.fromkeys(lines))
+
+
+def _built(api: Api, spec: JobSpec, options: KubernetesOptions, job_id: str) -> list[coding.Object]:
+    """The objects as `submit` makes them, but for their owner, which there is none of yet."""
+    with tempfile.TemporaryDirectory(prefix="accel-") as scratch:
+        _, data = packing.pack(spec, options, Path(scratch), None)
+    code = coding.Code(kind="image")
+    if data is not None:
+        code = coding.chosen(options, len(data), coding.digest_of(data), api.target)
+    carried = data if code.kind == "configmap" else None
+    made = manifests.build(spec, options, job_id, code, target=api.target, data=carried)
+    return [manifests.stamped(each, spec if each is made.workload else None) for each in made]
+
+
+def _lines(api: Api, made: coding.Object) -> Iterator[str]:
+    try:
+        answer = api.call("POST", submitting.list_of(api, made), body=made, query=_QUERY)
+    except NotFound as error:
+        missing = error.details.get("kind") == "namespaces"
+        yield (
+            f"{api.where}: there is no namespace {api.namespace} (namespace: in accel.yaml)" if missing else str(error)
+        )
+    except ApiError as error:
+        yield str(error)
+    else:
+        called = submitting.called(made)
+        for place in dropped(made, answer):
+            yield f"{api.where}: {called}: {place}: the cluster does not know it, and would leave it out"
+
+
+def dropped(sent: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
+    """The places of what was sent and is not there. What is empty is no loss, and servers leave it out."""
+    return list(_dropped(sent, there, ""))
+
+
+def _dropped(sent: object, there: object, place: str) -> Iterator[str]:
+    if isinstance(sent, Mapping) and isinstance(there, Mapping):
+        for key, value in sent.items():
+            inner = f"{place}.{key}" if place else str(key)
+            if key in there:
+                yield from _dropped(value, there[key], inner)
+            elif not _is_empty(value):
+                yield inner
+    elif isinstance(sent, list) and isinstance(there, list):
+        for index, value in enumerate(sent):
+            found = _same(value, index, there)
+            if found is not None:
+                yield from _dropped(value, found, f"{place}[{index}]")
+            elif not _is_empty(value):
+                yield f"{place}[{index}]"
+
+
+def _same(value: object, index: int, there: Sequence[Any]) -> object:
+    """The item of a list that this one became: that of its name, since others may have been put before it."""
+    if isinstance(value, Mapping) and "name" in value:
+        return next((each for each in there if isinstance(each, Mapping) and each.get("name") == value["name"]), None)
+    return there[index] if index < len(there) else None
+
+
+def _is_empty(value: object) -> bool:
+    return value is None or value is False or value in ("", 0, {}, [])

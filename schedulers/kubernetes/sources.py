@@ -1,0 +1,152 @@
+"""Which logs a job's pods have: one for each run of a container, and who wrote it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from . import names
+from .positions import Piece
+
+Object = Mapping[str, Any]
+
+_MAIN = ("pytorch", "node")
+_OWN = "accel-"
+_RANK = re.compile(rb"\[rank (\d{1,7})\] ")
+# What the launcher says, and the lines of its report of a failure after the first: see accel/launch/report.py.
+_LAUNCHER = b"accel launch: "
+_REPORT = re.compile(rb"  (\| |(error|cause|remedy|log|others): )")
+_RESTART = "jobset.sigs.k8s.io/restart-attempt"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """One run of a container: the log that the kubelet keeps of it.
+
+    name:     as cursors know it; no other run, of any pod, has it.
+    run:      how often the container had been started before.
+    rank:     who wrote it, where that is one; `tee`: each line says whose it is.
+    previous: it is the run before the one that is current; `lost`: an older one, whose log is not kept.
+    ended:    nobody writes to it any more; `begun`: somebody has.
+    settled:  the container is not started again.
+    """
+
+    name: str
+    pod: str
+    uid: str
+    node: int
+    container: str
+    run: int
+    attempt: int
+    rank: int | None
+    tee: bool
+    previous: bool = False
+    lost: bool = False
+    ended: bool = False
+    settled: bool = False
+
+    @property
+    def order(self) -> tuple[int, bool, int, str]:
+        """Attempt by attempt, node by node; what brought the code comes first."""
+        return (self.attempt, self.rank is not None or self.tee, self.node, self.name)
+
+    @property
+    def before(self) -> str | None:
+        """The name of the same container's run before this one."""
+        head = self.name.rpartition(".")[0]
+        return f"{head}.a{self.run - 1}" if self.run else None
+
+    def who(self) -> str:
+        what = (
+            f"node {self.node}"
+            if self.rank is not None or self.tee
+            else f"container {self.container} of node {self.node}"
+        )
+        return f"{what} wrote in its run {self.run}" if self.run else f"{what} wrote"
+
+
+def of(pods: Sequence[Object]) -> list[Source]:
+    """The runs that there are, in the order in which they are shown."""
+    found: list[Source] = []
+    earlier: dict[int, int] = {}
+    for pod in sorted(pods, key=lambda pod: str((pod.get("metadata") or {}).get("creationTimestamp"))):
+        node = names.node_of(pod)
+        if node is None:
+            continue
+        label = _said(pod).get(_RESTART, "")
+        base = int(label) if label.isdigit() else earlier.get(node, 0)
+        earlier[node] = earlier.get(node, 0) + 1
+        found += _of_pod(pod, node, base)
+    return sorted(found, key=lambda source: source.order)
+
+
+def is_launchers(piece: Piece, *, goes_on: bool) -> bool:
+    """Whether the launcher wrote it; `goes_on`: it wrote the line before."""
+    return piece.head.startswith(_LAUNCHER) or (goes_on and _REPORT.match(piece.head) is not None)
+
+
+def rank_of(source: Source, piece: Piece) -> tuple[int | None, bytes]:
+    """Who wrote a line that is not the launcher's, where that can be told, and the line as it was written."""
+    if not source.tee:
+        return source.rank, piece.data
+    match = _RANK.match(piece.head)
+    if match is None:
+        return None, piece.data
+    return int(match[1]), piece.data[match.end() :] if piece.first else piece.data
+
+
+def _of_pod(pod: Object, node: int, base: int) -> Iterator[Source]:
+    status, spec = pod.get("status") or {}, pod.get("spec") or {}
+    commands = {each.get("name"): each.get("command") or () for each in spec.get("containers") or []}
+    over = status.get("phase") in ("Succeeded", "Failed")
+    for container in (*(status.get("initContainerStatuses") or []), *(status.get("containerStatuses") or [])):
+        name = str(container.get("name"))
+        if name not in _MAIN and not name.startswith(_OWN):
+            continue
+        tee = name in _MAIN and "--tee" in _launch(commands.get(name, ()))
+        yield from _runs(pod, container, node, base, over=over, tee=tee, main=name in _MAIN)
+
+
+def _runs(
+    pod: Object, container: Object, node: int, base: int, *, over: bool, tee: bool, main: bool
+) -> Iterator[Source]:
+    metadata = pod.get("metadata") or {}
+    name, uid, restarts = str(container.get("name")), str(metadata.get("uid")), int(container.get("restartCount") or 0)
+    state, last = container.get("state") or {}, (container.get("lastState") or {}).get("terminated")
+    alone = "" if main else f".{name}"
+
+    def made(run: int, **how: bool) -> Source:
+        return Source(
+            name=f"node-{node}.{uid[:8]}{alone}.a{run}", pod=str(metadata.get("name")), uid=uid, node=node,
+            container=name, run=run, attempt=base + run, rank=node if main and not tee else None, tee=tee, **how,
+        )  # fmt: skip
+
+    newest = restarts
+    if state.get("running") is not None or state.get("terminated"):
+        ended = bool(state.get("terminated"))
+        # An init container that has done its work is not run again, unless the whole pod is.
+        done = ended and (over or (not main and not (state["terminated"].get("exitCode") or 0)))
+        yield made(restarts, ended=ended, settled=done)
+        if last and restarts:
+            newest = restarts - 1
+            yield made(newest, previous=True, ended=True, settled=True)
+    elif last:
+        # It waits to be started again: to the kubelet its last run is the one before, also when the next has begun.
+        yield made(restarts, previous=True, ended=True, settled=True)
+    for run in range(newest):
+        yield made(run, lost=True, ended=True, settled=True)
+
+
+def _launch(command: Sequence[str]) -> Sequence[str]:
+    """The launcher's own options."""
+    return command[: command.index("--")] if "--" in command else command
+
+
+def _said(pod: Object) -> dict[str, str]:
+    metadata = pod.get("metadata") or {}
+    return {**(metadata.get("annotations") or {}), **(metadata.get("labels") or {})}
+
+
+__all__ = ["Source", "is_launchers", "of", "rank_of"]

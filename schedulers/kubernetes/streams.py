@@ -1,0 +1,223 @@
+"""The log of one run of a container, from the kubelet through the API server: what there is now, or as it is written.
+
+https://kubernetes.io/docs/reference/kubernetes-api/workload-resources/pod-v1/#get-read-log-of-the-specified-pod
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from typing import IO, TYPE_CHECKING
+
+from ..errors import SchedulerError
+from .errors import ApiError, Invalid, NotFound
+from .positions import Piece, Position, Stamped
+from .sources import Source
+
+if TYPE_CHECKING:
+    from .api import Api, Stream
+    from .native import Native
+
+_IN_MEMORY = 1 << 20
+_CHUNK = 1 << 16
+_FULL = 4 << 20  # bytes that wait for their reader
+_IDLE_S = 120.0  # a follower that has forgotten its streams loses them after so long
+_JOIN_S = 5.0
+_DOUBT_S = 3.0
+
+logger = logging.getLogger(__name__)
+
+
+class Fetched:
+    """What there was of a log when it was asked for, on the disk where it is much.
+
+    absent: there is no such log any more.
+    """
+
+    def __init__(self, after: Position | None, *, own: bool, complete: bool) -> None:
+        self.error: SchedulerError | None = None
+        self.absent = False
+        self._stamped = Stamped(after, own=own)
+        self._complete = complete
+        self._file: IO[bytes] | None = None
+
+    @property
+    def lost(self) -> bool:
+        """Whether the place from which it was to go on is no longer in it."""
+        return self._stamped.lost
+
+    @property
+    def said(self) -> str:
+        return " ".join(self._stamped.said)
+
+    def fill(self, stream: Stream) -> None:
+        self._file = tempfile.SpooledTemporaryFile(max_size=_IN_MEMORY)  # noqa: SIM115 (closed by `pieces`)
+        for chunk in stream:
+            self._file.write(chunk)
+        self._file.seek(0)
+
+    def pieces(self) -> Iterator[Piece]:
+        """Once."""
+        if self._file is None:
+            return
+        with self._file as file:
+            while chunk := file.read(_CHUNK):
+                yield from self._stamped.feed(chunk)
+        yield from self._stamped.end(complete=self._complete)
+
+
+def fetch(
+    api: Api, native: Native, source: Source, after: Position | None, *, own: bool = True, complete: bool
+) -> Fetched:
+    """The log as it is now, after that place; with `complete`, also a last line that has no end. Does not raise."""
+    found = Fetched(after, own=own, complete=complete)
+    try:
+        stream = _open(api, native, source, after if own else None, follow=False)
+        try:
+            found.fill(stream)
+        finally:
+            stream.close()
+    except NotFound:
+        found.absent = True
+    except Invalid as error:
+        # "container … is waiting to start: …" of one that has none yet, "previous terminated container … not found".
+        found.absent = "not found" in str(error) and "waiting to start" not in str(error)
+    except SchedulerError as error:
+        found.error = error
+    return found
+
+
+class Tail:
+    """A thread that reads a log as it is written and keeps it for its reader. A daemon.
+
+    at:     the place up to which the reader has taken it.
+    over:   nothing more comes; `error`: why it broke off, None where the log ended.
+    lost:   the place from which it was to go on is no longer in the log.
+    opened: the kubelet has said which run's log it is; `checked`: the API server, after that, that it is this one's.
+    """
+
+    def __init__(self, api: Api, native: Native, source: Source, after: Position | None, *, own: bool) -> None:
+        self.source = source
+        self.at: Position | None = after if own else None
+        self.begun_at = time.monotonic()
+        self.over = False
+        self.error: SchedulerError | None = None
+        self.checked = source.settled or source.previous
+        self._sure = self.checked
+        self.opened = False
+        self.told = False  # that it is lost
+        self._api, self._native = api, native
+        self._after, self._own = after, own
+        self._stamped = Stamped(after, own=own)
+        self._lock = threading.Condition()
+        self._pieces: list[Piece] = []
+        self._last: list[Piece] = []
+        self._waiting = 0
+        self._stream: Stream | None = None
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name=f"reading {source.name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def lost(self) -> bool:
+        return self._stamped.lost
+
+    @property
+    def doubtful(self) -> bool:
+        """Whether another run may have begun that the API server does not know of yet."""
+        return self.lost and not self._sure
+
+    @property
+    def to_be_checked(self) -> bool:
+        """Whether it is time to look if its run is still the current one."""
+        if not self.opened or self._sure:
+            return False
+        return not self.checked or (self.lost and time.monotonic() - self.begun_at > _DOUBT_S)
+
+    def note_checked(self) -> None:
+        """It was looked at just now."""
+        self._sure = self.lost and self.checked
+        self.checked = True
+
+    def take(self) -> list[Piece]:
+        """What has come since."""
+        with self._lock:
+            pieces, self._pieces, self._waiting = self._pieces, [], 0
+            self._lock.notify_all()
+        if pieces:
+            self.at = pieces[-1].after
+        return pieces
+
+    def take_last(self) -> list[Piece]:
+        """The line that had no end when the log ended."""
+        last, self._last = self._last, []
+        if last:
+            self.at = last[-1].after
+        return last
+
+    def close(self) -> None:
+        """What has come may still be taken."""
+        with self._lock:
+            self._closed = True
+            stream = self._stream
+            self._lock.notify_all()
+        if stream is not None:
+            stream.close()
+
+    def finish(self) -> list[Piece]:
+        """Closes it, and gives what had come."""
+        self.close()
+        self._thread.join(_JOIN_S)
+        return self.take()
+
+    def _run(self) -> None:
+        try:
+            self._read()
+        except SchedulerError as error:
+            self.error = error
+        except Exception as error:
+            logger.exception("reading %s failed", self.source.name)
+            self.error = ApiError(f"reading {self.source.name} failed: {error}")
+        finally:
+            self.over = True
+
+    def _read(self) -> None:
+        stream = _open(self._api, self._native, self.source, self._after if self._own else None, follow=True)
+        with self._lock:
+            self._stream = stream
+        self.opened = True
+        with contextlib.closing(stream):
+            for chunk in stream if not self._closed else ():
+                if not self._put(self._stamped.feed(chunk)):
+                    return
+        if not self._closed:
+            self._last = self._stamped.end(complete=True)
+
+    def _put(self, pieces: list[Piece]) -> bool:
+        """False when nobody takes them."""
+        with self._lock:
+            self._pieces += pieces
+            self._waiting += sum(len(piece.data) for piece in pieces)
+            while self._waiting > _FULL and not self._closed:
+                if not self._lock.wait(_IDLE_S):
+                    return False
+            return not self._closed
+
+
+def _open(api: Api, native: Native, source: Source, after: Position | None, *, follow: bool) -> Stream:
+    query = {"container": source.container, "timestamps": "true"}
+    if after is not None:
+        query["sinceTime"] = after.since
+    if source.previous:
+        query["previous"] = "true"
+    if follow:
+        query["follow"] = "true"
+    path = api.path("v1", "pods", source.pod, "log", native.namespace)
+    return api.stream(path, query=query, idle_s=_IDLE_S)
+
+
+__all__ = ["Fetched", "Tail", "fetch"]

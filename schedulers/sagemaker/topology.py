@@ -1,0 +1,66 @@
+"""Where a container of a SageMaker training job stands among those of its job."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import SpecError
+from ..topology import Topology
+
+_ROOT = "/opt/ml"
+_FILE = "input/config/resourceconfig.json"
+_SOURCE = "SageMaker"
+
+
+def from_container(env: Mapping[str, str]) -> Topology | None:
+    """The topology of a training job's container: from what SageMaker's toolkit sets (SM_HOSTS, SM_CURRENT_HOST), else
+    from the file that every container has (https://docs.aws.amazon.com/sagemaker/latest/dg/
+    your-algorithms-training-algo-running-container.html).
+
+    None where there is neither: then this is no such container. SageMaker lists the hosts in no order: node 0 is
+    the one with the lowest number. Raises SpecError, naming the variable or the file, for values that cannot be.
+    """
+    found = _from_toolkit(env) or _from_file(env)
+    if found is None:
+        return None
+    where, own, listed = found
+    if not (isinstance(listed, list) and listed and all(isinstance(host, str) and host for host in listed)):
+        raise SpecError(f"{where}: the hosts must be a list of names, not {listed!r}")
+    hosts = sorted(set(listed), key=_numbered)
+    if own not in hosts:
+        raise SpecError(f"{where}: this host, {own!r}, is not one of {', '.join(hosts)}")
+    if len(hosts) == 1:
+        return Topology(node_rank=0, nodes=1, master="127.0.0.1")
+    return Topology(node_rank=hosts.index(own), nodes=len(hosts), master=hosts[0], names=tuple(hosts), source=_SOURCE)
+
+
+def _from_toolkit(env: Mapping[str, str]) -> tuple[str, Any, Any] | None:
+    if "SM_HOSTS" not in env:
+        return None
+    try:
+        return "environment: SM_HOSTS", env.get("SM_CURRENT_HOST"), json.loads(env["SM_HOSTS"])
+    except ValueError:
+        raise SpecError(f"environment: SM_HOSTS must be a list in JSON, not {env['SM_HOSTS']!r}") from None
+
+
+def _from_file(env: Mapping[str, str]) -> tuple[str, Any, Any] | None:
+    path = os.path.join(env.get("ACCEL_SM_ROOT") or _ROOT, _FILE)
+    try:
+        with open(path, encoding="utf-8") as file:
+            held = json.load(file)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise SpecError(f"{path} cannot be read: {error}") from None
+    if not isinstance(held, dict):
+        raise SpecError(f"{path} must hold names and values, not {held!r}")
+    return path, held.get("current_host"), held.get("hosts")
+
+
+def _numbered(name: str) -> list[tuple[int, str]]:
+    """Sorts algo-10 after algo-2."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name) if part]

@@ -1,0 +1,1 @@
+"""Google Cloud TPUs: slices whose hosts run `accel launch`."""

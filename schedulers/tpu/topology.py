@@ -1,0 +1,46 @@
+"""Where a TPU host stands among those of its slice, from the variables that libtpu reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..errors import SpecError
+from ..topology import Topology, number
+
+
+def from_worker(env: Mapping[str, str]) -> Topology:
+    """The topology of a host of a TPU slice, as GKE tells its pods, and TPU VMs their containers; of all slices, where
+    there are several (https://cloud.google.com/kubernetes-engine/docs/how-to/tpus,
+    https://cloud.google.com/kubernetes-engine/docs/how-to/tpu-multislice).
+
+    Raises SpecError, naming the variable, for values that cannot be.
+    """
+    names = [name.strip() for name in env.get("TPU_WORKER_HOSTNAMES", "").split(",") if name.strip()]
+    slices = number(env, "MEGASCALE_NUM_SLICES", default=1)
+    if len(names) * slices <= 1:
+        return Topology(node_rank=0, nodes=1, master="127.0.0.1")
+    name = "CLOUD_TPU_TASK_ID" if "TPU_WORKER_ID" not in env and "CLOUD_TPU_TASK_ID" in env else "TPU_WORKER_ID"
+    worker = number(env, name) if len(names) > 1 else 0
+    if not 0 <= worker < len(names):
+        raise SpecError(f"environment: {name}={worker}, and TPU_WORKER_HOSTNAMES has {len(names)} names")
+    kind = env.get("TPU_ACCELERATOR_TYPE", "")
+    source = f"TPU_WORKER_HOSTNAMES{f' of the {kind}' if kind else ''}"
+    if slices == 1:
+        return Topology(node_rank=worker, nodes=len(names), master=names[0], names=tuple(names), source=source)
+    return Topology(
+        node_rank=number(env, "MEGASCALE_SLICE_ID") * len(names) + worker,
+        nodes=slices * len(names),
+        master=_coordinator(env),
+        source=f"MEGASCALE_NUM_SLICES and {source}",
+    )
+
+
+def _coordinator(env: Mapping[str, str]) -> str:
+    """Host 0 of slice 0; its port is libtpu's own."""
+    address = env.get("MEGASCALE_COORDINATOR_ADDRESS", "")
+    if not address:
+        raise SpecError(
+            "the host is one of several slices (MEGASCALE_NUM_SLICES), but MEGASCALE_COORDINATOR_ADDRESS is not set"
+        )
+    host, colon, port = address.rpartition(":")
+    return host if colon and port.isdecimal() else address

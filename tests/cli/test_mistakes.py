@@ -1,0 +1,127 @@
+"""Every command, from its own parser: each mistake is one line and the right exit code; nobody sees a traceback."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from accel.cli import COMMANDS, exits
+from accel.cli.completion import options_of
+
+from .conftest import Accel
+
+# Words that are right, with which a command gets as far as the files that it reads. A new command gets a row.
+RIGHT: dict[str, list[str]] = {
+    "submit": ["--no-python", "true"],
+    "launch": ["--explain"],
+    "test": ["--target", "local"],
+    "list": [],
+    "status": ["@last"],
+    "describe": ["@last"],
+    "logs": ["@last"],
+    "wait": ["@last"],
+    "cancel": ["@last"],
+    "targets": [],
+    "prune": ["--keep", "1"],
+    "config": ["update"],
+    "env": [],
+    "estimate-memory": ["./nowhere"],
+    "merge-weights": ["nowhere", "out"],
+    "to-fsdp2": ["--config_file", "nowhere.yaml", "--overwrite"],
+    "tpu-config": ["--command", "true"],
+    "completion": ["bash"],
+    "shell": ["@last"],
+    "image": ["build", "--tag", "x", "--print"],
+}
+# Their words are as many as one likes, or those of a program.
+MANY_WORDS = ("submit", "launch", "wait", "cancel", "prune", "shell")
+NEEDS_NO_WORDS = ("test", "list", "targets", "config", "env")
+
+
+def actions(command: str) -> list[argparse.Action]:
+    return list({id(action): action for action in options_of(command).values()}.values())
+
+
+def is_one_line(done: subprocess.CompletedProcess[bytes], code: int) -> str:
+    said = done.stderr.decode()
+    assert done.returncode == code, said
+    assert said.count("\n") == 1, said
+    assert said.startswith("accel"), said
+    assert done.stdout == b""
+    return said
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_an_unknown_option(accel: Accel, command: str) -> None:
+    for argv in (["--no-such-option"], ["--no-such-option=1"], ["-Q"]):
+        said = is_one_line(accel.finish(command, *argv), exits.USAGE)
+        assert argv[0].partition("=")[0] in said
+        assert f"accel {command} --help" in said
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_near_miss_is_named(accel: Accel, command: str) -> None:
+    names = [name for action in actions(command) for name in action.option_strings if len(name) > 6]
+    if not names:
+        pytest.skip("has no long option")
+    said = is_one_line(accel.finish(command, names[0][:-1]), exits.USAGE)
+    assert "did you mean '--" in said
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_value_that_is_missing_or_not_wanted(accel: Accel, command: str) -> None:
+    with_value = [action for action in actions(command) if action.nargs not in (0, "?")]
+    flags = [action for action in actions(command) if action.nargs == 0 and action.dest != "help"]
+    for action in with_value[:2]:
+        said = is_one_line(accel.finish(command, action.option_strings[-1]), exits.USAGE)
+        assert "needs a value" in said
+    for action in flags[:2]:
+        said = is_one_line(accel.finish(command, f"{action.option_strings[-1]}=x"), exits.USAGE)
+        assert "takes no value" in said
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_value_that_is_none_of_the_choices(accel: Accel, command: str) -> None:
+    for action in [action for action in actions(command) if action.choices is not None][:2]:
+        said = is_one_line(accel.finish(command, f"{action.option_strings[-1]}=no-such-thing"), exits.USAGE)
+        assert "no-such-thing" in said
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_words_that_are_missing_or_too_many(accel: Accel, command: str) -> None:
+    if command not in NEEDS_NO_WORDS:
+        is_one_line(accel.finish(command), exits.USAGE)
+    if command not in MANY_WORDS:
+        is_one_line(accel.finish(command, *["one", "two", "three", "four"]), exits.USAGE)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_files_that_are_broken(accel: Accel, command: str) -> None:
+    """accel.yaml and the configuration file: whoever reads them says in one line where they are wrong."""
+    (accel.here / "accel.yaml").write_text("targets: {local: {kind: local, concurrencyy: 1}, a: [")
+    default = accel.here / "hf/accelerate/default_config.yaml"
+    default.parent.mkdir(parents=True)
+    default.write_text("num_proceses: [")
+    done = accel.finish(command, *RIGHT[command], HF_HOME=str(accel.here / "hf"))
+    said = done.stderr.decode()
+    assert "Traceback" not in said
+    assert said.count("\n") <= 1, said
+    if done.returncode != exits.OK:
+        assert said.startswith("accel"), said
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_home_that_cannot_be_written(accel: Accel, command: str, tmp_path: Path) -> None:
+    """Not by its permissions, which the super-user has no heed of: there is a file where the directory would be."""
+    (tmp_path / "file").touch()
+    inside = str(tmp_path / "file/home")
+    env = {"ACCEL_HOME": inside, "ACCEL_CONFIG_HOME": inside, "HF_HOME": inside, "HOME": inside}
+    done = accel.finish(command, *RIGHT[command], **env)
+    said = done.stderr.decode()
+    assert "Traceback" not in said
+    assert said.count("\n") <= 2, said
+    if done.returncode != exits.OK:
+        assert said.startswith("accel"), said

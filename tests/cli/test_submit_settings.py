@@ -1,0 +1,87 @@
+"""`accel submit --config_file`: a job is launched on its nodes with the settings of the file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from accel.cli import exits, main
+from accel.cli.submit_settings import of_file
+from accel.settings import BY_NAME
+from accel.settings.file import Entry, read_document
+from accel.settings.layers import resolve
+
+from .conftest import Accel
+
+FILES = [
+    "{distributed_type: 'NO', use_cpu: true, num_processes: 1, mixed_precision: bf16, debug: true}",
+    "{distributed_type: MULTI_GPU, num_processes: 8, num_machines: 2, dynamo_config: {dynamo_backend: INDUCTOR, "
+    "dynamo_mode: max-autotune, dynamo_use_dynamic: true}, enable_cpu_affinity: true}",
+    "{distributed_type: FSDP, num_processes: 2, fsdp_config: {fsdp_version: 2, fsdp_offload_params: true, "
+    "fsdp_auto_wrap_policy: SIZE_BASED_WRAP, fsdp_min_num_params: 7}, "
+    "parallelism_config: {parallelism_config_tp_size: 2}, mixed_precision: bf16}",
+    "{distributed_type: DEEPSPEED, num_processes: 8, deepspeed_config: {zero_stage: 3, gradient_clipping: 1.0, "
+    "gradient_accumulation_steps: 4, zero3_init_flag: true, offload_param_device: cpu}}",
+    "{distributed_type: MEGATRON_LM, num_processes: 8, megatron_lm_config: {megatron_lm_tp_degree: 2, "
+    "megatron_lm_pp_degree: 2, megatron_lm_num_micro_batches: 4, megatron_lm_recompute_activations: true}}",
+    "{distributed_type: MULTI_GPU, num_processes: 2, mixed_precision: fp8, fp8_config: {backend: TE, margin: 2, "
+    "override_linear_precision: [true, false, true]}}",
+]
+NOT_CARRIED = {"num_processes", "num_machines", "distributed_type", "multi_gpu", "compute_environment"}
+
+
+@pytest.mark.parametrize("text", FILES)
+def test_a_launch_reads_back_what_the_file_says(text: str, tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(text)
+    carried = of_file(str(tmp_path / "c.yaml"))
+    entries: dict[str, Entry] = read_document(yaml.safe_load(text))
+    there = resolve({}, carried.env, {}, str)
+    here = resolve({}, {}, entries, str)
+    assert {name: value.value for name, value in there.items() if name not in NOT_CARRIED} == {
+        name: value.value for name, value in here.items() if name not in NOT_CARRIED
+    }
+    assert carried.procs_per_node == entries["num_processes"].value // int(here["num_machines"].value or 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("num_proceses: 1", "c.yaml:1: unknown setting 'num_proceses'; did you mean 'num_processes'?"),
+        ("use_cpu: true\ndistributed_type: MULTI_GPU", "--cpu (c.yaml:1) and --multi_gpu (c.yaml:2) contradict"),
+        ("{compute_environment: AMAZON_SAGEMAKER, ec2_instance_type: t, iam_role_name: r}", "c.yaml is for SageMaker"),
+        ("{distributed_type: XLA, num_processes: 8}", "c.yaml is for a TPU: accel launch --config_file c.yaml"),
+        ("{use_cpu: true, num_processes: 3, num_machines: 2}", "c.yaml: num_processes 3 is not so many on each of 2"),
+    ],
+)
+def test_a_file_of_which_a_job_can_make_nothing(
+    text: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("c.yaml").write_text(text)
+    Path("train.py").touch()
+    assert main(["submit", "--config_file", "c.yaml", "--dry-run", "train.py"]) == exits.USAGE
+    shown = capsys.readouterr().err
+    assert shown.startswith(f"accel submit: {said}")
+    assert shown.count("\n") == 1
+
+
+def test_every_variable_is_one_that_a_launch_reads() -> None:
+    prefixes = ("ACCELERATE_", "FSDP_", "MEGATRON_LM_", "PARALLELISM_CONFIG_")
+    unread = {s.name for s in BY_NAME.values() if s.env and not s.env.startswith(prefixes)}
+    assert unread == {
+        "num_cpu_threads_per_process", "gpu_ids", "main_process_ip", "main_process_port", "rdzv_id", "role",
+        "max_restarts", "compat", "downcast_bf16", "aws_access_key_id", "aws_secret_access_key", "profile", "region",
+    }  # fmt: skip
+
+
+def test_a_job_has_them(accel: Accel) -> None:
+    accel.script("import os; print(*(os.environ.get(f'ACCELERATE_{n}') for n in ('MIXED_PRECISION', 'DEBUG_MODE')), "
+                 "os.environ['WORLD_SIZE'])")  # fmt: skip
+    (accel.here / "c.yaml").write_text("{use_cpu: true, num_processes: 2, mixed_precision: bf16, debug: true}")
+    shown = accel("submit", "--config_file", "c.yaml", "--follow", "train.py")
+    assert shown.count("bf16 true 2") == 2
+    words = "--config_file c.yaml --env ACCELERATE_MIXED_PRECISION=no --procs-per-node 1 --follow train.py"
+    shown = accel("submit", *words.split())
+    assert shown.count("no true 1") == 1

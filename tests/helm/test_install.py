@@ -1,0 +1,178 @@
+"""Both charts in a real cluster, with both versions of Helm: installed, upgraded, tested, uninstalled.
+
+The API server of the tests is Kubernetes 1.20, and the charts ask for 1.25: what is installed is a copy of them that
+does not ask. CronJobs (`batch/v1` since 1.21) and the queues of Kueue and Volcano, which that server does not have, are
+switched off.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.clusters.kubernetes import Kubernetes
+
+from . import charts
+from .releases import Failed, Releases, both, releases
+
+NAME = "team"
+# Of Helm itself: a Secret for each revision.
+_RECORDS = re.compile(r"secrets/sh\.helm\.release\.v1\.")
+_TOKENS = re.compile(r"secrets/.*-token-")
+
+
+@pytest.fixture
+def chart(tmp_path: Path) -> Callable[[str], Path]:
+    def copy(name: str) -> Path:
+        made = tmp_path / name
+        shutil.copytree(charts.ROOT / "helm" / name, made)
+        about = (made / "Chart.yaml").read_text()
+        assert 'kubeVersion: ">=1.25.0-0"\n' in about
+        (made / "Chart.yaml").write_text(about.replace('kubeVersion: ">=1.25.0-0"\n', ""))
+        return made
+
+    return copy
+
+
+@pytest.fixture
+def helm(version: str, kubernetes: Kubernetes, namespace: str) -> Releases:
+    return releases(version, kubernetes.kubeconfig(namespace=namespace), namespace)
+
+
+def there(cluster: Kubernetes, namespace: str) -> list[str]:
+    """All objects of the namespace, but for Helm's own records and the tokens that go with service accounts."""
+    return [each for each in cluster.objects(namespace) if not _RECORDS.match(each) and not _TOKENS.match(each)]
+
+
+def until_there(cluster: Kubernetes, namespace: str, wanted: list[str]) -> None:
+    deadline = time.monotonic() + 90
+    while (found := there(cluster, namespace)) != wanted:
+        assert time.monotonic() < deadline, found
+        time.sleep(0.2)
+
+
+@both
+def test_what_an_administrator_installs(
+    helm: Releases, chart: Callable[[str], Path], kubernetes: Kubernetes, namespace: str
+) -> None:
+    made = chart("accel")
+    helm.install(NAME, made, {})
+    accounts = [f"serviceaccounts/{NAME}-accel", f"serviceaccounts/{NAME}-accel-job"]
+    rights = [f"rolebindings/{NAME}-accel", f"roles/{NAME}-accel"]
+    assert there(kubernetes, namespace) == sorted([*rights, *accounts])
+
+    helm.upgrade(NAME, made, {"snapshots": {"create": True}, "networkPolicy": {"enabled": True}})
+    claim = f"persistentvolumeclaims/{NAME}-accel-snapshots"
+    more = [claim, f"networkpolicies/{NAME}-accel-jobs"]
+    assert there(kubernetes, namespace) == sorted([*rights, *accounts, *more])
+    assert helm.revisions(NAME) == 2
+    role = kubernetes.client.call(
+        "GET", f"/apis/rbac.authorization.k8s.io/v1/namespaces/{namespace}/roles/{NAME}-accel"
+    )
+    assert {"apiGroups": [""], "resources": ["persistentvolumeclaims"], "resourceNames": [f"{NAME}-accel-snapshots"],
+            "verbs": ["get"]} in role["rules"]  # fmt: skip
+
+    helm.upgrade(NAME, made, {"snapshots": {"create": True}, "jobServiceAccount": {"create": False}})
+    assert there(kubernetes, namespace) == sorted([*rights, accounts[0], claim])
+
+    helm.uninstall(NAME)
+    assert helm.revisions(NAME) is None
+    assert there(kubernetes, namespace) == [claim]  # which the chart says that it keeps
+    assert [each for each in kubernetes.objects(namespace) if _RECORDS.match(each)] == []
+
+
+@both
+def test_a_claim_that_is_not_to_be_kept_goes(
+    helm: Releases, chart: Callable[[str], Path], kubernetes: Kubernetes, namespace: str
+) -> None:
+    helm.install(NAME, chart("accel"), {"snapshots": {"create": True, "keep": False}})
+    assert f"persistentvolumeclaims/{NAME}-accel-snapshots" in there(kubernetes, namespace)
+    helm.uninstall(NAME)
+    until_there(kubernetes, namespace, [])
+
+
+@both
+def test_the_charts_own_test(
+    helm: Releases, chart: Callable[[str], Path], kubernetes: Kubernetes, namespace: str
+) -> None:
+    """It passes with the Role that there is, and names what the Role lacks."""
+    values = {"snapshots": {"create": True, "keep": False}}
+    helm.install(NAME, chart("accel"), values)
+    before = there(kubernetes, namespace)
+    helm.test(NAME)
+    until_there(kubernetes, namespace, before)  # nothing is left of a test that passed
+
+    path = f"/apis/rbac.authorization.k8s.io/v1/namespaces/{namespace}/roles/{NAME}-accel"
+    role = kubernetes.client.call("GET", path)
+    for rule in role["rules"]:
+        rule["verbs"] = [verb for verb in rule["verbs"] if (rule["resources"], verb) != (["pods/log"], "get")]
+    role["rules"] = [rule for rule in role["rules"] if rule["verbs"]]
+    kubernetes.client.call("PUT", path, role)
+    with pytest.raises(Failed):
+        helm.test(NAME)
+    pod = f"{NAME}-accel-check"
+    assert kubernetes.logs(namespace, pod).splitlines()[0] == "not allowed: get pods/log (group core)"
+    helm.uninstall(NAME)
+    # What failed stays to be looked at: the pod, and with Helm 3 its script.
+    for each in there(kubernetes, namespace):
+        assert each in (f"pods/{pod}", f"configmaps/{pod}")
+        kubernetes.client.call("DELETE", f"/api/v1/namespaces/{namespace}/{each}")
+    until_there(kubernetes, namespace, [])
+
+
+@both
+def test_a_training_job_by_values(
+    helm: Releases, chart: Callable[[str], Path], kubernetes: Kubernetes, namespace: str
+) -> None:
+    made = chart("accel-job")
+    values = {
+        "image": "example.org/train:1", "entry": "command", "argv": ["sh", "-c", "echo node $ACCEL_JOB_ID"], "nodes": 2,
+        "cpu": True, "procsPerNode": 1, "ttl": 3600,
+    }  # fmt: skip
+    helm.install(NAME, made, values)
+    jobs = f"/apis/kubeflow.org/v1/namespaces/{namespace}/pytorchjobs"
+
+    def condition(name: str) -> bool:
+        job = kubernetes.client.call("GET", f"{jobs}/{only(kubernetes, jobs)}")
+        found = (job.get("status") or {}).get("conditions") or []
+        return any(each["type"] == name and each["status"] == "True" for each in found)
+
+    deadline = time.monotonic() + 120
+    while not condition("Succeeded"):
+        assert time.monotonic() < deadline, kubernetes.diagnose()
+        time.sleep(0.2)
+    name = only(kubernetes, jobs)
+    said = [kubernetes.logs(namespace, f"{name}-{role}-0") for role in ("master", "worker")]
+    assert [text.splitlines()[-1] for text in said] == [f"node {name.removeprefix(f'{NAME}-')}"] * 2, said
+
+    # A job that is another one gets another name: Helm makes it, and takes the earlier one away.
+    helm.upgrade(NAME, made, {**values, "argv": ["true"]})
+    assert helm.revisions(NAME) == 2
+    deadline = time.monotonic() + 90
+    while name in (left := [each["metadata"]["name"] for each in kubernetes.client.call("GET", jobs)["items"]]):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.2)
+    assert len(left) == 1
+    helm.uninstall(NAME)
+    until_there(kubernetes, namespace, [])
+
+
+@both
+def test_a_server_that_is_too_old_is_refused(helm: Releases, kubernetes: Kubernetes, namespace: str) -> None:
+    """The charts as they are, on the server of the tests."""
+    if kubernetes.control.minor >= 25:
+        pytest.skip("this server is new enough")
+    for name, values in (("accel", {}), ("accel-job", {"image": "i", "argv": ["train.py"]})):
+        with pytest.raises(Exception, match=r"kubeVersion: >=1\.25\.0-0"):
+            helm.install(NAME, charts.ROOT / "helm" / name, values)
+    assert there(kubernetes, namespace) == []
+
+
+def only(cluster: Kubernetes, path: str) -> str:
+    (found,) = cluster.client.call("GET", path)["items"]
+    return str(found["metadata"]["name"])

@@ -1,0 +1,350 @@
+"""Logs through the API server: what programs wrote, byte for byte, once, whatever becomes of their pods."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+import schedulers
+from schedulers import Cursor, Job, LogLine, State, Store
+from schedulers.errors import Unreachable
+from schedulers.kubernetes import reading
+from schedulers.kubernetes.native import Native
+from tests.clusters.kubernetes import Kubernetes
+
+from .conftest import Submit, until
+
+# Waits until the test says that it may go on. The directory is the host's.
+_UNTIL = "until [ -e {there} ]; do sleep 0.05; done"
+
+
+class Follower(threading.Thread):
+    """Reads a job's output as it comes."""
+
+    def __init__(self, job: Job, since: Cursor | None = None) -> None:
+        super().__init__(daemon=True)
+        self._job = job
+        self._since = since
+        self.lines: list[LogLine] = []
+        self.failure: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            for line in self._job.logs(follow=True, since=self._since):
+                self.lines.append(line)
+        except BaseException as error:
+            self.failure = error
+
+    def text(self, rank: int | None = 0, attempt: int | None = None) -> str:
+        return _text(self.lines, rank, attempt)
+
+    def ended(self) -> list[LogLine]:
+        self.join(120)
+        assert not self.is_alive()
+        if self.failure is not None:
+            raise self.failure
+        return self.lines
+
+
+def _text(lines: list[LogLine], rank: int | None = 0, attempt: int | None = None) -> str:
+    return "".join(
+        line.text for line in lines if line.rank == rank and line.stream == "output" and attempt in (None, line.attempt)
+    )
+
+
+def _host(directory: Path) -> dict[str, object]:
+    """Options that show a directory of this computer to the pods."""
+    return {"pod_security": "privileged", "volumes": [{"mount": str(directory), "host_path": str(directory)}]}
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Path:
+    directory = tmp_path / "shared"
+    directory.mkdir()
+    directory.chmod(0o777)
+    return directory
+
+
+def _cursor(lines: list[LogLine]) -> Cursor:
+    cursor = Cursor()
+    for line in lines:
+        cursor.advance(line)
+    return cursor
+
+
+def _counting(directory: Path, rank: str = "") -> str:
+    """Counts until the file `end` is there, and says how far it came."""
+    end = directory / "end"
+    return f"n=0; while [ ! -e {end} ]; do n=$((n + 1)); echo {rank}line $n; sleep 0.02; done; echo {rank}the end of $n"
+
+
+def _counted(text: str, rank: str = "") -> None:
+    """That nothing is missing, doubled or out of order."""
+    *lines, last = text.splitlines()
+    assert lines == [f"{rank}line {number + 1}" for number in range(len(lines))]
+    assert last == f"{rank}the end of {len(lines)}"
+
+
+def test_what_a_program_wrote_comes_back_byte_for_byte(submit: Submit) -> None:
+    job = submit(r"printf 'a\377\200b\n\n\303'; sleep 0.3; printf '\274\r 50%%\r100%%\r\nlast'")
+    assert job.wait(90).state is State.SUCCEEDED
+    lines = [line for line in job.logs() if line.rank == 0]
+    written = "".join(line.text for line in lines).encode("utf-8", "surrogateescape")
+    assert written == b"a\xff\x80b\n\n\xc3\xbc\r 50%\r100%\r\nlast"
+    assert [line.text for line in lines] == ["a\udcff\udc80b\n", "\n", "ü\r", " 50%\r", "100%\r\n", "last"]
+    for number in range(len(lines) + 1):
+        assert list(job.logs(since=_cursor(lines[:number]))) == lines[number:]
+
+
+def test_ranks_of_a_pod_are_told_apart(submit: Submit, shared: Path) -> None:
+    """Two pods of two ranks each, followed and read afterwards."""
+    text = f"echo I am $RANK; {_counting(shared, '$RANK ')}"
+    job = submit(text, nodes=2, procs_per_node=2, options=_host(shared))
+    follower = Follower(job)
+    until(lambda: all("line 20\n" in follower.text(rank) for rank in range(4)), "every rank writes")
+    (shared / "end").touch()
+    assert job.wait(90).state is State.SUCCEEDED
+    followed = follower.ended()
+    for lines in (followed, list(job.logs())):
+        for rank in range(4):
+            first, rest = _text(lines, rank).split("\n", 1)
+            assert first == f"I am {rank}"
+            _counted(rest, f"{rank} ")
+        assert {line.rank for line in lines} <= {None, 0, 1, 2, 3}
+        assert all("[rank" not in line.text for line in lines)
+        assert len({line.source for line in lines}) == 2
+
+
+def test_the_report_of_a_failure_is_the_launcher_s(submit: Submit) -> None:
+    """Also where a pod has one rank, whose lines bear no prefix."""
+    text = r"""
+        printf 'mine\n  error:  mine too\n'; [ $RANK = 1 ] || sleep 600
+        exec python3 -c 'raise MemoryError("mine")'
+    """
+    job = submit(text, nodes=2)
+    followed = Follower(job).ended()
+    assert job.status().state is State.FAILED
+    mine = _text(followed, 1)
+    assert mine.startswith("mine\n  error:  mine too\nTraceback")
+    assert mine.endswith("MemoryError: mine\n")
+    assert _text(followed, 0) == "mine\n  error:  mine too\n"
+    report = _text(followed, None)
+    assert "accel launch: rank 1 on node 1" in report
+    assert "failed first, in attempt 0: exited with code 1\n" in report
+
+
+def test_restarts_are_attempts_and_every_run_is_read_to_its_end(submit: Submit, shared: Path) -> None:
+    """The container is restarted three times, while it is followed: its runs, though the cluster keeps two."""
+    count = shared / "count"
+    text = f"""
+        run=$(cat {count} 2>/dev/null || echo 0); echo $((run + 1)) > {count}
+        n=0; while [ $n -lt 200 ]; do n=$((n + 1)); echo run $run line $n; done; printf "run $run ends"
+        [ $run -ge 3 ] || exit 7
+    """
+    job = submit(text, max_restarts=3, options=_host(shared))
+    followed = Follower(job).ended()
+    assert job.status().state is State.SUCCEEDED
+    assert job.status().attempt == 3
+    for run in range(4):
+        wanted = "".join(f"run {run} line {n + 1}\n" for n in range(200)) + f"run {run} ends"
+        assert _text(followed, 0, run).startswith(wanted)
+    assert sum(line.text.startswith("run ") for line in followed) == 4 * 201
+    assert not [line for line in followed if line.stream == "missing"]
+    # Who comes late is told what the cluster no longer has, once.
+    late = list(schedulers.find(job.id).logs())
+    assert [line.attempt for line in late if line.stream == "missing"] == [0, 1]
+    assert all("last two runs" in line.text for line in late if line.stream == "missing")
+    assert _text(late, 0, 3).startswith("run 3 line 1\n")
+    assert list(schedulers.find(job.id).logs(since=_cursor(late))) == []
+
+
+def test_a_job_is_followed_over_restarts_of_the_api_server(
+    kubernetes: Kubernetes, submit: Submit, shared: Path
+) -> None:
+    job = submit(_counting(shared), options=_host(shared))
+    follower = Follower(job)
+    for _ in range(2):
+        before = len(follower.lines)
+        until(lambda before=before: len(follower.lines) > before + 10, "lines come")  # type: ignore[misc]
+        kubernetes.stop_api()
+        with pytest.raises(Unreachable):
+            list(job.logs())
+        kubernetes.start_api()
+    before = len(follower.lines)
+    until(lambda: len(follower.lines) > before + 10, "lines come again")
+    kubernetes.stop_api()
+    (shared / "end").touch()  # it ends while nobody can be told
+    kubernetes.start_api()
+    assert job.wait(90).state is State.SUCCEEDED
+    _counted(_text(follower.ended()))
+    assert follower.lines == list(job.logs())
+
+
+def test_two_followers_of_one_handle_each_have_all(submit: Submit, shared: Path) -> None:
+    job = submit(_counting(shared), options=_host(shared))
+    followers = [Follower(job), Follower(job)]
+    until(lambda: all(len(each.lines) > 20 for each in followers), "lines come")
+    (shared / "end").touch()
+    for each in followers:
+        each.ended()
+        _counted(each.text())
+
+
+def test_open_streams_are_read_and_pods_are_not_asked_again_and_again(
+    kubernetes: Kubernetes, submit: Submit, shared: Path
+) -> None:
+    job = submit(_counting(shared), options=_host(shared))
+    follower = Follower(job)
+    until(lambda: len(follower.lines) > 50, "lines come")
+    before, lines = _requests(kubernetes), len(follower.lines)
+    until(lambda: len(follower.lines) > lines + 100, "more lines come")
+    asked = _requests(kubernetes) - before
+    (shared / "end").touch()
+    _counted(_text(follower.ended()))
+    assert asked["pods/log"] <= 1
+    assert asked["pods"] <= 2
+    assert asked["pytorchjobs"] <= 2
+
+
+def _requests(kubernetes: Kubernetes) -> Counter[str]:
+    """What was asked of the API server by us: by name, since everybody else uses other ways."""
+    text = kubernetes.client.text("/metrics")
+    found: Counter[str] = Counter()
+    for line in text.splitlines():
+        if not line.startswith("apiserver_request_total{") or 'scope="cluster"' in line:
+            continue
+        labels = dict(part.split("=", 1) for part in line[line.index("{") + 1 : line.index("}")].split(","))
+        said = {key: value.strip('"') for key, value in labels.items()}
+        if said["verb"] in ("GET", "LIST", "WATCH", "CONNECT"):
+            resource = said["resource"] + (f"/{said['subresource']}" if said["subresource"] else "")
+            found[resource] += int(float(line.rpartition(" ")[2]))
+    return found
+
+
+def test_a_pod_that_does_not_run_yet_has_no_lines_and_holds_nobody_up(submit: Submit) -> None:
+    job = submit("echo never", options={"image": "example.org/no-such:1"})
+    until(lambda: "cannot be pulled" in job.status().message, "it cannot start")
+    assert list(job.logs()) == []
+    follower = Follower(job)
+    time.sleep(0.5)
+    assert follower.lines == []
+    job.cancel()
+    assert not [line for line in follower.ended() if line.stream == "output"]
+
+
+def test_the_time_from_which_lines_are_wanted(submit: Submit, shared: Path) -> None:
+    job = submit(f"echo before; {_UNTIL.format(there=shared / 'go')}; echo after", options=_host(shared))
+    until(lambda: "before\n" in _text(list(job.logs())), "it writes")
+    time.sleep(1.1 - time.time() % 1)
+    when = time.time()
+    (shared / "go").touch()
+    assert job.wait(90).state is State.SUCCEEDED
+    assert _text(list(job.logs(since=when))) == "after\n"
+    assert _text(list(job.logs(since=when - 3600))) == "before\nafter\n"
+    assert list(job.logs(since=when + 3600)) == []
+
+
+def test_a_follower_that_is_killed_goes_on_with_its_cursor(
+    kubernetes: Kubernetes, submit: Submit, shared: Path, home: Path, tmp_path: Path
+) -> None:
+    job = submit(_counting(shared), options=_host(shared))
+    out = tmp_path / "out"
+    env = {**os.environ, "ACCEL_HOME": str(home)}
+    argv = [sys.executable, "-m", "accel", "logs", job.id, "-f", "--json"]
+    with out.open("wb") as file, subprocess.Popen(argv, stdout=file, env=env) as process:
+        until(lambda: out.read_bytes().count(b"line") > 40, "it follows")
+        process.send_signal(signal.SIGKILL)
+    first = [json.loads(line) for line in out.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+    cursor = Cursor.parse(first[-1]["cursor"])
+    rest = Follower(job, cursor)
+    until(lambda: len(rest.lines) > 20, "it goes on")
+    (shared / "end").touch()
+    rest.ended()
+    _counted("".join(line["text"] for line in first if line["rank"] == 0) + rest.text())
+
+
+def test_another_machine_reads_and_follows_a_job_that_it_did_not_submit(
+    submit: Submit, shared: Path, tmp_path: Path
+) -> None:
+    job = submit(_counting(shared), options=_host(shared))
+    until(lambda: "line 5\n" in _text(list(job.logs())), "it writes")
+    there = schedulers.find(job.id, Store(tmp_path / "elsewhere"), target="kubernetes")
+    assert there.native_id == job.native_id
+    follower = Follower(there)
+    until(lambda: len(follower.lines) > 20, "lines come")
+    (shared / "end").touch()
+    _counted(_text(follower.ended()))
+    assert follower.lines == list(job.logs())
+
+
+def test_a_job_that_somebody_deletes_is_followed_to_the_end_of_its_pods(
+    kubernetes: Kubernetes, namespace: str, submit: Submit
+) -> None:
+    """Its object is gone at once, and said to be; its pods have their grace, and words in it."""
+    text = "trap 'echo goodbye; sleep 0.3; echo really; exit 0' TERM; echo hello; while :; do sleep 0.05; done"
+    job = submit(text, grace_s=10.0)
+    follower = Follower(job)
+    until(lambda: "hello\n" in follower.text(), "it runs")
+    native = Native.parse(job.native_id or "")
+    path = f"/apis/kubeflow.org/v1/namespaces/{namespace}/pytorchjobs/{native.name}"
+    kubernetes.client.call("DELETE", path, {"propagationPolicy": "Background"})
+    until(lambda: job.record.reload().status.state.final, "it is said")
+    assert job.record.status.native_state == "Deleted"
+    assert "hello\ngoodbye\nreally\n" in _text(follower.ended())
+
+
+def test_pods_that_are_gone_are_said_and_what_was_read_of_them_is_not(
+    kubernetes: Kubernetes, namespace: str, submit: Submit
+) -> None:
+    job = submit("echo one; echo two")
+    assert job.wait(90).state is State.SUCCEEDED
+    lines = list(job.logs())
+    assert _text(lines) == "one\ntwo\n"
+    for pod in kubernetes.pods(namespace):
+        kubernetes.client.call("DELETE", f"/api/v1/namespaces/{namespace}/pods/{pod['metadata']['name']}")
+    until(lambda: not kubernetes.pods(namespace), "they are gone")
+    assert list(job.logs(since=_cursor(lines))) == []
+    (said,) = job.logs(since=_cursor(lines[:1]))
+    assert (said.stream, said.rank) == ("missing", 0)
+    assert said.text == "accel: the end of what node 0 wrote is missing: its pod is gone\n"
+    assert list(job.logs(since=_cursor([said]))) == []
+    (told,) = schedulers.find(job.id).logs()
+    assert told.text == "accel: it has no pods (any more), and nothing of what they wrote was kept\n"
+
+
+def test_more_logs_than_streams_are_all_followed(submit: Submit, shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "_MOST_TAILS", 1)
+    job = submit(_counting(shared), nodes=2, options=_host(shared))
+    follower = Follower(job)
+    until(lambda: all("line 20\n" in follower.text(rank) for rank in range(2)), "both write")
+    (shared / "end").touch()
+    follower.ended()
+    for rank in range(2):
+        _counted(follower.text(rank))
+
+
+@pytest.mark.parametrize("workload", ["job", "jobset"])
+def test_pods_that_are_made_anew_are_attempts(submit: Submit, shared: Path, workload: str) -> None:
+    """Where it is not the container that is restarted, but another pod takes the place of the one that failed."""
+    count = shared / "count"
+    text = f"""
+        run=$(cat {count} 2>/dev/null || echo 0); echo $((run + 1)) > {count}
+        n=0; while [ $n -lt 50 ]; do n=$((n + 1)); echo run $run line $n; done
+        [ $run -ge 1 ] || exit 7
+    """
+    job = submit(text, max_restarts=1, options={"workload": workload, **_host(shared)})
+    followed = Follower(job).ended()
+    assert job.status().state is State.SUCCEEDED
+    for run in range(2):
+        assert _text(followed, 0, run) == "".join(f"run {run} line {n + 1}\n" for n in range(50))
+    assert not [line for line in followed if line.stream == "missing"]

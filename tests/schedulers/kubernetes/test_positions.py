@@ -1,0 +1,140 @@
+"""Where a reader is in a container's log: whatever the portions and wherever it is cut, every byte comes once."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schedulers.errors import SpecError
+from schedulers.kubernetes.positions import Piece, Position, Stamped, stamp_of, written
+
+_LINES = st.lists(st.binary(max_size=12).map(lambda data: data.replace(b"\n", b"")), max_size=12)
+
+
+def _log(lines: list[bytes], steps: list[int], *, ended: bool) -> bytes:
+    """As a kubelet sends it. Times grow by `steps`, in nanoseconds; 0 is the same time once more."""
+    at, found = 0, []
+    for number, line in enumerate(lines):
+        at += steps[number % len(steps)] if steps else 1
+        stamp = f"2026-11-21T16:33:{at // 10**9 % 60:02}.{at % 10**9:09}Z"
+        found.append(stamp.encode() + b" " + line + b"\n")
+    text = b"".join(found)
+    return text if ended else text.removesuffix(b"\n")
+
+
+def _read(log: bytes, cuts: list[int], after: Position | None = None, *, complete: bool = True) -> list[Piece]:
+    stamped = Stamped(after)
+    pieces: list[Piece] = []
+    places = sorted({0, len(log), *(cut % (len(log) + 1) for cut in cuts)})
+    for begin, end in itertools.pairwise(places):
+        pieces += stamped.feed(log[begin:end])
+    return pieces + stamped.end(complete=complete)
+
+
+def _text(pieces: list[Piece]) -> bytes:
+    return b"".join(piece.data for piece in pieces)
+
+
+@given(
+    lines=_LINES,
+    steps=st.lists(st.sampled_from([0, 0, 1, 10**6, 3 * 10**9]), max_size=4),
+    cuts=st.lists(st.integers(0, 400), max_size=6),
+    again=st.lists(st.integers(0, 400), max_size=6),
+    stop=st.integers(0, 40),
+    ended=st.booleans(),
+)
+def test_a_reader_that_is_cut_off_anywhere_goes_on_with_the_next_byte(
+    lines: list[bytes], steps: list[int], cuts: list[int], again: list[int], stop: int, ended: bool
+) -> None:
+    log = _log(lines, steps, ended=ended)
+    plain = b"".join(line + b"\n" for line in lines)
+    whole = plain if ended else plain.removesuffix(b"\n")
+    first = _read(log, cuts)
+    assert _text(first) == whole
+    kept = first[: stop % (len(first) + 1)]
+    after = Position.parse(str(kept[-1].after)) if kept else None
+    assert _text(kept) + _text(_read(log, again, after)) == whole
+
+
+@given(lines=_LINES, cut=st.integers(0, 400))
+def test_a_line_that_may_go_on_is_held_back(lines: list[bytes], cut: int) -> None:
+    """What a stream gives before it is cut, and what the next gives from there on, is the log."""
+    log = _log(lines, [1], ended=True)
+    cut %= len(log) + 1
+    first = _read(log[:cut], [], complete=False)
+    after = first[-1].after if first else None
+    assert _text(first) + _text(_read(log, [], after)) == b"".join(line + b"\n" for line in lines)
+
+
+def test_steps_of_a_progress_bar_come_one_by_one() -> None:
+    stamped = Stamped(None)
+    assert stamped.feed(b"2026-11-21T16:33:00.5Z [rank 1]  10%\r 2") == [
+        Piece(b"[rank 1]  10%\r", b"[rank 1]  10%\r 2", True, Position("20261121T163300.500000000Z", 0, 14))
+    ]
+    (piece,) = stamped.feed(b"0%\r\n")
+    assert (piece.data, piece.head, piece.first) == (b" 20%\r\n", b"[rank 1]  10%\r 20%\r\n", False)
+    assert piece.after == Position("20261121T163300.500000000Z", 1)
+
+
+def test_lines_out_of_order_by_a_little_are_found_in_the_log_s_own_order() -> None:
+    log = b"2026-11-21T16:33:01.2Z a\n2026-11-21T16:33:01.1Z b\n2026-11-21T16:33:01.15Z c\n2026-11-21T16:33:01.3Z d\n"
+    pieces = _read(log, [])
+    for number, piece in enumerate(pieces):
+        assert _text(_read(log, [], piece.after)) == _text(pieces[number + 1 :])
+
+
+def test_a_place_that_was_rotated_away_is_said_and_what_is_there_is_given() -> None:
+    log = b"2026-11-21T16:40:00Z later\n"
+    stamped = Stamped(Position("20261121T163300.000000000Z", 1))
+    assert _text(stamped.feed(log)) == b"later\n"
+    assert stamped.lost
+
+
+def test_lines_of_a_run_that_were_taken_for_the_last_one_s_do_not_come_twice() -> None:
+    log = b"2026-11-21T16:33:00Z a\n2026-11-21T16:33:01Z b\n2026-11-21T16:33:02Z c\n"
+    second = Stamped(Position("20261121T163301.000000000Z", 1), own=False)
+    assert _text(second.feed(log)) == b"c\n"
+    for stamp in ("20261121T163259.000000000Z", "20261121T163301.500000000Z"):  # of the last one's own
+        other = Stamped(Position(stamp, 1), own=False)
+        assert _text(other.feed(log) + other.end(complete=True)) == b"a\nb\nc\n"
+        assert not other.lost
+
+
+def test_a_time_is_a_place_too() -> None:
+    at = Position.at(1795278780.9)
+    assert str(at) == "20261121T163300.000000000Z/0/0"
+    assert at.since == "2026-11-21T16:32:59Z"
+    log = b"2026-11-21T16:32:59.9Z a\n2026-11-21T16:33:00.1Z b\n"
+    assert _text(_read(log, [], at)) == b"b\n"
+
+
+def test_what_a_kubelet_says_instead_of_a_log_is_no_line_of_it() -> None:
+    stamped = Stamped(None)
+    said = b"unable to retrieve container logs for containerd://0123"
+    assert stamped.feed(said) + stamped.end(complete=True) == []
+    assert stamped.said == [said.decode()]
+
+
+@pytest.mark.parametrize(
+    ("word", "stamp"),
+    [
+        (b"2026-11-21T16:33:00Z", "20261121T163300.000000000Z"),
+        (b"2026-11-21T16:33:00.123456789Z", "20261121T163300.123456789Z"),
+        (b"2026-11-21T17:33:00.5+01:00", "20261121T163300.500000000Z"),
+        (b"2026-11-21T16:33:00", None),
+        (b"unable", None),
+    ],
+)
+def test_times_of_any_zone_are_one_kind_of_stamp(word: bytes, stamp: str | None) -> None:
+    assert stamp_of(word) == stamp
+    if stamp is not None:
+        assert stamp_of(written(stamp)) == stamp
+
+
+@pytest.mark.parametrize("text", ["", "lost", "5", "20261121T163300Z/1/0", "20261121T163300.123456789Z/1"])
+def test_a_position_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(SpecError, match="not a position in a log"):
+        Position.parse(text)
