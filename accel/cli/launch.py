@@ -174,4 +174,7 @@ def _shown(name: str, value: Any) -> str:
         return ""
     if name in ("aws_access_key_id", "aws_secret_access_key"):
         return "(not shown)"
+    from accel.about.secrets import without_secrets
+
+    value = without_secrets(value)
     return str(value).lower() if isinstance(value, bool) else str(value)

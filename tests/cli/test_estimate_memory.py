@@ -44,6 +44,12 @@ def real(folder: Path | str) -> nn.Module:
     return model.float()
 
 
+def run(command: list[str]) -> None:
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
 def allocated(tensors: Any) -> int:
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
@@ -149,7 +155,7 @@ with open(out, "w") as file:
 def test_a_step_of_training_takes_what_is_said(folder: Path) -> None:
     (folder / "train.py").write_text(REAL + ALONE)
     command = [sys.executable, str(folder / "train.py"), str(folder), str(folder / "taken")]
-    subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, timeout=300, check=True)
+    run(command)
     found = report(find(str(folder)), ["float32", "bfloat16"], processes=1, batch_size=8, sequence_length=64)
     total = {need.dtype: need.total for need in found.needs if need.strategy == "ddp"}
     for dtype, batches, taken in json.loads((folder / "taken").read_text()):
@@ -219,9 +225,7 @@ def test_two_processes_take_what_is_said(tmp_path: Path, strategy: str, below: f
     (tmp_path / "config.json").write_text(json.dumps(LARGER))
     (tmp_path / "train.py").write_text(REAL + TOGETHER)
     command = [sys.executable, "-m", "accel", "launch", "--cpu", "--num_processes", "2", str(tmp_path / "train.py")]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    argv = [str(tmp_path), strategy, dtype, str(tmp_path / "said")]
-    subprocess.run([*command, *argv], env=env, check=True, timeout=300, capture_output=True)
+    run([*command, str(tmp_path), strategy, dtype, str(tmp_path / "said")])
     subject = find(str(tmp_path))
     found = report(subject, [dtype], processes=2, batch_size=8, sequence_length=64)
     (need,) = [need for need in found.needs if need.strategy == strategy]

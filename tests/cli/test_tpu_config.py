@@ -41,10 +41,13 @@ class Pod:
         folder.mkdir()
         (folder / "gcloud").write_text(GCLOUD)
         (folder / "gcloud").chmod(0o755)
+        (folder / ".ssh").mkdir()
+        self.key = folder / ".ssh/google_compute_engine"
+        self.key.touch()  # gcloud has signed in from here before
 
     def __call__(self, *argv: str, code: int = 0) -> tuple[list[str], list[str]]:
         path = f"{self.folder}{os.pathsep}{os.environ['PATH']}"
-        done = self.accel.finish("tpu-config", *argv, PATH=path, HF_HOME=str(self.folder / "hf"))
+        done = self.accel.finish("tpu-config", *argv, PATH=path, HF_HOME=str(self.folder / "hf"), HOME=str(self.folder))
         assert done.returncode == code, done.stderr.decode()
         assert b"Traceback" not in done.stderr
         return done.stdout.decode().splitlines(), done.stderr.decode().splitlines()
@@ -72,6 +75,14 @@ def test_every_worker_runs_it(pod: Pod) -> None:
     assert sorted(each) == [
         [*f"compute tpus tpu-vm ssh pod1 --zone us-central2-b --worker {n} --command".split(), script] for n in range(3)
     ]
+
+
+def test_the_key_to_sign_in_with_is_made_by_one_call(pod: Pod) -> None:
+    pod.key.unlink()
+    pod(*WHERE, "--command", "true")
+    _, first, *each = pod.calls()
+    assert first[first.index("--worker") + 1 :] == ["0", "--command", "set -e\ntrue"]
+    assert len(each) == 3
 
 
 def test_they_run_at_the_same_time(pod: Pod) -> None:

@@ -10,8 +10,8 @@
 
 etcd, the API server and the controller manager (namespaces, garbage collection, quota, service accounts, node
 eviction) are Kubernetes' own. What there is no room for on one computer is played by processes of the project, which
-talk to the API server as the real ones do: the scheduler and the kubelets (`kubernetes_node.py`), the training
-operator, Trainer, JobSet and the Job controller (`kubernetes_operators.py`). A pod's image means nothing: its command
+talk to the API server as the real ones do: the scheduler and the kubelets (`kube/node.py`), the training
+operator, Trainer, JobSet and the Job controller (`kube/operators.py`). A pod's image means nothing: its command
 runs over this computer's files, what it writes is its own, and `python` and `accel` are those of the tests. An image
 whose name has `no-such` in it cannot be pulled.
 
@@ -30,13 +30,12 @@ from pathlib import Path
 
 import yaml
 
-from . import kubernetes_binaries as binaries
-from . import kubernetes_objects as objects
-from .kubernetes_client import Client, Object, Refused
-from .kubernetes_control import API_PORT, BEFORE_INDEXED, ControlPlane, Daemon
-from .kubernetes_crds import INSTALLED, definitions, established, stored_kinds
-from .kubernetes_node import KUBELET_PORT, NodeShape, Shape
-from .kubernetes_sandbox import TOOLS
+from .kube import binaries, objects
+from .kube.client import Client, Object, Refused
+from .kube.control import API_PORT, BEFORE_INDEXED, ControlPlane, Daemon
+from .kube.crds import INSTALLED, definitions, established, stored_kinds
+from .kube.node import KUBELET_PORT, NodeShape, Shape
+from .kube.sandbox import TOOLS
 from .netns import ClusterError, Network, Slot, call, lacking, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -255,7 +254,7 @@ class Kubernetes:
     def _start_programs(self) -> None:
         """A process table and mounts of their own: nothing of a pod outlives these."""
         for daemon in self._own:
-            module = f"tests.clusters.kubernetes_{daemon.name}"
+            module = f"tests.clusters.kube.{daemon.name}"
             daemon.start([*_ISOLATED.split(), "env", "-C", ROOT, sys.executable, "-m", module, self.box])
 
     def _is_ready(self, daemon: Daemon) -> bool:

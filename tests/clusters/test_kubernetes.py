@@ -16,8 +16,8 @@ import pytest
 import urllib3
 import yaml
 
+from tests.clusters.kube.client import Client, Credentials, Object, Refused
 from tests.clusters.kubernetes import Kubernetes, claim, lacks, main
-from tests.clusters.kubernetes_client import Client, Credentials, Object, Refused
 from tests.clusters.netns import ClusterError, wait_until
 from tests.needs import missing
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.clusters.kube.client import Object
 from tests.clusters.kubernetes import Kubernetes, claim, lacks
-from tests.clusters.kubernetes_client import Object
 from tests.clusters.netns import wait_until
 from tests.needs import missing
 

@@ -16,6 +16,7 @@ _HEADING = "## What is not here"
 # The launcher sets variables for Accelerate's own runtime: that is not to read them.
 _ONLY_SET = (
     *(f"accel/settings/{name}.py" for name in ("deepspeed", "fsdp", "megatron", "parallelism", "places", "worker")),
+    "accel/cli/submit_settings.py",
     "accel/launch/engines.py",
     "accel/launch/sagemaker.py",
 )

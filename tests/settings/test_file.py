@@ -342,7 +342,8 @@ def test_explain_names_the_next_where_one_says_nothing(
 def test_explain_shows_no_key(somewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from accel.cli import main
 
-    main(["launch", "--explain", "--aws_access_key_id", "A1", "--aws_secret_access_key", "S2"])
+    keys = ["--aws_access_key_id", "A1", "--aws_secret_access_key", "S2", "--env", "HF_TOKEN=T3", "--env", "SEED=4"]
+    main(["launch", "--explain", *keys])
     shown = capsys.readouterr().out
-    assert "A1" not in shown
-    assert "S2" not in shown
+    assert [secret for secret in ("A1", "S2", "T3") if secret in shown] == []
+    assert "SEED=4" in shown

@@ -15,7 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from tests.clusters.kubernetes_pki import Authority
+from tests.clusters.kube.pki import Authority
 
 Answer = tuple[int, dict[str, str], bytes] | Callable[[BaseHTTPRequestHandler], None]
 

@@ -23,8 +23,8 @@ from schedulers.kubernetes.code import Code
 from schedulers.kubernetes.follower import Follower
 from schedulers.kubernetes.native import Native
 from schedulers.kubernetes.options import KubernetesOptions
-from tests.clusters import kubernetes_binaries, kubernetes_crds
-from tests.clusters.kubernetes_control import API_PORT, ControlPlane
+from tests.clusters.kube import binaries, crds
+from tests.clusters.kube.control import API_PORT, ControlPlane
 from tests.needs import missing
 
 from .relays import Relay
@@ -40,11 +40,11 @@ class Server:
         self.control = control
         self._numbers = itertools.count()
         self.admin = self.api()
-        for definition in kubernetes_crds.definitions("pytorchjob"):
+        for definition in crds.definitions("pytorchjob"):
             path = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
             self.admin.call("POST", path, body=definition)
             name = f"{path}/{definition['metadata']['name']}"
-            until(lambda name=name: kubernetes_crds.established(self.admin.call("GET", name)), "the kind is served")  # type: ignore[misc]
+            until(lambda name=name: crds.established(self.admin.call("GET", name)), "the kind is served")  # type: ignore[misc]
 
     def api(self, user: str = "admin", *, port: int | None = None, namespace: str = "default") -> Api:
         return Api(self.options(user, port=port, namespace=namespace), "k")
@@ -112,7 +112,7 @@ def until(condition: Callable[[], bool], what: str, seconds: float = _PATIENCE_S
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    if (absent := kubernetes_binaries.lacking()) is not None:
+    if (absent := binaries.lacking()) is not None:
         missing(*absent)
     # An address that no other process takes, whose port is then free.
     high, low = divmod(os.getpid() % 64000, 250)

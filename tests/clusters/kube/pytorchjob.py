@@ -10,9 +10,9 @@ import copy
 import time
 from collections.abc import Iterator, Sequence
 
-from .kubernetes_client import Object
-from .kubernetes_controllers import POD, SERVICE, Controller, condition, exit_codes, going, merged, phase
-from .kubernetes_watch import seconds, stamp
+from .client import Object
+from .controllers import POD, SERVICE, Controller, condition, exit_codes, going, merged, phase
+from .watch import seconds, stamp
 
 _LABEL = "training.kubeflow.org"
 _PORT_NAME, _PORT = "pytorchjob-port", 23456

@@ -12,10 +12,10 @@ from collections.abc import Iterator, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 
-from .kubernetes_client import Object
+from .client import Object
 
 INSTALLED = ("pytorchjob", "jobset", "trainjob")
-_PYTORCHJOB = Path(__file__).parents[1] / "schedulers/kubernetes/crds/kubeflow.org_pytorchjobs.v1.json"
+_PYTORCHJOB = Path(__file__).parents[2] / "schedulers/kubernetes/crds/kubeflow.org_pytorchjobs.v1.json"
 
 _TEXT: Object = {"type": "string"}
 _COUNT: Object = {"type": "integer", "format": "int32", "minimum": 0}

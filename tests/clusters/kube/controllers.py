@@ -9,8 +9,8 @@ import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 
-from .kubernetes_client import Object, Refused
-from .kubernetes_watch import Connection, Events, Listing, stamp
+from .client import Object, Refused
+from .watch import Connection, Events, Listing, stamp
 
 POD, SERVICE = "/api/v1/pods", "/api/v1/services"
 

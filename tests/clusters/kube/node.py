@@ -1,6 +1,6 @@
 """The nodes of a Kubernetes cluster of the tests: a scheduler, and a kubelet for each, whose pods are processes.
 
-    python -m tests.clusters.kubernetes_node DIRECTORY    (by tests.clusters.kubernetes, with namespaces of its own)
+    python -m tests.clusters.kube.node DIRECTORY    (by tests.clusters.kubernetes, with namespaces of its own)
 
 `DIRECTORY/nodes.json` says what there is. Nothing but the cluster's API and the tests' commands tells it what to do.
 """
@@ -20,14 +20,14 @@ from pathlib import Path
 
 from aiohttp import web
 
-from .kubernetes_client import Object, Refused
-from .kubernetes_kubelet import application
-from .kubernetes_pod import Pod
-from .kubernetes_podspec import Surroundings
-from .kubernetes_sandbox import Sandbox
-from .kubernetes_scheduler import Scheduler
-from .kubernetes_watch import Access, Connection, Events, Listing, stamp
-from .netns import ClusterError
+from ..netns import ClusterError
+from .client import Object, Refused
+from .kubelet import application
+from .pod import Pod
+from .podspec import Surroundings
+from .sandbox import Sandbox
+from .scheduler import Scheduler
+from .watch import Access, Connection, Events, Listing, stamp
 
 KUBELET_PORT = 10250
 _HEARTBEAT_S = 5.0

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import urllib3
 
-from . import kubernetes_binaries as binaries
-from .kubernetes_client import Client, Credentials, Refused
-from .kubernetes_pki import Authority
-from .netns import ClusterError, remembered, spawn, wait_until
+from ..netns import ClusterError, remembered, spawn, wait_until
+from . import binaries
+from .client import Client, Credentials, Refused
+from .pki import Authority
 
 API_PORT = 6443
 _ETCD_PORT, _PEER_PORT = 2379, 2380

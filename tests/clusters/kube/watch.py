@@ -14,7 +14,7 @@ from pathlib import Path
 
 import aiohttp
 
-from .kubernetes_client import MERGE, Object, Refused
+from .client import MERGE, Object, Refused
 
 _AGAIN_S = 0.2
 _NOT_THERE_S = 1.0  # a kind that nobody has installed

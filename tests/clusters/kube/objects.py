@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from .kubernetes_client import Client, Object, Refused, path_of
-from .netns import ClusterError
+from ..netns import ClusterError
+from .client import Client, Object, Refused, path_of
 
 # What a cluster itself puts into a namespace, or tells of it.
 _TOLD = ("events",)

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .kubernetes_client import Object, Refused
-from .kubernetes_sandbox import Mount, Program, Sandbox
-from .kubernetes_watch import Connection
+from .client import Object, Refused
+from .sandbox import Mount, Program, Sandbox
+from .watch import Connection
 
 # Whatever an image is called, this is its user where the pod must not be root's and says no other.
 _IMAGE_USER = 1000

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .netns import ClusterError
+from ..netns import ClusterError
 
 TOOLS = {"setpriv": "util-linux", "mount": "mount", "chroot": "coreutils", "setsid": "util-linux"}
 _ENV = {**os.environ, "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
@@ -280,7 +280,7 @@ def _other_mounts() -> Iterator[str]:
 def _closed_directories() -> list[str]:
     """On the way to Python and to this project, closed to all but their owner: a pod's user is another."""
     found = set()
-    for start in (sys.prefix, sys.base_prefix, Path(__file__).parents[2]):
+    for start in (sys.prefix, sys.base_prefix, Path(__file__).parents[3]):
         for directory in (Path(start).resolve(), *Path(start).resolve().parents):
             if not directory.stat().st_mode & 0o001:
                 found.add(str(directory))

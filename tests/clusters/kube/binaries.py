@@ -1,9 +1,9 @@
 """The programs of Kubernetes' control plane: where they are, and how they are made where there are none.
 
-    python -m tests.clusters.kubernetes_binaries     makes them, if need be, and prints the directory
+    python -m tests.clusters.kube.binaries     makes them, if need be, and prints the directory
 
 It needs nothing but Python with pip, apt and dpkg. `KUBEBUILDER_ASSETS` names a directory that has them; else they are
-built once from Debian's source package, into the user's cache, by `kubernetes_build.sh`.
+built once from Debian's source package, into the user's cache, by `build.sh`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from .netns import ClusterError
+from ..netns import ClusterError
 
 VERSION = "1.20.2"
 PROGRAMS = ("etcd", "kube-apiserver", "kube-controller-manager")
@@ -74,7 +74,7 @@ def _locked(file: Path) -> Iterator[None]:
 
 
 def _build(target: Path) -> None:
-    script = Path(__file__).with_name("kubernetes_build.sh")
+    script = Path(__file__).with_name("build.sh")
     with tempfile.TemporaryDirectory(prefix="accel-kubernetes-") as work:
         made = Path(work, "bin")
         made.mkdir()

@@ -13,9 +13,9 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from aiohttp import WSMsgType, web
 
-from .kubernetes_client import Object
-from .kubernetes_logs import Wanted
-from .kubernetes_pod import Instance, Pod
+from .client import Object
+from .logs import Wanted
+from .pod import Instance, Pod
 
 _STDIN, _STDOUT, _STDERR, _ERROR, _RESIZE = range(5)
 _PROTOCOLS = ("v4.channel.k8s.io",)

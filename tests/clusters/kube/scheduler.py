@@ -6,9 +6,9 @@ import asyncio
 from collections import Counter
 from collections.abc import Iterator
 
-from .kubernetes_client import Object, Refused
-from .kubernetes_podspec import quantity, requested
-from .kubernetes_watch import Connection, Events, Listing, stamp
+from .client import Object, Refused
+from .podspec import quantity, requested
+from .watch import Connection, Events, Listing, stamp
 
 
 class Scheduler:

@@ -10,8 +10,8 @@ import secrets
 import time
 from collections.abc import Iterator, Sequence
 
-from .kubernetes_client import Object
-from .kubernetes_controllers import (
+from .client import Object
+from .controllers import (
     POD,
     Cluster,
     Controller,
@@ -23,7 +23,7 @@ from .kubernetes_controllers import (
     ready,
     set_condition,
 )
-from .kubernetes_watch import seconds, stamp
+from .watch import seconds, stamp
 
 JOB = "/apis/batch/v1/jobs"
 INDEX = "batch.kubernetes.io/job-completion-index"

@@ -1,6 +1,6 @@
 """The operators of a Kubernetes cluster of the tests, in one process: training operator, Trainer, JobSet, Job.
 
-python -m tests.clusters.kubernetes_operators DIRECTORY       (by tests.clusters.kubernetes)
+python -m tests.clusters.kube.operators DIRECTORY       (by tests.clusters.kubernetes)
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ import asyncio
 import sys
 from pathlib import Path
 
-from .kubernetes_controllers import POD, SERVICE, Cluster
-from .kubernetes_jobs import Jobs
-from .kubernetes_jobsets import JobSets, TrainJobs
-from .kubernetes_node import Shape
-from .kubernetes_pytorchjob import PyTorchJobs
-from .kubernetes_watch import Access, Connection
+from .controllers import POD, SERVICE, Cluster
+from .jobs import Jobs
+from .jobsets import JobSets, TrainJobs
+from .node import Shape
+from .pytorchjob import PyTorchJobs
+from .watch import Access, Connection
 
 
 async def _main(box: Path) -> None:

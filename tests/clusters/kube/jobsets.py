@@ -9,10 +9,10 @@ import copy
 import time
 from collections.abc import Sequence
 
-from .kubernetes_client import Object, Refused
-from .kubernetes_controllers import SERVICE, Controller, condition, going, merged, set_condition
-from .kubernetes_jobs import INDEX, JOB, expire
-from .kubernetes_watch import seconds
+from .client import Object, Refused
+from .controllers import SERVICE, Controller, condition, going, merged, set_condition
+from .jobs import INDEX, JOB, expire
+from .watch import seconds
 
 JOBSET = "/apis/jobset.x-k8s.io/v1alpha2/jobsets"
 _LABEL = "jobset.sigs.k8s.io"

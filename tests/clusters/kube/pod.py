@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import kubernetes_podspec as podspec
-from .kubernetes_client import Object, Refused
-from .kubernetes_logs import ContainerLog
-from .kubernetes_podspec import NotYet, Surroundings
-from .kubernetes_sandbox import Container, Program, Sandbox
-from .kubernetes_watch import Events, stamp
-from .netns import ClusterError
+from ..netns import ClusterError
+from . import podspec
+from .client import Object, Refused
+from .logs import ContainerLog
+from .podspec import NotYet, Surroundings
+from .sandbox import Container, Program, Sandbox
+from .watch import Events, stamp
 
 _RETRY_S = 0.3
 _LONGEST_BACKOFF_S = 3.0
