@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import hypothesis
 import pytest
@@ -25,6 +26,18 @@ def pytest_collection_finish() -> None:
     """Refuse to run where a test module has put accel in Accelerate's place: others compare accel with Accelerate."""
     if "accel.compat" in sys.modules:
         pytest.exit("a test module imports accel.compat: do it in a child process (tests/compat/children.py)", 1)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    """A test that failed shows what its cluster says."""
+    report: pytest.TestReport = yield  # type: ignore[assignment]
+    if report.when == "call" and report.failed and isinstance(item, pytest.Function):
+        given: dict[str, Any] = item.funcargs
+        for cluster in given.values():
+            if hasattr(cluster, "diagnose"):
+                report.sections.append((f"cluster {cluster.slot.tag}", cluster.diagnose()))
+    return report  # type: ignore[return-value]
 
 
 @pytest.fixture(autouse=True)

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-# The fixtures of a cluster, and what it says of a test that failed.
-from ..schedulers.kubernetes.conftest import _cluster, home, kubernetes, namespace, pytest_runtest_makereport  # noqa: F401
+# The fixtures of a cluster and of a store.
+from ..schedulers.conftest import home  # noqa: F401
+from ..schedulers.kubernetes.conftest import _cluster, kubernetes, namespace  # noqa: F401
 from . import helms
 
 ROOT = Path(__file__).parents[2]

@@ -1,8 +1,9 @@
-"""Hosts for the tests that need some: started once, ended at the end, mended between tests."""
+"""A store and a project for each test; and hosts, started once, ended at the end, mended between tests."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -33,3 +34,18 @@ def ssh_hosts(_hosts: SshHosts) -> Iterator[SshHosts]:
         yield _hosts
     finally:
         _hosts.heal()
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the store is, and the directories of the jobs with it."""
+    monkeypatch.setenv("ACCEL_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A directory whose name would break any command line that was put together as text."""
+    directory = tmp_path / 'it\'s a "pro ject"; $(x) %j'
+    directory.mkdir()
+    return directory

@@ -51,31 +51,10 @@ def namespace(kubernetes: Kubernetes, monkeypatch: pytest.MonkeyPatch) -> Iterat
         kubernetes.remove_namespace(made)
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
-    """A test that failed shows what its cluster says."""
-    report: pytest.TestReport = yield  # type: ignore[assignment]
-    if report.when == "call" and report.failed and isinstance(item, pytest.Function):
-        for cluster in item.funcargs.values():
-            if isinstance(cluster, Kubernetes):
-                report.sections.append((f"cluster {cluster.slot.tag}", cluster.diagnose()))
-    return report  # type: ignore[return-value]
-
-
 @pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the store is."""
-    monkeypatch.setenv("ACCEL_HOME", str(tmp_path / "home"))
-    return tmp_path / "home"
-
-
-@pytest.fixture
-def project(tmp_path: Path) -> Path:
-    """A directory whose name would break any command line that was put together as text."""
-    directory = tmp_path / 'it\'s a "pro ject"; $(x) %j'
-    directory.mkdir()
-    (directory / "note.txt").write_text("code\n")
-    return directory
+def project(project: Path) -> Path:
+    (project / "note.txt").write_text("code\n")
+    return project
 
 
 @pytest.fixture

@@ -20,20 +20,6 @@ Submit = Callable[..., Job]
 
 
 @pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("ACCEL_HOME", str(tmp_path / "home"))
-    return tmp_path / "home"
-
-
-@pytest.fixture
-def project(tmp_path: Path) -> Path:
-    """A directory whose name would break any command line that was put together as text."""
-    directory = tmp_path / 'it\'s a "pro ject"; $(x)'
-    directory.mkdir()
-    return directory
-
-
-@pytest.fixture
 def submit(home: Path, project: Path) -> Iterator[Submit]:
     """Submits `script` (the text of a program) to the local target."""
     jobs: list[Job] = []

@@ -66,31 +66,10 @@ def _healed(cluster: Slurm, monkeypatch: pytest.MonkeyPatch) -> Iterator[Slurm]:
         cluster.heal()
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
-    """A test that failed shows what its cluster says."""
-    report: pytest.TestReport = yield  # type: ignore[assignment]
-    if report.when == "call" and report.failed and isinstance(item, pytest.Function):
-        for cluster in item.funcargs.values():
-            if isinstance(cluster, Slurm):
-                report.sections.append((f"cluster {cluster.slot.tag}", cluster.diagnose()))
-    return report  # type: ignore[return-value]
-
-
 @pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the store is, and the directories of the jobs with it."""
-    monkeypatch.setenv("ACCEL_HOME", str(tmp_path / "home"))
+def home(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))  # what is exported to jobs, and to the launchers on the nodes
-    return tmp_path / "home"
-
-
-@pytest.fixture
-def project(tmp_path: Path) -> Path:
-    """A directory whose name would break any command line that was put together as text."""
-    directory = tmp_path / 'it\'s a "pro ject"; $(x) %j'
-    directory.mkdir()
-    return directory
+    return home
 
 
 @pytest.fixture
