@@ -71,11 +71,11 @@ def step_bytes(model: nn.Module, inputs: dict[str, Any], way: Way) -> int:
     return taken.most()
 
 
-class _Taken(TorchDispatchMode):
+class _Taken(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes each memory that an operator takes while this is on, and when it is let go of."""
 
     def __init__(self, own: Iterable[torch.Tensor], batch: Iterable[object]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._events: list[tuple[int, int]] = []  # the number of a memory, and bytes: taken, or less than 0 when let go
         self._apart: set[int] = set()
         # One alive is known by its address; the weak reference tells when that is free for another.
@@ -126,7 +126,7 @@ def _gradients_apart(model: nn.Module, taken: _Taken) -> Iterator[None]:
         if parameter.grad is not None:
             taken.set_apart(parameter.grad)
 
-    hooks = [p.register_post_accumulate_grad_hook(accumulated) for p in model.parameters() if p.requires_grad]
+    hooks = [p.register_post_accumulate_grad_hook(accumulated) for p in model.parameters() if p.requires_grad]  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
