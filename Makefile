@@ -5,7 +5,7 @@
 VENV ?= .venv
 BIN := $(VENV)/bin
 # The tests wait for processes more than they compute; those of one file stay together and share what they start.
-WORKERS ?= 3
+WORKERS ?= 5
 
 .PHONY: demo test check build bench golden clean
 
@@ -14,7 +14,7 @@ demo: $(VENV)/.installed-demo
 	$(BIN)/accel status @last
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 25
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

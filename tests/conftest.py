@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -20,6 +21,29 @@ def pytest_configure() -> None:
     for signum in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
         if signal.getsignal(signum) is signal.SIG_IGN:
             signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mix the files whose tests wait for clusters with those that compute: side by side, neither waits for the other.
+
+    Where files are shared out among workers, that holds with --no-loadscope-reorder, which keeps this order.
+    """
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+    waiting = [path for path in files if _waits(path)]
+    others = [path for path in files if not _waits(path)]
+    ranked = [*_spaced(waiting), *_spaced(others)]
+    items[:] = [item for _, path in sorted(ranked, key=lambda pair: pair[0]) for item in files[path]]
+
+
+def _waits(path: Path) -> bool:
+    return not {"clusters", "helm", "kubernetes", "remote", "slurm", "ssh"}.isdisjoint(path.parts)
+
+
+def _spaced(paths: list[Path]) -> list[tuple[float, Path]]:
+    """Each with its place between 0 and 1."""
+    return [(index / len(paths), path) for index, path in enumerate(paths)]
 
 
 def pytest_collection_finish() -> None:

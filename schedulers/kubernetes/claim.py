@@ -157,6 +157,8 @@ def _send(api: Api, pod: str, argv: list[str], data: bytes) -> None:
     client = api.connect(pod, argv, container="loader", stdin=True, binary=True)
     from websocket import WebSocketException  # there, now that there is a connection
 
+    from .executing import hang_up
+
     said = _Said(client, api)
     try:
         word = said.line()
@@ -173,7 +175,7 @@ def _send(api: Api, pod: str, argv: list[str], data: bytes) -> None:
         raise api.unreachable(error) from None
     finally:
         with contextlib.suppress(OSError, WebSocketException):
-            client.close()
+            hang_up(client)
 
 
 class _Said:

@@ -39,6 +39,12 @@ def connect(access: Access, credentials: Credentials, url: str, where: str, *, b
             raise connecting.unreachable(error, access, where) from None
 
 
+def hang_up(client: Any) -> None:
+    """Ends the connection itself: a farewell would be waited for, and leaves the socket open where the server is gone
+    first. Raises OSError, WebSocketException."""
+    client.sock.shutdown()
+
+
 def _configured(made: Any, access: Access, credentials: Credentials, directory: str, where: str) -> Any:
     made.verify_ssl = not access.cluster.get("insecure-skip-tls-verify")
     authority = data_of(access.cluster, "certificate-authority", where)

@@ -79,6 +79,8 @@ def run(api: Api, native: Native, options: KubernetesOptions, node: int, argv: S
     )  # fmt: skip
     from websocket import WebSocketException  # there, now that there is a connection
 
+    from .executing import hang_up
+
     session = _Session(client, framed=not terminal)
     try:
         with _raw_terminal(session.resize) if terminal else contextlib.nullcontext():
@@ -88,7 +90,7 @@ def run(api: Api, native: Native, options: KubernetesOptions, node: int, argv: S
             raise  # whoever reads our output is gone
         raise api.unreachable(error) from None
     finally:
-        client.sock.shutdown()  # of the connection itself: a farewell would be waited for
+        hang_up(client)
     return _code(api, pod, status)
 
 

@@ -268,7 +268,7 @@ def test_prune_deletes_packed_code_that_no_job_uses(accel: Accel) -> None:
     assert (would["pruned"], would["snapshots"]) == ([job], [packed.stem])
     done = accel.finish("prune", "--keep", "0")
     assert done.stdout.decode() == f"{job}\n"
-    assert done.stderr.decode() == "accel: 1 jobs and 1 unused snapshots of code deleted\n"
+    assert done.stderr.decode() == "accel: 1 job and 1 unused snapshot of code deleted\n"
     assert not packed.exists()
 
 

@@ -177,8 +177,7 @@ def test_a_job_is_followed_over_restarts_of_the_api_server(
         before = len(follower.lines)
         until(lambda before=before: len(follower.lines) > before + 10, "lines come")  # type: ignore[misc]
         kubernetes.stop_api()
-        with pytest.raises(Unreachable):
-            list(job.logs())
+        until(lambda: _unreachable(job), "the cut is noticed")
         kubernetes.start_api()
     before = len(follower.lines)
     until(lambda: len(follower.lines) > before + 10, "lines come again")
@@ -188,6 +187,14 @@ def test_a_job_is_followed_over_restarts_of_the_api_server(
     assert job.wait(90).state is State.SUCCEEDED
     _counted(_text(follower.ended()))
     assert follower.lines == list(job.logs())
+
+
+def _unreachable(job: Job) -> bool:
+    try:
+        list(job.logs())
+    except Unreachable:
+        return True
+    return False
 
 
 def test_two_followers_of_one_handle_each_have_all(submit: Submit, shared: Path) -> None:
@@ -340,10 +347,15 @@ def test_pods_that_are_made_anew_are_attempts(submit: Submit, shared: Path, work
     text = f"""
         run=$(cat {count} 2>/dev/null || echo 0); echo $((run + 1)) > {count}
         n=0; while [ $n -lt 50 ]; do n=$((n + 1)); echo run $run line $n; done
-        [ $run -ge 1 ] || exit 7
+        [ $run -ge 1 ] && exit
+        until [ -e {shared}/seen ]; do sleep 0.1; done
+        exit 7
     """
     job = submit(text, max_restarts=1, options={"workload": workload, **_host(shared)})
-    followed = Follower(job).ended()
+    follower = Follower(job)
+    until(lambda: "run 0 line 50" in follower.text(), "the first run is seen: its pod goes when it ends")
+    (shared / "seen").touch()
+    followed = follower.ended()
     assert job.status().state is State.SUCCEEDED
     for run in range(2):
         assert _text(followed, 0, run) == "".join(f"run {run} line {n + 1}\n" for n in range(50))
