@@ -157,8 +157,10 @@ class SshHosts:
         self[name].run("mount", "-t", "tmpfs", "-o", f"{size},mode=700", "tmpfs", directory)
 
     def end_sshd(self, name: str) -> None:
-        """Kills the server that listens; its sessions go on."""
-        self[name].run("sh", "-c", f"kill -9 $(cat {self[name].own}/sshd.pid)")
+        """Kills the server that listens, and waits until it is gone; its sessions go on."""
+        machine = self[name]
+        machine.run("sh", "-c", f"kill -9 $(cat {machine.own}/sshd.pid)")
+        wait_until(f"the server of {name} is gone", lambda: not answers(machine.address, PORTS[0]))
 
     def end_sessions(self, name: str) -> None:
         """Kills the servers' processes that hold sessions, as a crash of theirs would."""
