@@ -23,7 +23,7 @@ from ..needs import missing
 
 _APPLETS = "cat chmod chown cp env ls mkdir rm sh sleep".split()
 # What accel needs to print its version, and pip to see that nothing is lacking.
-_PACKAGES = "pip msgspec pathspec platformdirs PyYAML rich markdown-it-py mdurl Pygments prompt_toolkit wcwidth".split()
+_PACKAGES = "pip msgspec pathspec platformdirs PyYAML rich markdown-it-py mdurl Pygments".split()
 _ACCEPTED = "application/vnd.oci.image.manifest.v1+json, application/vnd.docker.distribution.manifest.v2+json"
 
 
