@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import warnings
 from importlib import import_module
 from typing import Any
@@ -105,6 +106,7 @@ def adapted(folder: str) -> list[bool]:
     import accel.compat
 
     warnings.simplefilter("ignore")
+    os.chdir(folder)  # peft offloads to a path below the current directory, whatever it is told
     assert accel.compat
     peft: Any = import_module("peft")
     loader: Any = import_module("transformers").AutoModelForCausalLM
