@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .measure import difference, interleaved, report_limits, wall
+from .measure import WAIT_S, difference, interleaved, report_limits, until, wall
 
 if TYPE_CHECKING:
     from schedulers import Job
@@ -28,7 +28,6 @@ BIN = Path(sys.executable).parent
 SCRIPTS = Path(__file__).parent / "scripts"
 JOBS = 20
 FOLLOWED_S = 20.0
-_WAIT_S = 180.0
 _ASKED = ("pytorchjobs", "pods", "pods/log", "events")
 
 # Nothing starts: what is measured is the way to the API server, and back.
@@ -163,7 +162,7 @@ def _followed(lab: Lab) -> dict[str, float]:
     for job in jobs:
         job.cancel(wait=False)
     for thread in threads:
-        thread.join(_WAIT_S)
+        thread.join(WAIT_S)
     until(lambda: not [each for each in lab.left() if each.startswith("pods/")], "the pods are gone")
     left = len(lab.left())
     return {
@@ -204,7 +203,7 @@ def _in_thread(lab: Lab, job: Job) -> Callable[[], float]:
 
     def wait() -> None:
         waiting = find(job.id)
-        waiting.wait(_WAIT_S)
+        waiting.wait(WAIT_S)
         seen.append(time.perf_counter())
         waiting._target().close()  # type: ignore[attr-defined]
 
@@ -212,7 +211,7 @@ def _in_thread(lab: Lab, job: Job) -> Callable[[], float]:
     thread.start()
 
     def ended() -> float:
-        thread.join(_WAIT_S)
+        thread.join(WAIT_S)
         return seen[0]
 
     return ended
@@ -224,7 +223,7 @@ def _by_command(lab: Lab, job: Job) -> Callable[[], float]:
     process = subprocess.Popen([str(BIN / "accel"), "wait", job.id], stdout=subprocess.DEVNULL)
 
     def ended() -> float:
-        process.wait(_WAIT_S)
+        process.wait(WAIT_S)
         return time.perf_counter()
 
     return ended
@@ -243,14 +242,6 @@ def _name(job: Job) -> str:
     from schedulers.kubernetes.native import Native
 
     return Native.parse(job.native_id or "").name
-
-
-def until(true: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + _WAIT_S
-    while not true():
-        if time.monotonic() > deadline:
-            raise SystemExit(f"{what}: not within {_WAIT_S:g} s")
-        time.sleep(0.02)
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 RESULTS = Path(__file__).parent / "results"
+WAIT_S = 180.0  # for anything that must come true
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,3 +124,12 @@ def _versions() -> dict[str, str]:
         except PackageNotFoundError:
             found[name] = "not installed"
     return found
+
+
+def until(true: Callable[[], bool], what: str) -> None:
+    """Returns once it is true, looked at 50 times a second. Ends the benchmark, saying what did not come true."""
+    deadline = time.monotonic() + WAIT_S
+    while not true():
+        if time.monotonic() > deadline:
+            raise SystemExit(f"{what}: not within {WAIT_S:g} s")
+        time.sleep(0.02)

@@ -12,8 +12,8 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from .measure import Bar, difference, interleaved, report, report_limits, wall
-from .slurm_lab import BIN, SCRIPTS, WAIT_S, Lab, cluster_lab, until
+from .measure import WAIT_S, Bar, difference, interleaved, report, report_limits, until, wall
+from .slurm_lab import BIN, SCRIPTS, Lab, cluster_lab
 
 JOBS, SINGLE = 1000, 20
 RANKS = 4

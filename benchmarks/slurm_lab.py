@@ -12,18 +12,19 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tests.clusters.slurm import Slurm
 
+from .measure import until
+
 BIN = Path(sys.executable).parent
+
 ROOT = Path(__file__).parents[1]
 SCRIPTS = ROOT / "benchmarks/scripts"
-WAIT_S = 180
 
 TARGETS = """\
 targets:
@@ -169,11 +170,3 @@ def cluster_lab() -> Iterator[Lab | None]:
                 cluster.stop()  # before its jobs' directories go
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def until(true: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not true():
-        if time.monotonic() > deadline:
-            raise SystemExit(f"{what}: not within {WAIT_S} s")
-        time.sleep(0.02)

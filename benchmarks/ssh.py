@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .measure import Bar, interleaved, report, wall
+from .measure import WAIT_S, Bar, interleaved, report, until, wall
 
 if TYPE_CHECKING:
     from tests.clusters.ssh import SshHosts
@@ -31,7 +31,6 @@ NODES = 4
 MANY = 64
 HEARTBEAT_S = 5
 LIMIT_S = HEARTBEAT_S + 2
-WAIT_S = 120
 
 # OpenSSH's default exchange of keys is safe from quantum computers and takes 60 ms of a processor for each connection;
 # paramiko has none that is. Both programs are therefore measured with this one, too, which paramiko takes.
@@ -98,7 +97,7 @@ class _Lab:
             times[:] = map(float, filter(None, texts))
             return len(times) == NODES
 
-        _until(all_there, f"the first all-reduce of {NODES} ranks")
+        until(all_there, f"the first all-reduce of {NODES} ranks")
         return max(times)
 
 
@@ -267,7 +266,7 @@ def _cut(lab: _Lab, node: int, waited: dict[str, list[float]]) -> Callable[[], f
     def measure() -> float:
         os.environ["ACCEL_HOME"] = lab.env["ACCEL_HOME"]
         job = schedulers.find(lab.submit("--no-python", "./hold.sh"))
-        _until(lambda: sum(line.text == "here\n" for line in job.logs()) == NODES, "all ranks run")
+        until(lambda: sum(line.text == "here\n" for line in job.logs()) == NODES, "all ranks run")
         started = time.time()
         machine.link(False)
         try:
@@ -275,7 +274,7 @@ def _cut(lab: _Lab, node: int, waited: dict[str, list[float]]) -> Callable[[], f
             waited.setdefault(row, []).append(time.time() - started)
             results = [lab.hosts.home(other.name) / ".accel/jobs" / job.id / "exit.json"
                        for other in lab.hosts.machines if other.name != machine.name]  # fmt: skip
-            _until(lambda: all(path.exists() for path in results), "the result is on all other hosts")
+            until(lambda: all(path.exists() for path in results), "the result is on all other hosts")
             return max(path.stat().st_mtime for path in results) - started
         finally:
             machine.link(True)
@@ -305,11 +304,3 @@ def _timed(function: Callable[[], object]) -> Callable[[], float]:
         return time.perf_counter() - started
 
     return measure
-
-
-def _until(true: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not true():
-        if time.monotonic() > deadline:
-            raise SystemExit(f"{what}: not within {WAIT_S} s")
-        time.sleep(0.01)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import os
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 
@@ -13,4 +14,12 @@ def missing(what: str, remedy: str) -> NoReturn:
     text = f"{what} is missing: {remedy}"
     if os.environ.get("CI"):
         pytest.fail(text)
-    pytest.skip(text)
+    pytest.skip(text, allow_module_level=True)
+
+
+def package(name: str) -> Any:
+    """A module of a package that the tests use, which `make test` installs. Skips, or fails, for want of it."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        missing(f"{error.name or name}", "pip install -c constraints.txt -e '.[dev]'")

@@ -23,8 +23,9 @@ from accel.settings.question import Machine, Question
 from accel.settings.questions import open_question, values_of
 from accel.settings.target_questions import entry_of
 from accel.settings.values import typed
+from tests.needs import package
 
-pytest.importorskip("prompt_toolkit.shortcuts.choice_input")
+package("prompt_toolkit.shortcuts.choice_input")
 
 ROOT = Path(__file__).parents[2]
 UP, DOWN, RIGHT, LEFT = "\x1b[A", "\x1b[B", "\x1b[C", "\x1b[D"

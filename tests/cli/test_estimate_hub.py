@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch")
-pytest.importorskip("transformers")
+from tests.needs import package
 
-from .models import CONFIGS, estimate
+package("torch")
+package("transformers")
+
+from .models import CONFIGS, estimate  # noqa: E402
 
 
 class Hub(http.server.BaseHTTPRequestHandler):

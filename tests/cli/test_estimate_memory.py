@@ -17,8 +17,10 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
+from tests.needs import package
+
+torch = package("torch")
+transformers = package("transformers")
 
 from torch import nn  # noqa: E402
 

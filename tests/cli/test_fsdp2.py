@@ -12,6 +12,7 @@ import yaml
 
 from accel.cli import exits, main
 from accel.cli.launch_file import read_file
+from tests.needs import package
 
 FSDP1 = {
     "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
@@ -71,7 +72,7 @@ def test_in_place_and_json(here: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 @pytest.mark.parametrize("name", ["yaml", "json"])
 def test_the_result_is_what_accelerate_makes_and_loads(here: Path, name: str) -> None:
-    pytest.importorskip("accelerate")
+    package("accelerate")
     from accelerate.commands.config.config_args import load_config_from_file
     from accelerate.commands.to_fsdp2 import convert_config_to_fsdp2
 

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-torch = pytest.importorskip("torch")
+from tests.needs import package
+
+torch = package("torch")
 
 from safetensors import safe_open  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
@@ -76,7 +78,7 @@ def test_the_merged_file_loads(sharded: Path, tmp_path: Path, capsys: pytest.Cap
 
 @pytest.mark.parametrize("safe", [True, False])
 def test_the_merged_file_is_the_one_that_accelerate_makes(sharded: Path, tmp_path: Path, safe: bool) -> None:
-    utils = pytest.importorskip("accelerate.utils")
+    utils = package("accelerate.utils")
     utils.merge_fsdp_weights(str(sharded / "sharded"), str(tmp_path / "theirs"), safe_serialization=safe)
     flags = [] if safe else ["--unsafe_serialization"]
     assert main(["merge-weights", str(sharded / "sharded"), str(tmp_path / "ours"), *flags]) == exits.OK

@@ -248,7 +248,12 @@ class Files:
 def lacks_cgroups() -> str | None:
     """Why a cluster with `cgroups` cannot be made on this computer; None when it can."""
     absent = [name for name in CGROUPS if not Path("/sys/fs/cgroup", name, "tasks").exists()]
-    return f"no cgroup version 1 hierarchy: {', '.join(absent)}" if absent else None
+    if not absent:
+        return None
+    return (
+        f"no cgroup version 1 hierarchy for {', '.join(absent)}, which no package brings: boot Linux with "
+        "systemd.unified_cgroup_hierarchy=0, or mount them"
+    )
 
 
 def _removed(directory: str) -> bool:

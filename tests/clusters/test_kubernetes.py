@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -19,29 +19,11 @@ import yaml
 from tests.clusters.kube.client import Client, Credentials, Object, Refused
 from tests.clusters.kubernetes import Kubernetes, claim, lacks, main
 from tests.clusters.netns import ClusterError, wait_until
-from tests.needs import missing
+from tests.needs import missing, package
 
 ROOT = Path(__file__).parents[2]
 _S = 90.0
 Run = Callable[..., str]
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Kubernetes]:
-    absent = lacks()
-    if absent:
-        missing(*absent)
-    with claim() as made:
-        made.start(2)
-        yield made
-
-
-@pytest.fixture
-def place(cluster: Kubernetes) -> Iterator[str]:
-    cluster.start_api()
-    name = cluster.namespace()
-    yield name
-    cluster.remove_namespace(name, wait=False)
 
 
 def _pod(name: str, text: str, *, spec: Object | None = None, **container: Any) -> Object:
@@ -195,7 +177,7 @@ def test_logs_are_read_in_every_way_that_the_api_has(cluster: Kubernetes, place:
 
 def _execute(cluster: Kubernetes, place: str, name: str, *argv: str, text: bytes | None = None) -> tuple[str, int]:
     """What the command printed on both streams, and its code."""
-    websocket = pytest.importorskip("websocket")
+    websocket = package("websocket")
     asked = [("command", word) for word in argv] + [("stdout", "1"), ("stderr", "1"), ("stdin", "1" if text else "0")]
     url = f"{cluster.server}/api/v1/namespaces/{place}/pods/{name}/exec?{urlencode(asked)}"
     mine = cluster.control.admin

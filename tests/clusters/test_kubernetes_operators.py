@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.clusters.kube.client import Object
-from tests.clusters.kubernetes import Kubernetes, claim, lacks
+from tests.clusters.kubernetes import Kubernetes
 from tests.clusters.netns import wait_until
-from tests.needs import missing
 
 _S = 90.0
 _PATHS = {
@@ -20,23 +16,6 @@ _PATHS = {
     "JobSet": "/apis/jobset.x-k8s.io/v1alpha2/namespaces/{}/jobsets/j",
     "TrainJob": "/apis/trainer.kubeflow.org/v1alpha1/namespaces/{}/trainjobs/j",
 }
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Kubernetes]:
-    absent = lacks()
-    if absent:
-        missing(*absent)
-    with claim() as made:
-        made.start(2)
-        yield made
-
-
-@pytest.fixture
-def place(cluster: Kubernetes) -> Iterator[str]:
-    name = cluster.namespace()
-    yield name
-    cluster.remove_namespace(name, wait=False)
 
 
 def _template(text: str, container: str = "pytorch", **more: Any) -> Object:

@@ -166,7 +166,7 @@ def test_a_training_job_by_values(
 def test_a_server_that_is_too_old_is_refused(helm: Releases, kubernetes: Kubernetes, namespace: str) -> None:
     """The charts as they are, on the server of the tests."""
     if kubernetes.control.minor >= 25:
-        pytest.skip("this server is new enough")
+        pytest.skip("needs a server older than 1.25, as the one that is built; KUBEBUILDER_ASSETS names a newer one")
     for name, values in (("accel", {}), ("accel-job", {"image": "i", "argv": ["train.py"]})):
         with pytest.raises(Exception, match=r"kubeVersion: >=1\.25\.0-0"):
             helm.install(NAME, charts.ROOT / "helm" / name, values)

@@ -17,8 +17,9 @@ from schedulers.config import load_target
 from schedulers.pruning import prune
 from schedulers.store import Store
 from tests.clusters.kubernetes import Kubernetes
+from tests.waiting import until
 
-from ..schedulers.kubernetes.conftest import made_by, printed, until
+from ..schedulers.kubernetes.conftest import made_by, printed
 from . import charts, helms
 
 ACCOUNT = "accel"

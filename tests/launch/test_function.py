@@ -121,12 +121,12 @@ def test_precision_and_port_reach_the_ranks(tmp_path: Path) -> None:
 def test_two_notebooks_train_at_the_same_time(tmp_path: Path) -> None:
     """The default port is not taken from one by the other."""
     script = """
-both = [threading.Thread(target=notebook_launcher, args=(world,), kwargs={"num_processes": 2}) for _ in range(1)]
-for thread in both:
-    thread.start()
-notebook_launcher(world, num_processes=2)
-for thread in both:
-    thread.join()
+from concurrent.futures import ThreadPoolExecutor
+
+with ThreadPoolExecutor(1) as pool:
+    other = pool.submit(notebook_launcher, world, num_processes=2)
+    notebook_launcher(world, num_processes=2)
+    other.result()  # raises what it raised
 """
     assert [one["size"] for one in play(script, tmp_path)] == [2] * 4
 

@@ -27,6 +27,7 @@ from accel.logging import get_logger
 from accel.progress import tqdm
 from accel.sharing import share_of
 from accel.state import PartialState
+from tests.needs import package
 
 from .worlds import run, run_one
 
@@ -73,7 +74,7 @@ def test_a_warning_is_said_once_with_its_caller() -> None:
 
 
 def test_shares_of_a_data_set() -> None:
-    datasets = pytest.importorskip("datasets")
+    datasets = package("datasets")
     whole = datasets.Dataset.from_dict({"x": list(range(5))})
     assert [share_of(whole, index, 2, False)["x"][:] for index in range(2)] == [[0, 1, 2], [3, 4]]
     assert [share_of(whole, index, 2, True)["x"][:] for index in range(2)] == [[0, 1, 2], [3, 4, 4]]

@@ -16,6 +16,7 @@ import yaml
 from accel.cli import exits, main
 from accel.settings import BY_NAME, Setting
 from accel.settings.file import _GONE, _PREFIXES, _RENAMED, _SECTIONS, read_document
+from tests.needs import package
 
 from .lines import options
 
@@ -102,7 +103,7 @@ def _keys(held: dict[str, Any], section: str) -> list[str]:
 @pytest.mark.parametrize(("version", "way", "sagemaker"), CASES)
 @pytest.mark.usefixtures("somewhere")
 def test_an_updated_file_is_accelerates_too(version: str, way: str, sagemaker: bool) -> None:
-    config_args = pytest.importorskip("accelerate.commands.config.config_args")
+    config_args = package("accelerate.commands.config.config_args")
     Path("old.yaml").write_text(yaml.safe_dump(document(version, way=way, sagemaker=sagemaker)))
     assert main(["config", "update", "--config_file", "old.yaml"]) == exits.OK
     loaded = config_args.load_config_from_file("old.yaml")

@@ -24,6 +24,7 @@ from accel.tracking import (
     registry,
 )
 from accel.tracking.mlflow import MLflowTracker
+from tests.needs import package
 
 from .scripts import need
 
@@ -168,7 +169,7 @@ METHODS = (
 
 
 def test_signatures_are_accelerates() -> None:
-    theirs = pytest.importorskip("accelerate.tracking")
+    theirs = package("accelerate.tracking")
     names = [name for name in dir(theirs) if name.endswith("Tracker")]
     assert len(names) == 10
     for name in names:
@@ -184,7 +185,7 @@ def test_signatures_are_accelerates() -> None:
 
 
 def test_the_same_trackers_are_found_as_by_accelerate() -> None:
-    theirs = pytest.importorskip("accelerate.tracking")
+    theirs = package("accelerate.tracking")
     need("tensorboard")
     mine = {str(kind) for kind in get_available_trackers()}
     assert mine == {*map(str, theirs.get_available_trackers()), "jsonl"}

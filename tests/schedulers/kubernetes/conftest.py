@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import schedulers
 from schedulers import Job
 from tests.clusters.kubernetes import Kubernetes, claim, lacks
 from tests.needs import missing
+from tests.waiting import until as until
 
 NODES = 2
 Submit = Callable[..., Job]
@@ -68,13 +68,6 @@ def submit(namespace: str, home: Path, project: Path) -> Submit:
         return schedulers.submit("sh", words, entry="command", cwd=project, options=options, **settings)
 
     return submit
-
-
-def until(condition: Callable[[], bool], what: str, seconds: float = 90) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
-        time.sleep(0.05)
 
 
 def printed(job: Job) -> str:

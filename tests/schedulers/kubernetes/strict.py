@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import pytest
+from tests.needs import package
 
 _CRD = Path(__file__).parent / "crds" / "kubeflow.org_pytorchjobs.v1.json"
 _MODELS = {
@@ -34,7 +34,7 @@ def errors(made: Mapping[str, Any], version: str = "1.34") -> list[str]:
 
 
 def _by_kubernetes(made: Mapping[str, Any], version: str) -> list[str]:
-    validate = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
+    validate = package("kubernetes_validate")
     try:
         validate.validate(dict(made), version, strict=True)
     except validate.ValidationError as error:
@@ -43,7 +43,7 @@ def _by_kubernetes(made: Mapping[str, Any], version: str) -> list[str]:
 
 
 def _by_models(made: Mapping[str, Any], name: str) -> list[str]:
-    models = pytest.importorskip("kubeflow_trainer_api.models", reason="kubeflow-trainer-api is not installed")
+    models = package("kubeflow_trainer_api.models")
     from pydantic import ValidationError
 
     try:
@@ -64,7 +64,7 @@ def _differences(given: Any, kept: Any, path: str) -> list[str]:
 
 @functools.cache
 def _validator() -> Callable[[Any], list[str]]:
-    jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is not installed")
+    jsonschema = package("jsonschema")
     crd = json.loads(_CRD.read_text())
     schema = _strict(copy.deepcopy(crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]), root=True)
     made = jsonschema.Draft7Validator(schema)

@@ -17,8 +17,9 @@ from schedulers.kubernetes.options import KubernetesOptions
 from schedulers.kubernetes.probing import needed
 from schedulers.record import Record
 from tests.clusters.kubernetes import Kubernetes
+from tests.waiting import until
 
-from .conftest import Submit, made_by, printed, until
+from .conftest import Submit, made_by, printed
 
 ACCOUNT = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "bot"}}
 Verbs = dict[tuple[str, str], tuple[str, ...]]

@@ -13,8 +13,9 @@ from schedulers.kubernetes.api import Api
 from schedulers.kubernetes.native import Native
 from schedulers.kubernetes.options import KubernetesOptions
 from tests.clusters.kubernetes import Kubernetes
+from tests.waiting import until
 
-from .conftest import Submit, until
+from .conftest import Submit
 
 _SAYS_GOODBYE = (
     "trap 'echo goodbye; sleep 0.3; printf really; exit 0' TERM; echo hello $RANK; while :; do sleep 0.05; done"

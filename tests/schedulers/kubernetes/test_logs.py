@@ -20,8 +20,9 @@ from schedulers.errors import Unreachable
 from schedulers.kubernetes import reading
 from schedulers.kubernetes.native import Native
 from tests.clusters.kubernetes import Kubernetes
+from tests.waiting import until
 
-from .conftest import Submit, until
+from .conftest import Submit
 
 # Waits until the test says that it may go on. The directory is the host's.
 _UNTIL = "until [ -e {there} ]; do sleep 0.05; done"

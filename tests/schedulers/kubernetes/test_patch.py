@@ -13,6 +13,7 @@ from schedulers import JobSpec, Resources, SpecError
 from schedulers.kubernetes import checking, manifests
 from schedulers.kubernetes import code as coding
 from schedulers.kubernetes.patch import MERGE_KEYS, apply
+from tests.needs import package
 from tests.schedulers.kubernetes.support import JOB_ID, KINDS, least
 
 _POD: dict[str, Any] = {
@@ -127,7 +128,7 @@ def test_what_is_no_patch(patch: dict[str, Any], message: str) -> None:
 
 def test_the_merge_keys_are_those_of_the_api() -> None:
     """Of everything that a pod, a Job or a Service is made of."""
-    validate = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
+    validate = package("kubernetes_validate")
     path = Path(validate.__file__).parent / "kubernetes-json-schema" / "v1.37.0-local-strict" / "_definitions.json"
     known = json.loads(path.read_text())["$defs"]
     keys: dict[str, set[str]] = {}
@@ -163,7 +164,7 @@ def build(kind: str, **given: Any) -> manifests.Manifests:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_pods_of_every_kind_can_be_patched(kind: str) -> None:
-    pytest.importorskip("kubernetes", reason="a patch is checked by the kubernetes client")
+    package("kubernetes")
     name = "node" if kind == "trainjob" else "pytorch"
     wanted = {
         "spec": {"runtimeClassName": "nvidia", "containers": [{"name": name, "env": [{"name": "X", "value": "1"}]}]}
@@ -180,7 +181,7 @@ _WORKER = {"spec": {"pytorchReplicaSpecs": {"Worker": {"template": {"spec": {"pr
 
 
 def test_an_object_can_be_patched() -> None:
-    pytest.importorskip("kubernetes", reason="a patch is checked by the kubernetes client")
+    package("kubernetes")
     replicas = build("pytorchjob", patch=_WORKER).workload["spec"]["pytorchReplicaSpecs"]
     assert replicas["Worker"]["template"]["spec"]["priority"] == 1
     assert "priority" not in replicas["Master"]["template"]["spec"]
@@ -237,7 +238,7 @@ def test_an_object_can_be_patched() -> None:
     ],
 )
 def test_what_may_not_come_of_it(kind: str, given: dict[str, Any], message: str) -> None:
-    pytest.importorskip("kubernetes", reason="a patch is checked by the kubernetes client")
+    package("kubernetes")
     with pytest.raises(SpecError) as caught:
         build(kind, **given)
     assert str(caught.value).startswith("target k: ")

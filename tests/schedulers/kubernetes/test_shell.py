@@ -17,8 +17,9 @@ from pathlib import Path
 import pytest
 
 from schedulers import Job, State
+from tests.waiting import until
 
-from .conftest import Submit, until
+from .conftest import Submit
 
 ROOT = Path(__file__).parents[3]
 WAITS = "echo up; while :; do sleep 0.2; done"

@@ -8,8 +8,9 @@ from pathlib import Path
 from schedulers import Job, Reason, State
 from schedulers.kubernetes.native import Native
 from tests.clusters.kubernetes import Kubernetes
+from tests.waiting import until
 
-from .conftest import Submit, until
+from .conftest import Submit
 
 _RUNS = "echo hello; sleep 600"
 

@@ -11,6 +11,7 @@ from schedulers import JobSpec, Resources, Retry
 from schedulers.kubernetes import code as coding
 from schedulers.kubernetes import manifests
 from schedulers.kubernetes.options import KubernetesOptions
+from tests.needs import package
 from tests.schedulers.kubernetes import strict
 from tests.schedulers.kubernetes.support import CASES, JOB_ID, KINDS, allowed, everything, everything_spec, least
 
@@ -40,7 +41,7 @@ def test_one_option(kind: str, case: str) -> None:
     if not allowed(kind, case):
         return
     if "patch" in case:
-        pytest.importorskip("kubernetes", reason="a patch is checked by the kubernetes client")
+        package("kubernetes")
     given = least(workload=kind, **CASES[case])
     for spec in SPECS.values():
         if given.cpu:

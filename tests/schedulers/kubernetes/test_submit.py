@@ -18,8 +18,9 @@ from schedulers.kubernetes import names
 from schedulers.polling import restore
 from schedulers.record import Record
 from tests.clusters.kubernetes import Kubernetes
+from tests.waiting import until
 
-from .conftest import Submit, made_by, until
+from .conftest import Submit, made_by
 
 # Submits a job, and is killed by itself at the Nth of: each question to the API server, before it is sent and when
 # it is answered; and each step in the job's directory on the way.

@@ -14,8 +14,9 @@ from schedulers.pruning import prune
 from schedulers.record import Record
 from schedulers.store import Store
 from tests.clusters.kubernetes import Kubernetes
+from tests.waiting import until
 
-from .conftest import Submit, made_by, printed, until
+from .conftest import Submit, made_by, printed
 
 WORKLOADS = ("pytorchjob", "jobset", "job", "trainjob")
 ROOT = Path(__file__).parents[3]

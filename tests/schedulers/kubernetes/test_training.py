@@ -15,15 +15,17 @@ from schedulers import State
 from schedulers.handle import submit_spec
 from schedulers.job import JobSpec
 from tests.clusters.kubernetes import ROOT, Kubernetes
+from tests.needs import package
+from tests.waiting import until
 
-from .conftest import printed, until
+from .conftest import printed
 
 DIGITS = ROOT / "examples/digits/train.py"
 
 
 def test_digits_on_two_pods_of_two_ranks(namespace: str, home: Path, project: Path) -> None:
-    pytest.importorskip("torch")
-    pytest.importorskip("sklearn")
+    package("torch")
+    package("sklearn")
     shutil.copy(DIGITS, project / "train.py")
     job = schedulers.submit(
         "train.py", ["--epochs", "2"], cwd=project, target="kubernetes", nodes=2, procs_per_node=2,

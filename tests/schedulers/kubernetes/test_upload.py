@@ -19,8 +19,10 @@ import schedulers
 from schedulers import Job, State, SubmitError
 from schedulers.errors import SpecError
 from tests.clusters.kubernetes import Kubernetes
+from tests.needs import package
+from tests.waiting import until
 
-from .conftest import Submit, printed, until
+from .conftest import Submit, printed
 
 CLAIM = {
     "apiVersion": "v1",
@@ -173,8 +175,8 @@ def store(
     kubernetes: Kubernetes, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[dict[str, Any], Any]]:
     """Options of an object store that pods can reach, and a client of it."""
-    boto3 = pytest.importorskip("boto3")
-    server_module = pytest.importorskip("moto.server")
+    boto3 = package("boto3")
+    server_module = package("moto.server")
     for name, value in {"ACCESS_KEY_ID": "key", "SECRET_ACCESS_KEY": "secret", "DEFAULT_REGION": "us-east-1"}.items():
         monkeypatch.setenv(f"AWS_{name}", value)
     server = server_module.ThreadedMotoServer(ip_address=kubernetes.control.address, port=0)

@@ -9,7 +9,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from schedulers.kubernetes.options import KubernetesOptions
 from tests.clusters.kube import binaries, crds
 from tests.clusters.kube.control import API_PORT, ControlPlane
 from tests.needs import missing
+from tests.waiting import until
 
 from .relays import Relay
 
@@ -101,13 +102,6 @@ class Server:
                 key = said["resource"], said["verb"]
                 found[key] = found.get(key, 0) + float(value)
         return found
-
-
-def until(condition: Callable[[], bool], what: str, seconds: float = _PATIENCE_S) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
-        time.sleep(0.05)
 
 
 @pytest.fixture(scope="module")

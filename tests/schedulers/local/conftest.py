@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import schedulers
 from schedulers import Job
 from schedulers.local.files import JobFiles
 from schedulers.processes import Identity, descendants
+from tests.waiting import until as until
 
 Submit = Callable[..., Job]
 
@@ -42,14 +42,6 @@ def identities(job: Job) -> dict[str, Identity]:
     files = JobFiles(job.record.directory)
     found = {"supervisor": files.supervisor(), "launcher": files.launcher()}
     return {name: identity for name, identity in found.items() if identity is not None}
-
-
-def until(condition: Callable[[], bool], what: str, seconds: float = 60) -> None:
-    """Waits for something that must come true, and says what did not."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
-        time.sleep(0.01)
 
 
 def until_printed(job: Job, text: str, times: int = 1) -> None:

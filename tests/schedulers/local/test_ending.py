@@ -11,8 +11,9 @@ import pytest
 from schedulers import Job, Reason, State
 from schedulers.local.files import JobFiles
 from schedulers.processes import Identity
+from tests.waiting import until
 
-from .conftest import Submit, identities, of_job, printed, until, until_printed
+from .conftest import Submit, identities, of_job, printed, until_printed
 
 STUBBORN = """
 import signal, time

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from accel.exit_codes import REQUEUE
 from schedulers import Reason, State
+from tests.waiting import until
 
-from .conftest import Submit, identities, until
+from .conftest import Submit, identities
 
 WARNED = """\
 import os, signal, sys, time

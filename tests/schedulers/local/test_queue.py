@@ -11,8 +11,9 @@ from schedulers import Job, Reason, State
 from schedulers.local.slots import Slots, Want
 from schedulers.local.supervisor import wanted
 from tests.nvml import fake_gpus
+from tests.waiting import until
 
-from .conftest import Submit, identities, printed, until, until_printed
+from .conftest import Submit, identities, printed, until_printed
 
 HOLD = """
 import os, time

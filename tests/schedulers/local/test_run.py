@@ -15,8 +15,9 @@ from schedulers import Reason, SpecError, State, SubmitError
 from schedulers.local.target import LocalOptions, LocalTarget
 from schedulers.record import Record
 from schedulers.target import TargetContext
+from tests.waiting import until
 
-from .conftest import Submit, of_job, printed, until, until_printed
+from .conftest import Submit, of_job, printed, until_printed
 
 HOSTILE = (
     "", " ", "a b", "'", '"', "$(touch pwned)", "`id`", "\\", "\n", "a\nb", "*", "~", "--", "-x", "--name=x", "ü€🏖",

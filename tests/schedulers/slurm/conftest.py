@@ -6,7 +6,6 @@ import itertools
 import os
 import shlex
 import shutil
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from schedulers import Job
 from tests.clusters.netns import lacking
 from tests.clusters.slurm import ACCOUNTING_PROGRAMS, LOGIN_PROGRAMS, PROGRAMS, Slurm, claim
 from tests.needs import missing
+from tests.waiting import until as until
 
 NODES = 4
 ROOT = Path(__file__).parents[3]
@@ -86,13 +86,6 @@ def submit(home: Path, project: Path) -> Submit:
         return schedulers.submit(f"./{script.name}", args, cwd=project, options=options, **settings)
 
     return submit
-
-
-def until(condition: Callable[[], bool], what: str, seconds: float = 90) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
-        time.sleep(0.05)
 
 
 def printed(job: Job) -> str:

@@ -6,8 +6,7 @@ from pathlib import Path
 
 from schedulers import Job
 from tests.clusters.slurm import Slurm
-
-from .conftest import until
+from tests.waiting import until
 
 
 def nothing_left(slurm: Slurm, *jobs: Job, seconds: float = 60) -> None:

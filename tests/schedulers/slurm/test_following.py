@@ -9,8 +9,9 @@ from pathlib import Path
 from schedulers import Job, State
 from schedulers.polling import restore
 from tests.clusters.slurm import Slurm
+from tests.waiting import until
 
-from .conftest import Submit, printed, until
+from .conftest import Submit, printed
 
 COUNTS = "n=0; while [ ! -e {end} ]; do n=$((n + 1)); echo line $n; sleep 0.05; done; echo the end"
 

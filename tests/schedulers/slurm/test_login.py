@@ -20,8 +20,9 @@ from schedulers.store import Store
 from schedulers.target import Checks, Clears
 from tests.clusters.slurm import Slurm
 from tests.needs import missing
+from tests.waiting import until
 
-from .conftest import Calls, Submit, printed, until
+from .conftest import Calls, Submit, printed
 
 FromLaptop = Callable[..., Job]
 HOSTILE = ("", "a b", "it's", '"', "$(touch x)", "a\nb", "*", "~", "-n", "ü€", ";&|")

@@ -21,8 +21,9 @@ from schedulers.polling import restore
 from schedulers.sweeps import submit_sweep
 from tests.clusters.slurm import Slurm
 from tests.needs import missing
+from tests.waiting import until
 
-from .conftest import Submit, printed, until
+from .conftest import Submit, printed
 from .orphans import nothing_left
 from .test_batch import SAVES
 

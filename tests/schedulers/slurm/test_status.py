@@ -13,8 +13,9 @@ from schedulers.job import Reason
 from schedulers.polling import restore
 from schedulers.record import Record
 from tests.clusters.slurm import Slurm
+from tests.waiting import until
 
-from .conftest import Calls, Submit, printed, until
+from .conftest import Calls, Submit, printed
 
 LATER = {"sbatch": {"begin": "now+1hour"}}
 

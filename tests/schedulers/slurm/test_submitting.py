@@ -17,8 +17,9 @@ from schedulers import Job, State
 from schedulers.job import Reason
 from schedulers.record import Record
 from tests.clusters.slurm import Slurm
+from tests.waiting import until
 
-from .conftest import Submit, printed, until
+from .conftest import Submit, printed
 
 # Submits a job and is killed, by itself, at its Nth step inside the job's directory on the shared file system.
 CUT = """\

@@ -15,8 +15,9 @@ from schedulers.job import Reason
 from schedulers.record import Record
 from schedulers.target import Checks, Finds, Sweeps, Waits
 from tests.clusters.slurm import Slurm
+from tests.waiting import until
 
-from .conftest import Calls, Submit, printed, until
+from .conftest import Calls, Submit, printed
 
 HOSTILE = [
     "",

@@ -17,8 +17,9 @@ import schedulers
 from schedulers import Job, State, Status
 from schedulers.job import Reason
 from tests.clusters.slurm import Slurm
+from tests.waiting import until
 
-from .conftest import ROOT, Submit, printed, until
+from .conftest import ROOT, Submit, printed
 from .orphans import nothing_left
 
 DIGITS = ROOT / "examples/digits/train.py"

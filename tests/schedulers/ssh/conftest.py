@@ -68,13 +68,6 @@ def host_options(hosts: SshHosts) -> dict[str, Any]:
     }
 
 
-def until(condition: Callable[[], bool], what: str, seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
-        time.sleep(0.05)
-
-
 def printed(job: Job, rank: int | None = None) -> str:
     return "".join(line.text for line in job.logs() if line.rank is not None and rank in (None, line.rank))
 
@@ -86,6 +79,7 @@ def job_files(hosts: SshHosts, node: str, job_id: str) -> Path:
 # What of any job runs on a host: processes with a job's mark, supervisors, and ports that are not the SSH servers'.
 _LEFT = """
 import glob, os
+from tests.waiting import until as until
 for path in glob.glob("/proc/[0-9]*"):
     try:
         environ = open(path + "/environ", "rb").read()

@@ -17,8 +17,9 @@ from accel.cli import exits
 from schedulers import Reason, State, UnknownJob, Unreachable, find
 from schedulers.store import created_at
 from tests.clusters.ssh import SshHosts
+from tests.waiting import until
 
-from .conftest import ROOT, Submit, close, host_options, job_files, printed, until
+from .conftest import ROOT, Submit, close, host_options, job_files, printed
 
 SAY = 'echo "rank $RANK"'
 Elsewhere = Callable[..., subprocess.CompletedProcess[str]]

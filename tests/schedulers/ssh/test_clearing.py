@@ -24,8 +24,9 @@ from schedulers.ssh.native import Native
 from schedulers.ssh.options import SshOptions
 from schedulers.store import Store
 from tests.clusters.ssh import SshHosts
+from tests.waiting import until
 
-from .conftest import Submit, host_options, job_files, until
+from .conftest import Submit, host_options, job_files
 
 DAY_S = 86400.0
 

@@ -24,8 +24,9 @@ from schedulers.ssh.options import SshOptions
 from schedulers.ssh.target import SshTarget
 from schedulers.target import Checks, TargetContext
 from tests.clusters.ssh import SshHosts
+from tests.waiting import until
 
-from .conftest import Submit, host_options, printed, until
+from .conftest import Submit, host_options, printed
 
 PYTHON = sys.executable
 

@@ -12,8 +12,9 @@ from schedulers.remote.hosts import parse_hosts
 from schedulers.remote.preflight import examine
 from schedulers.remote.transport import Pool
 from tests.clusters.ssh import SshHosts
+from tests.waiting import until
 
-from .conftest import Submit, printed, until
+from .conftest import Submit, printed
 
 DEAD = "10.200.0.2"
 

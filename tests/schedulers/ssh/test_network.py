@@ -7,8 +7,9 @@ import time
 
 from schedulers import State
 from tests.clusters.ssh import SshHosts
+from tests.waiting import until
 
-from .conftest import Submit, nothing_is_left, printed, until
+from .conftest import Submit, nothing_is_left, printed
 
 EACH_WAY_MS = 100
 HEARTBEAT_S = 5

@@ -17,8 +17,9 @@ from schedulers import Reason, State, SubmitError, find, list_jobs
 from schedulers.polling import restore
 from schedulers.remote import supervising
 from tests.clusters.ssh import SshHosts
+from tests.waiting import until
 
-from .conftest import ROOT, Submit, close, host_options, job_files, printed, until
+from .conftest import ROOT, Submit, close, host_options, job_files, printed
 
 SAY = 'echo "rank $RANK of $WORLD_SIZE on $(hostname)"'
 

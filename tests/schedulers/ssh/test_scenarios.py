@@ -19,8 +19,9 @@ import schedulers
 from schedulers import Job, Reason, State, find
 from schedulers.polling import restore
 from tests.clusters.ssh import SshHosts
+from tests.waiting import until
 
-from .conftest import ROOT, Submit, close, host_options, job_files, nothing_is_left, printed, until
+from .conftest import ROOT, Submit, close, host_options, job_files, nothing_is_left, printed
 
 STARTED = 'echo "rank $RANK on $(hostname) in $ACCEL_ATTEMPT"'
 UNTIL_TOLD = f"{STARTED}; while [ ! -e ~/go ]; do sleep 0.1; done; echo went"

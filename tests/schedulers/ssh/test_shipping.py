@@ -30,8 +30,9 @@ from schedulers.remote.transport import Pool
 from schedulers.snapshot import pack
 from tests.clusters.netns import answers
 from tests.clusters.ssh import SshHosts
+from tests.waiting import until
 
-from .conftest import ROOT, Submit, host_options, job_files, printed, until
+from .conftest import ROOT, Submit, host_options, job_files, printed
 
 SECRET = "hush-hush-0123456789"
 MARK = "ACCEL_JOB_ID="

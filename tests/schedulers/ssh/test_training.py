@@ -12,8 +12,9 @@ from typing import Any
 import schedulers
 from schedulers import Reason, State
 from tests.clusters.ssh import SshHosts
+from tests.waiting import until
 
-from .conftest import ROOT, Submit, close, host_options, nothing_is_left, printed, until
+from .conftest import ROOT, Submit, close, host_options, nothing_is_left, printed
 
 WAIT = 'echo "rank $RANK on $(hostname) in $ACCEL_ATTEMPT"; test "$ACCEL_ATTEMPT" = 1 || sleep 300'
 

@@ -13,8 +13,9 @@ from schedulers.ssh.options import SshOptions
 from schedulers.ssh.target import SshTarget
 from schedulers.target import TargetContext, Waits
 from tests.clusters.ssh import SshHosts
+from tests.waiting import until
 
-from .conftest import host_options, until
+from .conftest import host_options
 from .test_asking import ALL, ENDED, JOB, RUNNING, put, supervised
 
 __all__ = ["supervised"]
