@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 import warnings
@@ -97,6 +98,7 @@ def _child(
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.environ.update(errand.env)
+    _leave_pool()
     try:
         prepare(errand)
         errand.function(*errand.args)
@@ -108,6 +110,12 @@ def _child(
     except BaseException as error:
         _tell(pipe, error, "".join(traceback.format_exception(type(error), error, _user_part(error))))
         sys.exit(1)
+
+
+def _leave_pool() -> None:
+    """Forked by a thread of a ThreadPoolExecutor, a process would join that thread at its end: itself, an error."""
+    pools = sys.modules.get("concurrent.futures.thread")
+    getattr(pools, "_threads_queues", {}).pop(threading.current_thread(), None)
 
 
 def _user_part(error: BaseException) -> Any:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 import string
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, TextIO
@@ -155,33 +157,58 @@ class _Launch:
             self._run_elastic(function, args)
             return
         for attempt in range(self.restarts + 1):
-            host, port = self._master()
-            errands = [self._errand(rank, host, port, attempt, function, args) for rank in range(self.count)]
             try:
-                run_forked(errands, partial(_enter, self.prefix), _leave)
+                with self._meeting() as (host, port, variables):
+                    errands = [
+                        self._errand(rank, host, port, attempt, variables, function, args) for rank in range(self.count)
+                    ]
+                    run_forked(errands, partial(_enter, self.prefix), _leave)
                 return
             except ProcessError as error:
                 if attempt == self.restarts:
                     raise
                 print(f"attempt {attempt}: {str(error).splitlines()[0]}; starting again", file=sys.stderr)
 
+    @contextlib.contextmanager
+    def _meeting(self) -> Iterator[tuple[str, int, dict[str, str]]]:
+        """Where the ranks meet, and the variables that say how.
+
+        The store of a world of one machine is served here: a port that is free now, for rank 0 to listen on later,
+        can be lost to another launch, a fork of which holds whatever sockets are open at that moment.
+        """
+        host, port = self._master()
+        if port:
+            yield host, port, {}
+            return
+        from torch._C._distributed_c10d import TCPStore
+
+        listener = socket.create_server(("", 0))
+        port = listener.getsockname()[1]
+        store = TCPStore(host, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
+        try:
+            yield host, port, {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+        finally:
+            del store
+
     def _master(self) -> tuple[str, int]:
+        """Host and port; port 0 for any, on one machine."""
         host, _, port = self.endpoint.rpartition(":")
         if not host:
             raise ArgumentError(f"notebook_launcher(rdzv_endpoint={self.endpoint!r}) must be HOST:PORT")
         if self.nodes == 1 and port in (_PORT, "0"):
-            return host, get_free_port()
+            return host, 0
         return host, port_number(port)
 
     def _errand(
-        self, local_rank: int, host: str, port: int, attempt: int, function: Callable[..., Any], args: tuple[Any, ...]
-    ) -> Errand:
+        self, local_rank: int, host: str, port: int, attempt: int, variables: Mapping[str, str],
+        function: Callable[..., Any], args: tuple[Any, ...],
+    ) -> Errand:  # fmt: skip
         world = World(
             rank=self.node_rank * self.count + local_rank, size=self.nodes * self.count, local_rank=local_rank,
             local_size=self.count, master_addr=host, master_port=port,
         )  # fmt: skip
         restarts = {"TORCHELASTIC_RESTART_COUNT": str(attempt), "TORCHELASTIC_MAX_RESTARTS": str(self.restarts)}
-        env = {**self.env, **restarts, **torchrun_variables(world)}
+        env = {**self.env, **restarts, **torchrun_variables(world), **variables}
         return Errand(rank=world.rank, local_rank=local_rank, env=env, function=function, args=args)
 
     def _run_elastic(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -191,7 +218,7 @@ class _Launch:
         host, port = self._master()
         config = LaunchConfig(
             min_nodes=self.nodes, max_nodes=self.nodes, nproc_per_node=self.count, run_id=self.run_id,
-            rdzv_endpoint=f"{host}:{port}", rdzv_backend=self.backend, rdzv_configs=dict(self.conf),
+            rdzv_endpoint=f"{host}:{port or get_free_port()}", rdzv_backend=self.backend, rdzv_configs=dict(self.conf),
             max_restarts=self.restarts, monitor_interval=self.interval_s, start_method="fork",
         )  # fmt: skip
 

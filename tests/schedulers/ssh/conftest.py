@@ -79,7 +79,6 @@ def job_files(hosts: SshHosts, node: str, job_id: str) -> Path:
 # What of any job runs on a host: processes with a job's mark, supervisors, and ports that are not the SSH servers'.
 _LEFT = """
 import glob, os
-from tests.waiting import until as until
 for path in glob.glob("/proc/[0-9]*"):
     try:
         environ = open(path + "/environ", "rb").read()
