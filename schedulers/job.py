@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from .converting import convert
 from .errors import SpecError
 
 Entry = Literal["script", "module", "command"]
@@ -151,7 +152,7 @@ class JobSpec:
         import msgspec
 
         try:
-            return msgspec.convert(data, cls)
+            return convert(data, cls)
         except msgspec.ValidationError as error:
             raise SpecError(f"not a job spec: {error}") from None
 

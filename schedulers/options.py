@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from .converting import convert
 from .errors import ConfigError, SchedulerError, nearest
 
 Path = tuple[str | int, ...]
@@ -78,7 +79,7 @@ def _from_text(schema: type, overrides: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in overrides.items():
         if isinstance(value, str):
             try:
-                found[key] = msgspec.to_builtins(msgspec.convert(value, types[key], strict=False))
+                found[key] = msgspec.to_builtins(convert(value, types[key], strict=False))
             except msgspec.ValidationError:
                 continue  # said, with its place, when everything is converted
     return found
@@ -91,7 +92,7 @@ def _build(schema: type, given: Mapping[str, Any], overrides: Mapping[str, Any],
         import msgspec
 
         try:
-            return msgspec.convert(dict(given), schema)
+            return convert(dict(given), schema)
         except msgspec.ValidationError as error:
             problem = str(error)
     except SchedulerError as error:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
+from .converting import convert
 from .errors import ConfigError, UnknownTarget, nearest
 from .job import Cursor, JobSpec, LogLine, Status
 
@@ -48,7 +49,7 @@ class Plan:
         import msgspec
 
         try:
-            return msgspec.convert(data, cls)
+            return convert(data, cls)
         except msgspec.ValidationError as error:
             raise ConfigError(f"not a plan: {error}") from None
 
@@ -111,6 +112,16 @@ class Found:
     native_id: str
     spec: JobSpec
     plan: Plan
+
+
+@runtime_checkable
+class Gathers(Protocol):
+    """A class of targets of which any one can be asked about the jobs of others too."""
+
+    @staticmethod
+    def asked_with(options: Mapping[str, Any]) -> object:
+        """Of a target's options, as JSON has them, those that asking depends on: jobs of all targets that agree in
+        them are asked for together."""
 
 
 @runtime_checkable

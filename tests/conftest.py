@@ -5,11 +5,16 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import hypothesis
 import pytest
+
+# Fixtures of this process: a second import of them would be a second cluster.
+from .clusters.fixtures import _cluster, _hosts, _with_accounting, _without_accounting
+from .shares import Shares, in_order
+
+__all__ = ["_cluster", "_hosts", "_with_accounting", "_without_accounting"]
 
 # How long an example takes says something of the machine, and of what else runs there.
 hypothesis.settings.register_profile("accel", deadline=None)
@@ -24,26 +29,13 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mix the files whose tests wait for clusters with those that compute: side by side, neither waits for the other.
-
-    Where files are shared out among workers, that holds with --no-loadscope-reorder, which keeps this order.
-    """
-    files: dict[Path, list[pytest.Item]] = {}
-    for item in items:
-        files.setdefault(item.path, []).append(item)
-    waiting = [path for path in files if _waits(path)]
-    others = [path for path in files if not _waits(path)]
-    ranked = [*_spaced(waiting), *_spaced(others)]
-    items[:] = [item for _, path in sorted(ranked, key=lambda pair: pair[0]) for item in files[path]]
+    """Where shares go to several workers, this order holds with --no-loadscope-reorder."""
+    items[:] = in_order(items)
 
 
-def _waits(path: Path) -> bool:
-    return not {"clusters", "helm", "kubernetes", "remote", "slurm", "ssh"}.isdisjoint(path.parts)
-
-
-def _spaced(paths: list[Path]) -> list[tuple[float, Path]]:
-    """Each with its place between 0 and 1."""
-    return [(index / len(paths), path) for index, path in enumerate(paths)]
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Shares | None:
+    return Shares(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 def pytest_collection_finish() -> None:

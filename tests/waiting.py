@@ -5,10 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+_FIRST_S, _LONGEST_S, _GROWTH = 0.02, 0.25, 1.5
 
-def until(condition: Callable[[], bool], what: str, seconds: float = 90) -> None:
-    """Returns once the condition holds; fails, naming it, where that takes longer than any machine should need."""
+
+def comes(condition: Callable[[], object], seconds: float) -> bool:
+    """Whether the condition holds within this time. Looks ever less often: a look may cost a process or a request."""
     deadline = time.monotonic() + seconds
+    pause = _FIRST_S
     while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
-        time.sleep(0.05)
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(pause)
+        pause = min(_LONGEST_S, pause * _GROWTH)
+    return True
+
+
+def until(condition: Callable[[], object], what: str, seconds: float = 120) -> None:
+    """Returns once the condition holds; fails, naming it, where that takes longer than any machine should need."""
+    assert comes(condition, seconds), f"not within {seconds:g} s: {what}"

@@ -41,6 +41,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 def described(name: str, folder: Path) -> Path:
     """The folder, which holds the description of this model and nothing else."""
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(CONFIGS[name]))
     return folder
 

@@ -10,11 +10,11 @@ from collections.abc import Callable
 import pytest
 
 from tests.clusters.slurm import Slurm
-from tests.schedulers.slurm.conftest import _without_accounting, slurm
+from tests.schedulers.slurm.conftest import slurm
 
 from .conftest import Accel
 
-__all__ = ["_without_accounting", "slurm"]
+__all__ = ["slurm"]
 
 Run = Callable[..., str]
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
-from tests.clusters.kube.client import Object
+import pytest
+
+from tests.clusters.kube.client import Object, Refused
 from tests.clusters.kubernetes import Kubernetes
 from tests.clusters.netns import wait_until
 
@@ -82,6 +85,12 @@ def _until(cluster: Kubernetes, place: str, kind: str, name: str) -> Object:
     return found
 
 
+def _stands_still(cluster: Kubernetes, place: str, kind: str) -> bool:
+    before = _get(cluster, place, kind)["metadata"]["resourceVersion"]
+    time.sleep(0.2)
+    return bool(_get(cluster, place, kind)["metadata"]["resourceVersion"] == before)
+
+
 def _until_empty(cluster: Kubernetes, place: str, *kept: str) -> None:
     wait_until("nothing is left", lambda: cluster.objects(place) == sorted(kept), _S)
 
@@ -113,6 +122,7 @@ def test_a_pytorchjob_has_a_master_that_its_worker_finds(cluster: Kubernetes, pl
     labels = [pod["metadata"]["labels"] for pod in cluster.pods(place)]
     key, role = "training.kubeflow.org/replica-type", "training.kubeflow.org/job-role"
     assert {each[key]: each.get(role) for each in labels} == {"master": "master", "worker": None}
+    wait_until("nobody writes to it any more", lambda: _stands_still(cluster, place, "PyTorchJob"), _S)
     _delete(cluster, place, "PyTorchJob")
     _until_empty(cluster, place)
 
@@ -235,6 +245,12 @@ def test_a_trainjob_is_run_by_its_runtime(cluster: Kubernetes, place: str) -> No
     _until_empty(cluster, place, "trainingruntimes/j")
 
 
-def test_a_trainjob_without_its_runtime_fails(cluster: Kubernetes, place: str) -> None:
-    cluster.apply(_trainjob("true")[1], place)
-    assert _until(cluster, place, "TrainJob", "Failed")["reason"] == "TrainingRuntimeNotSupported"
+def test_a_trainjob_without_its_runtime_is_refused(cluster: Kubernetes, place: str) -> None:
+    runtime, job = _trainjob("true")
+    with pytest.raises(Refused, match="specified trainingRuntime must be created before the TrainJob is created"):
+        cluster.apply(job, place)
+    assert cluster.objects(place) == []
+    suspended = {**job, "spec": {**job["spec"], "suspend": True}}
+    for document in (runtime, suspended):
+        cluster.apply(document, place)
+    _until(cluster, place, "TrainJob", "Suspended")

@@ -11,8 +11,8 @@ from tests.compat.children import python, said
 PROGRAM = """
 import os, sys
 import accelerate
-print(accelerate.__spec__.origin.endswith("mirror.py"), __name__, sys.argv[1:], os.path.basename(__file__),
-      os.environ.get("RANK"), flush=True)
+mirrored, file = accelerate.__spec__.origin.endswith("mirror.py"), os.path.basename(__file__)
+os.write(1, f"{mirrored} {__name__} {sys.argv[1:]} {file} {os.environ.get('RANK')}\\n".encode())
 """
 
 

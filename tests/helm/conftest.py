@@ -8,7 +8,7 @@ import pytest
 
 # The fixtures of a cluster and of a store.
 from ..schedulers.conftest import home  # noqa: F401
-from ..schedulers.kubernetes.conftest import _cluster, kubernetes, namespace  # noqa: F401
+from ..schedulers.kubernetes.conftest import kubernetes, namespace  # noqa: F401
 from . import helms
 
 ROOT = Path(__file__).parents[2]

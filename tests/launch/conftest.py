@@ -15,10 +15,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import comes
+
 ROOT = Path(__file__).parents[2]
 HOSTILE_NAME = 'it\'s a; "$(dir)"\n'
 MARK = "ACCEL_TEST_MARK"
-DEADLINE_S = 60.0  # for what is certain to come, on a machine that has other things to do
+DEADLINE_S = 180.0  # for what is certain to come, on a machine that has other things to do
 
 # What a launch must not inherit from the shell (or the launch) that runs the tests.
 _FOREIGN = tuple(
@@ -28,10 +30,7 @@ _FOREIGN = tuple(
 
 def until(what: str, happened: Callable[[], object], within_s: float = DEADLINE_S) -> None:
     """Waits for an event that other processes bring about."""
-    deadline = time.monotonic() + within_s
-    while not happened():
-        assert time.monotonic() < deadline, f"{what}: not within {within_s:g} s"
-        time.sleep(0.01)
+    assert comes(happened, within_s), f"{what}: not within {within_s:g} s"
 
 
 def marked(mark: str) -> dict[int, str]:

@@ -85,7 +85,7 @@ def test_a_lost_node_0_does_not_make_the_others_deaf(start: Start, two_hosts: Ss
 
 
 def test_the_others_notice_that_node_0_is_lost(start: Start, two_hosts: SshHosts, tmp_path: Path) -> None:
-    launchers = start("--shutdown_timeout", "600", "--rdzv_conf", "lost_after=2")
+    launchers = start("--shutdown_timeout", "600", "--rdzv_conf", "lost_after=6")
     two_hosts["node1"].link(False)
     assert launchers[1].wait(DEADLINE_S) != 0
     assert "told to end" in printed(tmp_path, 1)

@@ -169,7 +169,7 @@ def test_what_cannot_be_is_one_line(launcher: Launcher, argv: tuple[str, ...], s
     done = launcher(*argv, code=2)
     assert done.err.startswith(f"accel launch: {said}"), done
     assert done.out == ""
-    launcher.nothing_left(1)
+    launcher.nothing_left(10)
 
 
 def test_a_port_in_use(launcher: Launcher) -> None:
@@ -178,7 +178,7 @@ def test_a_port_in_use(launcher: Launcher) -> None:
         done = launcher("--num_processes", "2", "--main_process_port", port, launcher.script("print('ran')"), code=1)
     assert done.err.startswith(f"accel launch: port {port} (--main_process_port) is in use on this machine")
     assert done.out == ""
-    launcher.nothing_left(1)
+    launcher.nothing_left(10)
 
 
 def test_quiet(launcher: Launcher) -> None:
@@ -249,7 +249,7 @@ def test_out_of_memory(launcher: Launcher, group: Path) -> None:
     )
     run = launcher.start(*GANG, "train.py", preexec=lambda: enter(group))
     assert run.wait().code == 137
-    launcher.nothing_left(2)
+    launcher.nothing_left(10)
     told = failure(launcher)
     assert (told["rank"], told["reason"]) == (1, "out_of_memory")
     assert "control group" in told["cause"]
@@ -263,7 +263,7 @@ def test_no_more_processes(launcher: Launcher, group: Path) -> None:
     argv = ("--num_processes", "32", "--log_dir", "logs", "train.py")
     run = launcher.start(*argv, preexec=lambda: enter(group))
     done = run.wait()
-    launcher.nothing_left(2)
+    launcher.nothing_left(10)
     assert done.code == 1
     assert "cannot start a process: Resource temporarily unavailable" in done.err
 

@@ -173,8 +173,8 @@ def scenario(launcher: Launcher, kill: Kill) -> None:
         run.send(signal.SIGTERM)
     if kill.who == "guard":  # the gang does without it
         run.send(signal.SIGTERM)
-    done = run.wait(GRACE_S + 20)
-    launcher.nothing_left(GRACE_S + 2)
+    done = run.wait(GRACE_S + 60)
+    launcher.nothing_left(GRACE_S + 10)
     assert done.code == kill.code, done
     assert kill.who.startswith("rank") or "/accel/launch/" not in done.err, done
 

@@ -105,7 +105,7 @@ def test_the_end_of_restarts(launcher: Launcher) -> None:
     done = run.wait()
     assert done.code in (3, 143)
     assert "attempt 1" not in done.out
-    launcher.nothing_left(1)
+    launcher.nothing_left(10)
 
 
 ALL = """\
@@ -123,7 +123,7 @@ def test_two_machines(launcher: Launcher) -> None:
     for rank in range(4):
         words = f"{rank} {rank % 2} 4 2 {rank // 2} {rank // 2} 127.0.0.1 6.0\n"
         assert launcher.log(rank, log_dir=f"node{rank // 2}") == words
-    launcher.nothing_left(1)
+    launcher.nothing_left(10)
 
 
 def test_the_second_machine_may_come_first(launcher: Launcher) -> None:
@@ -142,7 +142,7 @@ def test_a_failure_anywhere_ends_all(launcher: Launcher, failing: int) -> None:
     for node, run in enumerate(runs):
         assert f"rank {failing} on node {failing} (" in run.err
         assert events(launcher, f"node{node}")[-1]["failure"]["rank"] == failing
-    launcher.nothing_left(1)
+    launcher.nothing_left(10)
 
 
 def test_all_machines_start_again_together(launcher: Launcher) -> None:
@@ -167,14 +167,14 @@ def test_a_machine_that_does_not_come(launcher: Launcher, present: int) -> None:
     said = "of 2 nodes, node 1 did not come to " if present == 0 else "node 1 could not reach node 0 at "
     assert done.err.startswith(f"accel launch: {said}"), done
     assert "within 2 s" in done.err
-    launcher.nothing_left(1)
+    launcher.nothing_left(10)
 
 
 def test_who_came_learns_who_did_not(launcher: Launcher) -> None:
     machines = Machines(launcher, count=3)
     script = launcher.script("print('ran')")
     waiting = machines.start(1, "--rdzv_conf", "timeout=1000", script)
-    first = machines.start(0, "--rdzv_conf", "timeout=5", script)
+    first = machines.start(0, "--rdzv_conf", "timeout=12", script)
     for done in (first.wait(), waiting.wait()):
         assert done.code == 1
         assert "of 3 nodes, node 2 did not come" in done.err
@@ -208,18 +208,18 @@ def test_a_launcher_that_is_told_to_end_tells_the_others(launcher: Launcher) -> 
     assert done.code == 143
     assert "the launcher on node 1 (" in done.err
     assert "was told to end by SIGTERM" in done.err
-    launcher.nothing_left(1)
+    launcher.nothing_left(10)
 
 
 @pytest.mark.parametrize("dying", [0, 1])
 def test_a_machine_that_falls_silent(launcher: Launcher, dying: int) -> None:
     machines = Machines(launcher)
     script = launcher.script(f"print('ready', flush=True){PARK}")
-    runs = [machines.start(rank, "--tee", "3", "--rdzv_conf", "lost_after=3", script) for rank in (0, 1)]
+    runs = [machines.start(rank, "--tee", "3", "--rdzv_conf", "lost_after=6", script) for rank in (0, 1)]
     for run in runs:
         run.says("ready")
     runs[dying].send(signal.SIGKILL)
-    done = runs[1 - dying].wait(30)
+    done = runs[1 - dying].wait()
     assert done.code == 1, done
     assert ("node 0 is gone" if dying == 0 else "nothing has been heard from it for ") in done.err
     launcher.nothing_left(5)
@@ -233,7 +233,7 @@ def test_told_to_end_while_it_waits_for_others(launcher: Launcher) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             run.process.wait(0.5)
     assert run.wait().code in (143, -15)
-    launcher.nothing_left(3)
+    launcher.nothing_left(10)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

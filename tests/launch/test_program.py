@@ -293,6 +293,6 @@ def test_nothing_is_left_of_a_program_that_ended_well(launcher: Launcher) -> Non
     launcher("train.py")
     launcher.nothing_left(5)
     launcher("--log_dir", "logs", "train.py")
-    launcher.nothing_left(0.5)
+    launcher.nothing_left(10)
     launcher("--num_processes", "2", "train.py")
-    launcher.nothing_left(0.5)
+    launcher.nothing_left(10)

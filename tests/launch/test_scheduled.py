@@ -45,19 +45,36 @@ def test_slurm_tells_to_end_several_times_over(launcher: Launcher, flags: tuple[
     assert run.process.poll() is None
     (launcher.here / "go").touch()
     assert run.wait().code == REQUEUE
-    launcher.nothing_left(1)
+    launcher.nothing_left(10)
+
+
+WARNED = """\
+import atexit, os, signal, sys
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+class Kept:
+    def __init__(self):
+        self.itself, self.file = self, open("kept" + os.environ["RANK"], "a")
+    def __del__(self):
+        print("found in a cycle", flush=True)
+kept = Kept()
+kept.file.write("written ")
+atexit.register(kept.file.write, "at the end")
+sys.exit(85 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" else 0)
+"""
 
 
 @pytest.mark.parametrize("requeued", [True, False])
 def test_who_starts_warned_ranks_again(launcher: Launcher, requeued: bool) -> None:
     """The scheduler, where it has said so: elsewhere, when the place is to be had. Else the launcher."""
-    script = launcher.script("import os, sys; sys.exit(85 if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' else 0)")
-    flags = (*GANG, "--max_restarts", "3", "--log_dir", "logs", script)
+    flags = (*GANG, "--max_restarts", "3", "--log_dir", "logs", launcher.script(WARNED))
     if requeued:
         launcher(*flags, code=REQUEUE, ACCEL_REQUEUED="1")
     else:
         launcher(*flags)
     assert (launcher.here / "logs/rank-0.a1.log").exists() is not requeued
+    for rank in range(2):  # ends without delay, and without loss
+        assert (launcher.here / f"logs/rank-{rank}.a0.log").read_text() == ""
+        assert (launcher.here / f"kept{rank}").read_text().startswith("written at the end")
 
 
 def test_events_go_where_they_are_wanted(launcher: Launcher) -> None:

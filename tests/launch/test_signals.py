@@ -42,7 +42,7 @@ def test_the_gang_ends_in_order(launcher: Launcher, flags: tuple[str, ...], sign
     assert done.code == 128 + signum
     for rank in ranks(flags):
         assert f"rank {rank} told {arrives}." in done.out
-    launcher.nothing_left(0.5)
+    launcher.nothing_left(10)
 
 
 @BOTH
@@ -96,7 +96,7 @@ def test_who_does_not_listen_is_killed_after_the_grace(launcher: Launcher, flags
     assert done.code == 143
     for rank in ranks(flags):
         assert f"deaf {rank}." in done.out
-    launcher.nothing_left(0.5)
+    launcher.nothing_left(10)
 
 
 @BOTH
@@ -107,7 +107,7 @@ def test_a_second_signal_skips_the_grace(launcher: Launcher, flags: tuple[str, .
     run.says(*(f"deaf {rank}." for rank in ranks(flags)))
     run.send(signal.SIGTERM)
     assert run.wait().code == 143
-    launcher.nothing_left(0.5)
+    launcher.nothing_left(10)
 
 
 def test_two_signals_at_once(launcher: Launcher) -> None:
@@ -116,7 +116,7 @@ def test_two_signals_at_once(launcher: Launcher) -> None:
     run.send(signal.SIGINT)
     run.send(signal.SIGTERM)
     assert run.wait().code in (130, 143)
-    launcher.nothing_left(0.5)
+    launcher.nothing_left(10)
 
 
 def test_a_checkpoint_may_take_the_grace_when_the_launcher_is_killed(launcher: Launcher) -> None:
@@ -136,7 +136,7 @@ def test_a_checkpoint_may_take_the_grace_when_the_launcher_is_killed(launcher: L
     run.send(signal.SIGKILL)
     run.wait()
     until("both have saved", lambda: {"saved0", "saved1"} <= set(os.listdir(launcher.here)), 20)
-    launcher.nothing_left(3)
+    launcher.nothing_left(10)
 
 
 def test_a_rank_that_is_told_before_it_has_begun(launcher: Launcher) -> None:

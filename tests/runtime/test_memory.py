@@ -153,7 +153,7 @@ def test_processes_shrink_together() -> None:
 
 
 def _while_others_wait() -> None:
-    PartialState(timeout=timedelta(seconds=2))
+    PartialState(timeout=timedelta(seconds=8))
 
     @find_executable_batch_size(starting_batch_size=100)
     def train(batch_size: int) -> None:

@@ -1,4 +1,4 @@
-"""A store and a project for each test; and hosts, started once, ended at the end, mended between tests."""
+"""A store and a project for each test; and hosts, mended between tests."""
 
 from __future__ import annotations
 
@@ -7,24 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.clusters.netns import lacking
-from tests.clusters.ssh import PROGRAMS, SshHosts, claim
-from tests.needs import missing
-
-COUNT = 4
-
-
-@pytest.fixture(scope="session")
-def _hosts() -> Iterator[SshHosts]:
-    absent = lacking(**PROGRAMS)
-    if absent:
-        missing(*absent)
-    hosts = claim()
-    try:
-        hosts.up(COUNT)
-        yield hosts
-    finally:
-        hosts.down()
+from tests.clusters.ssh import SshHosts
 
 
 @pytest.fixture

@@ -152,10 +152,24 @@ class Controller(ABC):
         status = copy.deepcopy(item.get("status") or {})
         again = await self.reconcile(item, status)
         if status != (item.get("status") or {}):
-            gone = {key: None for key in item.get("status") or {} if key not in status}
-            await self.cluster.patch(self.path, item, {"status": {**status, **gone}}, "/status")
+            await self.cluster.patch(
+                self.path, item, {"status": difference(item.get("status") or {}, status)}, "/status"
+            )
         if again is not None:
             asyncio.get_running_loop().call_later(max(0.05, again), self.look, item["metadata"]["uid"])
+
+
+def difference(old: Object, new: Object) -> Object:
+    """The merge patch (RFC 7386) that makes `old` into `new`: a key that must go, at any depth, is None in it."""
+    patch: Object = {key: None for key in old if key not in new}
+    for key, value in new.items():
+        known = old.get(key)
+        if isinstance(value, dict) and isinstance(known, dict):
+            if value != known:
+                patch[key] = difference(known, value)
+        elif value != known:
+            patch[key] = value
+    return patch
 
 
 def condition(status: Object, kind: str) -> Object | None:

@@ -55,7 +55,7 @@ def server(tmp_path: Path) -> Iterator[tuple[int, str, str]]:
     port = free_port()
     database = f"sqlite:///{tmp_path}/mlflow.db"
     command = [sys.executable, "-m", "mlflow", "server", "--workers", "1", "--port", str(port)]
-    env = clean_env(MLFLOW_DISABLE_TELEMETRY="true", HOME=str(tmp_path))
+    env = clean_env(MLFLOW_DISABLE_TELEMETRY="true", MLFLOW_SERVER_ENABLE_JOB_EXECUTION="false", HOME=str(tmp_path))
     with (tmp_path / "server.txt").open("wb") as said:
         process = subprocess.Popen(
             [*command, "--backend-store-uri", database],

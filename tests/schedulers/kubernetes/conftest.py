@@ -1,31 +1,34 @@
-"""A Kubernetes cluster for the tests that need one: started once, ended at the end, a namespace of its own a test."""
+"""A Kubernetes cluster for the tests that need one: a namespace of its own a test."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import base64
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 import schedulers
 from schedulers import Job
-from tests.clusters.kubernetes import Kubernetes, claim, lacks
-from tests.needs import missing
+from schedulers.kubernetes.api import Api
+from schedulers.kubernetes.options import KubernetesOptions
+from tests.clusters.kubernetes import Kubernetes
 from tests.waiting import until as until
 
-NODES = 2
+from .servers import authority, reply, serving
+
+CLAIM = {
+    "apiVersion": "v1",
+    "kind": "PersistentVolumeClaim",
+    "metadata": {"name": "snapshots"},
+    "spec": {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Gi"}}},
+}
 Submit = Callable[..., Job]
-
-
-@pytest.fixture(scope="session")
-def _cluster() -> Iterator[Kubernetes]:
-    absent = lacks()
-    if absent:
-        missing(*absent)
-    with claim() as cluster:
-        cluster.start(NODES)
-        yield cluster
+MakeApi = Callable[..., Api]
 
 
 @pytest.fixture
@@ -48,7 +51,32 @@ def namespace(kubernetes: Kubernetes, monkeypatch: pytest.MonkeyPatch) -> Iterat
         yield made
     finally:
         kubernetes.start_api()
-        kubernetes.remove_namespace(made)
+        kubernetes.remove_namespace(made, wait=False)
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeApi]:
+    """An Api of a kubeconfig that has this server, cluster and user."""
+    for name in ("HTTPS_PROXY", "HTTP_PROXY", "ALL_PROXY", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.lower(), raising=False)
+    made: list[Api] = []
+
+    def make(server: str, cluster: Mapping[str, Any] | None = None, user: Mapping[str, Any] | None = None) -> Api:
+        path = tmp_path / f"kubeconfig-{len(made)}"
+        content = {
+            "clusters": [{"name": "c", "cluster": {"server": server, **(cluster or {})}}],
+            "users": [{"name": "u", "user": dict(user or {"token": "t"})}],
+            "contexts": [{"name": "lab", "context": {"cluster": "c", "user": "u", "namespace": "team"}}],
+            "current-context": "lab",
+        }
+        path.write_text(yaml.safe_dump(content))
+        made.append(Api(KubernetesOptions(kubeconfig=str(path)), "k"))
+        return made[-1]
+
+    yield make
+    for api in made:
+        api.close()
 
 
 @pytest.fixture
@@ -79,3 +107,54 @@ def printed(job: Job) -> str:
 def made_by(job: Job, cluster: Kubernetes, namespace: str) -> list[str]:
     """What there is of the job in the cluster, but for its events."""
     return [each for each in cluster.objects(namespace) if job.id in each]
+
+
+def with_quota(cluster: Kubernetes, namespace: str, hard: Mapping[str, str], name: str = "small") -> None:
+    """A ResourceQuota that counts when this returns."""
+    quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": name}, "spec": {"hard": dict(hard)}}
+    cluster.apply(quota, namespace)
+    path = f"/api/v1/namespaces/{namespace}/resourcequotas/{name}"
+    until(lambda: "used" in cluster.client.call("GET", path).get("status", {}), "the quota counts")
+
+
+_WEBHOOK = """\
+apiVersion: admissionregistration.k8s.io/v1
+kind: ValidatingWebhookConfiguration
+metadata: {{name: accel-test-{namespace}}}
+webhooks:
+- name: gate.accel.test
+  admissionReviewVersions: [v1]
+  sideEffects: None
+  namespaceSelector: {{matchLabels: {{accel-test: {namespace}}}}}
+  rules: [{{apiGroups: ["*"], apiVersions: ["*"], operations: [CREATE], resources: [{plural}]}}]
+  clientConfig: {{url: "{url}", caBundle: {bundle}}}
+"""
+
+
+@contextlib.contextmanager
+def judging(
+    cluster: Kubernetes, namespace: str, plural: str, pki: Path, verdict: Callable[[dict[str, Any]], str | None]
+) -> Iterator[None]:
+    """A webhook that is asked before one of these objects is made in the namespace: `verdict` says why it may not be.
+    The API server hears of it a moment later."""
+
+    def judge(handler: Any) -> None:
+        asked = json.loads(handler.asked)["request"]
+        why = verdict(asked["object"])
+        told: dict[str, Any] = {"uid": asked["uid"], "allowed": why is None}
+        if why is not None:
+            told["status"] = {"message": why, "code": 403, "reason": "Forbidden"}
+        reply(handler, {"kind": "AdmissionReview", "apiVersion": "admission.k8s.io/v1", "response": told})
+
+    ours = authority(pki)
+    body = {"metadata": {"labels": {"accel-test": namespace}}}
+    merge = "application/merge-patch+json"
+    cluster.client.call("PATCH", f"/api/v1/namespaces/{namespace}", body, content_type=merge)
+    with serving(judge, tls=ours.issue("hook", (), ["127.0.0.1"])) as server:
+        bundle = base64.b64encode(ours.certificate.read_bytes()).decode()
+        cluster.apply(_WEBHOOK.format(namespace=namespace, plural=plural, url=server.url, bundle=bundle))
+        try:
+            yield
+        finally:
+            path = "/apis/admissionregistration.k8s.io/v1/validatingwebhookconfigurations"
+            cluster.client.call("DELETE", f"{path}/accel-test-{namespace}")

@@ -106,7 +106,7 @@ def test_whoever_is_killed_nothing_is_left(
         return
     status = job.wait(60)
     assert (status.state, status.reason) in states
-    until(lambda: of_job(job) == [], f"the end of {of_job(job)}", seconds=7)
+    until(lambda: of_job(job) == [], f"the end of {of_job(job)}", seconds=60)
 
 
 def test_a_rank_killed_for_no_known_reason_is_named(submit: Submit) -> None:

@@ -1,4 +1,4 @@
-"""Slurm clusters for the tests that need one: started once, ended at the end, mended between tests."""
+"""Slurm clusters for the tests that need one: mended between tests."""
 
 from __future__ import annotations
 
@@ -14,33 +14,11 @@ import pytest
 
 import schedulers
 from schedulers import Job
-from tests.clusters.netns import lacking
-from tests.clusters.slurm import ACCOUNTING_PROGRAMS, LOGIN_PROGRAMS, PROGRAMS, Slurm, claim
-from tests.needs import missing
+from tests.clusters.slurm import Slurm
 from tests.waiting import until as until
 
-NODES = 4
 ROOT = Path(__file__).parents[3]
 Submit = Callable[..., Job]
-
-
-@pytest.fixture(scope="session")
-def _without_accounting() -> Iterator[Slurm]:
-    yield from _started(accounting=False, gpus=0)
-
-
-@pytest.fixture(scope="session")
-def _with_accounting() -> Iterator[Slurm]:
-    yield from _started(accounting=True, gpus=2)
-
-
-def _started(*, accounting: bool, gpus: int) -> Iterator[Slurm]:
-    absent = lacking(**PROGRAMS, **LOGIN_PROGRAMS, **(ACCOUNTING_PROGRAMS if accounting else {}))
-    if absent:
-        missing(*absent)
-    with claim() as cluster:
-        cluster.start(NODES, accounting=accounting, gpus=gpus, login=True)
-        yield cluster
 
 
 @pytest.fixture
