@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 EXAMPLES = """\
   accel shell @last
   accel shell --rank 3 1k2m -- nvidia-smi
-  accel shell 1k2m -- py-spy dump --pid 1
+  accel shell --node 1 1k2m -- df -h /dev/shm
   accel shell 1k2m -- tar c -C /tmp/profile . > profile.tar"""
 
 _COMMAND = "accel shell"

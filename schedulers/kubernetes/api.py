@@ -30,6 +30,7 @@ _LONGEST_WAIT_S = 5.0
 _AGAIN = ("GET", "PUT", "DELETE", "HEAD")
 _BUSY = (429, 500, 502, 503, 504)
 _PIECE = 1 << 16
+_PAGE = "500"
 
 Query = Mapping[str, str | Sequence[str]]
 
@@ -119,6 +120,20 @@ class Api:
         except ValueError:
             raise self._unreachable_by(f"it answers {method} {path} with no JSON: {response[:80]!r}") from None
         return found if isinstance(found, dict) else {"items": found}
+
+    def pages(self, path: str, query: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+        """A list, in as many answers as it takes; their items say what they are, which a list leaves out."""
+        more = ""
+        while True:
+            answer = self.call("GET", path, query={**query, "limit": _PAGE, **({"continue": more} if more else {})})
+            kind = str(answer.get("kind") or "").removesuffix("List")
+            for each in answer.get("items") or []:
+                each.setdefault("kind", kind)
+                each.setdefault("apiVersion", answer.get("apiVersion"))
+            yield answer
+            more = (answer.get("metadata") or {}).get("continue") or ""
+            if not more:
+                return
 
     def stream(self, path: str, *, query: Query | None = None, idle_s: float | None = None) -> Stream:
         """An answer that is read as it comes. Raises what `call` raises; reading it raises Unreachable when it breaks
@@ -218,11 +233,12 @@ class Api:
         renewed = False
         waits = list(_WAITS_S)
         while True:
+            given = self._credentials().given()
             response = self._sent(method, path, query, data, headers, timeout_s, waits)
             if 200 <= response.status < 300:
                 return response
             body = self._rest(response)
-            if response.status == 401 and not renewed and self._credentials().renew():
+            if response.status == 401 and not renewed and self._credentials().renew(given):
                 renewed = True
                 self.close()  # a new certificate needs new connections
                 continue

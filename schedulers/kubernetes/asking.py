@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 Object = dict[str, Any]
 
 _AT_ONCE = 100  # ids in one selector: it is part of a URL
-_PAGE = "500"
 _FEW = 8  # objects whose warnings are asked for one by one; of more, those of the whole namespace are
 
 logger = logging.getLogger(__name__)
@@ -49,8 +48,17 @@ def statuses(api: Api, natives: Sequence[Native], *, ttl: bool = False) -> tuple
 
 def workload_of(api: Api, native: Native) -> Object | None:
     """The job's object now; None when there is none."""
+    return _got(api, api.path(native.api_version, native.plural, native.name, namespace=native.namespace))
+
+
+def pod_of(api: Api, native: Native, name: str) -> Object | None:
+    """One of the job's pods now; None when there is none of that name."""
+    return _got(api, api.path("v1", "pods", name, namespace=native.namespace))
+
+
+def _got(api: Api, path: str) -> Object | None:
     try:
-        return api.call("GET", api.path(native.api_version, native.plural, native.name, namespace=native.namespace))
+        return api.call("GET", path)
     except NotFound:
         return None
 
@@ -62,16 +70,8 @@ def pods_of(api: Api, native: Native) -> list[Object]:
 
 def listed(api: Api, path: str, query: dict[str, str]) -> Iterator[Object]:
     """All objects of a collection that are asked for, a page at a time."""
-    more = ""
-    while True:
-        answer = api.call("GET", path, query={**query, "limit": _PAGE, **({"continue": more} if more else {})})
-        kind = str(answer.get("kind") or "").removesuffix("List")
-        for each in answer.get("items") or []:
-            each.setdefault("kind", kind)  # a list leaves out what its items are
-            yield each
-        more = (answer.get("metadata") or {}).get("continue") or ""
-        if not more:
-            return
+    for answer in api.pages(path, query):
+        yield from answer.get("items") or []
 
 
 def _watched(api: Api, native: Native) -> Status | None:
@@ -160,4 +160,4 @@ def _gone(native: Native, *, ttl: bool) -> Status:
     return Status(state=State.FAILED, reason=Reason.LOST, native_state="Deleted", message=message)
 
 
-__all__ = ["listed", "pods_of", "statuses", "workload_of"]
+__all__ = ["listed", "pod_of", "pods_of", "statuses", "workload_of"]

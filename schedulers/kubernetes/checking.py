@@ -1,12 +1,14 @@
-"""Whether what a patch made of a job's objects can still be meant, before any server is asked."""
+"""Whether what is said in Kubernetes' own words, and what a patch made of a job's objects, can be meant, before any
+server is asked."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, get_args
 
 from ..errors import ConfigError, SpecError, nearest
 from . import names
+from .options import KubernetesOptions
 
 # The keys of what is not a pod's template, by the path from the object's `spec`; `*` is any key, `[]` any element.
 _JOBSET = {
@@ -14,6 +16,7 @@ _JOBSET = {
     "ttlSecondsAfterFinished volumeClaimPolicies",
     "network": "enableDNSHostnames subdomain publishNotReadyAddresses",
     "failurePolicy": "maxRestarts restartStrategy rules",
+    "failurePolicy.rules.[]": "name action onJobFailureReasons targetReplicatedJobs",
     "replicatedJobs.[]": "name groupName template replicas dependsOn",
 }
 _KEYS: Mapping[str, Mapping[str, str]] = {
@@ -58,6 +61,15 @@ def check_workload(made: Mapping[str, Any], built: Mapping[str, Any], where: str
 def check_template(template: Any, where: str) -> None:
     """The same for the template of pods alone."""
     _validate(template, "V1PodTemplateSpec", where)
+
+
+def check_options(options: KubernetesOptions, where: str) -> None:
+    """The same for the options that are spelt as Kubernetes spells them."""
+    if options.affinity:
+        _validate(options.affinity, "V1Affinity", f"{where}: affinity")
+    for volume in options.volumes:
+        if volume.source is not None:
+            _validate({"name": "volume", **volume.source}, "V1Volume", f"{where}: volumes: {volume.mount}: source")
 
 
 def templates(made: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -119,11 +131,36 @@ def _validate(value: Any, model: str, where: str) -> None:
         raise ConfigError(f"{where}: {error.name} is not installed: pip install 'accel-launch[kubernetes]'") from None
     known = getattr(client, model)
     if not issubclass(known, BaseModel):
-        raise ConfigError(f"{where}: a patch is checked by kubernetes 37 or later: pip install -U kubernetes")
+        raise ConfigError(f"{where}: it is checked by kubernetes 37 or later: pip install -U kubernetes")
+    _refuse_misnamed(value, known, where)
     try:
         known.model_validate(value, strict=True)
     except ValidationError as error:
         first = error.errors()[0]
-        place = ".".join(str(step) for step in first["loc"])
-        said = "unknown key" if first["type"] == "extra_forbidden" else first["msg"][:1].lower() + first["msg"][1:]
-        raise SpecError(f"{where}{'.' if place else ''}{place}: {said}") from None
+        place = "".join(f".{step}" for step in first["loc"])
+        raise SpecError(f"{where}{place}: {first['msg'][:1].lower()}{first['msg'][1:]}") from None
+
+
+def _refuse_misnamed(value: Any, kind: Any, where: str) -> None:
+    """The models themselves take the names of Python's client as well (`node_selector`), which no server knows."""
+    if isinstance(value, list):
+        for index, inside in enumerate(value):
+            _refuse_misnamed(inside, kind, f"{where}[{index}]")
+    model = next((each for each in _types(kind) if hasattr(each, "model_fields")), None)
+    if model is None or not isinstance(value, Mapping):
+        return
+    known = {field.serialization_alias or name: field.annotation for name, field in model.model_fields.items()}
+    for key, inside in value.items():
+        if key not in known:
+            advice = nearest(str(key), known) or f" (keys: {', '.join(known)})"
+            raise SpecError(f"{where}.{key}: unknown key{advice}")
+        _refuse_misnamed(inside, known[key], f"{where}.{key}")
+
+
+def _types(annotation: Any) -> Iterator[Any]:
+    """The types that it is made of: `X` and `None` of `list[X] | None`."""
+    inside = get_args(annotation)
+    if not inside:
+        yield annotation
+    for each in inside:
+        yield from _types(each)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -17,9 +18,12 @@ from .manifests import stamped
 # A volume may have to be attached, and an image pulled.
 _START_S = 600.0
 _PAUSE_S = 0.25
+_LOOK_S = 5.0  # before it is said why it does not start, and said again
 _IDLE_S = 60.0
 _PIECE = 256 << 10
 _STDOUT, _STDERR = 1, 2
+
+logger = logging.getLogger(__name__)
 
 # Runs in the pod. Exec cannot end the input alone, so the length is told; nobody who looks sees half.
 READER = """\
@@ -64,7 +68,7 @@ finally:
 def put(api: Api, pod: Object, code: Code, data: bytes) -> None:
     """Has the code in the claim, and no pod left. Raises SubmitError, and Unreachable when it was interrupted."""
     name = pod["metadata"]["name"]
-    _check(api, str(pod["spec"]["volumes"][0]["persistentVolumeClaim"]["claimName"]))
+    check(api, pod)
     try:
         _started(api, pod)
         mount = pod["spec"]["containers"][0]["volumeMounts"][0]["mountPath"]
@@ -72,16 +76,16 @@ def put(api: Api, pod: Object, code: Code, data: bytes) -> None:
         argv = [python, "-c", READER, f"{mount}/{code.file}", str(len(data))]
         _send(api, name, argv, data)
     except ApiError as error:
-        raise SubmitError(
-            f"{_about(api, pod)}{_ended(api, pod) or str(error).removeprefix(f'{api.where}: ')}"
-        ) from None
+        why = _ended(api, pod) or str(error).removeprefix(f"{api.where}: ")
+        raise submitting.refused(error, _about(api, pod) + why) from None
     finally:
         with contextlib.suppress(SchedulerError):
             submitting.delete(api, pod)
 
 
-def _check(api: Api, claim: str) -> None:
-    """A pod would wait for ever for one that is not there."""
+def check(api: Api, pod: Object) -> None:
+    """A pod would wait for ever for a claim that is not there. Raises SubmitError."""
+    claim = str(pod["spec"]["volumes"][0]["persistentVolumeClaim"]["claimName"])
     try:
         api.call("GET", api.path("v1", "persistentvolumeclaims", claim))
     except NotFound:
@@ -96,26 +100,55 @@ def _started(api: Api, pod: Object) -> None:
     at = submitting.path_of(api, pod)
     deadline = time.monotonic() + _START_S
     remade = False
+    delay = _Delay(api, pod)
     there = _made(api, made, deadline)
     while (phase := (there.get("status") or {}).get("phase")) != "Running":
         over = phase in ("Succeeded", "Failed")
         why = _obstacle(there) if not over or remade else None
-        if time.monotonic() > deadline:
-            why = why or f"it has not started in {_START_S:g} s"
+        if why is None and time.monotonic() > deadline:
+            why = delay.told(there, f"it has not started in {_START_S:g} s")
         if why is not None:
-            raise SubmitError(
-                f"{api.where}: the pod {made['metadata']['name']}, which puts the code into the claim: {why}"
-            )
+            raise SubmitError(_about(api, pod) + why)
         if over:
             remade = True
             with contextlib.suppress(NotFound):
                 api.call("DELETE", at, query={"gracePeriodSeconds": "0"})
         else:
+            delay.tell(there)
             time.sleep(_PAUSE_S)
         try:
             there = api.call("GET", at) if not over else _made(api, made, deadline)
         except NotFound:
             there = _made(api, made, deadline)
+
+
+class _Delay:
+    """Says why a pod does not start yet, once for each reason: somebody waits for it, and it may take minutes."""
+
+    def __init__(self, api: Api, pod: Object) -> None:
+        self._api, self._pod = api, pod
+        self._said = ""
+        self._next = time.monotonic() + _LOOK_S
+
+    def tell(self, there: Mapping[str, Any]) -> None:
+        if time.monotonic() < self._next:
+            return
+        self._next = time.monotonic() + _LOOK_S
+        said = self.told(there, "it has not started yet")
+        if said != self._said:
+            self._said = said
+            logger.warning("%s%s", _about(self._api, self._pod), said)
+
+    def told(self, there: Mapping[str, Any], what: str) -> str:
+        """With the words of the scheduler, the kubelet or, where they have none, their events."""
+        from . import asking, states, watching
+
+        query = {"fieldSelector": f"{watching.WARNINGS},involvedObject.name={self._pod['metadata']['name']}"}
+        events: list[dict[str, Any]] = []
+        with contextlib.suppress(ApiError, Unreachable):
+            events += asking.listed(self._api, self._api.path("v1", "events"), query)
+        _, why = next(iter(states.waits(there, events)), (None, ""))
+        return f"{what}: {why}" if why else what
 
 
 def _about(api: Api, pod: Object) -> str:

@@ -15,7 +15,9 @@ from .options import KubernetesOptions
 Object = dict[str, Any]
 
 DIRECTORY = "/accel/code"
-_HOME, _PACKED = "/accel", "/accel-code"
+# The container that brings it, and what it brings it from.
+BRINGS = "accel-code"
+_HOME, PACKED = "/accel", "/accel-code"
 _FETCHED = f"{_HOME}/packed"
 # A ConfigMap and its key, and all of a snapshot: https://kubernetes.io/docs/concepts/configuration/configmap/
 MOST = 1 << 20
@@ -132,10 +134,10 @@ def volumes(code: Code, options: KubernetesOptions, name: str) -> list[Object]:
     """What the pods need beside a directory of their own."""
     if code.kind == "configmap":
         sources = [{"configMap": {"name": _config_map(name, index)}} for index in range(code.parts)]
-        return [{"name": "accel-code", "projected": {"sources": sources}}]
+        return [{"name": BRINGS, "projected": {"sources": sources}}]
     if code.kind == "pvc":
         claim = {"claimName": options.code_claim, "readOnly": True}
-        return [{"name": "accel-code", "persistentVolumeClaim": claim}]
+        return [{"name": BRINGS, "persistentVolumeClaim": claim}]
     return []
 
 
@@ -149,48 +151,15 @@ def init_containers(code: Code, options: KubernetesOptions, base: Object, python
         parts = [f"{_FETCHED}/{code.file}"]
     else:
         names = [_part(index) for index in range(code.parts)] if code.kind == "configmap" else [code.file]
-        parts = [f"{_PACKED}/{name}" for name in names]
-        mounts.append({"name": "accel-code", "mountPath": _PACKED, "readOnly": True})
+        parts = [f"{PACKED}/{name}" for name in names]
+        mounts.append({"name": BRINGS, "mountPath": PACKED, "readOnly": True})
     unpack = {
-        "name": "accel-code",
+        "name": BRINGS,
         **base,
         "command": [python, "-c", UNPACK, code.digest, DIRECTORY, *parts],
         "volumeMounts": mounts,
     }
     return [*_fetching(code, options, base), unpack]
-
-
-def loader(name: str, options: KubernetesOptions, *, image: str, labels: Mapping[str, str]) -> Object:
-    """A pod that has the claim mounted for writing and waits, for whoever brings a snapshot through it (exec).
-
-    It ends by itself after ten minutes, and is no pod of the job's gang.
-    """
-    from .pods import pod_security, security  # they need what is here
-
-    container = {
-        "name": "loader",
-        "image": image,
-        "command": [options.python or "python3", "-c", "import time; time.sleep(600)"],
-        "securityContext": security(options),
-        "volumeMounts": [{"name": "accel-code", "mountPath": _PACKED}],
-    }
-    spec = {
-        "restartPolicy": "Never",
-        "activeDeadlineSeconds": 600,
-        "terminationGracePeriodSeconds": 0,
-        "automountServiceAccountToken": False,
-        "imagePullSecrets": [{"name": secret} for secret in options.image_pull_secrets],
-        "securityContext": pod_security(options),
-        "containers": [{key: value for key, value in container.items() if value}],
-        "volumes": [{"name": "accel-code", "persistentVolumeClaim": {"claimName": options.code_claim}}],
-    }
-    place = {"namespace": options.namespace} if options.namespace else {}
-    return {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": {"name": f"{name}-loader", **place, "labels": dict(labels)},
-        "spec": {key: value for key, value in spec.items() if value not in ([], {})},
-    }
 
 
 def _fetching(code: Code, options: KubernetesOptions, base: Object) -> Sequence[Object]:

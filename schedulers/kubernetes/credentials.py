@@ -6,6 +6,7 @@ import base64
 import binascii
 import datetime
 import re
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,11 +22,16 @@ Certificate = tuple[bytes, bytes]
 
 
 class Credentials:
-    """Of one access. Nothing is read or run before the first question."""
+    """Of one access. Nothing is read or run before the first question. May be used from several threads.
+
+    A plug-in may ask somebody to sign in, and a token that is renewed may be good for one renewal: so one thread does
+    either, and the others wait for what it gets.
+    """
 
     def __init__(self, access: Access, target: str) -> None:
         self._access = access
         self._where = f"target {target}: {access.who}"
+        self._lock = threading.RLock()
         self._given: Mapping[str, Any] | None = None  # what an exec plug-in gave
         self._until: float | None = None
         self._configured: Any = None
@@ -34,7 +40,7 @@ class Credentials:
         """The header; None where a certificate, or nothing, is shown. Raises ConfigError."""
         user = self._access.user
         if "exec" in user:
-            token = self._plugged().get("token")
+            token = self.given().get("token")
             return f"Bearer {token}" if token else None
         if "auth-provider" in user:
             return self._provided()
@@ -51,7 +57,7 @@ class Credentials:
     def certificate(self) -> Certificate | None:
         """The client's certificate and its key, PEM. Raises ConfigError."""
         if "exec" in self._access.user:
-            given = self._plugged()
+            given = self.given()
             if given.get("clientCertificateData") and given.get("clientKeyData"):
                 return str(given["clientCertificateData"]).encode(), str(given["clientKeyData"]).encode()
         certificate = data_of(self._access.user, "client-certificate", self._where)
@@ -61,16 +67,27 @@ class Credentials:
             raise ConfigError(f"{self._where}: the user has no {lacking}, which belongs to what it has")
         return None if certificate is None or key is None else (certificate, key)
 
-    def renew(self) -> bool:
-        """After a 401: whether there may be others now. They are asked for with the next question."""
-        self._given = None
+    def renew(self, refused: Mapping[str, Any]) -> bool:
+        """After a 401: whether there may be others now. They are asked for with the next question.
+
+        `refused` is what `given` was when the question was asked: what another thread has got since then stays.
+        """
+        with self._lock:
+            if self._given is refused:
+                self._given = None
         return "exec" in self._access.user or bool(self._access.user.get("tokenFile"))
 
-    def _plugged(self) -> Mapping[str, Any]:
-        """What the plug-in gave, while it counts.
+    def given(self) -> Mapping[str, Any]:
+        """What the plug-in gave, while it counts; empty where there is none. Raises ConfigError.
 
         https://kubernetes.io/docs/reference/access-authn-authz/authentication/#client-go-credential-plugins
         """
+        if "exec" not in self._access.user:
+            return {}
+        with self._lock:
+            return self._plugged()
+
+    def _plugged(self) -> Mapping[str, Any]:
         now = datetime.datetime.now(datetime.timezone.utc).timestamp()
         if self._given is not None and (self._until is None or now < self._until - _EARLY_S):
             return self._given
@@ -129,12 +146,13 @@ class Credentials:
         except ImportError:
             raise missing(self._where) from None
         try:
-            if self._configured is None:
-                made = Configuration()
-                load: Any = kube_config.load_kube_config
-                load(self._access.files, self._access.context, made)
-                self._configured = made
-            header: str | None = self._configured.get_api_key_with_prefix("BearerToken")
+            with self._lock:
+                if self._configured is None:
+                    made = Configuration()
+                    load: Any = kube_config.load_kube_config
+                    load(self._access.files, self._access.context, made)
+                    self._configured = made
+                header: str | None = self._configured.get_api_key_with_prefix("BearerToken")
         except Exception as error:  # whatever the provider's libraries raise
             text = " ".join(str(error).split())[:_LONGEST]
             raise ConfigError(f"{self._where}: auth-provider {name}: {text or type(error).__name__}") from None

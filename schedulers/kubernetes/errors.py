@@ -107,6 +107,8 @@ def _words(status: int, message: str, details: Mapping[str, Any], who: str) -> s
         return f"the API server does not take {name or 'the object'}: {'; '.join(found)}"
     if status in (400, 422):
         return f"the API server does not take it: {message}"
+    if status == 404 and details.get("kind") == "namespaces":
+        return f"there is no namespace {details.get('name')} (namespace: in accel.yaml)"
     return message
 
 

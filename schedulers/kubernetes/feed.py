@@ -19,7 +19,6 @@ from .errors import ApiError, Forbidden, Gone
 if TYPE_CHECKING:
     from .api import Api, Stream
 
-_PAGE = "500"
 _LIFETIME_S = (240, 300)  # of one watch: a server's own end of it comes later
 _LATE_S = 60.0
 _FIRST_S, _LAST_S = 0.2, 10.0  # before a server that does not answer is tried again
@@ -110,21 +109,14 @@ class Feed:
     def _list(self) -> str:
         """Tells the sink all that there is; returns the version from which to watch."""
         objects: list[Object] = []
-        more = ""
-        while True:
-            query = {**self._query, "limit": _PAGE, **({"continue": more} if more else {})}
-            answer = self._api.call("GET", self._path, query=query)
+        version = ""
+        for answer in self._api.pages(self._path, self._query):
             objects += answer.get("items") or []
-            metadata = answer.get("metadata") or {}
-            more = metadata.get("continue") or ""
-            if not more or self._stop.is_set():
+            version = str((answer.get("metadata") or {}).get("resourceVersion") or "0")
+            if self._stop.is_set():
                 break
-        kind = str(answer.get("kind") or "").removesuffix("List")
-        for each in objects:  # a list leaves out what its items are
-            each.setdefault("kind", kind)
-            each.setdefault("apiVersion", answer.get("apiVersion"))
         self._sink.replaced(objects)
-        return str(metadata.get("resourceVersion") or "0")
+        return version
 
     def _watch(self, version: str) -> Iterator[str]:
         """One watch, to its end; the versions that the sink has been told of. The first comes when it is open."""

@@ -15,7 +15,7 @@ from .options import KubernetesOptions
 
 API_VERSION, KIND, PLURAL = "batch/v1", "Job", "jobs"
 # What a shell, and accel's setup with it, says of a program that cannot be run: no attempt will find it.
-_HOPELESS = (126, 127)
+HOPELESS = (126, 127)
 
 
 def build(
@@ -48,7 +48,7 @@ def job_spec(spec: JobSpec, template: Object, *, restarts: int, service: str | N
     """A JobSpec with a pod for each node, which fails when more than `restarts` of its pods have failed."""
     inside = {**template["spec"], "restartPolicy": "Never", **({"subdomain": service} if service else {})}
     container = inside["containers"][0]["name"]
-    rule = {"containerName": container, "operator": "In", "values": list(_HOPELESS)}
+    rule = {"containerName": container, "operator": "In", "values": list(HOPELESS)}
     return {
         "completions": spec.nodes,
         "parallelism": spec.nodes,
@@ -72,7 +72,8 @@ def service(spec: JobSpec, options: KubernetesOptions, metadata: Object, job_id:
             "clusterIP": "None",
             "publishNotReadyAddresses": True,
             "selector": {names.JOB_ID: names.label_value(job_id)},
-            "ports": [{"name": "rendezvous", "port": pods.PORT}],
+            # Whoever applies it on the server (Helm 4) must name the protocol where a server is old.
+            "ports": [{"name": "rendezvous", "port": pods.PORT, "protocol": "TCP"}],
         },
     }
 

@@ -5,16 +5,21 @@ https://jobset.sigs.k8s.io/docs/
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from ..job import JobSpec
-from . import indexed
+from . import indexed, names
 from .code import Object
 from .options import KubernetesOptions
 
 API_VERSION, KIND, PLURAL = "jobset.x-k8s.io/v1alpha2", "JobSet", "jobsets"
 REPLICATED = "node"
-_ATTEMPT = "metadata.annotations['jobset.sigs.k8s.io/restart-attempt']"
+# Why a Job fails for which another attempt is of no use: its time is over, or its program cannot be run. What a JobSet
+# then says of itself is the same for both: https://github.com/kubernetes-sigs/jobset, pkg/controllers/failure_policy.go
+_TIME_OVER, _HOPELESS = "DeadlineExceeded", "PodFailurePolicy"
+FAILED_FOR_GOOD = "FailJobSetFailurePolicyAction"
+_ATTEMPT = f"metadata.annotations['{names.RESTART_ATTEMPT}']"
 
 
 def build(
@@ -41,6 +46,7 @@ def set_spec(spec: JobSpec, template: Object) -> Object:
     policy: Object = {"maxRestarts": spec.retry.max_restarts}
     if spec.retry.max_restarts:
         policy["restartStrategy"] = "BlockingRecreate"  # no pod of an attempt meets one of the last
+    policy["rules"] = [{"name": "final", "action": "FailJobSet", "onJobFailureReasons": [_TIME_OVER, _HOPELESS]}]
     job = indexed.job_spec(spec, template, restarts=0)
     return {
         "failurePolicy": policy,
@@ -48,9 +54,19 @@ def set_spec(spec: JobSpec, template: Object) -> Object:
     }
 
 
+def why_for_good(made: Mapping[str, Any], codes: Iterable[int]) -> str:
+    """Why the Job of one that is `FAILED_FOR_GOOD` failed; `codes` are those of its pods, which a Job keeps unless its
+    time is over."""
+    jobs = (made.get("spec") or {}).get("replicatedJobs") or []
+    limited = any("activeDeadlineSeconds" in each.get("template", {}).get("spec", {}) for each in jobs)
+    return _TIME_OVER if limited and not set(indexed.HOPELESS) & set(codes) else _HOPELESS
+
+
 def attempt() -> Object:
     return {"name": "JOBSET_RESTART_ATTEMPT", "valueFrom": {"fieldRef": {"fieldPath": _ATTEMPT}}}
 
 
 def warnings(spec: JobSpec, options: KubernetesOptions) -> list[str]:
+    if spec.time_limit_s is not None and spec.retry.max_restarts:
+        return ["a JobSet's time limit counts for each attempt anew; the first that exceeds it is the last"]
     return []

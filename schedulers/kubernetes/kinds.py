@@ -10,7 +10,7 @@ from .options import KubernetesOptions
 
 # What makes a cluster know a kind.
 _INSTALLED_BY: Mapping[str, str] = {
-    "pytorchjob": "Kubeflow's training operator, 1.5 to 1.9",
+    "pytorchjob": "Kubeflow's training operator, 1.7 to 1.9",
     "jobset": "the JobSet controller",
     "trainjob": "Kubeflow Trainer v2",
     "job": "Kubernetes itself",

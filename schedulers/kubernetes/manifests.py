@@ -71,15 +71,15 @@ def build(
     name = names.object_name(spec.name, job_id)
     labels = names.labels(spec.name, job_id)
     place = {"namespace": options.namespace} if options.namespace else {}
-    template = _template(spec, options, name, job_id, code, target)
+    pod = template(spec, options, name, job_id, code, target)
     metadata = {"name": name, **place, "labels": {**labels, **_queue_labels(options), **options.labels}}
     if options.annotations:
         metadata["annotations"] = dict(options.annotations)
-    workload = BUILDERS[options.workload].build(spec, options, metadata, job_id, template)
+    workload = BUILDERS[options.workload].build(spec, options, metadata, job_id, pod)
     first: list[Object] = []
     then: list[Object] = []
     if options.workload == "trainjob":
-        first.append(trainjob.runtime(spec, options, {"name": name, **place}, labels, template))
+        first.append(trainjob.runtime(spec, options, {"name": name, **place}, labels, pod))
     if options.volcano_queue and options.workload in ("job", "jobset"):
         first.append(_pod_group(spec, options, {"name": name, **place, "labels": labels}))
     if options.workload == "job":
@@ -96,6 +96,7 @@ def build(
 def check(spec: JobSpec, options: KubernetesOptions, target: str) -> None:
     """Raises SpecError for a job that cannot be one of this kind."""
     pods.check(spec, options, target)
+    checking.check_options(options, f"target {target}")
     if spec.max_nodes is not None and options.workload != "pytorchjob":
         raise SpecError(
             f"target {target}: --nodes {spec.nodes}:{spec.max_nodes}: only a PyTorchJob may grow, and workload is "
@@ -170,9 +171,10 @@ def to_yaml(objects: Sequence[Mapping[str, Any]]) -> str:
     return "---\n".join(texts)
 
 
-def _template(
+def template(
     spec: JobSpec, options: KubernetesOptions, name: str, job_id: str, code: Code, target: str
 ) -> Callable[..., Object]:
+    """What makes the template of the job's pods, patched; of what only one kind of object needs it is told."""
     grouped = options.volcano_queue is not None and options.workload in ("job", "jobset")
     annotations = {GROUP_ANNOTATION: name} if grouped else None
     plain = functools.partial(pods.template, spec, options, name, job_id, code, annotations=annotations)

@@ -19,6 +19,10 @@ SPEC = "accel.dev/spec"
 MANAGED_BY = "app.kubernetes.io/managed-by"
 KUEUE_QUEUE = "kueue.x-k8s.io/queue-name"
 KUEUE_PRIORITY = "kueue.x-k8s.io/priority-class"
+# A label and an annotation of what a JobSet makes.
+RESTART_ATTEMPT = "jobset.sigs.k8s.io/restart-attempt"
+# The container that trains, in the pods of one operator or another.
+MAIN = ("pytorch", "node")
 
 # Names of pods and Services are made of it: `NAME-worker-9999`, `NAME-node-0-9999-abcde`, and 63 is the end.
 MOST = 40

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ VENDORS: Mapping[str, tuple[str, str]] = {
 
 _SOURCES = ("claim", "config_map", "secret", "host_path", "nfs", "source")
 _QUANTITY = re.compile(r"\d+(\.\d+)?([eE]\d+|[numkMGTPE]|[KMGTPE]i)?\Z")
-_RESERVED_MOUNTS = ("/accel", "/accel-code", "/dev/shm")
+_RESERVED_MOUNTS = ("/accel", "/accel/code", "/accel/packed", "/accel-code", "/dev/shm")
 _MOST_ID = 2**31 - 1
 
 
@@ -159,6 +160,10 @@ def gpu_resource(options: KubernetesOptions) -> str:
     return options.gpu_resource or VENDORS[options.gpu][0]
 
 
+def is_word(text: str) -> bool:
+    return text.isprintable() and len(text.split()) == 1 and text == text.strip()
+
+
 def check(options: KubernetesOptions, name: str) -> None:
     """Raises SpecError, naming the key, for what cannot be meant."""
     for problem in _problems(options):
@@ -180,7 +185,7 @@ def _problems(options: KubernetesOptions) -> Iterator[str]:
         yield "setup: a command has no program"
     for key in ("image", "python"):
         value = getattr(options, key)
-        if value is not None and (not value or value != value.strip() or not value.isprintable()):
+        if value is not None and not is_word(value):
             yield f"{key} must be one word, not {value!r}"
 
 
@@ -210,7 +215,7 @@ def _code_problems(options: KubernetesOptions) -> Iterator[str]:
     store = options.code_store
     if store is not None and not re.fullmatch(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/.*)?", store.url):
         yield f"code_store.url must be like s3://bucket/prefix, not {store.url!r}"
-    if store is not None and not store.image:
+    if store is not None and not is_word(store.image):
         yield "code_store.image must name an image that has the command aws"
     if store is not None and store.endpoint is not None and not re.match(r"https?://[^/]", store.endpoint):
         yield f"code_store.endpoint must be like https://host:port, not {store.endpoint!r}"
@@ -262,18 +267,18 @@ def _place_problems(options: KubernetesOptions) -> Iterator[str]:
     mounts: set[str] = set()
     for volume in options.volumes:
         yield from _volume_problems(volume, mounts)
-        mounts.add(volume.mount.rstrip("/"))
+        mounts.add(_place(volume))
 
 
 def _volume_problems(volume: Volume, mounts: set[str]) -> Iterator[str]:
     where = f"volumes: {volume.mount}"
     given = [key for key in _SOURCES if getattr(volume, key) is not None]
-    if not volume.mount.startswith("/") or ":" in volume.mount or volume.mount == "/":
+    if not volume.mount.startswith("/") or ":" in volume.mount or _place(volume) == "/":
         yield f"volumes: mount must be a directory such as /data, not {volume.mount!r}"
-    if volume.mount.rstrip("/") in _RESERVED_MOUNTS:
-        advice = " (shm_gb in the job's resources is its size)" if volume.mount.startswith("/dev/shm") else ""
+    if _place(volume) in _RESERVED_MOUNTS:
+        advice = " (shm_gb in the job's resources is its size)" if _place(volume) == "/dev/shm" else ""
         yield f"{where}: accel mounts something there itself{advice}"
-    if volume.mount.rstrip("/") in mounts:
+    if _place(volume) in mounts:
         yield f"{where} is given twice"
     if len(given) != 1:
         yield f"{where} needs one of {', '.join(_SOURCES)}, and has {' and '.join(given) or 'none'}"
@@ -283,8 +288,13 @@ def _volume_problems(volume: Volume, mounts: set[str]) -> Iterator[str]:
             yield f"{where}: {key}: {value!r} is not the name of an object"
     if volume.nfs is not None and not re.fullmatch(r"[^:/]+:/.*", volume.nfs):
         yield f"{where}: nfs must be like server:/path, not {volume.nfs!r}"
-    if volume.source is not None and len(volume.source) != 1:
+    if volume.source is not None and (len(volume.source) != 1 or "name" in volume.source):
         yield f"{where}: source must be one volume source such as {{csi: {{driver: …}}}}"
+
+
+def _place(volume: Volume) -> str:
+    """The directory that is meant, however it is written."""
+    return posixpath.normpath(f"/{volume.mount.lstrip('/')}")
 
 
 def _queue_problems(options: KubernetesOptions) -> Iterator[str]:

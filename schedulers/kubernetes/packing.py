@@ -9,7 +9,6 @@ from .. import snapshot
 from ..errors import SubmitError
 from ..job import JobSpec
 from . import code as coding
-from . import names
 from .api import Api
 from .options import KubernetesOptions
 
@@ -48,15 +47,9 @@ def bring(
         return coding.Code(kind="image"), None
     code = coding.chosen(options, len(data), coding.digest_of(data), api.target)
     if code.kind == "pvc":
-        from . import claim
+        from . import claim, loading
 
-        pod = coding.loader(
-            names.object_name(spec.name, job_id),
-            options,
-            image=str(spec.image or options.image),
-            labels=names.labels(spec.name, job_id),
-        )
-        claim.put(api, pod, code, data)
+        claim.put(api, loading.loader(spec, options, job_id, api.target), code, data)
         return code, None
     if code.kind == "store" and options.code_store is not None:
         from . import objectstore

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..job import JobSpec
 from ..target import Plan
-from . import checking, manifests, pods
+from . import checking, loading, manifests, pods
 from . import code as coding
 from .options import KubernetesOptions
 
@@ -19,11 +19,14 @@ def plan(spec: JobSpec, options: KubernetesOptions, job_id: str, target: str) ->
     """
     code = coding.planned(options)
     made = manifests.build(spec, options, job_id, code, target=target)
+    files = manifests.files(made)
+    if code.kind == "pvc":
+        files["kubernetes/code-pod.yaml"] = manifests.to_yaml([loading.loader(spec, options, job_id, target)])
     return Plan(
         target=target,
         kind=KIND,
         job_id=job_id,
-        files=manifests.files(made),
+        files=files,
         actions=(*_actions(made, spec, options, code), _command(made, options)),
         settings={"spec": spec.to_json()},
         warnings=manifests.warnings(spec, options),
@@ -37,7 +40,8 @@ def _actions(
     larger = f"claim {options.code_claim}" if options.code_claim else options.code_store and options.code_store.url
     found: list[tuple[str, ...]] = []
     if code.kind == "pvc":
-        found.append(("send", spec.code, "to", f"claim {options.code_claim}", "where it is lacking"))
+        through = f"through pod/{name}-loader"
+        found.append(("send", spec.code, "to", f"claim {options.code_claim}", through, "where it is lacking"))
     if code.kind == "store" and options.code_store:
         found.append(("send", spec.code, "to", options.code_store.url, "where it is lacking"))
     found += [_creating(each) for each in (*made.first, made.workload, *made.then)]

@@ -11,7 +11,7 @@ from ..job import JobSpec
 from . import code as coding
 from . import names
 from .code import Code, Object
-from .options import VENDORS, KubernetesOptions, Volume, gpu_resource
+from .options import VENDORS, KubernetesOptions, Volume, gpu_resource, is_word
 
 PORT = 29500
 # The launcher gives its ranks the whole grace and must then have time to say what became of them.
@@ -29,6 +29,8 @@ def check(spec: JobSpec, options: KubernetesOptions, name: str) -> None:
     where = f"target {name}"
     if (spec.image or options.image) is None:
         raise SpecError(f"{where}: no container image; give --image, or write image: in accel.yaml")
+    if spec.image is not None and not is_word(spec.image):
+        raise SpecError(f"{where}: --image must be one word, not {spec.image!r}")
     if spec.after:
         raise SpecError(f"{where}: the cluster keeps no order between jobs; submit it when those of --after have ended")
     if options.cpu and spec.resources.gpus:

@@ -114,7 +114,6 @@ class Stamped:
         self._own = own
         self._seeking = after is not None and not after.is_time
         self._held: list[Piece] = []
-        self._seen = 0  # lines that bear the time looked for
         self._rest = b""
         self._stamp = ""  # of the line before, and how many in a row bear it
         self._lines = 0
@@ -186,6 +185,8 @@ class Stamped:
                 if not after.bytes and not complete:
                     return []
                 self._seeking, self._held = False, []
+                if not complete:  # the piece before the place may not have been whole yet
+                    self._bytes = max(self._bytes, after.bytes)
                 return [each for each in pieces if after.bytes and _beyond(each.after, after)]
             if passed < after.lines:
                 return []

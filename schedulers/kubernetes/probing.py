@@ -60,9 +60,9 @@ def _namespace(api: Api, report: _Report) -> None:
     try:
         body = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": _NAME}}
         api.call("POST", api.path("v1", "configmaps"), body=body, query={"dryRun": "All"})
-    except NotFound:
+    except NotFound as error:
         found = "not there"
-        report.failures.append(f"{api.where}: there is no namespace {api.namespace} (namespace: in accel.yaml)")
+        report.failures.append(str(error))
     except Forbidden as error:
         found = "not known" if "quota" not in str(error) else "there"
     except ApiError:

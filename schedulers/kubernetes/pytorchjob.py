@@ -1,4 +1,4 @@
-"""A job as a PyTorchJob (`kubeflow.org/v1`) of Kubeflow's training operator, 1.5 to 1.9.
+"""A job as a PyTorchJob (`kubeflow.org/v1`) of Kubeflow's training operator, 1.7 to 1.9.
 
 https://www.kubeflow.org/docs/components/trainer/legacy-v1/user-guides/pytorch/
 """
@@ -53,6 +53,11 @@ def warnings(spec: JobSpec, options: KubernetesOptions) -> list[str]:
             "the training operator adds an init container that says nothing of its security: a namespace that "
             "enforces the restricted standard refuses it, until the operator has another template for it "
             "(--pytorch-init-container-template-file); workload: jobset needs none"
+        )
+    if spec.max_nodes is not None and not spec.retry.max_restarts:
+        found.append(
+            f"--nodes {spec.nodes}:{spec.max_nodes} without --max-restarts: pods may join, and the first that goes "
+            "(evicted, its node lost, a rank that failed) ends the job"
         )
     if spec.time_limit_s is not None and spec.retry.max_restarts:
         found.append("a PyTorchJob's time limit counts from its first start, over all attempts together")

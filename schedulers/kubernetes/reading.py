@@ -6,10 +6,11 @@ more is a line of the stream "missing".
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +34,8 @@ _MOST_TAILS = 64  # of one job; more logs are asked for now and then
 _SELDOM_S, _LONGEST_PAUSE_S = 2.0, 10.0
 _MARGIN_S = 10.0  # that an ending pod has over its grace
 _LOST, _GONE = "lost", "gone"
+
+_Start = tuple[Position | None, bool]  # a place, and whether it is one of the run's own
 
 
 @dataclass
@@ -175,17 +178,8 @@ class _Pass:
     def _of_vanished(self, name: str) -> Iterator[LogLine]:
         source = self._job.seen.get(name)
         tail = self._tail(name)
-        if tail is not None and source is not None and tail.checked:
-            # Its stream may outlive its pod, and end as the log did.
-            yield from self._made(source, tail.take())
-            if not tail.over:
-                return
-            yield from self._made(source, tail.take())
-            self._drop(tail)
-            if tail.error is None and not tail.lost:
-                yield from self._made(source, tail.take_last())
-                self._finish(source)
-                return
+        if tail is not None and source is not None and tail.checked and (yield from self._of_stream(source, tail)):
+            return
         if name in self._keeps:
             yield from self._kept(self._keeps[name])
             return
@@ -193,6 +187,20 @@ class _Pass:
         begun = "the end of " if name in self._positions else ""
         maybe = "is" if source is not None else "may be"
         yield self._missing(name, source, f"{begun}{what} {maybe} missing: its pod is gone")
+
+    def _of_stream(self, source: Source, tail: Tail) -> Generator[LogLine, None, bool]:
+        """Of a log that cannot be asked for any more, what its stream brings: it may outlive the pod and the run, and
+        end as the log did. Whether that is all of it, or more is to come."""
+        yield from self._made(source, tail.take())
+        if not tail.over:
+            return True
+        yield from self._made(source, tail.take())
+        self._drop(tail)
+        if tail.error is not None or tail.lost:
+            return False
+        yield from self._made(source, tail.take_last())
+        self._finish(source)
+        return True
 
     @functools.cached_property
     def _keeps(self) -> Mapping[str, keeping.Kept]:
@@ -211,6 +219,9 @@ class _Pass:
         if self._is_done(source.name):
             return
         if source.lost:
+            tail = self._tail(source.name)
+            if tail is not None and tail.checked and (yield from self._of_stream(source, tail)):
+                return
             begun = "the end of " if source.name in self._positions else ""
             why = "the cluster keeps the logs of a container's last two runs only"
             maybe = "may be" if begun and source.name not in self._job.final else "is"
@@ -226,7 +237,7 @@ class _Pass:
         elif tail is not None:
             if tail.checked and not tail.doubtful:
                 yield from self._taken(tail, tail.take())
-            if tail.over:
+            if tail.over and (tail.error is not None or self._is_running(source)):
                 self._note_end(tail)
         elif last or not self._job.followed:
             wanted.append(source)
@@ -249,7 +260,7 @@ class _Pass:
         with self._job.lock:
             self._job.tails.setdefault(source.name, []).append(tail)
 
-    def _start(self, source: Source) -> tuple[Position | None, bool]:
+    def _start(self, source: Source) -> _Start:
         """Where to begin: at the reader's place; or, where there is none, perhaps at its place in the run before, for
         whose lines the first of this one may have been taken."""
         here = self._position(source.name)
@@ -287,7 +298,8 @@ class _Pass:
     def _check_tails(self) -> None:
         """Drops the streams that were opened when another run of the container had begun."""
         unsure = [tail for tail in self._job.all_tails() if tail.to_be_checked]
-        now = self._sources_now() if unsure else {}
+        pods = asking.pods_of(self._api, self._native) if unsure else []
+        now = {source.name: source for source in sources.of(pods)}
         for tail in unsure:
             source = now.get(tail.source.name)
             if source is None or source.previous or source.lost:
@@ -295,20 +307,22 @@ class _Pass:
             tail.note_checked()
 
     def _fetch_all(self, wanted: Sequence[Source]) -> Iterator[LogLine]:
-        if not wanted:
-            return
-        starts = [self._start(source) for source in wanted]
+        pairs = [(source, self._start(source)) for source in wanted]
+        # So many at a time: each keeps what came, in memory or in a file, until it is its turn.
+        for at in range(0, len(pairs), _AT_ONCE):
+            some = pairs[at : at + _AT_ONCE]
+            with contextlib.ExitStack() as held:
+                with ThreadPoolExecutor(max_workers=len(some)) as pool:
+                    answers = list(pool.map(functools.partial(self._fetched, held), *zip(*some, strict=True)))
+                for (source, _), answer in zip(some, answers, strict=True):
+                    if answer is not None:
+                        yield from self._of_answer(source, answer)
 
-        def fetched(source: Source, start: tuple[Position | None, bool]) -> Fetched:
-            return fetch(self._api, self._native, source, start[0], own=start[1], complete=source.ended)
-
-        with ThreadPoolExecutor(max_workers=min(_AT_ONCE, len(wanted))) as pool:
-            answers = list(pool.map(fetched, wanted, starts))
-        current = self._still_current(wanted)
-        for source, answer in zip(wanted, answers, strict=True):
-            if source.name not in current:
-                continue  # another run has begun meanwhile, and it may be that one's
-            yield from self._of_answer(source, answer)
+    def _fetched(self, held: contextlib.ExitStack, source: Source, start: _Start) -> Fetched | None:
+        answer = fetch(self._api, self._native, source, start[0], own=start[1], complete=source.ended)
+        held.callback(answer.close)
+        # Where another run has begun meanwhile, it may be that one's.
+        return answer if self._is_still(source) else None
 
     def _of_answer(self, source: Source, answer: Fetched) -> Iterator[LogLine]:
         if answer.error is not None:
@@ -337,19 +351,21 @@ class _Pass:
             # A pod that goes on when its job has ended is not followed any further.
             self._finish(source)
 
-    def _still_current(self, wanted: Sequence[Source]) -> set[str]:
-        """Those whose run is still the one that they were read as."""
-        sure = {source.name for source in wanted if source.previous or source.settled}
-        if len(sure) == len(wanted):
-            return sure
-        now = self._sources_now()
-        return sure | {
-            name for name in (source.name for source in wanted)
-            if name in now and not now[name].previous and not now[name].lost
-        }  # fmt: skip
+    def _is_still(self, source: Source) -> bool:
+        """Whether its run is still the one that it was read as."""
+        if source.previous or source.settled:
+            return True
+        now = self._now(source)
+        return now is not None and not now.previous and not now.lost
 
-    def _sources_now(self) -> dict[str, Source]:
-        return {source.name: source for source in sources.of(asking.pods_of(self._api, self._native))}
+    def _is_running(self, source: Source) -> bool:
+        """What is watched may be behind, and the last line of a log that has ended is in its stream."""
+        now = self._now(source)
+        return now is not None and not now.ended
+
+    def _now(self, source: Source) -> Source | None:
+        pod = asking.pod_of(self._api, self._native, source.pod)
+        return next((each for each in sources.of([pod] if pod else []) if each.name == source.name), None)
 
     def _to_the_end(self, pods: Sequence[Mapping[str, Any]]) -> Iterator[LogLine]:
         """Of a job whose object somebody deleted: its pods have their grace, and may have something to say in it."""

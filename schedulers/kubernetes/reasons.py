@@ -37,7 +37,6 @@ WAITING: Mapping[str, Meaning] = {
 ADVICE: tuple[tuple[str, str], ...] = (
     ("runAsNonRoot", "the image's user is root or has no number: run_as_user: 1000 names another"),
     ("non-root", "the image's user is root or has no number: run_as_user: 1000 names another"),
-    ("not found", ""),
 )
 
 # Why a container ended, where its exit code is not the whole story.

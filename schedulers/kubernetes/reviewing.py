@@ -10,12 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import SpecError
+from ..errors import SpecError, SubmitError
 from ..job import JobSpec
 from . import code as coding
-from . import kinds, manifests, packing, submitting
+from . import kinds, loading, manifests, packing, submitting
 from .api import Api
-from .errors import ApiError, Forbidden, NotFound
+from .errors import ApiError, Forbidden
 from .options import KubernetesOptions
 
 _QUERY = {"dryRun": "All", "fieldValidation": "Strict", "fieldManager": "accel"}
@@ -23,6 +23,8 @@ _QUERY = {"dryRun": "All", "fieldValidation": "Strict", "fieldManager": "accel"}
 
 def review(api: Api, spec: JobSpec, options: KubernetesOptions, job_id: str) -> list[str]:
     """A line for each thing that the cluster would refuse of the job, or leave out. Nothing is made there.
+
+    Of a TrainJob, what Trainer's webhook has to say beyond its runtime is not heard: it looks for that one first.
 
     Raises Unreachable, ConfigError, SnapshotError.
     """
@@ -40,7 +42,7 @@ def review(api: Api, spec: JobSpec, options: KubernetesOptions, job_id: str) -> 
 
 
 def _built(api: Api, spec: JobSpec, options: KubernetesOptions, job_id: str) -> list[coding.Object]:
-    """The objects as `submit` makes them, but for their owner, which there is none of yet."""
+    """The objects as `submit` makes them, but for their owner, which there is none of yet. Raises SpecError."""
     with tempfile.TemporaryDirectory(prefix="accel-") as scratch:
         _, data = packing.pack(spec, options, Path(scratch), None)
     code = coding.Code(kind="image")
@@ -48,23 +50,32 @@ def _built(api: Api, spec: JobSpec, options: KubernetesOptions, job_id: str) -> 
         code = coding.chosen(options, len(data), coding.digest_of(data), api.target)
     carried = data if code.kind == "configmap" else None
     made = manifests.build(spec, options, job_id, code, target=api.target, data=carried)
-    return [manifests.stamped(each, spec if each is made.workload else None) for each in made]
+    loaders = [loading.loader(spec, options, job_id, api.target)] if code.kind == "pvc" else []
+    return [manifests.stamped(each, spec if each is made.workload else None) for each in (*loaders, *made)]
 
 
 def _lines(api: Api, made: coding.Object) -> Iterator[str]:
+    yield from _claim_lines(api, made)
     try:
         answer = api.call("POST", submitting.list_of(api, made), body=made, query=_QUERY)
-    except NotFound as error:
-        missing = error.details.get("kind") == "namespaces"
-        yield (
-            f"{api.where}: there is no namespace {api.namespace} (namespace: in accel.yaml)" if missing else str(error)
-        )
     except ApiError as error:
-        yield str(error)
+        if not submitting.lacks_runtime(error):  # which is made first, and by a dry run not at all
+            yield str(error)
     else:
         called = submitting.called(made)
         for place in dropped(made, answer):
             yield f"{api.where}: {called}: {place}: the cluster does not know it, and would leave it out"
+
+
+def _claim_lines(api: Api, made: coding.Object) -> Iterator[str]:
+    """Of the pod that brings the code to a claim."""
+    if made["kind"] == "Pod":
+        from . import claim
+
+        try:
+            claim.check(api, made)
+        except SubmitError as error:
+            yield str(error)
 
 
 def dropped(sent: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:

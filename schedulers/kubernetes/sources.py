@@ -12,13 +12,11 @@ from .positions import Piece
 
 Object = Mapping[str, Any]
 
-_MAIN = ("pytorch", "node")
 _OWN = "accel-"
 _RANK = re.compile(rb"\[rank (\d{1,7})\] ")
 # What the launcher says, and the lines of its report of a failure after the first: see accel/launch/report.py.
 _LAUNCHER = b"accel launch: "
 _REPORT = re.compile(rb"  (\| |(error|cause|remedy|log|others): )")
-_RESTART = "jobset.sigs.k8s.io/restart-attempt"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +73,7 @@ def of(pods: Sequence[Object]) -> list[Source]:
         node = names.node_of(pod)
         if node is None:
             continue
-        label = _said(pod).get(_RESTART, "")
+        label = _said(pod).get(names.RESTART_ATTEMPT, "")
         base = int(label) if label.isdigit() else earlier.get(node, 0)
         earlier[node] = earlier.get(node, 0) + 1
         found += _of_pod(pod, node, base)
@@ -103,10 +101,10 @@ def _of_pod(pod: Object, node: int, base: int) -> Iterator[Source]:
     over = status.get("phase") in ("Succeeded", "Failed")
     for container in (*(status.get("initContainerStatuses") or []), *(status.get("containerStatuses") or [])):
         name = str(container.get("name"))
-        if name not in _MAIN and not name.startswith(_OWN):
+        if name not in names.MAIN and not name.startswith(_OWN):
             continue
-        tee = name in _MAIN and "--tee" in _launch(commands.get(name, ()))
-        yield from _runs(pod, container, node, base, over=over, tee=tee, main=name in _MAIN)
+        tee = name in names.MAIN and "--tee" in _launch(commands.get(name, ()))
+        yield from _runs(pod, container, node, base, over=over, tee=tee, main=name in names.MAIN)
 
 
 def _runs(

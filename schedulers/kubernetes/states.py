@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..job import Reason, State, Status
-from . import names, reasons, reports
+from . import jobset, names, reasons, reports
 from .reasons import Meaning
 
 Object = Mapping[str, Any]
@@ -20,7 +20,6 @@ _SUCCEEDED: Mapping[str, str] = {
     "TrainJob": "Complete",
 }
 _FAILED = "Failed"
-_MAIN = ("pytorch", "node")
 _LONGEST = 400
 # The echoes of another rank's failure: the launcher was told to end, or was killed when it did not.
 _ECHOES = (143, 137)
@@ -66,9 +65,9 @@ def status_of(workload: Object, pods: Sequence[Object] = (), events: Sequence[Ob
         native = _SUCCEEDED.get(kind, "Succeeded")
         return Status(state=State.SUCCEEDED, exit_code=0, attempt=attempt, native_state=native)
     if _FAILED in conditions:
-        if kind == "Job":
+        if kind == "Job" and not _cut_short(conditions[_FAILED], status, pods):
             attempt = max(0, attempt - 1)  # what has failed is counted, and nothing came after the last
-        return _failed(conditions[_FAILED], pods, attempt)
+        return _failed(workload, conditions[_FAILED], pods, attempt)
     if (workload.get("metadata") or {}).get("deletionTimestamp"):
         running = any(_running(pod) for pod in pods)
         state = State.RUNNING if running else State.QUEUED
@@ -78,13 +77,15 @@ def status_of(workload: Object, pods: Sequence[Object] = (), events: Sequence[Ob
     return _going(workload, conditions, pods, events, attempt)
 
 
-def _failed(condition: Object, pods: Sequence[Object], attempt: int) -> Status:
-    said = str(condition.get("message") or "")
-    reason, message = reasons.JOB.get(str(condition.get("reason")), (Reason.EXIT_CODE, ""))
+def _failed(workload: Object, condition: Object, pods: Sequence[Object], attempt: int) -> Status:
+    said, word, ends = str(condition.get("message") or ""), str(condition.get("reason")), _ends(pods)
+    if word == jobset.FAILED_FOR_GOOD:
+        word = jobset.why_for_good(workload, (end.code for end in ends))
+    reason, message = reasons.JOB.get(word, (Reason.EXIT_CODE, ""))
     for words, meaning in reasons.SAID_OF_JOB:
         if words in said:
             reason, message = meaning
-    end = min(_ends(pods), key=lambda each: each.order, default=None)
+    end = min(ends, key=lambda each: each.order, default=None)
     code = end.code if end is not None else None
     if reason is Reason.TIME_LIMIT:
         code = None
@@ -147,24 +148,26 @@ def _held(workload: Object, attempt: int) -> Status:
 
 def _obstacle(pods: Sequence[Object], events: Sequence[Object], *, seen: bool) -> Meaning:
     """What keeps pods from running; the gravest of what there is, of the lowest node."""
-    found = [meaning for pod in sorted(pods, key=_node) for meaning in _waiting(pod, events)]
+    found = [
+        (reason, f"node {_node(pod)}: {what}") for pod in sorted(pods, key=_node) for reason, what in waits(pod, events)
+    ]
     if not seen or not found:
         found += _refusals(events, {_name(pod) for pod in pods})
     grave = [each for each in found if each[0] is Reason.SETUP]
     return next(iter(grave or found), (Reason.NONE, ""))
 
 
-def _waiting(pod: Object, events: Sequence[Object]) -> Iterable[Meaning]:
-    node = f"node {_node(pod)}"
+def waits(pod: Object, events: Sequence[Object]) -> Iterable[Meaning]:
+    """What keeps this pod from running. `events` may be those of others too."""
     status = pod.get("status") or {}
     lost = _pod_reason(pod)
     if lost is not None:
-        yield lost[0], f"{node}: {lost[1]}"
+        yield lost
     for condition in status.get("conditions") or []:
         if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
             held = condition.get("reason") == "SchedulingGated"
             what = "a scheduling gate holds it" if held else "no node fits"
-            yield Reason.NO_CAPACITY, f"{node}: {_joined(what, '' if held else condition.get('message'))}"
+            yield Reason.NO_CAPACITY, _joined(what, "" if held else condition.get("message"))
     for container in (*(status.get("initContainerStatuses") or []), *(status.get("containerStatuses") or [])):
         waiting = (container.get("state") or {}).get("waiting")
         if not waiting or _running(pod):
@@ -178,7 +181,7 @@ def _waiting(pod: Object, events: Sequence[Object]) -> Iterable[Meaning]:
             reason, what = end.reason, _joined(what, end.message)
         else:
             what = _joined(what, _advised(str(waiting.get("message") or ""), str(container.get("image") or "")))
-        yield reason, f"{node}: {what}"
+        yield reason, what
     if status.get("phase") == "Pending" and not _running(pod):
         # A pod that is scheduled and waits for volumes or a sandbox says so in its events alone.
         for event in _newest(events):
@@ -186,7 +189,7 @@ def _waiting(pod: Object, events: Sequence[Object]) -> Iterable[Meaning]:
                 if event.get("reason") == "FailedScheduling":
                     continue
                 reason, what = reasons.POD_EVENTS[str(event["reason"])]
-                yield reason, f"{node}: {_joined(what, event.get('message'))}"
+                yield reason, _joined(what, event.get("message"))
                 break
 
 
@@ -238,8 +241,8 @@ def _last_end(container: Object, pod: Object) -> _End | None:
         text = str(ended.get("message") or "")
         said, node, when = reports.last_line(text), _node(pod), str(ended.get("finishedAt") or "")
         who, grade = f"node {node}", 2 if reason is Reason.EXIT_CODE else 0
-        report = reports.read(text) if name in _MAIN else None
-        if name not in _MAIN:
+        report = reports.read(text) if name in names.MAIN else None
+        if name not in names.MAIN:
             reason = Reason.SETUP
             what = "the code could not be brought" if name.startswith("accel-") else f"container {name} failed"
         elif report is not None and reason is Reason.EXIT_CODE:
@@ -274,10 +277,16 @@ def _attempts(kind: str, status: Object, pods: Sequence[Object]) -> int:
     for pod in pods:
         if _phase(pod) == "Failed":
             failures[_node(pod)] = failures.get(_node(pod), 0) + 1
-        label = ((pod.get("metadata") or {}).get("labels") or {}).get("jobset.sigs.k8s.io/restart-attempt", "")
+        label = ((pod.get("metadata") or {}).get("labels") or {}).get(names.RESTART_ATTEMPT, "")
         if kind == "TrainJob":
             failures[_node(pod)] = int(label) if label.isdigit() else 0
     return max(failures.values(), default=0)
+
+
+def _cut_short(failed: Object, status: Object, pods: Sequence[Object]) -> bool:
+    """Whether the last attempt's pods were deleted as its time was over: the Job counts them, and they are gone."""
+    known = sum(_phase(pod) == "Failed" for pod in pods)
+    return failed.get("reason") == "DeadlineExceeded" and int(status.get("failed") or 0) > known
 
 
 def _wanted(workload: Object) -> int | None:
@@ -305,7 +314,7 @@ def _running(pod: Object) -> bool:
     if (pod.get("metadata") or {}).get("deletionTimestamp") and _disruption(pod):
         return False
     for each in (pod.get("status") or {}).get("containerStatuses") or []:
-        if each.get("name") in _MAIN and (each.get("state") or {}).get("running"):
+        if each.get("name") in names.MAIN and (each.get("state") or {}).get("running"):
             return True
     return False
 
@@ -361,7 +370,7 @@ def _newest(events: Sequence[Object]) -> list[Object]:
 
 def _advised(said: str, image: str) -> str:
     for words, advice in reasons.ADVICE:
-        if advice and words in said:
+        if words in said:
             return advice
     return said if image in said else f"{image} ({said})" if said else image
 

@@ -69,6 +69,11 @@ class Fetched:
                 yield from self._stamped.feed(chunk)
         yield from self._stamped.end(complete=self._complete)
 
+    def close(self) -> None:
+        """Whether or not its pieces were taken."""
+        if self._file is not None:
+            self._file.close()
+
 
 def fetch(
     api: Api, native: Native, source: Source, after: Position | None, *, own: bool = True, complete: bool
@@ -88,6 +93,9 @@ def fetch(
         found.absent = "not found" in str(error) and "waiting to start" not in str(error)
     except SchedulerError as error:
         found.error = error
+    except OSError as error:
+        why = f"{tempfile.gettempdir()}: {(error.strerror or str(error)).lower()}"
+        found.error = SchedulerError(f"{api.where}: what {source.who()} cannot be kept while it is read: {why}")
     return found
 
 

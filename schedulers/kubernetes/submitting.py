@@ -1,17 +1,21 @@
 """Makes a job's objects: once, however often it is asked and wherever it is cut off.
 
 All names come from the job's id. An object that is there already is this job's when it has the digest that ours would
-have; anything else of that name is somebody else's and stays.
+have; anything else of that name is somebody else's and stays. API servers ask quotas and webhooks before they look
+whether an object is there: any refusal may be of one that is. https://github.com/kubernetes/kubernetes/issues/106842
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import random
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import ConfigError, SchedulerError, SubmitError, Unreachable
-from ..job import JobSpec, Reason
+from ..job import JobSpec, Reason, State
 from . import manifests, names
 from .api import Api
 from .code import Code, Object
@@ -34,6 +38,12 @@ _MERGE = "application/merge-patch+json"
 # What is made that a field the cluster does not know is refused, and not dropped (from Kubernetes 1.25 on).
 _STRICT = {"fieldValidation": "Strict", "fieldManager": "accel"}
 _TIMES = 5
+# What is refused for a moment only is asked for again, for so long, after pauses of about so much.
+_PASSING_S, _FIRST_S, _LAST_S = 20.0, 0.1, 1.0
+# Trainer looks for the runtime in a cache, which follows what was made a moment ago.
+_NO_RUNTIME_YET = "must be created before the TrainJob"
+
+logger = logging.getLogger(__name__)
 
 
 class Taken(SubmitError):
@@ -61,27 +71,31 @@ def submit(
     told, or not be finished: the same call carries it out.
     """
     made = manifests.build(spec, options, job_id, code, target=api.target, data=data)
-    return _all(api, made, spec)
+    return _all(api, made, manifests.stamped(made.workload, spec))
 
 
-def _all(api: Api, made: manifests.Manifests, spec: JobSpec) -> Mapping[str, Any]:
+def _all(api: Api, made: manifests.Manifests, workload: Object) -> Mapping[str, Any]:
     done: list[Object] = []
+    new = False
     try:
         for each in made.first:
             create(api, manifests.stamped(each))
             done.append(each)
-        workload = create(api, manifests.stamped(made.workload, spec))
-        done.append(made.workload)
-        # Lists have their items' kinds left out, and some servers those of single objects.
-        owner = {**workload, "apiVersion": made.workload["apiVersion"], "kind": made.workload["kind"]}
+        there, new = _created(api, workload)
+        done.append(workload)
+        owner = _whole(there, workload)
         for each in made.first:
             _own(api, each, owner)
         for each in made.then:
             create(api, manifests.owned(manifests.stamped(each), owner))
             done.append(each)
     except (ApiError, Taken, ConfigError) as error:
-        refusal = _refusal(api, error) if isinstance(error, ApiError) else error
-        left = _remove(api, done)
+        refusal = refused(error) if isinstance(error, ApiError) else error
+        earlier = None if new else _earlier(api, workload)
+        if earlier is not None and _has_begun(api, earlier):
+            logger.warning("%s; the job runs since an earlier submit, and is left as it is", refusal)
+            return earlier
+        left = _remove(api, done if earlier is None else [*done, workload])
         if left:
             # It may run: neither failed nor gone, until somebody has the answer.
             raise Unreachable(f"{refusal}; {left} is there and could not be removed again") from None
@@ -92,16 +106,52 @@ def _all(api: Api, made: manifests.Manifests, spec: JobSpec) -> Mapping[str, Any
 def create(api: Api, made: Object) -> dict[str, Any]:
     """The object as the cluster has it, now or since an earlier submit of the same. Raises Taken, ApiError,
     Unreachable."""
+    return _created(api, made)[0]
+
+
+def _created(api: Api, made: Object) -> tuple[dict[str, Any], bool]:
+    """The object, and whether it is certain that this call made it."""
     for _ in range(_TIMES):
         try:
-            return _post(api, made)
-        except Conflict as error:
-            if error.word != "AlreadyExists":
+            return _posted(api, made), True
+        except ApiError as error:
+            known = isinstance(error, Conflict) and error.word == "AlreadyExists"
+            try:
+                there = _there(api, made)
+            except Forbidden as blind:
+                raise blind if known else error from None
+            if there is not None:
+                return _ours(api, made, there), False
+            if not known:
                 raise
-        with contextlib.suppress(NotFound):  # removed between the two
-            there = api.call("GET", path_of(api, made))
-            return _ours(api, made, there)
     raise Unreachable(f"{api.where}: {called(made)} comes and goes: somebody else removes it again and again")
+
+
+def _posted(api: Api, made: Object) -> dict[str, Any]:
+    """What is refused for a moment only is asked for again."""
+    deadline, pause = time.monotonic() + _PASSING_S, _FIRST_S
+    while True:
+        try:
+            return _post(api, made)
+        except ApiError as error:
+            if not _passes(error) or time.monotonic() > deadline:
+                raise
+        time.sleep(pause * random.uniform(0.5, 1.5))
+        pause = min(_LAST_S, 2 * pause)
+
+
+def _passes(error: ApiError) -> bool:
+    """Many creates at a time get in each other's way at a quota, which answers one of them with a conflict of its own:
+    https://github.com/kubernetes/kubernetes/issues/67761"""
+    return (isinstance(error, Conflict) and error.word == "Conflict") or lacks_runtime(error)
+
+
+def lacks_runtime(error: ApiError) -> bool:
+    """Whether Trainer's webhook refuses a TrainJob because it sees no runtime of that name.
+
+    https://github.com/kubeflow/trainer/blob/master/pkg/runtime/core/trainingruntime.go (`ValidateObjects`)
+    """
+    return _NO_RUNTIME_YET in str(error)
 
 
 def _post(api: Api, made: Object) -> dict[str, Any]:
@@ -109,8 +159,42 @@ def _post(api: Api, made: Object) -> dict[str, Any]:
     try:
         return api.call("POST", at, body=made, query=_STRICT)
     except Unreachable:
-        # If the first one got through, the second is told that it is there.
+        # If the first one got through, the second is told that it is there, or refused.
         return api.call("POST", at, body=made, query=_STRICT)
+
+
+def _there(api: Api, made: Object) -> dict[str, Any] | None:
+    """What there is of that name."""
+    try:
+        return api.call("GET", path_of(api, made))
+    except NotFound:
+        return None
+
+
+def _earlier(api: Api, workload: Object) -> Object | None:
+    """The job's object, where an earlier submit has made it. Raises Unreachable."""
+    try:
+        there = _there(api, workload)
+        return None if there is None else _whole(_ours(api, workload, there), workload)
+    except (ApiError, Taken):
+        return None
+
+
+def _has_begun(api: Api, workload: Object) -> bool:
+    """Whether a pod of the job runs or has run, as far as that may be seen: what it lacks came too late for it."""
+    from . import asking, states  # of no use to a submit that is taken
+
+    query = {"labelSelector": f"{names.JOB_ID}={workload['metadata']['labels'][names.JOB_ID]}"}
+    try:
+        pods = list(asking.listed(api, api.path("v1", "pods"), query))
+    except ApiError:
+        return True
+    return states.status_of(workload, pods).state is not State.QUEUED
+
+
+def _whole(there: Mapping[str, Any], made: Object) -> dict[str, Any]:
+    """Lists have their items' kinds left out, and some servers those of single objects."""
+    return {**there, "apiVersion": made["apiVersion"], "kind": made["kind"]}
 
 
 def _ours(api: Api, made: Object, there: dict[str, Any]) -> dict[str, Any]:
@@ -168,8 +252,7 @@ def called(made: Mapping[str, Any]) -> str:
     return f"{made['kind']} {made['metadata']['name']}"
 
 
-def _refusal(api: Api, error: ApiError) -> SchedulerError:
-    if isinstance(error, NotFound) and error.details.get("kind") == "namespaces":
-        return Refused(f"{api.where}: there is no namespace {api.namespace} (namespace: in accel.yaml)", Reason.SETUP)
+def refused(error: ApiError, message: str | None = None) -> Refused:
+    """What a refusal means for the job; its own words, unless there are better ones."""
     full = isinstance(error, Forbidden) and "exceeded quota" in str(error)
-    return Refused(str(error), Reason.NO_CAPACITY if full else Reason.SETUP)
+    return Refused(message or str(error), Reason.NO_CAPACITY if full else Reason.SETUP)

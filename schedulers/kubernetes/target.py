@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from ..errors import SubmitError, Unreachable
+from ..errors import ConfigError, SchedulerError, SubmitError, Unreachable
 from ..job import Cursor, JobSpec, LogLine, Status
 from ..target import Checked, Found, Plan, TargetContext
 from . import options as meaning
@@ -69,23 +69,26 @@ class KubernetesTarget:
 
     def _check_kind(self, api: Api, *, sent: bool) -> None:
         """The first question to the cluster. While nothing of the job was sent, no answer means that nothing is
-        there: SubmitError, where Unreachable would leave that open."""
+        there: SubmitError, where Unreachable would leave that open. What was sent may be there, whoever asks now."""
         from . import kinds
-        from .errors import Forbidden
+        from .errors import Forbidden, Unauthorized
 
         try:
             kinds.check_kind(self._options, api.versions(), self.name)
         except Forbidden:
             pass  # then the answer to what is made will say it
-        except Unreachable as error:
+        except (Unreachable, Unauthorized, ConfigError) as error:
             if sent:
-                raise
-            raise SubmitError(f"{error}; nothing was submitted") from None
+                raise Unreachable(str(error)) from None
+            if isinstance(error, Unreachable):
+                raise SubmitError(f"{error}; nothing was submitted") from None
+            raise
 
     def poll(self, native_ids: Sequence[str]) -> Mapping[str, Status]:
         """A list for each kind of object and one of the pods, or what a watch that runs has seen.
 
-        Raises Unreachable, which has the answers that there were, when a cluster cannot be asked about the others.
+        Raises Unreachable, which has the answers that there were, when a cluster cannot be asked about the others;
+        ConfigError or ApiError when that is so of the only cluster.
         """
         from .native import Native
 
@@ -97,7 +100,12 @@ class KubernetesTarget:
             cluster = self._of(native)
             groups.setdefault(id(cluster), (cluster, []))[1].append(native)
         for cluster, natives in groups.values():
-            answers, why = self._follower(cluster).statuses(natives)
+            try:
+                answers, why = self._follower(cluster).statuses(natives)
+            except SchedulerError as error:
+                if len(groups) == 1:
+                    raise
+                answers, why = {}, dict.fromkeys(map(str, natives), str(error))
             found |= answers
             silent |= why
         if silent:

@@ -75,7 +75,7 @@ class ApiServer:
         )
 
     def _page(self, path: str, query: Mapping[str, str]) -> Object:
-        matching = [o for o in self.objects.get(path, []) if _selected(o["metadata"]["labels"], query["labelSelector"])]
+        matching = [o for o in self.objects.get(path, []) if query["labelSelector"] in o["metadata"]["labels"]]
         start, limit = int(query.get("continue", 0)), int(query["limit"])
         more = {"continue": str(start + limit)} if start + limit < len(matching) else {}
         return {"metadata": more, "items": matching[start : start + limit]}
@@ -90,14 +90,6 @@ class ApiServer:
                 self.deleted.append(f"{path.rpartition('/')[2]}/{name}")
                 return 200, {}
         return 404, {"message": "not found"}
-
-
-def _selected(labels: Mapping[str, str], selector: str) -> bool:
-    for term in selector.split(","):
-        key, unequal, value = term.partition("!=")
-        if labels.get(key) == value if unequal else key not in labels:
-            return False
-    return True
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.clusters.kubernetes import Kubernetes
+from tests.waiting import until
 
 from . import charts
 from .releases import Failed, Releases, both, releases
@@ -127,7 +128,7 @@ def test_the_charts_own_test(
 
 @both
 def test_a_training_job_by_values(
-    helm: Releases, chart: Callable[[str], Path], kubernetes: Kubernetes, namespace: str
+    version: str, helm: Releases, chart: Callable[[str], Path], kubernetes: Kubernetes, namespace: str
 ) -> None:
     made = chart("accel-job")
     values = {
@@ -147,6 +148,8 @@ def test_a_training_job_by_values(
         assert time.monotonic() < deadline, kubernetes.diagnose()
         time.sleep(0.2)
     name = only(kubernetes, jobs)
+    if version == "helm3":  # as the other one does, with a launcher that takes its time
+        helm.test(NAME)
     said = [kubernetes.logs(namespace, f"{name}-{role}-0") for role in ("master", "worker")]
     assert [text.splitlines()[-1] for text in said] == [f"node {name.removeprefix(f'{NAME}-')}"] * 2, said
 
@@ -160,6 +163,26 @@ def test_a_training_job_by_values(
     assert len(left) == 1
     helm.uninstall(NAME)
     until_there(kubernetes, namespace, [])
+
+
+@both
+def test_each_kind_of_training_job_by_values(
+    helm: Releases, chart: Callable[[str], Path], kubernetes: Kubernetes, namespace: str
+) -> None:
+    """Held back, so that nothing runs; the API server takes their objects, and Helm takes them away again."""
+    made = chart("accel-job")
+    values = {"image": "example.org/train:1", "argv": ["train.py"], "nodes": 2, "timeLimit": 60, "suspend": True}
+    for workload in ("jobset", "job", "trainjob"):
+        helm.install(workload, made, {**values, "workload": workload, "maxRestarts": 1})
+    kinds = [each.partition("/")[0] for each in there(kubernetes, namespace)]
+    assert {"jobs", "jobsets", "services", "trainingruntimes", "trainjobs"} <= set(kinds)
+    for workload in ("jobset", "job", "trainjob"):
+        helm.uninstall(workload)
+
+    def left() -> list[str]:
+        return [each for each in there(kubernetes, namespace) if not each.startswith("trainingruntimes/trainjob-")]
+
+    until(lambda: left() == [], "but for the runtime, which is a hook, nothing is left")
 
 
 @both

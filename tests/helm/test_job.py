@@ -33,6 +33,7 @@ _OF_SPEC = set(
     "name jobId entry argv workdir setup env secrets nodes maxNodes procsPerNode resources timeLimit grace maxRestarts "
     "global image".split()
 )
+_OF_THE_WORLD = {"ACCEL_NODES", "ACCEL_MASTER", "ACCEL_PORT", "JOBSET_RESTART_ATTEMPT"}
 _RENAMED = {"startTimeout": "start_timeout_s", "ttl": "ttl_s"}
 
 
@@ -138,12 +139,21 @@ def differences(chart: object, builders: object, place: str = "") -> Iterator[st
         yield f"{place}: the chart has {chart!r}, the builders {builders!r}"
 
 
+def objects(text: str) -> list[helms.Manifest]:
+    """But for those of the chart's own test."""
+    return [each for each in helms.objects(text) if notes(each).get("helm.sh/hook") != "test"]
+
+
+def notes(made: helms.Manifest) -> dict[str, str]:
+    return made["metadata"].get("annotations") or {}
+
+
 def job_id(made: list[helms.Manifest]) -> str:
     return str(made[0]["metadata"]["labels"][names.JOB_ID])
 
 
 def assert_same(helm: helms.Helm, values: Mapping[str, Any]) -> None:
-    made = helms.objects(helm.render(CHART, values))
+    made = objects(helm.render(CHART, values))
     assert list(differences(comparable(made), comparable(built(whole(values), job_id(made))))) == []
 
 
@@ -178,7 +188,7 @@ def test_every_workload_takes_every_option(helm3: helms.Helm3, workload: str, mo
 def test_code_in_the_values_is_split_as_the_builders_split_it(helm: helms.Helm) -> None:
     data = random.Random(1).randbytes((768 << 10) + 5)
     values = {**LEAST, "code": {"kind": "configmap", "archive": base64.b64encode(data).decode()}}
-    made = helms.objects(helm.render(CHART, values))
+    made = objects(helm.render(CHART, values))
     assert sorted(o["metadata"]["name"][-6:] for o in made if o["kind"] == "ConfigMap") == ["code-0", "code-1"]
     assert list(differences(comparable(made), comparable(built(whole(values), job_id(made))))) == []
 
@@ -192,8 +202,9 @@ def test_code_in_the_values_can_be_unpacked(helm3: helms.Helm3, tmp_path: Path) 
         tar.addfile(about, io.BytesIO(b"1 + 1"))
     archive = base64.b64encode(packed.getvalue()).decode()
     text = helm3.render(CHART, {**LEAST, "code": {"kind": "configmap", "archive": archive}})
-    words = checking.pods(helms.objects(text))[0]["initContainers"][0]["command"]
-    (tmp_path / "code-0").write_bytes(base64.b64decode(helms.named(text, "ConfigMap")["binaryData"]["code-0"]))
+    words = checking.pods(objects(text))[0]["initContainers"][0]["command"]
+    (code,) = [each for each in objects(text) if each["kind"] == "ConfigMap"]
+    (tmp_path / "code-0").write_bytes(base64.b64decode(code["binaryData"]["code-0"]))
     moved = [word.replace("/accel-code", str(tmp_path)).replace("/accel/code", f"{tmp_path}/code") for word in words]
     assert os.spawnvp(os.P_WAIT, moved[0], moved) == 0
     assert (tmp_path / "code/train.py").read_text() == "1 + 1"
@@ -214,7 +225,7 @@ def test_pods_are_restricted_unless_told_otherwise(helm3: helms.Helm3, file: Pat
 
 def test_other_values_are_another_job(helm: helms.Helm) -> None:
     ids = [
-        job_id(helms.objects(helm.render(CHART, {**LEAST, **more}, release)))
+        job_id(objects(helm.render(CHART, {**LEAST, **more}, release)))
         for more, release in [({}, "a"), ({}, "a"), ({}, "b"), ({"grace": 31}, "a")]
     ]
     assert ids[0] == ids[1]
@@ -225,7 +236,7 @@ def test_other_values_are_another_job(helm: helms.Helm) -> None:
     ("release", "name"), [("train", "train"), ("2026.run.a", "run-a"), ("7", "job"), ("x" * 53, "x" * 27)]
 )
 def test_the_name_comes_from_the_release(helm: helms.Helm, release: str, name: str) -> None:
-    made = helms.objects(helm.render(CHART, LEAST, release))[0]
+    made = objects(helm.render(CHART, LEAST, release))[0]
     assert made["metadata"]["name"] == f"{name}-{job_id([made])}"
     assert len(made["metadata"]["name"]) <= names.MOST
 
@@ -234,6 +245,21 @@ def test_the_runtime_is_there_before_the_train_job(helm: helms.Helm) -> None:
     text = helm.render(CHART, {**LEAST, "workload": "trainjob"})
     assert helms.named(text, "TrainingRuntime")["metadata"]["annotations"]["helm.sh/hook"] == "pre-install,pre-upgrade"
     assert "annotations" not in helms.named(text, "TrainJob")["metadata"]
+
+
+@each_file
+def test_the_charts_own_test_looks_into_the_jobs_pod(helm: helms.Helm, file: Path) -> None:
+    values = whole(charts.load(file))
+    made = helms.objects(helm.render(CHART, values))
+    job = checking.pods([each for each in made if notes(each).get("helm.sh/hook") != "test"])[0]
+    (test,) = [each["spec"] for each in made if each["kind"] == "Pod"]
+    alike = ("image", "securityContext", "workingDir", "env")
+    inside, trains = test["containers"][0], job["containers"][0]
+    own = [each for each in trains["env"] if each["name"] not in _OF_THE_WORLD]
+    assert {key: inside.get(key) for key in alike} == {key: trains.get(key) for key in alike} | {"env": own}
+    assert inside["command"][-3:] == ["/accel-check/check.py", values["entry"], values["argv"][0].replace("$", "$$")]
+    assert len(test.get("initContainers", [])) == len(job.get("initContainers", []))
+    assert all("nvidia.com/gpu" not in str(each["resources"]) for each in (inside, *test.get("initContainers", [])))
 
 
 # Values that the chart and the builders both refuse, and what the chart says.
@@ -255,6 +281,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"volumes": [{"mount": "/a", "source": {"hostPath": {"path": "/a"}}}]}, "/a: a directory of the node"),
     ({"runAsUser": 0}, "0 is root"),
     ({"volumes": [{"mount": "/dev/shm/", "claim": "a"}]}, "/dev/shm/ is mounted already"),
+    ({"volumes": [{"mount": "/accel/code", "claim": "a"}]}, "/accel/code is mounted already"),
+    ({"volumes": [{"mount": "//x/../accel/code/", "claim": "a"}]}, "//x/../accel/code/ is mounted already"),
     ({"volumes": [{"mount": "/a", "claim": "a"}, {"mount": "/a/", "claim": "a"}]}, "/a/ is mounted already"),
     ({"volumes": [{"mount": "/a"}]}, "volumes"),
     ({"volumes": [{"mount": "/a", "claim": "a", "secret": "b"}]}, "volumes"),

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,8 +20,22 @@ JOBS = f"/apis/batch/v1/namespaces/{helms.NAMESPACE}/jobs"
 PYTORCHJOBS = f"/apis/kubeflow.org/v1/namespaces/{helms.NAMESPACE}/pytorchjobs"
 CONFIG_MAPS = f"/api/v1/namespaces/{helms.NAMESPACE}/configmaps"
 SERVICES = f"/api/v1/namespaces/{helms.NAMESPACE}/services"
-KINDS = {"/api/v1": ["configmaps", "services"], "/apis/batch/v1": ["jobs"], "/apis/kubeflow.org/v1": ["pytorchjobs"]}
-CLEANUP = {"cleanup": {"enabled": True, "afterHours": 24}}
+PODS = f"/api/v1/namespaces/{helms.NAMESPACE}/pods"
+RUNTIMES = f"/apis/trainer.kubeflow.org/v1alpha1/namespaces/{helms.NAMESPACE}/trainingruntimes"
+# A cluster without Volcano.
+KINDS = {
+    "/api/v1": ["configmaps", "pods", "services"],
+    "/apis/batch/v1": ["jobs"],
+    "/apis/kubeflow.org/v1": ["pytorchjobs"],
+    "/apis/trainer.kubeflow.org/v1alpha1": ["trainingruntimes", "trainjobs"],
+}
+CLEANUP: dict[str, Any] = {
+    "cleanup": {"enabled": True, "afterHours": 24},
+    "kinds": {"trainjob": True},
+    "snapshots": {"name": "code"},
+    "volcano": {"podGroups": True},
+}
+HELMS = {"app.kubernetes.io/managed-by": "Helm"}
 
 
 def ago(hours: float) -> str:
@@ -62,7 +77,7 @@ def run(text: str, kind: str, address: str, account: Path) -> subprocess.Complet
 
 
 def clean(helm3: helms.Helm3, server: ApiServer, account: Path, **more: object) -> subprocess.CompletedProcess[str]:
-    values = {"cleanup": {**CLEANUP["cleanup"], **more}}
+    values = {**CLEANUP, "cleanup": {**CLEANUP["cleanup"], **more}}
     return run(helm3.render(CHART, values), "CronJob", server.address, account)
 
 
@@ -86,14 +101,22 @@ def test_jobs_that_ended_long_ago_go(helm3: helms.Helm3, cluster: ApiServer, acc
 
 def test_what_no_job_owns_goes(helm3: helms.Helm3, cluster: ApiServer, account: Path) -> None:
     cluster.add(JOBS, "running", labels=ours("running"))
-    for path in (CONFIG_MAPS, SERVICES):
+    for path in (CONFIG_MAPS, SERVICES, PODS, RUNTIMES):
         cluster.add(path, "gone", labels=ours("gone"), creationTimestamp=ago(25))
         cluster.add(path, "being-submitted", labels=ours("new"), creationTimestamp=ago(0))
         cluster.add(path, "of-a-job", labels=ours("running"), creationTimestamp=ago(25))
         cluster.add(path, "owned", labels=ours("x"), creationTimestamp=ago(25), ownerReferences=[{"name": "x"}])
         cluster.add(path, "other", labels={}, creationTimestamp=ago(999))
-    assert clean(helm3, cluster, account).returncode == 0
-    assert sorted(cluster.deleted) == ["configmaps/gone", "services/gone"]
+        cluster.add(path, "helms", labels=ours("gone", **HELMS), creationTimestamp=ago(999))
+    # Helm forgets what its hooks have made.
+    hook = {"labels": ours("released", **HELMS), "annotations": {"helm.sh/hook": "pre-install,pre-upgrade"}}
+    cluster.add(RUNTIMES, "of-a-release-that-is-gone", creationTimestamp=ago(25), **hook)
+    done = clean(helm3, cluster, account)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sorted(cluster.deleted) == [
+        "configmaps/gone", "pods/gone", "services/gone",
+        "trainingruntimes/gone", "trainingruntimes/of-a-release-that-is-gone",
+    ]  # fmt: skip
 
 
 def test_a_job_that_changes_meanwhile_stays(helm3: helms.Helm3, cluster: ApiServer, account: Path) -> None:
@@ -142,8 +165,8 @@ def test_the_check_passes_with_exactly_the_role(everything: str, account: Path) 
         done = run(everything, "Pod", server.address, account)
     assert done.returncode == 0, done.stdout + done.stderr
     count = sum(len(rule["verbs"]) for rule in rules)
-    assert f"{count} of {count} permissions; kinds there: pytorchjobs, jobs" in done.stdout
-    assert "does not have: jobsets, trainjobs" in done.stdout
+    assert f"{count} of {count} permissions; kinds there: pytorchjobs, jobs, trainjobs" in done.stdout
+    assert "does not have: jobsets" in done.stdout
 
 
 def test_the_check_names_every_verb_that_is_lacking(everything: str, account: Path) -> None:
@@ -168,3 +191,23 @@ def test_the_check_fails_on_a_cluster_without_any_of_the_kinds(everything: str, 
         done = run(everything, "Pod", server.address, account)
     assert done.returncode == 1
     assert "kinds there: none" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("entry", "program", "line"),
+    [
+        ("script", "train.py", ""),
+        ("script", "tran.py", "there is no script tran.py for a program that runs in "),
+        ("module", "train", ""),
+        ("module", "none.train", "there is no module none.train for a program that runs in "),
+        ("command", "sh", ""),
+        ("command", "no-such", "there is no command no-such for a program that runs in "),
+    ],
+)
+def test_what_a_jobs_own_test_says(tmp_path: Path, entry: str, program: str, line: str) -> None:
+    (tmp_path / "train.py").touch()
+    words = [sys.executable, str(charts.ROOT / "helm/accel-job/files/check.py"), entry, program]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == (1 if line else 0)
+    assert done.stderr.startswith(line)
+    assert line or f"; the {entry} {program} is there" in done.stdout

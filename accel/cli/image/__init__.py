@@ -29,7 +29,7 @@ EXAMPLES = """\
   accel image build --tag registry.example.org/team/train:1 --push --write cluster
   accel image build --tag team/train:cpu --variant cpu
   accel image build --tag team/train:1 --base team/accel:cuda --print
-  accel image build --tag registry.example.org/team/train:1 --builder kaniko --kaniko-image KANIKO | kubectl create -f -
+  accel image build --tag host/team/train:1 --builder kaniko --kaniko-image KANIKO | kubectl replace --force -f -
 
 What follows -- goes to the builder: accel image build --tag team/train:1 -- --network host"""
 
@@ -228,19 +228,22 @@ def _show(builder: str, project: Project, wanted: Build, *, push: bool, as_json:
 
 
 def _in_cluster(args: Namespace, wanted: Build) -> int:
+    from schedulers.kubernetes import names
+    from schedulers.kubernetes.manifests import to_yaml
+
     from . import kaniko
 
     python = wanted.arguments.get("PYTHON_IMAGE") or args.base or "python:3.12-slim"
     cluster = kaniko.Cluster(
         image=args.kaniko_image, python=python, namespace=args.namespace, secret=args.registry_secret
     )
-    text = kaniko.manifest(wanted, cluster)
+    context = kaniko.packed(wanted)
+    made, name = kaniko.objects(wanted, cluster, context), kaniko.called(wanted, context)
     if args.json:
-        import yaml
-
-        print_json({"builder": "kaniko", "objects": list(yaml.safe_load_all(text))})
+        print_json({"builder": "kaniko", "objects": made})
     else:
-        print(text, end="")
+        print(to_yaml(made), end="")
     sys.stdout.flush()
-    note("kubectl create -f it; the message of its pod's end is the digest: image: NAME@DIGEST in accel.yaml")
+    note("kubectl replace --force -f it; the message of its pod's end is the digest: image: NAME@DIGEST in accel.yaml")
+    note(f"its ConfigMaps stay: kubectl delete configmaps --selector {names.JOB_ID}={name}")
     return exits.OK

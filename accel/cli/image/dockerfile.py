@@ -86,7 +86,8 @@ RUN if [ -n "$APT_PACKAGES" ]; then \\
 ARG UID=1000
 ARG GID=1000
 RUN groupadd --gid "$GID" accel \\
-    && useradd --uid "$UID" --gid "$GID" --create-home accel
+    && useradd --uid "$UID" --gid "$GID" --create-home accel \\
+    && install --directory --owner "$UID" --group "$GID" /workspace
 COPY --from=packages /opt/venv /opt/venv
 # NVIDIA's container runtime shows what is named here.
 ENV PATH=/opt/venv/bin:$PATH \\
@@ -123,9 +124,11 @@ _REQUIRED = f"""\
 COPY {REQUIREMENTS} /wheels/{REQUIREMENTS}
 RUN python3 -m pip install --no-cache-dir --constraint /wheels/torch.txt --requirement /wheels/{REQUIREMENTS}
 """
+# A directory that WORKDIR makes is root's, and COPY leaves one alone that is there.
 _USER = """\
 ARG UID=1000
 ARG GID=1000
+RUN mkdir -p /workspace && chown "$UID:$GID" /workspace
 WORKDIR /workspace
 """
 _CODED = f"""\

@@ -13,7 +13,7 @@ from typing import Any
 
 from schedulers.errors import SpecError
 from schedulers.kubernetes import code as coding
-from schedulers.kubernetes.manifests import to_yaml
+from schedulers.kubernetes import names
 from schedulers.kubernetes.pods import unexpanded
 
 from .builders import Build, repository
@@ -35,19 +35,31 @@ class Cluster:
     secret: str | None = None
 
 
-def manifest(build: Build, cluster: Cluster) -> str:
-    """The objects, as YAML. The pod's message (`terminated.message`) is the digest. Raises SpecError."""
-    packed = coding.packed(_tar(build))
-    if len(packed) > MOST:
+def called(build: Build, context: bytes) -> str:
+    """What the objects are called that build this context; the label of its ConfigMaps has it too."""
+    return f"accel-image-{_slug(build.tag)}-{coding.digest_of(context)[:8]}"
+
+
+def packed(build: Build) -> bytes:
+    """The context. Raises SpecError for one that is too large."""
+    found = coding.packed(_tar(build))
+    if len(found) > MOST:
         raise SpecError(
-            f"the context is {len(packed) / (1 << 20):.1f} MiB, packed, and kaniko is given {MOST >> 20} MiB at most: "
+            f"the context is {len(found) / (1 << 20):.1f} MiB, packed, and kaniko is given {MOST >> 20} MiB at most: "
             "leave out what the image does not need (.gitignore, .accelignore), or --no-code, or use another builder"
         )
-    digest = coding.digest_of(packed)
-    name = f"accel-image-{_slug(build.tag)}-{digest[:8]}"
-    labels = {"app.kubernetes.io/managed-by": "accel", "app.kubernetes.io/component": "image"}
-    maps = coding.config_maps(name, labels, cluster.namespace, packed)
+    return found
+
+
+def objects(build: Build, cluster: Cluster, context: bytes) -> list[coding.Object]:
+    """The ConfigMaps with the context, and the Job that builds it. The pod's message (`terminated.message`) is the
+    digest."""
+    name = called(build, context)
+    labels = {names.MANAGED_BY: "accel", "app.kubernetes.io/component": "image"}
+    # No Job is there when they are made, so none owns them: by the label a cleanup finds them when it is gone.
+    maps = coding.config_maps(name, {**labels, names.JOB_ID: name}, cluster.namespace, context)
     place = {"namespace": cluster.namespace} if cluster.namespace else {}
+    pod = _pod(build, cluster, name, coding.digest_of(context), maps)
     job = {
         "apiVersion": "batch/v1",
         "kind": "Job",
@@ -55,10 +67,10 @@ def manifest(build: Build, cluster: Cluster) -> str:
         "spec": {
             "backoffLimit": 0,
             "ttlSecondsAfterFinished": 3600,
-            "template": {"metadata": {"labels": labels}, "spec": _pod(build, cluster, name, digest, maps)},
+            "template": {"metadata": {"labels": labels}, "spec": pod},
         },
     }
-    return to_yaml([*maps, job])
+    return [*maps, job]
 
 
 def _pod(build: Build, cluster: Cluster, name: str, digest: str, maps: list[coding.Object]) -> dict[str, Any]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from schedulers.config import config_files, known_targets
 from schedulers.errors import ConfigError, nearest
 from schedulers.target import load_kind
+
+from .. import whole_files
 
 if TYPE_CHECKING:
     from yaml.nodes import MappingNode
@@ -31,18 +31,8 @@ def check(target: str) -> Path:
 
 
 def write(path: Path, target: str, image: str) -> None:
-    """Sets `image` of the target. Raises ConfigError, OSError."""
-    text = path.read_text()
-    path = path.resolve()
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "w") as file:
-            file.write(changed(text, target, image))
-        os.chmod(temporary, path.stat().st_mode)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    """Sets `image` of the target. Raises ConfigError, UsageError."""
+    whole_files.write("image build", [(str(path), changed(path.read_text(), target, image))])
 
 
 def changed(text: str, target: str, image: str) -> str:

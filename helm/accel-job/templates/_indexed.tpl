@@ -41,6 +41,9 @@ failurePolicy:
   {{- if $.Values.maxRestarts }}
   restartStrategy: BlockingRecreate
   {{- end }}
+  # Another attempt is of no use when the time is over, or the program cannot be run.
+  rules:
+    - {name: final, action: FailJobSet, onJobFailureReasons: [DeadlineExceeded, PodFailurePolicy]}
 replicatedJobs:
   - name: node
     replicas: 1

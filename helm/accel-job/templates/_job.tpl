@@ -114,11 +114,7 @@ annotations:
 {{- define "job.command" -}}
 {{- $values := .root.Values -}}
 {{- $processes := include "job.processes" .root | int64 -}}
-{{- $words := list "accel" -}}
-{{- if $values.python -}}
-{{- $words = list $values.python "-c" "import sys; sys.path[:] = [p for p in sys.path if p]; from accel.cli import main; sys.exit(main())" -}}
-{{- end -}}
-{{- $words = concat $words (list "launch" "--num_processes" (mul $processes (int64 $values.nodes) | toString)) .launch -}}
+{{- $words := concat (list "launch" "--num_processes" (mul $processes (int64 $values.nodes) | toString)) .launch -}}
 {{- if or (gt (int64 $values.nodes) 1) .launch -}}
 {{- $words = concat $words (list "--rdzv_conf" (printf "timeout=%d" (int64 $values.startTimeout))) -}}
 {{- end -}}
@@ -129,7 +125,17 @@ annotations:
 {{- end -}}
 {{- if eq $values.entry "module" -}}{{- $words = append $words "-m" -}}{{- end -}}
 {{- if eq $values.entry "command" -}}{{- $words = append $words "--no_python" -}}{{- end -}}
-{{- $words = concat (append $words "--") $values.argv -}}
+{{- include "job.run" (dict "root" .root "words" (concat (append $words "--") $values.argv)) -}}
+{{- end -}}
+
+{{- /* accel with these words, after the commands of `setup`, as a JSON list; (dict "root" $ "words" words). */ -}}
+{{- define "job.run" -}}
+{{- $values := .root.Values -}}
+{{- $accel := list "accel" -}}
+{{- if $values.python -}}
+{{- $accel = list $values.python "-c" "import sys; sys.path[:] = [p for p in sys.path if p]; from accel.cli import main; sys.exit(main())" -}}
+{{- end -}}
+{{- $words := concat $accel .words -}}
 {{- if $values.setup -}}
 {{- $lines := list "set -e" -}}
 {{- range $values.setup -}}

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from api import Api, ApiError, arguments
 
 OURS = "accel.dev/job-id"
-SELECTOR = f"{OURS},app.kubernetes.io/managed-by!=Helm"
 OVER = {"Succeeded", "Failed", "Complete", "Completed"}
 NO_SUCH_KIND = 404
 GONE_OR_CHANGED = (404, 409)
@@ -28,6 +29,13 @@ def moment(text: str) -> datetime.datetime:
     return datetime.datetime.strptime(text, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=datetime.timezone.utc)
 
 
+def of_helm(thing: dict[str, Any]) -> bool:
+    """Whether Helm will remove it. What its hooks have made it forgets."""
+    meta = thing["metadata"]
+    hook = "helm.sh/hook" in (meta.get("annotations") or {})
+    return meta["labels"].get("app.kubernetes.io/managed-by") == "Helm" and not hook
+
+
 class Cleanup:
     """One round through a namespace. `failures` counts what could not be asked or deleted; a line said why."""
 
@@ -40,25 +48,36 @@ class Cleanup:
 
     def jobs(self, kind: dict[str, str]) -> set[str]:
         """Deletes the jobs of a kind that ended long ago; the ids of all there were. Raises ApiError."""
-        path = f"/apis/{kind['group']}/{kind['version']}/namespaces/{self._namespace}/{kind['resource']}"
+        path = self._path(kind)
         ids = set()
         for job in self._api.each(path, labelSelector=OURS):
             ids.add(job["metadata"]["labels"][OURS])
-            if job["metadata"]["labels"].get("app.kubernetes.io/managed-by") == "Helm":
-                continue
             end = ended(job)
-            if end is not None and end < self._before:
+            if end is not None and end < self._before and not of_helm(job):
                 self._delete(path, kind["resource"], job)
         return ids
 
-    def leftovers(self, resource: str, ids: set[str]) -> None:
+    def leftovers(self, kind: dict[str, str], ids: set[str]) -> None:
         """Deletes what no job owns and no job is there for. Raises ApiError."""
-        path = f"/api/v1/namespaces/{self._namespace}/{resource}"
-        for thing in self._api.each(path, labelSelector=SELECTOR):
+        path = self._path(kind)
+        for thing in self._api.each(path, labelSelector=OURS):
             meta = thing["metadata"]
-            orphan = not meta.get("ownerReferences") and meta["labels"][OURS] not in ids
+            orphan = not meta.get("ownerReferences") and meta["labels"][OURS] not in ids and not of_helm(thing)
             if orphan and moment(meta["creationTimestamp"]) < self._before:
-                self._delete(path, resource, thing)
+                self._delete(path, kind["resource"], thing)
+
+    @contextlib.contextmanager
+    def telling(self) -> Iterator[None]:
+        """Says what could not be asked; a kind that the cluster does not know has no objects."""
+        try:
+            yield
+        except ApiError as error:
+            if error.status != NO_SUCH_KIND:
+                self.failed(error)
+
+    def _path(self, kind: dict[str, str]) -> str:
+        top = f"/apis/{kind['group']}" if kind["group"] else "/api"
+        return f"{top}/{kind['version']}/namespaces/{self._namespace}/{kind['resource']}"
 
     def _delete(self, path: str, resource: str, thing: dict[str, Any]) -> None:
         meta = thing["metadata"]
@@ -81,8 +100,9 @@ class Cleanup:
 
 def main() -> int:
     parser = arguments(__doc__ or "")
-    parser.add_argument("--kinds", type=json.loads, required=True, help="group, version and resource of each, as JSON")
-    parser.add_argument("--leftovers", nargs="*", default=[], help="resources that may be left of a job")
+    each = "group, version and resource of each, as JSON"
+    parser.add_argument("--kinds", type=json.loads, required=True, help=f"the kinds of job: {each}")
+    parser.add_argument("--leftovers", type=json.loads, default=[], help=f"what may be left of a job: {each}")
     parser.add_argument("--after-hours", type=float, required=True)
     parser.add_argument("--dry-run", action="store_true")
     args = parser.parse_args()
@@ -90,17 +110,12 @@ def main() -> int:
     cleanup = Cleanup(Api(args.server, args.account), args.namespace, before, dry_run=args.dry_run)
     ids: set[str] = set()
     for kind in args.kinds:
-        try:
+        with cleanup.telling():
             ids |= cleanup.jobs(kind)
-        except ApiError as error:
-            if error.status != NO_SUCH_KIND:
-                cleanup.failed(error)
     # Without every kind's jobs nobody knows what is left of none.
-    for resource in args.leftovers if not cleanup.failures else []:
-        try:
-            cleanup.leftovers(resource, ids)
-        except ApiError as error:
-            cleanup.failed(error)
+    for kind in args.leftovers if not cleanup.failures else []:
+        with cleanup.telling():
+            cleanup.leftovers(kind, ids)
     return 1 if cleanup.failures else 0
 
 

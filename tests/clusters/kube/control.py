@@ -109,11 +109,15 @@ class ControlPlane:
 
     def start_api(self) -> None:
         """Nothing when it runs; it is ready when this returns."""
-        if not self.api.alive():
-            self.api.start([self._program("kube-apiserver"), *_options(self._api_options())])
         client = self.client()
+
+        def ready() -> bool:
+            if not self.api.alive():  # also where it gave up because its port was not free at once
+                self.api.start([self._program("kube-apiserver"), *_options(self._api_options())])
+            return self._ready(client)
+
         try:
-            wait_until(f"the API server is ready ({self.api.log})", lambda: self._ready(client), _START_S)
+            wait_until(f"the API server is ready ({self.api.log})", ready, _START_S)
         finally:
             client.close()
 

@@ -55,19 +55,21 @@ class JobSets(Controller):
     def _fail(self, item: Object, status: Object, job: Object) -> None:
         """A Job of this attempt has failed: all begin anew, or that was it."""
         policy, restarts = item["spec"].get("failurePolicy"), status.get("restarts", 0)
-        name = job["metadata"]["name"]
-        if policy is not None and restarts < policy.get("maxRestarts", 0):
+        first = f"(first failed job: {job['metadata']['name']})"
+        action = _action(policy, job) if policy is not None else ""
+        if action == "RestartJobSet" and restarts < policy.get("maxRestarts", 0):
             status["restarts"] = status["restartsCountTowardsMax"] = restarts + 1
-            self.events.tell(item, "Restarting", f"restarting jobset, attempt {restarts + 1}", warning=True)
+            said = f"applying RestartJobSet failure policy action {first}"
+            self.events.tell(item, "RestartJobSetFailurePolicyAction", said, warning=True)
             return
-        if policy is None or not policy.get("maxRestarts"):
-            reason, said = "FailedJobs", "jobset failed due to one or more job failures"
-        else:
-            reason, said = "ReachedMaxRestarts", "jobset failed due to reaching max number of restarts"
-        said = f"{said} (first failed job: {name})"
-        set_condition(status, "Failed", reason, said)
+        reason, said = {
+            "": ("FailedJobs", "jobset failed due to one or more job failures"),
+            "FailJobSet": ("FailJobSetFailurePolicyAction", "applying FailJobSet failure policy action"),
+            "RestartJobSet": ("ReachedMaxRestarts", "jobset failed due to reaching max number of restarts"),
+        }[action]
+        set_condition(status, "Failed", reason, f"{said} {first}")
         status["terminalState"] = "Failed"
-        self.events.tell(item, reason, said, warning=True)
+        self.events.tell(item, reason, f"{said} {first}", warning=True)
 
     async def _supply(self, item: Object, restarts: int, mine: Sequence[Object], *, waits: bool) -> None:
         spec, name = item["spec"], item["metadata"]["name"]
@@ -149,6 +151,15 @@ class TrainJobs(Controller):
             found = condition(told, theirs)
             if found is not None:
                 set_condition(status, ours, found["reason"], found["message"])
+
+
+def _action(policy: Object, job: Object) -> str:
+    """Of the first rule that the failed Job meets."""
+    failed = condition(job["status"], "Failed") or {}
+    for rule in policy.get("rules") or []:
+        if failed.get("reason") in rule.get("onJobFailureReasons", [failed.get("reason")]):
+            return str(rule["action"])
+    return "RestartJobSet"
 
 
 def _job(item: Object, replicated: Object, index: int, called: str, restarts: int, network: Object) -> Object:

@@ -9,6 +9,7 @@ import asyncio
 import sys
 from pathlib import Path
 
+from . import webhook
 from .controllers import POD, SERVICE, Cluster
 from .jobs import Jobs
 from .jobsets import JobSets, TrainJobs
@@ -23,6 +24,7 @@ async def _main(box: Path) -> None:
     cluster = Cluster(connection)
     for operator in (PyTorchJobs, Jobs, JobSets, TrainJobs):
         operator(cluster)
+    await webhook.serve(Access(shape.server, box / "pki", "server"), shape.api_address, connection)
     tasks = [asyncio.create_task(listing.run()) for listing in cluster.listings.values()]
     for path in (POD, SERVICE):
         await cluster.listings[path].listed.wait()

@@ -30,6 +30,16 @@ def refused(status: int, reason: str, message: str, **details: object) -> Answer
     return said(status, body)
 
 
+def reply(handler: BaseHTTPRequestHandler, body: object) -> None:
+    """What a function that answers says: bytes as they are, else JSON."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    handler.send_response(200)
+    handler.send_header("Content-Type", "application/json")
+    handler.send_header("Content-Length", str(len(data)))
+    handler.end_headers()
+    handler.wfile.write(data)
+
+
 def cut(handler: BaseHTTPRequestHandler) -> None:
     """Breaks off in the middle of an answer."""
     handler.send_response(200)

@@ -7,47 +7,18 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from schedulers.errors import ConfigError, SchedulerError, Unreachable
 from schedulers.kubernetes import errors
-from schedulers.kubernetes.api import Api
 from schedulers.kubernetes.errors import ApiError, Conflict, Forbidden, Gone, Invalid, NotFound, Unauthorized
-from schedulers.kubernetes.options import KubernetesOptions
 
+from .conftest import MakeApi
 from .servers import Answer, Server, authority, cut, hung_up, proxying, refused, said, serving
-
-MakeApi = Callable[..., Api]
-
-
-@pytest.fixture
-def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeApi]:
-    """An Api of a kubeconfig that has this server, cluster and user."""
-    for name in ("HTTPS_PROXY", "HTTP_PROXY", "ALL_PROXY", "NO_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-        monkeypatch.delenv(name.lower(), raising=False)
-    made: list[Api] = []
-
-    def make(server: str, cluster: Mapping[str, Any] | None = None, user: Mapping[str, Any] | None = None) -> Api:
-        path = tmp_path / f"kubeconfig-{len(made)}"
-        content = {
-            "clusters": [{"name": "c", "cluster": {"server": server, **(cluster or {})}}],
-            "users": [{"name": "u", "user": dict(user or {"token": "t"})}],
-            "contexts": [{"name": "lab", "context": {"cluster": "c", "user": "u", "namespace": "team"}}],
-            "current-context": "lab",
-        }
-        path.write_text(yaml.safe_dump(content))
-        made.append(Api(KubernetesOptions(kubeconfig=str(path)), "k"))
-        return made[-1]
-
-    yield make
-    for api in made:
-        api.close()
 
 
 def line(call: Callable[[], object], kind: type[SchedulerError]) -> str:

@@ -184,3 +184,27 @@ def test_why_a_job_failed(
     assert (found.state, found.reason, found.exit_code) == (State.FAILED, reason, code)
     assert found.message.startswith(message)
     assert "\n" not in found.message
+
+
+@pytest.mark.parametrize(
+    ("kind", "limited", "pods", "reason", "code", "message"),
+    [
+        ("JobSet", True, [], Reason.TIME_LIMIT, None, "its time limit passed"),
+        ("JobSet", True, [pod(0, terminated(143), phase="Failed")], Reason.TIME_LIMIT, None, "its time limit passed"),
+        ("JobSet", True, [pod(1, terminated(127), phase="Failed")], Reason.SETUP, 127, "its program could not be run"),
+        ("JobSet", False, [], Reason.SETUP, None, "its program could not be run"),
+        # Its time limit is its own, and not its JobSet's.
+        ("TrainJob", False, [pod(0, terminated(126), phase="Failed")], Reason.SETUP, 126, "its program could not be"),
+    ],
+)
+def test_why_no_attempt_followed(
+    kind: str, limited: bool, pods: list[Any], reason: Reason, code: int | None, message: str
+) -> None:
+    """A JobSet says the same of both: of a time limit, and of a program that is not there."""
+    said = "applying FailJobSet failure policy action (first failed job: run1-node-0)"
+    made = workload(kind, condition("Failed", "FailJobSetFailurePolicyAction", said))
+    if limited:
+        made["spec"]["replicatedJobs"][0]["template"]["spec"]["activeDeadlineSeconds"] = 60
+    found = status_of(made, pods)
+    assert (found.state, found.reason, found.exit_code) == (State.FAILED, reason, code)
+    assert found.message.startswith(message)

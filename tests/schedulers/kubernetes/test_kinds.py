@@ -21,7 +21,7 @@ def test_what_a_cluster_can_run() -> None:
 @pytest.mark.parametrize(
     ("given", "there", "message"),
     [
-        ({}, _PLAIN, "target k: the cluster has no kubeflow.org/v1 (Kubeflow's training operator, 1.5 to 1.9 is not "
+        ({}, _PLAIN, "target k: the cluster has no kubeflow.org/v1 (Kubeflow's training operator, 1.7 to 1.9 is not "
          "installed there); use workload: job"),
         ({}, [*_PLAIN, "kubeflow.org/v1beta1", "jobset.x-k8s.io/v1alpha2"],
          "target k: the cluster has no kubeflow.org/v1 (it has kubeflow.org/v1beta1); use workload: jobset or job"),

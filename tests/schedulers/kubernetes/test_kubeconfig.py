@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import os
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -262,9 +263,22 @@ def test_an_exec_plug_in_is_run_once_and_again_when_its_token_is_refused(tmp_pat
     assert [shown.authorization(), shown.authorization()] == ["Bearer t1"] * 2
     assert shown.certificate() is None
     assert (tmp_path / "runs").read_text() == "run\n"
-    assert shown.renew()
+    refused = shown.given()
+    assert shown.renew(refused)
     assert shown.authorization() == "Bearer t1"
     assert (tmp_path / "runs").read_text() == "run\n" * 2
+    assert shown.renew(refused)  # as another thread would, whose question was older
+    assert shown.authorization() == "Bearer t1"
+    assert (tmp_path / "runs").read_text() == "run\n" * 2
+
+
+def test_an_exec_plug_in_that_asks_somebody_asks_once_for_all_threads(tmp_path: Path) -> None:
+    told = answer('{"token": "t1"}')
+    shown = credentials(plugin(tmp_path, f"sleep 0.2\n{told}"))
+    with ThreadPoolExecutor(max_workers=16) as pool:
+        found = list(pool.map(lambda _: shown.authorization(), range(16)))
+    assert found == ["Bearer t1"] * 16
+    assert (tmp_path / "runs").read_text() == "run\n"
 
 
 def test_an_exec_plug_in_is_asked_again_when_its_token_is_about_to_end(tmp_path: Path) -> None:

@@ -144,6 +144,23 @@ def test_the_report_of_a_failure_is_the_launcher_s(submit: Submit) -> None:
     assert "failed first, in attempt 0: exited with code 1\n" in report
 
 
+def test_a_stream_outlives_the_log_that_the_cluster_keeps(submit: Submit, shared: Path) -> None:
+    """A reader that was away while its container ran three more times has the end of what it was reading."""
+    count, more, go = shared / "count", shared / "more", shared / "go"
+    text = f"""
+        run=$(cat {count} 2>/dev/null || echo 0); echo $((run + 1)) > {count}; echo run $run
+        {_UNTIL.format(there=more)}; echo more; {_UNTIL.format(there=go)}; printf "its end"; [ $run -ge 3 ] || exit 7
+    """
+    job = submit(text, max_restarts=3, options=_host(shared))
+    lines = job.logs(follow=True)
+    first = next(lines)
+    more.touch()
+    second = next(lines)  # by a stream, which there was no time to open before the first
+    go.touch()
+    until(lambda: job.status(refresh=True).state is State.SUCCEEDED, "it has run four times")
+    assert _text([first, second, *lines], 0, 0) == "run 0\nmore\nits end"
+
+
 def test_restarts_are_attempts_and_every_run_is_read_to_its_end(submit: Submit, shared: Path) -> None:
     """The container is restarted three times, while it is followed: its runs, though the cluster keeps two."""
     count = shared / "count"
@@ -214,6 +231,7 @@ def test_open_streams_are_read_and_pods_are_not_asked_again_and_again(
     job = submit(_counting(shared), options=_host(shared))
     follower = Follower(job)
     until(lambda: len(follower.lines) > 50, "lines come")
+    until(lambda: _all_active(kubernetes), "nobody asks any more what there is in the namespaces of earlier tests")
     before, lines = _requests(kubernetes), len(follower.lines)
     until(lambda: len(follower.lines) > lines + 100, "more lines come")
     asked = _requests(kubernetes) - before
@@ -222,6 +240,11 @@ def test_open_streams_are_read_and_pods_are_not_asked_again_and_again(
     assert asked["pods/log"] <= 1
     assert asked["pods"] <= 2
     assert asked["pytorchjobs"] <= 2
+
+
+def _all_active(kubernetes: Kubernetes) -> bool:
+    namespaces = kubernetes.client.call("GET", "/api/v1/namespaces")["items"]
+    return all(each["status"]["phase"] == "Active" for each in namespaces)
 
 
 def _requests(kubernetes: Kubernetes) -> Counter[str]:

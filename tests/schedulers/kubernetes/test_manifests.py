@@ -156,7 +156,8 @@ def test_how_often_a_gang_starts_again() -> None:
     assert restarts == ["OnFailure"] * 2 + ["Never"] * 2
     assert build(spec, least(workload="job")).workload["spec"]["backoffLimit"] == 12
     policy = build(spec, least(workload="jobset")).workload["spec"]["failurePolicy"]
-    assert policy == {"maxRestarts": 3, "restartStrategy": "BlockingRecreate"}
+    assert (policy["maxRestarts"], policy["restartStrategy"]) == (3, "BlockingRecreate")
+    assert policy["rules"][0]["onJobFailureReasons"] == ["DeadlineExceeded", "PodFailurePolicy"]
 
 
 def test_one_node_has_a_master_only() -> None:
@@ -214,6 +215,19 @@ def test_gpus_of_other_makes(gpu: str, resource: str, label: str) -> None:
         ({}, {"env": {"ACCEL_NODES": "3"}}, "accel tells the pods ACCEL_NODES itself"),
         ({}, {"argv": ("a.py", "\udcff")}, "the cluster takes UTF-8 only"),
         ({"workload": "job"}, {"nodes": 2, "max_nodes": 4}, "only a PyTorchJob may grow, and workload is job"),
+        ({}, {"image": "a b:1"}, "target k: --image must be one word, not 'a b:1'"),
+        (
+            {"affinity": {"nodeAffinty": {}}},
+            {},
+            "target k: affinity.nodeAffinty: unknown key; did you mean 'nodeAffinity'?",
+        ),
+        ({"affinity": {"node_affinity": {}}}, {}, "target k: affinity.node_affinity: unknown key; did you mean"),
+        ({"affinity": {"nodeAffinity": "near"}}, {}, "target k: affinity.nodeAffinity: input should be a valid"),
+        (
+            {"volumes": [{"mount": "/x", "source": {"cis": {}}}]},
+            {},
+            "target k: volumes: /x: source.cis: unknown key; did you mean 'csi'?",
+        ),
         ({"code": "image"}, {"workdir": "src"}, "the job runs in 'src' of its code: say with code_dir where"),
     ],
 )  # fmt: skip
@@ -236,3 +250,13 @@ def test_warnings() -> None:
     ]
     enough = JobSpec(argv=("a.py",), nodes=2, resources=Resources(cpus=1, memory_gb=1), time_limit_s=60)
     assert manifests.warnings(enough, least(workload="jobset")) == ()
+    again = dataclasses.replace(enough, retry=Retry(max_restarts=1))
+    (line,) = manifests.warnings(again, least(workload="jobset"))
+    assert line == "a JobSet's time limit counts for each attempt anew; the first that exceeds it is the last"
+
+
+def test_a_world_that_may_grow_and_is_not_restarted() -> None:
+    spec = JobSpec(argv=("a.py",), nodes=2, max_nodes=8, resources=Resources(cpus=1, memory_gb=1))
+    (line,) = manifests.warnings(spec, least())
+    assert line.startswith("--nodes 2:8 without --max-restarts: pods may join, and the first that goes")
+    assert manifests.warnings(dataclasses.replace(spec, retry=Retry(max_restarts=1)), least()) == ()

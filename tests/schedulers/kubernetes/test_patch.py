@@ -194,7 +194,8 @@ def test_an_object_can_be_patched() -> None:
 @pytest.mark.parametrize(
     ("kind", "given", "message"),
     [
-        ("job", {"pod_patch": {"spec": {"nodeSelektor": {}}}}, "pod_patch.spec.nodeSelektor: unknown key"),
+        ("job", {"pod_patch": {"spec": {"nodeSelektor": {}}}}, "pod_patch.spec.nodeSelektor: unknown key; did you"),
+        ("job", {"pod_patch": {"spec": {"dns_policy": "None"}}}, "unknown key; did you mean 'dnsPolicy'?"),
         (
             "job",
             {"pod_patch": {"spec": {"hostNetwork": "yes"}}},
@@ -233,6 +234,11 @@ def test_an_object_can_be_patched() -> None:
             "jobset",
             {"patch": {"spec": {"failurePolicy": {"maxRestart": 1}}}},
             "'maxRestart'; did you mean 'maxRestarts'?",
+        ),
+        (
+            "jobset",
+            {"patch": {"spec": {"failurePolicy": {"rules": [{"name": "a", "onJobFailureReason": []}]}}}},
+            "rules[0]: unknown key 'onJobFailureReason'; did you mean 'onJobFailureReasons'?",
         ),
         ("trainjob", {"patch": {"spec": {"trainer": {"nodes": 1}}}}, "spec.trainer: unknown key 'nodes'"),
     ],

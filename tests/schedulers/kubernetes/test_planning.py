@@ -44,7 +44,10 @@ def test_a_plan_is_data_and_its_files_are_the_objects(kind: str) -> None:
                 "claim c",
             ),
         ),
-        ({"code": "pvc", "code_claim": "c"}, ("send", ".", "to", "claim c", "where it is lacking")),
+        (
+            {"code": "pvc", "code_claim": "c"},
+            ("send", ".", "to", "claim c", "through pod/train-2mxaaaaaaaa-loader", "where it is lacking"),
+        ),
         ({"code": "store", "code_store": _STORE}, ("send", ".", "to", "s3://bucket/code", "where it is lacking")),
     ],
 )

@@ -86,6 +86,13 @@ def test_lines_out_of_order_by_a_little_are_found_in_the_log_s_own_order() -> No
         assert _text(_read(log, [], piece.after)) == _text(pieces[number + 1 :])
 
 
+def test_a_place_after_a_step_whose_end_a_portion_has_is_no_reason_to_give_it_twice() -> None:
+    log = b"2026-11-21T16:33:00Z  10%\r 20%"
+    first, second = _read(log, [])
+    for cut in range(len(log)):
+        assert _read(log, [cut], first.after) == [second]
+
+
 def test_a_place_that_was_rotated_away_is_said_and_what_is_there_is_given() -> None:
     log = b"2026-11-21T16:40:00Z later\n"
     stamped = Stamped(Position("20261121T163300.000000000Z", 1))

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from accel.cli import exits, main
 from schedulers.kubernetes.reviewing import dropped
 from tests.clusters.kubernetes import Kubernetes
+from tests.waiting import until
+
+from .conftest import CLAIM, Submit, judging, with_quota
 
 WORKLOADS = ("pytorchjob", "jobset", "job", "trainjob")
 
@@ -41,24 +45,66 @@ def test_nothing_is_made_of_a_job_that_would_be_taken(
 def test_a_field_that_the_cluster_does_not_know_is_a_line(
     project: Path, namespace: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """This server is older than strict validation, so it is seen in what it answers."""
-    assert review(project, "affinity={nodeAfinity: {some: thing}}") == exits.ERROR
+    """Kubernetes has it, and its operator is older; so is this server than strict validation, and so it is seen in what
+    it answers."""
+    assert review(project, "pod_patch={spec: {hostnameOverride: a}}") == exits.ERROR
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("accel: target kubernetes: PyTorchJob true-dry-run-")
-    place = "spec.pytorchReplicaSpecs.Master.template.spec.affinity.nodeAfinity"
+    place = "spec.pytorchReplicaSpecs.Master.template.spec.hostnameOverride"
     assert line.endswith(f": {place}: the cluster does not know it, and would leave it out")
 
 
 def test_each_refusal_is_a_line(project: Path, namespace: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert review(project, "affinity={nodeAffinity: near}") == exits.ERROR
+    assert review(project, "patch={spec: {runPolicy: {backoffLimit: many}}}") == exits.ERROR
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("accel: target kubernetes: the API server does not take PyTorchJob")
-    assert "spec.affinity.nodeAffinity" in line
+    assert "spec.runPolicy.backoffLimit" in line
 
     assert review(project, "namespace=nowhere") == exits.ERROR
     assert capsys.readouterr().err == (
         "accel: target kubernetes: there is no namespace nowhere (namespace: in accel.yaml)\n"
     )
+
+
+def test_the_pod_that_brings_the_code_to_a_claim_is_shown_too(
+    project: Path, kubernetes: Kubernetes, namespace: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ("code=pvc", "code_claim=snapshots")
+    assert review(project, *given) == exits.ERROR
+    none = f"accel: target kubernetes: code_claim: there is no claim snapshots in namespace {namespace}\n"
+    assert capsys.readouterr().err == none
+    kubernetes.apply(CLAIM, namespace)
+    with_quota(kubernetes, namespace, {"pods": "0"})
+    assert review(project, *given) == exits.ERROR
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("accel: target kubernetes: the namespace's quota does not allow it: pods ")
+    assert '-loader" is forbidden: exceeded quota: small' in line
+
+
+def test_a_trainjob_whose_runtime_trainer_does_not_see_yet(
+    project: Path, home: Path, kubernetes: Kubernetes, namespace: str, submit: Submit, tmp_path: Path
+) -> None:
+    """Its webhook looks for the runtime: a dry run makes none, and its cache is behind what a submit has just made."""
+    asked: list[str] = []
+    runtimes = f"/apis/trainer.kubeflow.org/v1alpha1/namespaces/{namespace}/trainingruntimes"
+
+    def verdict(made: dict[str, Any]) -> str | None:
+        asked.append(made["metadata"]["name"])
+        there = kubernetes.client.call("GET", runtimes)["items"]
+        if asked.count(asked[-1]) > 1 and asked[-1] in [each["metadata"]["name"] for each in there]:
+            return None
+        absent = f'trainingruntimes.trainer.kubeflow.org "{asked[-1]}" not found: specified trainingRuntime'
+        return f"spec.runtimeRef: Invalid value: {{}}: {absent} must be created before the TrainJob is created"
+
+    def reviewed() -> bool:
+        assert review(project, "workload=trainjob") == exits.OK
+        return bool(asked)
+
+    with judging(kubernetes, namespace, "trainjobs", tmp_path / "pki", verdict):
+        until(reviewed, "the webhook is asked")
+        job = submit("true", options={"workload": "trainjob", "suspend": True})
+        assert asked.count(f"sh-{job.id}") == 2
+    assert f"trainjobs/sh-{job.id}" in kubernetes.objects(namespace)
 
 
 def test_what_one_may_not_do_is_a_line(

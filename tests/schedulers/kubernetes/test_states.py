@@ -241,6 +241,11 @@ def test_restarts_are_attempts() -> None:
     assert status_of(workload("Job"), job).attempt == 1
     failed = status_of(workload("Job", condition("Failed", "BackoffLimitExceeded")), job[:2])
     assert failed.attempt == 0
+    # A Job that is over its time deletes its pods, and counts those of the last attempt as failed.
+    late = condition("Failed", "DeadlineExceeded")
+    assert status_of(workload("Job", late, status={"failed": 2}), [pod(0, terminated(7), phase="Failed")]).attempt == 1
+    assert status_of(workload("Job", late, status={"failed": 2}), job[:2]).attempt == 0
+    assert status_of(workload("Job", late, status={"failed": 2}), []).attempt == 0
     assert status_of(workload("JobSet", status={"restarts": 3}), [pod(0, running())]).attempt == 3
     label = {"jobset.sigs.k8s.io/restart-attempt": "2"}
     assert status_of(workload("TrainJob"), [pod(0, running(name="node"), labels=label)]).attempt == 2

@@ -133,10 +133,25 @@ def test_a_node_that_is_lost(kubernetes: Kubernetes, namespace: str, submit: Sub
     assert not waiting.is_alive()
 
 
-def test_a_time_limit(submit: Submit) -> None:
-    job = submit(_RUNS, time_limit_s=2.0)
-    status = job.wait(90)
-    assert (status.state, status.reason) == (State.FAILED, Reason.TIME_LIMIT)
+def test_a_time_limit_is_not_tried_again(submit: Submit) -> None:
+    """Of each kind; a PyTorchJob's restarts have a limit of their own."""
+    jobs = [
+        submit(_RUNS, time_limit_s=2.0, max_restarts=3, options={"workload": workload})
+        for workload in ("pytorchjob", "jobset", "job", "trainjob")
+    ]
+    for job in jobs:
+        status = job.wait(120)
+        assert (status.state, status.reason, status.attempt) == (State.FAILED, Reason.TIME_LIMIT, 0), (job, status)
+
+
+def test_a_program_that_is_not_there_is_not_tried_again(submit: Submit) -> None:
+    jobs = [
+        submit("exit 127", max_restarts=3, options={"workload": workload}) for workload in ("jobset", "job", "trainjob")
+    ]
+    for job in jobs:
+        status = job.wait(120)
+        found = status.state, status.reason, status.exit_code, status.attempt
+        assert found == (State.FAILED, Reason.SETUP, 127, 0), (job, status)
 
 
 def test_deletion_by_somebody_else(kubernetes: Kubernetes, namespace: str, submit: Submit, project: Path) -> None:

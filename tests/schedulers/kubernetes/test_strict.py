@@ -9,7 +9,7 @@ import pytest
 
 from schedulers import JobSpec, Resources, Retry
 from schedulers.kubernetes import code as coding
-from schedulers.kubernetes import manifests
+from schedulers.kubernetes import loading, manifests
 from schedulers.kubernetes.options import KubernetesOptions
 from tests.needs import package
 from tests.schedulers.kubernetes import strict
@@ -73,9 +73,9 @@ def test_jobs_and_services_are_known_to_every_version(version: str) -> None:
 
 
 def test_the_loader_of_a_claim() -> None:
-    for given in (least(code="pvc", code_claim="snapshots"), everything("job", code="pvc", code_claim="snapshots")):
-        pod = coding.loader("train", given, image="i", labels={"a": "b"})
-        assert strict.errors(pod) == []
+    place = {"code": "pvc", "code_claim": "snapshots"}
+    assert strict.errors(loading.loader(SPECS["one node"], least(**place), JOB_ID, "k")) == []
+    assert strict.errors(loading.loader(everything_spec(), everything("job", **place), JOB_ID, "k")) == []
 
 
 def test_the_check_is_strict() -> None:

@@ -20,7 +20,8 @@ from schedulers.record import Record
 from tests.clusters.kubernetes import Kubernetes
 from tests.waiting import until
 
-from .conftest import Submit, made_by
+from .conftest import MakeApi, Submit, judging, made_by, with_quota
+from .servers import refused, said, serving
 
 # Submits a job, and is killed by itself at the Nth of: each question to the API server, before it is sent and when
 # it is answered; and each step in the job's directory on the way.
@@ -107,6 +108,68 @@ def test_submitted_twice_it_is_one_job(submit: Submit, kubernetes: Kubernetes, n
     assert made_by(job, kubernetes, namespace) == before
 
 
+def test_a_quota_is_no_answer_to_whether_an_object_is_there(
+    submit: Submit, kubernetes: Kubernetes, namespace: str
+) -> None:
+    """API servers ask it first: a job that is whole stays as it is, and one that cannot be made whole goes."""
+    job = submit("true", options={"code": "auto", "suspend": True})
+    before = made_by(job, kubernetes, namespace)
+    with_quota(kubernetes, namespace, {"count/configmaps": "0", "count/pytorchjobs.kubeflow.org": "0"})
+    assert submit_again(job) == job.native_id
+    assert made_by(job, kubernetes, namespace) == before
+    kubernetes.client.call("DELETE", f"/api/v1/namespaces/{namespace}/configmaps/sh-{job.id}-code-0")
+    with pytest.raises(SubmitError, match="exceeded quota: small"):
+        submit_again(job)
+    until(lambda: made_by(job, kubernetes, namespace) == [], "nothing is left")
+
+
+def test_an_answer_that_is_lost_at_the_last_place_of_a_quota(
+    submit: Submit, kubernetes: Kubernetes, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from schedulers.kubernetes.api import Api
+
+    call = Api.call
+    lost: list[str] = []
+
+    def losing(self: Api, method: str, path: str, **more: Any) -> dict[str, Any]:
+        answer = call(self, method, path, **more)
+        if method == "POST" and path.endswith("/jobs") and not lost:
+            lost.append(path)
+            raise Unreachable("the answer was lost")
+        return answer
+
+    monkeypatch.setattr(Api, "call", losing)
+    with_quota(kubernetes, namespace, {"count/jobs.batch": "1"})
+    job = submit("sleep 600", options={"workload": "job"})
+    assert lost
+    until(lambda: job.status().state is State.RUNNING, "it runs")
+    # What runs is not removed for what it lacks now.
+    kubernetes.client.call("DELETE", f"/api/v1/namespaces/{namespace}/services/sh-{job.id}")
+    with_quota(kubernetes, namespace, {"count/services": "0"}, "none")
+    assert submit_again(job) == job.native_id
+    assert job.status().state is State.RUNNING
+    assert job.cancel(wait=False).state is not State.FAILED
+
+
+def test_quotas_that_are_counted_by_many_at_once_are_asked_again(
+    make: MakeApi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which a single API server rarely says: https://github.com/kubernetes/kubernetes/issues/67761"""
+    from schedulers.kubernetes import submitting
+    from schedulers.kubernetes.errors import Conflict
+
+    words = 'Operation cannot be fulfilled on resourcequotas "q": the object has been modified; please try again'
+    conflict = refused(409, "Conflict", words, name="q", kind="resourcequotas")
+    absent = refused(404, "NotFound", "not found")
+    made = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "c", "annotations": {names.DIGEST: "d"}}}
+    with serving(conflict, conflict, said(201, made)) as server:
+        assert submitting.create(make(server.url), made) == made
+        assert [asked.partition(" ")[0] for asked in server.asked] == ["POST"] * 3
+    monkeypatch.setattr(submitting, "_PASSING_S", 0.0)
+    with serving(conflict, absent) as server, pytest.raises(Conflict, match="resourcequotas"):
+        submitting.create(make(server.url), made)
+
+
 def mark(kubernetes: Kubernetes, path: str, digest: str | None) -> None:
     body = {"metadata": {"annotations": {names.DIGEST: digest}}}
     kubernetes.client.call("PATCH", path, body, content_type="application/merge-patch+json")
@@ -143,16 +206,6 @@ def test_the_workload_is_not_made_when_its_service_is_somebody_elses(
     assert (status.state, status.reason) == (State.FAILED, Reason.SETUP)
 
 
-def quota(name: str, **hard: str) -> dict[str, Any]:
-    return {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": name}, "spec": {"hard": hard}}
-
-
-def with_quota(kubernetes: Kubernetes, namespace: str, hard: dict[str, str]) -> None:
-    kubernetes.apply(quota("small", **hard), namespace)
-    path = f"/api/v1/namespaces/{namespace}/resourcequotas/small"
-    until(lambda: "used" in kubernetes.client.call("GET", path).get("status", {}), "the quota counts")
-
-
 @pytest.mark.parametrize("counted", ["pytorchjobs.kubeflow.org", "configmaps"])
 def test_a_quota_that_is_used_up(counted: str, submit: Submit, kubernetes: Kubernetes, namespace: str) -> None:
     """Of the job's object, and of what comes after it, which takes the object with it again."""
@@ -176,52 +229,11 @@ def test_a_quota_that_the_pods_do_not_fit_in(submit: Submit, kubernetes: Kuberne
     assert job.cancel().state is State.CANCELLED
 
 
-WEBHOOK = """\
-apiVersion: admissionregistration.k8s.io/v1
-kind: ValidatingWebhookConfiguration
-metadata: {{name: accel-test-{namespace}}}
-webhooks:
-- name: gate.accel.test
-  admissionReviewVersions: [v1]
-  sideEffects: None
-  namespaceSelector: {{matchLabels: {{accel-test: {namespace}}}}}
-  rules: [{{apiGroups: [kubeflow.org], apiVersions: [v1], operations: [CREATE], resources: [pytorchjobs]}}]
-  clientConfig: {{url: "{url}", caBundle: {bundle}}}
-"""
-
-
 def test_an_admission_webhook_that_refuses(
     submit: Submit, kubernetes: Kubernetes, namespace: str, tmp_path: Path
 ) -> None:
-    import base64
-    import json
-
-    from .servers import authority, serving
-
-    def deny(handler: Any) -> None:
-        asked = json.loads(handler.asked)
-        told = {"uid": asked["request"]["uid"], "allowed": False, "status": {"message": "no image of example.org"}}
-        review = {"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "response": told}
-        data = json.dumps(review).encode()
-        handler.send_response(200)
-        handler.send_header("Content-Type", "application/json")
-        handler.send_header("Content-Length", str(len(data)))
-        handler.end_headers()
-        handler.wfile.write(data)
-
-    ours = authority(tmp_path / "pki")
-    body = {"metadata": {"labels": {"accel-test": namespace}}}
-    kubernetes.client.call(
-        "PATCH", f"/api/v1/namespaces/{namespace}", body, content_type="application/merge-patch+json"
-    )
-    with serving(deny, tls=ours.issue("hook", (), ["127.0.0.1"])) as server:
-        bundle = base64.b64encode(ours.certificate.read_bytes()).decode()
-        kubernetes.apply(WEBHOOK.format(namespace=namespace, url=server.url, bundle=bundle))
-        try:
-            until(lambda: refused_by_webhook(submit, kubernetes, namespace), "the webhook is asked")
-        finally:
-            path = "/apis/admissionregistration.k8s.io/v1/validatingwebhookconfigurations"
-            kubernetes.client.call("DELETE", f"{path}/accel-test-{namespace}")
+    with judging(kubernetes, namespace, "pytorchjobs", tmp_path / "pki", lambda made: "no image of example.org"):
+        until(lambda: refused_by_webhook(submit, kubernetes, namespace), "the webhook is asked")
 
 
 def refused_by_webhook(submit: Submit, kubernetes: Kubernetes, namespace: str) -> bool:

@@ -16,7 +16,7 @@ from schedulers.store import Store
 from tests.clusters.kubernetes import Kubernetes
 from tests.waiting import until
 
-from .conftest import Submit, made_by, printed
+from .conftest import Submit, made_by, printed, with_quota
 
 WORKLOADS = ("pytorchjob", "jobset", "job", "trainjob")
 ROOT = Path(__file__).parents[3]
@@ -115,6 +115,7 @@ def test_an_image_that_cannot_be_pulled(submit: Submit) -> None:
 def test_fifty_jobs_at_once(submit: Submit, kubernetes: Kubernetes, namespace: str) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
+    with_quota(kubernetes, namespace, {"count/pytorchjobs.kubeflow.org": "50"})
     with ThreadPoolExecutor(max_workers=10) as pool:
         jobs: list[Job] = list(pool.map(lambda n: submit("true", (str(n),), options={"suspend": True}), range(50)))
     assert len({job.native_id for job in jobs}) == 50
@@ -123,7 +124,7 @@ def test_fifty_jobs_at_once(submit: Submit, kubernetes: Kubernetes, namespace: s
     with ThreadPoolExecutor(max_workers=10) as pool:
         ended = list(pool.map(lambda job: job.cancel().state, jobs))
     assert set(ended) == {State.CANCELLED}
-    assert kubernetes.objects(namespace) == []
+    assert kubernetes.objects(namespace) == ["resourcequotas/small"]
 
 
 def test_an_api_server_that_is_down(submit: Submit, kubernetes: Kubernetes) -> None:

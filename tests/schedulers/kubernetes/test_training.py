@@ -13,7 +13,8 @@ import pytest
 import schedulers
 from schedulers import State
 from schedulers.handle import submit_spec
-from schedulers.job import JobSpec
+from schedulers.job import JobSpec, Retry
+from schedulers.kubernetes.native import Native
 from tests.clusters.kubernetes import ROOT, Kubernetes
 from tests.needs import package
 from tests.waiting import until
@@ -42,19 +43,25 @@ def test_digits_on_two_pods_of_two_ranks(namespace: str, home: Path, project: Pa
     assert found[0] > 0.8
 
 
-def test_a_world_that_may_grow(kubernetes: Kubernetes, namespace: str, home: Path, project: Path) -> None:
-    """Two pods are asked for, and one is all that there is place for at first."""
-    text = 'echo "world $WORLD_SIZE"; while [ "$WORLD_SIZE" = 1 ]; do sleep 0.2; done'
-    options = {"cpu": True, "image": "example.org/train:1", "code": "image"}
+def test_a_world_that_may_grow(
+    kubernetes: Kubernetes, namespace: str, home: Path, project: Path, tmp_path: Path
+) -> None:
+    """A pod that is evicted is followed by another, which joins the one that stayed."""
+    text = 'echo "world $WORLD_SIZE"; until [ -e /told/enough ]; do sleep 0.2; done'
+    (tmp_path / "told").mkdir()
+    options = {
+        "cpu": True, "image": "example.org/train:1", "code": "image", "pod_security": "privileged",
+        "volumes": [{"mount": "/told", "host_path": str(tmp_path / "told")}],
+    }  # fmt: skip
     spec = JobSpec(
         argv=("sh", "-c", text), entry="command", nodes=1, max_nodes=2, procs_per_node=1, grace_s=1.0,
-        code=str(project), options=options,
+        code=str(project), options=options, retry=Retry(max_restarts=1),
     )  # fmt: skip
-    quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "one"}, "spec": {"hard": {"pods": "1"}}}
-    kubernetes.apply(quota, namespace)
     job = submit_spec(spec, "kubernetes", start=project)
-    until(lambda: "world 1" in printed(job), "one pod begins")
-    kubernetes.apply({**quota, "spec": {"hard": {"pods": "2"}}}, namespace)
-    until(lambda: printed(job).count("world 2") == 2, "the other one joins")
+    first, second = (f"{Native.parse(job.native_id or '').name}-worker-{index}" for index in (0, 1))
+    until(lambda: printed(job).count("world 2") == 2, "both are there")
+    kubernetes.evict(namespace, second)
+    until(lambda: kubernetes.logs(namespace, first).count("world 2") == 2, "another one has joined", 180)
+    (tmp_path / "told/enough").touch()
     status = job.wait(120)
     assert status.state is State.SUCCEEDED, status

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +19,13 @@ import pytest
 import schedulers
 from schedulers import Job, State, SubmitError
 from schedulers.errors import SpecError
+from schedulers.kubernetes import claim as claiming
 from tests.clusters.kubernetes import Kubernetes
 from tests.needs import package
 from tests.waiting import until
 
-from .conftest import Submit, printed
+from .conftest import CLAIM, Submit, printed, with_quota
 
-CLAIM = {
-    "apiVersion": "v1",
-    "kind": "PersistentVolumeClaim",
-    "metadata": {"name": "snapshots"},
-    "spec": {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Gi"}}},
-}
 SHOWN = "sha256sum data.bin; cat note.txt"
 _IN_CLAIM = {"code": "auto", "code_claim": "snapshots"}
 # Submits through a claim, and is killed by itself at the Nth piece of the code, or before its end is told.
@@ -112,6 +108,32 @@ def test_a_claim_that_is_not_there(large: str, submit: Submit, kubernetes: Kuber
     with pytest.raises(SubmitError, match=f"code_claim: there is no claim snapshots in namespace {namespace}"):
         submit(SHOWN, options=_IN_CLAIM)
     assert kubernetes.objects(namespace) == []
+
+
+def test_a_pod_that_cannot_load_yet_says_why_and_goes_where_the_job_may(
+    claim: None, large: str, submit: Submit, kubernetes: Kubernetes, namespace: str, caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """It keeps to the nodes that the job keeps to, and tells the quota what it uses."""
+    monkeypatch.setattr(claiming, "_LOOK_S", 0.0)
+    with_quota(kubernetes, namespace, {"requests.cpu": "2", "limits.memory": "2Gi"})
+    label = f"accel.test/{namespace}"
+
+    def marked(value: str | None) -> None:
+        body = {"metadata": {"labels": {label: value}}}
+        kubernetes.client.call("PATCH", "/api/v1/nodes/n1", body, content_type="application/merge-patch+json")
+
+    options = {**_IN_CLAIM, "workload": "job", "suspend": True, "node_selector": {label: "yes"}}
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        try:
+            job = pool.submit(submit, SHOWN, cpus=2, memory_gb=2, options=options)
+            until(lambda: job.done() or "no node fits: 0/2 nodes are available" in caplog.text, "it is said")
+            assert not job.done()
+            assert caplog.text.count("which puts the code into the claim: it has not started yet: ") == 1
+            marked("yes")
+            assert pods(kubernetes, namespace, job.result()) == []
+        finally:
+            marked(None)
 
 
 def test_an_image_without_which_no_pod_can_load(

@@ -281,10 +281,9 @@ def test_targets_of_one_server_and_user_share_their_watches_and_namespaces_do_no
     native, there = server.submit(), server.submit(server.namespace())
     for each in followers:
         each.wait(native, 0.1)
-    threads = watching_threads()
-    assert len(threads) == 3
+    assert len(watching_threads(native.namespace)) == 3
     followers[0].wait(there, 0.1)
-    assert len(watching_threads()) == 6
+    assert len(watching_threads(native.namespace, there.namespace)) == 6
     followers[0].close()  # the other's next question opens them anew
     server.end(native)
     waited(followers[1], native)
@@ -365,8 +364,10 @@ def test_many_jobs_are_asked_for_in_few_questions(server: Server, followers: lis
     assert asked <= 6
 
 
-def watching_threads() -> list[threading.Thread]:
-    return [each for each in threading.enumerate() if each.name.startswith("watching /")]
+def watching_threads(*namespaces: str) -> list[threading.Thread]:
+    """Of these namespaces; of all without any."""
+    found = [each for each in threading.enumerate() if each.name.startswith("watching /")]
+    return [each for each in found if not namespaces or any(f"/{name}/" in each.name for name in namespaces)]
 
 
 def test_nothing_is_read_of_a_file_that_is_not_asked_for(tmp_path: Path) -> None:

@@ -1,0 +1,79 @@
+"""How the logs of a job of many pods are asked for, and what comes of some that cannot be had."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from schedulers import LogLine, SchedulerError
+from schedulers.kubernetes import reading, streams
+from schedulers.kubernetes.native import Native
+
+from .conftest import MakeApi
+from .servers import Server, reply, serving
+from .shapes import condition, pod, running, terminated, workload
+
+_PODS = 40
+_NATIVE = Native("job", "team", "run1", "abc")
+_DONE = condition("Complete")
+
+
+def _answering(*conditions: dict[str, Any], again: int | None = None) -> Callable[[Any], None]:
+    """An API server that has the pods of a job, each with one line. Of `again` another run has begun since."""
+
+    def of(node: int, *, restarted: bool = False) -> dict[str, Any]:
+        state = running(1) if restarted else terminated(0, "Completed") if conditions else running()
+        made = pod(node, state, phase="Succeeded" if conditions else "Running")
+        made["metadata"] |= {"name": f"p-{node}", "uid": f"{node:08}", "creationTimestamp": "2026-11-21T10:00:00Z"}
+        return {**made, "spec": {"containers": [{"name": "pytorch", "command": ["accel", "launch", "--"]}]}}
+
+    def answer(handler: Any) -> None:
+        path = urlsplit(handler.path).path
+        found = re.search(r"/pods/p-(\d+)(/log)?$", path)
+        if found and found[2]:
+            reply(handler, f"2026-11-21T10:00:00Z line of {found[1]}\n".encode())
+        elif found:
+            reply(handler, of(int(found[1]), restarted=int(found[1]) == again))
+        elif path.endswith("/pods"):
+            reply(handler, {"kind": "PodList", "items": [of(node) for node in range(_PODS)]})
+        else:
+            reply(handler, workload("Job", *conditions))
+
+    return answer
+
+
+def _logs(server: Server) -> int:
+    return sum("/log?" in asked for asked in server.asked)
+
+
+def test_so_many_logs_are_held_at_a_time(make: MakeApi) -> None:
+    """Each takes memory, or an open file, from when it is asked for until its lines are given."""
+    with serving(_answering(_DONE)) as server:
+        lines = reading.Reader(make(server.url)).read(_NATIVE, None, None, over=True)
+        found: list[LogLine] = [next(lines)]
+        assert _logs(server) <= 16
+        found += lines
+        assert _logs(server) == _PODS
+    assert [(line.rank, line.text) for line in found] == [(node, f"line of {node}\n") for node in range(_PODS)]
+
+
+def test_a_log_that_may_be_of_another_run_is_left_for_the_next_time(make: MakeApi) -> None:
+    with serving(_answering(again=3)) as server:
+        found = list(reading.Reader(make(server.url)).read(_NATIVE, None, None, over=False))
+        lists = [asked for asked in server.asked if "/pods?" in asked]
+    assert [line.rank for line in found] == [node for node in range(_PODS) if node != 3]
+    assert len(lists) == 1
+
+
+def test_a_disk_that_is_full_is_said(make: MakeApi, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "_IN_MEMORY", 1)
+    monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
+    with serving(_answering(_DONE)) as server, pytest.raises(SchedulerError) as refusal:
+        list(reading.Reader(make(server.url)).read(_NATIVE, None, None, over=True))
+    words = "what node 0 wrote cannot be kept while it is read: /nowhere: no such file or directory"
+    assert str(refusal.value) == f"target k: {words}"
