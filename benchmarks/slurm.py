@@ -17,9 +17,11 @@ from .slurm_lab import BIN, SCRIPTS, Lab, cluster_lab
 
 JOBS, SINGLE = 1000, 20
 RANKS = 4
+CALLS_A_MINUTE = 45
 SHAPE = ("--nodes", "2", "--procs-per-node", "2", "--cpus", "2")
 ONE = ("--cpus", "1")
 AWAY_S = 3.0  # how long a job runs before it is ended or warned: whoever waits for it has then settled
+LONG_AWAY_S = 60.0  # when whoever asks Slurm again and again may have become slow
 
 
 def slurm_submit(rounds: int) -> bool:
@@ -44,38 +46,46 @@ def slurm_submit(rounds: int) -> bool:
 
 def slurm_end(rounds: int) -> bool:
     """From the last thing that a job does, and from the moment at which squeue no longer says that it runs, to the
-    return of `accel wait`, of submitit's `job.results()`, and of `sbatch --wait`."""
+    return of `accel wait`, of submitit's `job.results()`, and of `sbatch --wait`. And from the end of a job that leaves
+    no result, after a minute of waiting for it, with what was asked of Slurm meanwhile."""
     with cluster_lab() as lab:
         if lab is None:
             return False
         seconds: dict[str, list[float]] = {}
+        taken_away, calls = "scancel after a minute to accel wait", "calls of squeue and sacct in that minute"
         ends = {"accel wait": _waited, "submitit results()": _waited_by_submitit, "sbatch --wait": _waited_by_sbatch}
         for _ in range(rounds):
             for name, measure in ends.items():
                 after_stamp, after_slurm = measure(lab)
                 seconds.setdefault(f"stamp to {name}", []).append(after_stamp)
                 seconds.setdefault(f"Slurm's end to {name}", []).append(after_slurm)
-            seconds.setdefault("scancel of a waiting job to accel wait", []).append(_waited_for_nothing(lab))
-        return report_limits("slurm_end", seconds, {"stamp to accel wait": 2, "Slurm's end to accel wait": 2})
+            seen_s, asked = _waited_for_nothing(lab)
+            seconds.setdefault(taken_away, []).append(seen_s)
+            seconds.setdefault(calls, []).append(asked)
+        limits = {"stamp to accel wait": 2, "Slurm's end to accel wait": 2, taken_away: 2, calls: CALLS_A_MINUTE}
+        return report_limits("slurm_end", seconds, limits)
 
 
 def slurm_list(rounds: int) -> bool:
-    """`accel list --all` of a thousand jobs that Slurm holds, most of them one array, and what it asks of Slurm."""
+    """`accel list --all` of a thousand jobs that Slurm holds, most of them one array, the others each with options of
+    its own, and what it asks of Slurm."""
     with cluster_lab() as lab:
         if lab is None:
             return False
         values = ",".join(map(str, range(JOBS - SINGLE)))
         lab.accel("submit", "--target", "held", *ONE, "--sweep", f"n={values}", "--no-python", "./nothing.sh")
-        for _ in range(SINGLE):
-            lab.accel("submit", "--target", "held", *ONE, "--no-python", "./nothing.sh")
+        for at in range(SINGLE):
+            option = f"sbatch={{hold: true, nice: {at + 1}}}"
+            lab.accel("submit", "--target", "held", "--option", option, *ONE, "--no-python", "./nothing.sh")
         ours, news = f"accel list --all, {JOBS} jobs", "accel list --all, news of each"
         command = [str(BIN / "accel"), "list", "--all"]
         measures = {
             "squeue alone": wall(["squeue", "--me", "--array", "--noheader", "--states=all"], lab.env),
             news: _listed_with_news(lab, command),
-            ours: wall(command, lab.env, str(lab.project)),
+            ours: _listed(lab, command),
         }
         seconds = interleaved(measures, rounds)
+        lab.forget()
         shown = lab.accel("list", "--all", env={"PATH": lab.noted_path}).splitlines()
         calls = [words for _, words in lab.noted()]
         queued = sum(line.split("\t")[2] == "queued" for line in shown)
@@ -96,10 +106,8 @@ def slurm_requeue(rounds: int) -> bool:
         for _ in range(rounds):
             for name, value in {**_preempted(lab), **_requeued(lab)}.items():
                 seconds.setdefault(name, []).append(value)
-        ours, asked = "batch script to first step, accel", "SIGUSR1 to scontrol requeue"
-        over = difference(seconds, ours, "batch script to first step, torchrun")
-        seconds["ours in all"] = [sum(pair) for pair in zip(seconds[asked], seconds[over], strict=True)]
-        return report_limits("slurm_requeue", seconds, {asked: 1, over: 1, "ours in all": 1})
+        over = difference(seconds, "batch script to first step, accel", "batch script to first step, torchrun")
+        return report_limits("slurm_requeue", seconds, {"SIGUSR1 to scontrol requeue": 1, over: 1})
 
 
 def slurm_launch(rounds: int) -> bool:
@@ -122,9 +130,20 @@ def _submitit(folder: str) -> list[str]:
     return [sys.executable, str(SCRIPTS / "submitit_job.py"), folder]
 
 
+def _listed(lab: Lab, command: list[str]) -> Callable[[], float]:
+    """Without what another `accel` was told by Slurm a moment ago."""
+    listed = wall(command, lab.env, str(lab.project))
+
+    def measure() -> float:
+        lab.forget()
+        return listed()
+
+    return measure
+
+
 def _listed_with_news(lab: Lab, command: list[str]) -> Callable[[], float]:
     """The reason for which every job waits is another one each time."""
-    listed, verbs = wall(command, lab.env, str(lab.project)), itertools.cycle(("hold", "uhold"))
+    listed, verbs = _listed(lab, command), itertools.cycle(("hold", "uhold"))
 
     def measure() -> float:
         numbers = sorted(set(lab.run("squeue", "--me", "--noheader", "--format=%F").split()))
@@ -188,16 +207,20 @@ def _let_end(lab: Lab, number: str, stamp: Path, go: Path) -> float:
     return time.time()
 
 
-def _waited_for_nothing(lab: Lab) -> float:
-    """Of a job that is taken out of the queue by hand: it leaves no result, so Slurm has to be asked."""
+def _waited_for_nothing(lab: Lab) -> tuple[float, float]:
+    """Of a job that is taken out of the queue by hand: it leaves no result, so Slurm has to be asked. And how often it
+    was."""
     job = lab.accel("submit", "--target", "held", *ONE, "--no-python", "./nothing.sh")
     number = lab.number(job)
-    waiting = subprocess.Popen([BIN / "accel", "wait", job], env=lab.env, cwd=lab.project, stdout=subprocess.DEVNULL)
-    time.sleep(AWAY_S)
+    lab.noted()
+    env = {**lab.env, "PATH": lab.noted_path}
+    waiting = subprocess.Popen([BIN / "accel", "wait", job], env=env, cwd=lab.project, stdout=subprocess.DEVNULL)
+    time.sleep(LONG_AWAY_S)
+    asked = len(lab.noted())
     lab.run("scancel", number)
     started = time.time()
     waiting.wait(WAIT_S)
-    return time.time() - started
+    return time.time() - started, asked
 
 
 def _preempted(lab: Lab) -> dict[str, float]:

@@ -133,6 +133,11 @@ class Lab:
     def idle(self) -> None:
         until(lambda: not self.run("squeue", "-h", "-a"), "no job is left")
 
+    def forget(self) -> None:
+        """What accel keeps of Slurm's last answer."""
+        for path in (self.folder / "home").glob("slurm-queue-*"):
+            path.unlink()
+
     def _noting(self, *names: str) -> Path:
         folder = self.folder / "bin"
         folder.mkdir()

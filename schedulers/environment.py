@@ -12,6 +12,8 @@ _NAMES = frozenset(
     "JOB_COMPLETION_INDEX JOBSET_RESTART_ATTEMPT".split()
 )
 _KEPT = "SLURM_CONF"  # where the client finds its controller: SLURM_CONF, SLURM_CONF_SERVER
+# What people and sites set for all their jobs.
+_DEFAULTS = ("account", "constraint", "partition", "qos", "reservation", "wckey")
 
 
 def outside_any_job(env: Mapping[str, str]) -> dict[str, str]:
@@ -26,3 +28,16 @@ def outside_any_job(env: Mapping[str, str]) -> dict[str, str]:
         for name, value in env.items()
         if name.startswith(_KEPT) or not (name in _NAMES or name.startswith(prefixes))
     }
+
+
+def for_sbatch(env: Mapping[str, str], script: str) -> dict[str, str]:
+    """`env` for an sbatch of this batch script: of its own variables those that say who pays, and where, count.
+
+    Not those that the script gives itself, because sbatch would take the variable's, and none inside a job, where they
+    are the job's.
+    """
+    outside = outside_any_job(env)
+    if "SLURM_JOB_ID" in env:
+        return outside
+    given = {f"SBATCH_{name.upper()}" for name in _DEFAULTS if f"\n#SBATCH --{name}=" not in script}
+    return {**outside, **{name: value for name, value in env.items() if name in given}}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -13,7 +15,7 @@ from .job import Reason, State, Status
 
 if TYPE_CHECKING:
     from .record import Record
-    from .target import Target
+    from .target import Gathers, Target
 
 # How long a backend must go on not knowing a job before that counts: answers lag behind a submit.
 ABSENT_S = 60.0
@@ -39,7 +41,7 @@ def poll_all(records: Sequence[Record]) -> None:
     groups: dict[str, list[Record]] = {}
     for record in records:
         if record.native_id is not None:
-            groups.setdefault(group(record), []).append(record)
+            groups.setdefault(_asked_with(record), []).append(record)
         elif cut_off(record):
             record.warning = f"its submit was cut off; `accel status {record.id}` carries it out"
     if len(groups) < 2:
@@ -64,11 +66,35 @@ def group(record: Record) -> str:
     return f"{record.kind}\0{record.target}\0{options}"
 
 
+def _asked_with(record: Record) -> str:
+    """The same for records whose backend can be asked about all of them at once."""
+    import json
+
+    kind = _gathering(record.kind)
+    try:
+        if kind is not None:
+            return f"{record.kind}\0{json.dumps(kind.asked_with(record.options() or {}))}"
+    except StoreError:  # said when its target is made
+        pass
+    return group(record)
+
+
+@functools.cache
+def _gathering(name: str) -> Gathers | None:
+    from .target import Gathers, load_kind
+
+    try:
+        kind = load_kind(name)
+    except SchedulerError:  # said when its target is made
+        return None
+    return kind if isinstance(kind, Gathers) else None
+
+
 def _poll(records: Sequence[Record]) -> None:
     asked_at = time.time()
     silent: Mapping[str, str] = {}
     try:
-        target = restore(records[0])
+        target = _any_target(records)
         answers: Mapping[str, Status] = target.poll([record.native_id or "" for record in records])
     except (SchedulerError, OSError) as error:
         if isinstance(error, Unreachable) and error.silent is not None:
@@ -86,6 +112,14 @@ def _poll(records: Sequence[Record]) -> None:
             absorb(record, answers.get(native_id), asked_at)
         except StoreError as error:
             record.warning = str(error)
+
+
+def _any_target(records: Sequence[Record]) -> Target:
+    """That of the first record whose options can still be meant: each can be asked about all. Raises ConfigError."""
+    for record in records[:-1]:
+        with contextlib.suppress(SchedulerError):
+            return restore(record)
+    return restore(records[-1])
 
 
 def absorb(record: Record, answer: Status | None, asked_at: float) -> Status:

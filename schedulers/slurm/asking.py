@@ -1,21 +1,22 @@
-"""What Slurm and the job's own files say of jobs, and what it means; and how often Slurm is asked."""
+"""What Slurm and the job's own files say of jobs, and what it means; and how often accounting is asked."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import random
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from ..errors import Unreachable
 from ..job import Reason, State, Status
 from .cluster import Cluster
 from .native import Native
 from .states import Said, status_of
 
-_FIRST_S, _LAST_S, _SLOWER = 2.0, 30.0, 1.5
+_SEARCH_S = 5.0  # before a job that squeue does not know is looked for in accounting again
+_UNKNOWN_S = 2.0  # before it is asked again whether a job is over of which nothing was known
 
 Answer = dict[str, Any]
 
@@ -23,71 +24,71 @@ Answer = dict[str, Any]
 class Queue:
     """The jobs of one target. Safe to use from several threads.
 
-    Slurm is asked at the first poll, and then at most every 2 s, more and more seldom while nothing changes. A job's
-    own result is looked for at every poll: it costs Slurm nothing.
+    A job's own result is looked for at every poll, which costs Slurm nothing. How often squeue is asked is settled
+    where it is, for all who ask there (`hostside/slurm_queue.py`).
     """
 
     def __init__(self, cluster: Cluster, clusters: str | None) -> None:
         self._cluster = cluster
         self._clusters = clusters
         self._lock = threading.Lock()
-        self._known: dict[str, Answer] = {}
-        self._pause_s = _FIRST_S
-        self._ask_at = 0.0
         self._accounting = True
+        # When accounting was asked about a job, what was then known of it, and why not more.
+        self._searched: dict[str, tuple[float, Answer, str | None]] = {}
+        self._last: dict[str, tuple[float, Status | None]] = {}
 
     def statuses(self, native_ids: Sequence[str]) -> tuple[dict[str, Status], dict[str, str]]:
         """The status of each job; and why, of those that could not be asked about. A job in neither is unknown."""
         with self._lock:
-            asking = time.monotonic() >= self._ask_at or any(not self._is_known(each) for each in native_ids)
+            now = time.monotonic()
+            kept = {each: found for each in native_ids if (found := self._search_of(each, now)) is not None}
+            self._last.update((each, (now, self._last.get(each, (now, None))[1])) for each in native_ids)
             step = {
                 "op": "status",
-                "jobs": [Native.parse(each).to_json() for each in native_ids],
-                "ask": asking,
+                "jobs": [{**Native.parse(each).to_json(), "search": each not in kept} for each in native_ids],
                 "accounting": self._accounting,
                 "clusters": self._clusters,
             }
             done = self._cluster.ask([step])[0][0]
-            answers: dict[str, Answer] = dict(zip(native_ids, done["jobs"], strict=True))
             self._accounting = done["accounting"]
-            silent = done["unreachable"]
-            if not asking:
-                answers = {each: _with_known(answer, self._known[each]) for each, answer in answers.items()}
-            elif silent is None:
-                self._remember(answers)
-        found = {each: status for each, answer in answers.items() if (status := _status(each, answer)) is not None}
-        unheard = [each for each in native_ids if each not in found] if silent is not None else []
-        return found, dict.fromkeys(unheard, str(silent))
+            statuses: dict[str, Status] = {}
+            silent: dict[str, str] = {}
+            for each, heard in zip(native_ids, done["jobs"], strict=True):
+                answer, why = heard, done["unreachable"]
+                if heard["searched"]:
+                    self._searched[each] = (now, heard, why)
+                elif each in kept and why is None and heard["exit"] is None and heard["said"] is None:
+                    answer, why = kept[each]
+                status = _status(each, answer, time.time() - done["age_s"])
+                if status is not None:
+                    statuses[each] = status
+                elif why is not None:
+                    silent[each] = str(why)
+                self._last[each] = (now, status)
+        return statuses, silent
 
-    def is_over(self, native_id: str) -> bool | None:
-        """As was said last; None when nothing was."""
+    def _search_of(self, native_id: str, now: float) -> tuple[Answer, str | None] | None:
+        """What accounting has said of the job, unless that was too long ago."""
+        at, answer, why = self._searched.get(native_id, (0.0, {}, None))
+        return (answer, why) if answer and now - at < _SEARCH_S else None
+
+    def is_over(self, native_id: str) -> bool:
+        """As was said last; asked when nothing was."""
+        if self._unknown(native_id):
+            try:
+                self.statuses([native_id])
+            except Unreachable:
+                return False
+        _, status = self._last[native_id]
+        return status is not None and status.state.final
+
+    def _unknown(self, native_id: str) -> bool:
         with self._lock:
-            answer = self._known.get(native_id)
-        status = None if answer is None else _status(native_id, answer)
-        return None if status is None else status.state.final
-
-    def _is_known(self, native_id: str) -> bool:
-        answer = self._known.get(native_id)
-        return answer is not None and answer["said"] is not None
-
-    def _remember(self, answers: Mapping[str, Answer]) -> None:
-        news = any(_told(answer) != _told(self._known.get(each)) for each, answer in answers.items())
-        now = time.time()
-        self._known.update({each: {**answer, "at": now} for each, answer in answers.items()})
-        self._pause_s = _FIRST_S if news else min(_LAST_S, self._pause_s * _SLOWER)
-        self._ask_at = time.monotonic() + self._pause_s * random.uniform(0.8, 1.2)
+            at, status = self._last.get(native_id, (float("-inf"), None))
+        return status is None and time.monotonic() - at >= _UNKNOWN_S
 
 
-def _told(answer: Answer | None) -> Any:
-    return None if answer is None else (answer["said"], answer["attempt"], answer["exit"] is None)
-
-
-def _with_known(answer: Answer, known: Answer) -> Answer:
-    """What the files say now, with what Slurm said then."""
-    return {**answer, **{key: known[key] for key in ("said", "foreign", "words", "at")}}
-
-
-def _status(native_id: str, answer: Answer) -> Status | None:
+def _status(native_id: str, answer: Answer, at: float) -> Status | None:
     if answer["exit"] is not None:
         return _result(answer["exit"])
     if answer["said"] is not None:
@@ -97,7 +98,7 @@ def _status(native_id: str, answer: Answer) -> Status | None:
             message = f"its batch script ended before anything of accel's had begun{words}"
             status = dataclasses.replace(status, reason=Reason.SETUP, message=message)
         attempt = max(status.attempt, answer["attempt"])
-        return dataclasses.replace(status, attempt=attempt, observed_at=answer.get("at", 0.0))
+        return dataclasses.replace(status, attempt=attempt, observed_at=at)
     if answer["foreign"] and not answer["started"]:
         number = Native.parse(native_id).slurm
         # It has never begun, and there is no job of ours under its number, now or in accounting.

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ..errors import SchedulerError, SpecError, SubmitError, Unreachable
 from ..job import Cursor, LogLine
+from .native import Native
 
 if TYPE_CHECKING:
     from ..remote.hosts import Host
@@ -23,7 +24,6 @@ Step = Mapping[str, Any]
 
 _ANSWER_S = 90.0
 _SUBMIT_S = 300.0
-_LOOK_S = 0.1
 # Whatever the home directory holds, `schedulers` is the installed package.
 _SUBMIT = "import sys; sys.path[:] = [p for p in sys.path if p]; from schedulers.slurm.submitting import main; main()"
 
@@ -52,8 +52,8 @@ class Cluster(Protocol):
     def cursor_at(self, job_id: str, when: float) -> Cursor:
         """Where its logs stood then."""
 
-    def wait(self, job_id: str, timeout_s: float) -> bool:
-        """Until the job has left its result; False when the time is over."""
+    def wait(self, native: Native, timeout_s: float) -> bool:
+        """Until the job has left its result, or Slurm has ended it; False when the time is over."""
 
     def close(self) -> None:
         """Ends connections."""
@@ -65,6 +65,7 @@ class Here:
     def __init__(self, jobs: Path, options: SlurmOptions) -> None:
         self._jobs = str(jobs)
         self._python = options.python
+        self._clusters = options.clusters
 
     def place(self) -> tuple[str, str]:
         import sys
@@ -114,14 +115,17 @@ class Here:
 
         return logfiles.cursor_at(Path(self._jobs) / job_id / "logs", when)
 
-    def wait(self, job_id: str, timeout_s: float) -> bool:
-        path = f"{self._jobs}/{job_id}/exit.json"
+    def wait(self, native: Native, timeout_s: float) -> bool:
+        from ..remote.hostside import slurm
+
+        wanted = {native.job_id: native.to_json()}
+        looks = slurm.ends(os.path.dirname(self._jobs), wanted, {"clusters": self._clusters})
         deadline = time.monotonic() + timeout_s
-        while not os.path.exists(path):
+        while not next(looks):
             left = deadline - time.monotonic()
             if left <= 0:
                 return False
-            time.sleep(min(_LOOK_S, left))
+            time.sleep(min(slurm.LOOK_S, left))
         return True
 
     def close(self) -> None:
@@ -149,6 +153,10 @@ class Login:
     @property
     def root(self) -> str:
         return self._options.root
+
+    @property
+    def clusters(self) -> str | None:
+        return self._options.clusters
 
     @property
     def python(self) -> str:
@@ -241,12 +249,12 @@ class Login:
         stood: dict[str, int] = self.ask([{"op": "at", "job": job_id, "when": when}])[0][0]
         return Cursor({name: str(offset) for name, offset in stood.items()})
 
-    def wait(self, job_id: str, timeout_s: float) -> bool:
+    def wait(self, native: Native, timeout_s: float) -> bool:
         if self._watch is None:
             from .watching import Watch
 
             self._watch = Watch(self)
-        return self._watch.wait(job_id, timeout_s)
+        return self._watch.wait(native, timeout_s)
 
     def close(self) -> None:
         made, self._made = self._made, None
@@ -269,15 +277,16 @@ def login_host(options: SlurmOptions, name: str) -> Host:
 
 @functools.cache
 def host_programs() -> bytes:
-    """`hostside/slurm.py` and what it imports, as one program for the login node's Python."""
+    """`hostside/slurm_main.py` and what it imports, as one program for the login node's Python."""
     from ..remote.files import host_program
 
-    sources = {name: host_program(name).decode() for name in ("jobs", "slurm_commands", "slurm")}
+    parts = ("slurm_batch/documents", "jobs", "slurm_commands", "slurm_queue", "slurm", "slurm_main")
+    sources = {part.rpartition("/")[2]: host_program(part).decode() for part in parts}
     code = (
         "import sys, types\n"
         f"for name, source in {sources!r}.items():\n"
         "    module = sys.modules[name] = types.ModuleType(name)\n"
         "    exec(compile(source, name, 'exec'), module.__dict__)\n"
-        "sys.modules['slurm'].main()\n"
+        "sys.modules['slurm_main'].main()\n"
     )
     return code.encode()

@@ -25,7 +25,8 @@ from ..processes import adopt_orphans, descendants, die_with_parent, end_all, wa
 from ..remote.hostside.slurm_batch import documents
 
 REQUEUE = 85
-_ACCEL = "import sys; sys.path[:] = [p for p in sys.path if p]; from accel.cli import main; sys.exit(main())"
+# Ranks leave `main` by SystemExit; their launcher has done all, and its interpreter would take a second to end.
+_ACCEL = "import os, sys; sys.path[:] = [p for p in sys.path if p]; from accel.cli import main; os._exit(main())"
 _ENTRY = {"script": [], "module": ["-m"], "command": ["--no_python"]}
 _GLANCE_S = 1.0
 _KILL_ALLOWANCE_S = 6.0
@@ -159,7 +160,13 @@ class Node:
             "LAUNCH_EVENTS": self._events,
             "REQUEUED": "1",
         }
-        return {**inherited, **self._settings["env"], **values, **{f"ACCEL_{name}": own[name] for name in own}}
+        named = {f"ACCEL_{name}": own[name] for name in own}
+        return {**self._over_interface(), **inherited, **self._settings["env"], **values, **named}
+
+    def _over_interface(self) -> dict[str, str]:
+        """Left to itself gloo takes the address that the node's own name has, which may be 127.0.1.1."""
+        interface = self._settings.get("interface")
+        return {} if interface is None else {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
 
     def _start(self, argv: list[str], log: str | None) -> subprocess.Popen[bytes]:
         """A child that is told to end when this process is killed. Its output goes where this process's does."""
@@ -199,6 +206,8 @@ class Node:
                 process.terminate()
             while self._warnings and grace_s is None:
                 process.send_signal(self._warnings.pop(0))
+                with contextlib.suppress(OSError):
+                    self._mark("warned")
             if time.monotonic() >= kill_at:
                 process.kill()
             select.select([self._woken], [], [], 0.5)
@@ -212,7 +221,7 @@ class Node:
             self._next_glance = now + _GLANCE_S
             if self._fenced():
                 self._told = "fence"
-            elif self._told is None and os.path.exists(os.path.join(self._own, "cancel")):
+            elif self._told is None and documents.exists(os.path.join(self._own, "cancel")):
                 self._told = "cancel"
         return self._told is not None
 

@@ -94,6 +94,12 @@ class SlurmOptions:
     srun: tuple[str, ...] = ()
     slurm_version: str | None = None
 
+    @property
+    def clusters(self) -> str | None:
+        """The clusters that a job may go to, where sbatch is told so."""
+        value = self.sbatch.get("clusters")
+        return None if value is None else str(value)
+
 
 def check(options: SlurmOptions, name: str) -> None:
     """Raises SpecError, naming the key, for what cannot be meant."""

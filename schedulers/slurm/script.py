@@ -17,6 +17,8 @@ COMMENT = "accel:"
 _BATCH = "slurm/batch.py"
 _PICKLES = "slurm/pickles"
 _MOST_WARNING_S = 65535
+# Options of sbatch that ask for GPUs, beside --gres.
+_GPU_OPTIONS = ("gpus", "gpus-per-node", "gpus-per-task", "gpus-per-socket")
 
 
 def check(spec: JobSpec, options: SlurmOptions, name: str) -> None:
@@ -33,13 +35,29 @@ def check(spec: JobSpec, options: SlurmOptions, name: str) -> None:
         raise SpecError(
             f"{where}: gres asks for {in_gres} GPUs on each node, and --gpus for {spec.resources.gpus}: keep one"
         )
+    _check_gpu_type(spec.resources.accelerator, "--accelerator", options, where)
+    _check_gpu_type(options.gpu_type, "gpu_type:", options, where)
+    by_sbatch = _gpu_options(options)
+    if by_sbatch and (spec.resources.gpus or in_gres is not None):
+        ours = "gres" if in_gres is not None else "--gpus"
+        raise SpecError(f"{where}: sbatch: {by_sbatch[0]} and {ours} both ask for GPUs: keep one")
     secrets.check(spec.secrets, "a slurm target")
+
+
+def _check_gpu_type(kind: str | None, said: str, options: SlurmOptions, where: str) -> None:
+    """Where `gres` asks for the job's GPUs, it says their type too."""
+    count, words = _gpus_in(options.gres), (options.gres or "").split(",")
+    if kind is not None and count is not None and not any(word.startswith(f"gpu:{kind}") for word in words):
+        raise SpecError(
+            f"{where}: {said} {kind}, and gres: {options.gres} asks for the GPUs: say gres: gpu:{kind}:{count}"
+        )
 
 
 def warnings(spec: JobSpec, options: SlurmOptions) -> tuple[str, ...]:
     """What the job will not get, or will get otherwise than it may seem."""
     found = []
-    if spec.resources.cpus is None and not options.exclusive and "cpus-per-gpu" not in options.sbatch:
+    given = {name.replace("_", "-") for name, value in options.sbatch.items() if value is not False}
+    if spec.resources.cpus is None and not options.exclusive and not given & {"cpus-per-gpu", "exclusive"}:
         found.append("--cpus is not given: Slurm may give each node's ranks one core between them")
     if spec.time_limit_s is not None and spec.time_limit_s % 60:
         found.append(f"Slurm counts time limits in minutes: {spec.time_limit_s:g} s become {_minutes(spec)} min")
@@ -145,7 +163,7 @@ def srun(spec: JobSpec, options: SlurmOptions, directory: str, *, code: str | No
         words.append(f"--cpus-per-task={spec.resources.cpus}")
     if spec.image is not None and options.container == "pyxis":
         words += [
-            f"--container-image={spec.image}",
+            f"--container-image={pyxis_image(spec.image)}",
             f"--container-mounts={','.join(_mounts(options, directory, code))}",
         ]
     return [*words, *options.srun]
@@ -159,7 +177,7 @@ def task(
     words = [inside, "-u", "-m", "submitit.core._submit", pickles]
     if spec.image is None or options.container == "pyxis":
         return words
-    gpus = ["--nv"] if spec.resources.gpus or _gpus_in(options.gres) else []
+    gpus = ["--nv"] if spec.resources.gpus or _gpus_in(options.gres) or _gpu_options(options) else []
     mounts = ["--bind", ",".join(_mounts(options, directory, code))]
     return [str(options.container), "exec", *gpus, *mounts, spec.image, *words]
 
@@ -225,6 +243,23 @@ def _pattern(path: str) -> str:
 def _mounts(options: SlurmOptions, directory: str, code: str | None) -> list[str]:
     own = [directory] if code is None else [directory, code]
     return [*(f"{path}:{path}" for path in own), *options.container_mounts]
+
+
+def pyxis_image(image: str) -> str:
+    """An image as pyxis has it: a `#` after the registry. What would be taken for one of Docker Hub's otherwise.
+
+    https://github.com/NVIDIA/enroot/blob/master/doc/cmd/import.md
+    """
+    scheme, found, name = image.rpartition("://")
+    registry, slash, rest = name.partition("/")
+    named = "." in registry or ":" in registry or registry == "localhost"
+    if not (slash and registry and named) or "#" in name or scheme not in ("", "docker") or registry in (".", ".."):
+        return image
+    return f"{scheme}{found}{registry}#{rest}"
+
+
+def _gpu_options(options: SlurmOptions) -> list[str]:
+    return [name for name in options.sbatch if name.replace("_", "-") in _GPU_OPTIONS]
 
 
 def _gpus_in(gres: str | None) -> int | None:

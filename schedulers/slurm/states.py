@@ -27,7 +27,6 @@ class Said:
     code: str = ""
     derived: str = ""
     restarts: int = 0
-    nodes: str = ""
 
 
 _STATES: Mapping[str, tuple[State, Reason, str]] = {
@@ -72,8 +71,10 @@ _LAUNCH_ADVICE = (
     "Slurm could not launch it: its first node failed, or does not see the job's directory (`accel describe`)"
 )
 
-# Why a job is pending, or was not run. A name may end in `*`; the first that fits counts. What is not here is shown
-# as Slurm says it.
+_RELEASE = "scontrol release lets it go"
+
+# Why a job is pending, or was not run. `*` and `?` stand for any letters and for any one (some versions say `_` for a
+# space); the first that fits counts. What is not here is shown as Slurm says it.
 _REASONS: tuple[tuple[str, Reason, str], ...] = (
     ("None", Reason.NONE, ""),
     ("Priority", Reason.NO_CAPACITY, "jobs of higher priority are before it"),
@@ -81,8 +82,11 @@ _REASONS: tuple[tuple[str, Reason, str], ...] = (
     ("BeginTime", Reason.NONE, "it may not begin yet"),
     ("Dependency", Reason.DEPENDENCY, "it waits for another job (--after)"),
     ("DependencyNeverSatisfied", Reason.DEPENDENCY, "the job that it was to run after has failed"),
-    ("JobHeldUser", Reason.USER, "it is held; scontrol release lets it go"),
+    ("JobHeldUser", Reason.USER, f"it is held; {_RELEASE}"),
     ("JobHeldAdmin", Reason.USER, "an administrator holds it"),
+    ("JobHoldMaxRequeue", Reason.SETUP, f"Slurm could not launch it several times and holds it now; {_RELEASE}"),
+    ("*requeued?held", Reason.SETUP, f"Slurm could not launch it, on a broken node perhaps, and holds it; {_RELEASE}"),
+    ("*requeued?in?held?state", Reason.USER, f"it is held after a restart; {_RELEASE}"),
     ("JobArrayTaskLimit", Reason.NO_CAPACITY, "as many of its sweep run as may (array_throttle)"),
     ("PartitionConfig", Reason.NO_CAPACITY, "its partition can never run it as it is: fewer nodes, cores or less time"),
     ("PartitionNodeLimit", Reason.NO_CAPACITY, "it asks for more nodes than its partition allows"),
@@ -122,12 +126,12 @@ def status_of(said: Said) -> Status:
     code = None
     if state is State.QUEUED:
         reason = why if reason is Reason.NONE else reason
-        message = _join(explained, said.reason) if why is not Reason.NONE or explained else message
+        message = _join(explained or message, said.reason) if why is not Reason.NONE or explained else message
     elif state is State.CANCELLED and why is Reason.DEPENDENCY:
         state, reason, message = State.FAILED, why, "the job that it was to run after has failed"
     elif state is State.FAILED:
-        # Slurm's own code for it, 0:125, is no signal.
-        code = 137 if word == "OUT_OF_MEMORY" else exit_code(said)
+        # Slurm's own code for it, 0:125, is no signal. One that failed, of which no process has, has no code.
+        code = 137 if word == "OUT_OF_MEMORY" else exit_code(said) or None
         if reason is Reason.EXIT_CODE and why not in (Reason.NONE, Reason.EXIT_CODE, Reason.NO_CAPACITY):
             reason, message = why, explained
         if said.code.endswith(_NOT_LAUNCHED):

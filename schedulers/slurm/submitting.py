@@ -9,8 +9,6 @@ Between the two the job is found by its comment. Run by itself it reads one requ
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import json
 import os
 import shutil
@@ -22,17 +20,17 @@ from pathlib import Path
 from typing import Any
 
 from .. import disk
-from ..environment import outside_any_job
+from ..environment import for_sbatch
 from ..errors import SchedulerError, SubmitError, Unreachable
 from ..remote.hostside import jobs
 from ..remote.hostside import slurm as here
 from ..remote.hostside import slurm_commands as commands
+from ..remote.hostside.slurm_queue import taken
 from . import batching
 
 SCHEMA = 1
 _SBATCH_S = 180.0
 _LOCK_S = 60.0
-_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 def submit(request: Mapping[str, Any]) -> str:
@@ -68,24 +66,13 @@ def _alone(path: str) -> Iterator[int]:
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         deadline = time.monotonic() + _LOCK_S
-        while not _taken(lock):
+        while not taken(lock):
             if time.monotonic() > deadline:
                 raise Unreachable("sbatch, of another submit of this job, has not ended yet")
             time.sleep(0.05)
         yield lock
     finally:
         os.close(lock)
-
-
-def _taken(lock: int) -> bool:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
-    return True
 
 
 def _earlier(request: Mapping[str, Any], job_id: str) -> str | None:
@@ -139,7 +126,9 @@ def _write_job(directory: str, job: Mapping[str, Any], secrets: Mapping[str, str
 def _sbatch(script: Path, request: Mapping[str, Any], marker: str, lock: int) -> str:
     """What sbatch prints. It may go on when this process is killed, and holds the lock until it ends."""
     where = ["-M", str(request["clusters"])] if request["clusters"] else []
-    env = {name: value for name, value in outside_any_job(os.environ).items() if name not in request["unset"]}
+    env = {
+        name: value for name, value in for_sbatch(os.environ, request["script"]).items() if name not in request["unset"]
+    }
     _write(marker, f"{os.uname().nodename} {os.getpid()}\n", durably=True)
     process = subprocess.Popen(
         ["sbatch", *where, str(script)],

@@ -59,13 +59,14 @@ class SlurmTarget:
         if self._asked is None:
             from .asking import Queue
 
-            self._asked = Queue(self._cluster, self._clusters)
+            self._asked = Queue(self._cluster, self._options.clusters)
         return self._asked
 
-    @property
-    def _clusters(self) -> str | None:
-        value = self._options.sbatch.get("clusters")
-        return None if value is None else str(value)
+    @staticmethod
+    def asked_with(options: Mapping[str, Any]) -> list[object]:
+        """The login node and the clusters: Slurm tells of all jobs at once, whatever was said of each."""
+        where = [options.get(key) for key in ("login", "user", "port", "ssh_config", "root", "python")]
+        return [*(where if options.get("login") else ()), (options.get("sbatch") or {}).get("clusters")]
 
     def plan(self, spec: JobSpec, job_id: str) -> Plan:
         """The batch script and what the nodes read; numbers that only Slurm knows are left open. Raises SpecError."""
@@ -183,7 +184,7 @@ class SlurmTarget:
             "nodes": specs[0].nodes,
             "secrets": values,
             "unset": sorted(secrets.variables(specs[0].secrets)),
-            "clusters": self._clusters,
+            "clusters": self._options.clusters,
         }  # fmt: skip
         number = self._cluster.submit(request)
         return [str(Native(f"{number}_{at}" if array else number, plan.job_id)) for at, plan in enumerate(plans)]
@@ -238,7 +239,7 @@ class SlurmTarget:
         return found
 
     def poll(self, native_ids: Sequence[str]) -> Mapping[str, Status]:
-        """One squeue, and at most one sacct, for all; a job's own result beats both.
+        """At most one squeue and one sacct for all; a job's own result beats both.
 
         Raises Unreachable, which has the answers that there were, when Slurm cannot be asked about the others.
         """
@@ -248,18 +249,7 @@ class SlurmTarget:
         return found
 
     def logs(self, native_id: str, since: Cursor | None = None) -> Iterator[LogLine]:
-        yield from self._cluster.read(Native.parse(native_id).job_id, since, over=self._is_over(native_id))
-
-    def _is_over(self, native_id: str) -> bool:
-        """Whether nobody writes to its logs any more, as far as can be told now."""
-        over = self._queue.is_over(native_id)
-        if over is None:
-            try:
-                self._queue.statuses([native_id])
-            except Unreachable:
-                return False
-            over = self._queue.is_over(native_id)
-        return bool(over)
+        yield from self._cluster.read(Native.parse(native_id).job_id, since, over=self._queue.is_over(native_id))
 
     def cursor_at(self, native_id: str, when: float) -> Cursor:
         return self._cluster.cursor_at(Native.parse(native_id).job_id, when)
@@ -267,12 +257,12 @@ class SlurmTarget:
     def cancel(self, native_id: str) -> None:
         """A job that runs is asked to end in order; one that waits is taken out of the queue. Raises Unreachable."""
         native = Native.parse(native_id)
-        self._cluster.ask([{"op": "cancel", **native.to_json(), "clusters": self._clusters}])
+        self._cluster.ask([{"op": "cancel", **native.to_json(), "clusters": self._options.clusters}])
         self._asked = None  # what was said before says nothing now
 
     def wait(self, native_id: str, timeout_s: float) -> bool:
-        """Sleeps until the job has left its result."""
-        return self._cluster.wait(Native.parse(native_id).job_id, timeout_s)
+        """Sleeps until the job has left its result, or Slurm has ended it."""
+        return self._cluster.wait(Native.parse(native_id), timeout_s)
 
     def find(self, job_id: str) -> Found | None:
         """A job that another machine sent to the same root through the same login node."""
@@ -297,7 +287,8 @@ class SlurmTarget:
             {"job": job_id, "slurm": None if native is None else Native.parse(native).slurm}
             for job_id, native in jobs.items()
         ]
-        kept: dict[str, str] = self._cluster.ask([{"op": "clear", "jobs": asked, "clusters": self._clusters}])[0][0]
+        step = {"op": "clear", "jobs": asked, "clusters": self._options.clusters}
+        kept: dict[str, str] = self._cluster.ask([step])[0][0]
         return [f"{self._options.login} keeps job {job_id}: {why}" for job_id, why in kept.items()]
 
     def close(self) -> None:

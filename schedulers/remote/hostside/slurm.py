@@ -1,14 +1,6 @@
-"""Tells of the Slurm jobs of this user, on a machine that has Slurm's commands. One line of JSON comes in:
+"""What is asked, on a machine that has Slurm's commands, of the Slurm jobs of this user.
 
-    {"root": "~/.accel", "do": [{"op": "status", "jobs": [{"job": "…", "slurm": "123"}]}]}
-
-One line comes out, `{"done": […]}` or `{"error": "…", "unreachable": false}`, and after it the bytes of the logs.
-
-    {"root": "~/.accel", "watch_s": 600}
-
-is followed by ids of jobs, a line each; the id of each that has left a result comes out, a line each.
-
-On the login node itself the same functions are called in the process of `accel`.
+`accel` calls it in its own process on a login node; from elsewhere it is sent there (`slurm_main.py`).
 """
 
 from __future__ import annotations
@@ -16,18 +8,21 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 import time
 
 try:
-    from . import jobs
+    from . import jobs, slurm_queue
     from . import slurm_commands as commands
+    from .slurm_batch import documents
 except ImportError:  # sent to a host, beside this
+    import documents  # type: ignore[import-not-found, no-redef]
     import jobs  # type: ignore[import-not-found, no-redef]
     import slurm_commands as commands  # type: ignore[import-not-found, no-redef]
+    import slurm_queue  # type: ignore[import-not-found, no-redef]
 
 TYPE_CHECKING = False  # typing itself would take as long to import as all the rest
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from typing import Any
 
     Step = dict[str, Any]
@@ -35,55 +30,44 @@ if TYPE_CHECKING:
 
 COMMENT = "accel:"
 REFUSALS = (jobs.Refused, commands.Refused)
-LOOK_S = 0.1
+LOOK_S, AFRESH_S = 0.1, 1.0
 LATE_S = 30.0  # after a job's grace, before a second cancel asks Slurm alone
 
-NOT_STARTED = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD")
+NOT_STARTED = (
+    "PENDING", "CONFIGURING", "POWER_UP_NODE", "EXPEDITING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT",
+    "RESV_DEL_HOLD",
+)  # fmt: skip
 LIVE = (*NOT_STARTED, "RUNNING", "COMPLETING", "RESIZING", "SIGNALING", "STAGE_OUT", "STOPPED", "SUSPENDED")
-
-
-def main() -> None:
-    os.umask(0o077)
-    commands.look_everywhere()
-    contents: list[bytes] = []
-    try:
-        request = json.loads(sys.stdin.buffer.readline())
-        root = os.path.expanduser(request["root"])
-        if "watch_s" in request:
-            watch(root, request["watch_s"])
-            return
-        line: dict[str, Any] = {"done": [OPERATIONS[step["op"]](root, step, contents) for step in request["do"]]}
-    except REFUSALS as error:
-        line = {"error": str(error)}
-    except commands.Unanswered as error:
-        line = {"error": str(error), "unreachable": True}
-    except OSError as error:
-        line = {"error": "{}: {}".format(error.filename or "a file", (error.strerror or str(error)).lower())}
-    sys.stdout.buffer.write(json.dumps(line).encode() + b"\n")
-    if "done" in line:
-        for data in contents:
-            sys.stdout.buffer.write(data)
-    sys.stdout.buffer.flush()
+OVER = (
+    "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "LAUNCH_FAILED", "NODE_FAIL", "OUT_OF_MEMORY",
+    "PREEMPTED", "RECONFIG_FAIL", "REVOKED", "TIMEOUT",
+)  # fmt: skip
 
 
 def status(root: str, step: Step, contents: list[bytes]) -> dict[str, Any]:
     """What is known of each job, in the order they are asked for, with one squeue and at most one sacct for all.
 
-    With `ask` off only results are looked for. `accounting` off leaves sacct alone. In the answer `unreachable` says
-    why the queue, or accounting, could not be asked; jobs with neither `exit` nor `said` are then not unknown.
+    A job with `search` off is not looked for in accounting, none is with `accounting` off; `searched` tells of which
+    it was. `age_s` is the age of what squeue says. `unreachable` says why the queue, or accounting, could not be
+    asked; jobs with neither `exit` nor `said` are then not unknown.
     """
     asked = step["jobs"]
     answers = [_of_files(root, job) for job in asked]
-    answer: dict[str, Any] = {"jobs": answers, "unreachable": None, "accounting": step.get("accounting", True)}
+    answer: dict[str, Any] = {
+        "jobs": answers, "unreachable": None, "accounting": step.get("accounting", True), "age_s": 0.0
+    }  # fmt: skip
     waiting = [at for at, found in enumerate(answers) if found["exit"] is None]
-    if not waiting or not step.get("ask", True):
+    if not waiting:
         return answer
     try:
-        rows = {row["id"]: row for row in commands.queue(step)}
+        queue = _queue(root, [asked[at] for at in waiting], step)
+        answer["age_s"] = max(0.0, time.time() - queue.asked_at)
         for at in waiting:
-            _take_queue(root, asked[at], rows.get(asked[at]["slurm"]), answers[at], step)
-        left = [at for at in waiting if answers[at]["said"] is None]
+            _take_queue(root, asked[at], queue.rows.get(asked[at]["slurm"]), answers[at])
+        left = [at for at in waiting if answers[at]["said"] is None and asked[at].get("search", True)]
         if left and answer["accounting"]:
+            for at in left:
+                answers[at]["searched"] = True
             _take_accounts(root, [(asked[at], answers[at]) for at in left], step)
     except commands.AccountingOff:
         answer["accounting"] = False
@@ -91,60 +75,103 @@ def status(root: str, step: Step, contents: list[bytes]) -> dict[str, Any]:
         answer["unreachable"] = str(error)
     for at in waiting:
         if answers[at]["said"] is None or answers[at]["said"]["state"].split()[0] not in LIVE:
-            # It may have left its result since; a file system over the network is told to look again.
-            directory = jobs.directory_of(root, asked[at])
-            refresh(directory)
-            if answers[at]["said"] is not None and answers[at]["said"]["state"].startswith("CANCELLED"):
-                forget_secrets(directory)
-            answers[at]["exit"] = jobs.document(os.path.join(directory, "exit.json"))
-            if not answers[at]["started"]:
-                answers[at]["words"] = last_words(root, asked[at])
+            _look_again(root, asked[at], answers[at])
     return answer
+
+
+def _queue(root: str, waiting: list[Step], step: Step) -> slurm_queue.Answer:
+    """What squeue says, and of jobs that it does not name, what it says since they were submitted."""
+    answer = slurm_queue.read(root, step)
+    unnamed = [job for job in waiting if job["slurm"] not in answer.rows]
+    newest = max((_submitted_at(root, job) for job in unnamed), default=0.0)
+    if newest > answer.asked_at:
+        answer = slurm_queue.read(root, step, since=min(newest, time.time()))
+    return answer
+
+
+def _submitted_at(root: str, job: Step) -> float:
+    noted = jobs.document(os.path.join(jobs.directory_of(root, job), "slurm/submitted.json"))
+    return float(noted.get("at", 0.0)) if isinstance(noted, dict) else 0.0
+
+
+def _look_again(root: str, job: Step, answer: dict[str, Any]) -> None:
+    """It may have left its result since it was looked for."""
+    directory = jobs.directory_of(root, job)
+    if answer["said"] is not None and answer["said"]["state"].split()[0].rstrip("+") in OVER:
+        forget_secrets(directory)
+    path = os.path.join(directory, "exit.json")
+    answer["exit"] = jobs.document(path) if documents.exists(path) else None
+    if not answer["started"]:
+        answer["words"] = last_words(root, job)
+
+
+def ends(root: str, wanted: dict[str, Step], step: Step) -> Iterator[list[str]]:
+    """At each look, those of the wanted jobs, by their id, that have left a result, or that Slurm says are over.
+
+    A result is looked for each time, which costs Slurm nothing; squeue is asked when its last answer is too old.
+    """
+    heard = looked = 0.0
+    asks = True
+    while True:
+        afresh = time.monotonic() - looked >= AFRESH_S
+        looked = time.monotonic() if afresh else looked
+        exists = documents.exists if afresh else os.path.exists
+        found = list(wanted.items())
+        over = [job for job, each in found if exists(os.path.join(jobs.directory_of(root, each), "exit.json"))]
+        try:
+            answer = slurm_queue.read(root, step) if asks and found and not over else None
+        except commands.Unanswered:
+            answer = None
+        except commands.Refused:  # there is no Slurm here: whoever asks for the job's status finds out
+            answer, asks = None, False
+        if answer is not None and answer.asked_at != heard:
+            heard = answer.asked_at
+            over = [job for job, each in found if _is_over(root, each, answer.rows.get(each["slurm"]))]
+        yield over
+
+
+def _is_over(root: str, job: Step, row: Row | None) -> bool:
+    return row is not None and row["state"] not in LIVE and commands.is_ours(row, *marks(root, job))
 
 
 def _of_files(root: str, job: Step) -> dict[str, Any]:
     directory = jobs.directory_of(root, job)
     found = jobs.document(os.path.join(directory, "exit.json"))
     answer: dict[str, Any] = {
-        "exit": found, "said": None, "attempt": 0, "started": False, "foreign": False, "words": ""
+        "exit": found, "said": None, "searched": False, "attempt": 0, "started": False, "foreign": False, "words": "",
     }  # fmt: skip
     if found is None:
-        starts = lines(os.path.join(directory, "slurm/attempts.jsonl"))
-        told = lines(os.path.join(directory, "logs/launch.jsonl")) if starts else []
+        starts = documents.lines(os.path.join(directory, "slurm/attempts.jsonl"))
+        told = documents.lines(os.path.join(directory, "logs/launch.jsonl")) if starts else []
         answer["started"] = bool(starts)
         answer["attempt"] = max([int(line.get("attempt") or 0) for line in (*starts, *told)], default=0)
     return answer
 
 
-def _take_queue(root: str, job: Step, row: Row | None, answer: dict[str, Any], step: Step) -> None:
+def _take_queue(root: str, job: Step, row: Row | None, answer: dict[str, Any]) -> None:
     if row is None:
         return
-    comment, workdir = marks(root, job)
-    if row["comment"] != comment:
-        found = commands.workdir_of(row["id"], step)
-        if found != workdir:
-            answer["foreign"] = found is not None
-            return
+    if not commands.is_ours(row, *marks(root, job)):
+        answer["foreign"] = True
+        return
     answer["said"] = {
         "state": row["state"],
         "reason": "" if row["reason"] in ("None", "(null)") else row["reason"],
         "code": commands.wait_status(row["code"]),
         "derived": commands.wait_status(row["derived"]),
         "restarts": int(row["restarts"] or 0) if row["restarts"].isdigit() else 0,
-        "nodes": row["nodes"],
     }
 
 
 def _take_accounts(root: str, waiting: list[tuple[Step, dict[str, Any]]], step: Step) -> None:
     found: dict[str, list[Row]] = {}
-    for row in commands.accounts(["-j", ",".join(job["slurm"] for job, _ in waiting)], step):
+    for row in commands.accounts_of([job["slurm"] for job, _ in waiting], step):
         found.setdefault(row["id"], []).append(row)
     for job, answer in waiting:
-        comment, workdir = marks(root, job)
-        ours = [row for row in found.get(job["slurm"], ()) if comment == row["comment"] or workdir == row["workdir"]]
+        ours = [row for row in found.get(job["slurm"], ()) if commands.is_ours(row, *marks(root, job))]
         # Accounting lags: what it says of a job that the controller does not know counts when the job is over.
         if ours and ours[-1]["state"].split()[0] not in LIVE:
-            keys = ("state", "code", "derived", "nodes")
+            keys = ("state", "code", "derived")
             answer["said"] = {**{key: ours[-1][key] for key in keys}, "reason": "", "restarts": len(ours) - 1}
 
 
@@ -172,32 +199,6 @@ def marks(root: str, job: Step) -> tuple[str, str]:
     return COMMENT + first, jobs.directory_of(root, {"job": first})
 
 
-def refresh(directory: str) -> None:
-    """Makes an NFS client ask its server what the directory holds."""
-    try:
-        os.chmod(directory, os.stat(directory).st_mode & 0o7777)
-    except OSError:
-        return
-
-
-def lines(path: str) -> list[dict[str, Any]]:
-    """The objects of a file with one a line; a line that a crash has cut short is left out."""
-    try:
-        with open(path, "rb") as file:
-            raw = file.read().splitlines()
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    found = []
-    for line in raw:
-        try:
-            document = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(document, dict):
-            found.append(document)
-    return found
-
-
 def earlier(root: str, job: str, *, array: bool, clusters: str | None = None) -> str | None:
     """The number that Slurm gave the job (or array) in a submit before this one; None when it surely never had it.
 
@@ -211,12 +212,13 @@ def earlier(root: str, job: str, *, array: bool, clusters: str | None = None) ->
         began = os.stat(os.path.join(directory, "submitting")).st_mtime
     except FileNotFoundError:
         return None
-    starts = [] if array else lines(os.path.join(directory, "attempts.jsonl"))
+    starts = [] if array else documents.lines(os.path.join(directory, "attempts.jsonl"))
     if starts and starts[-1].get("slurm_job"):
         return str(starts[-1]["slurm_job"])
     step = {"clusters": clusters}
-    known = [(row["array"] if array else row["id"], row["comment"]) for row in commands.queue(step)]
-    mine = [slurm for slurm, comment in known if comment == COMMENT + job]
+    of_ours = (COMMENT + job, jobs.directory_of(root, {"job": job}))
+    key = "array" if array else "id"
+    mine = [row[key] for row in commands.queue(step) if commands.is_ours(row, *of_ours)]
     if mine:
         return mine[-1]
     since = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(began - 3600))
@@ -224,8 +226,7 @@ def earlier(root: str, job: str, *, array: bool, clusters: str | None = None) ->
         rows = commands.accounts(["-S", since], step)
     except commands.AccountingOff:
         return None
-    workdir = jobs.directory_of(root, {"job": job})
-    mine = [row["id"] for row in rows if row["comment"] == COMMENT + job or row["workdir"] == workdir]
+    mine = [row["id"] for row in rows if commands.is_ours(row, *of_ours)]
     return mine[-1].partition("_")[0] if mine else None
 
 
@@ -253,7 +254,7 @@ def cancel(root: str, step: Step, contents: list[bytes]) -> str:
     answer = _of_files(root, step)
     try:
         rows = {row["id"]: row for row in commands.queue(step)}
-        _take_queue(root, step, rows.get(step["slurm"]), answer, step)
+        _take_queue(root, step, rows.get(step["slurm"]), answer)
     except commands.Unanswered:
         if answer["started"] and not unheard:
             return "asked"
@@ -261,7 +262,7 @@ def cancel(root: str, step: Step, contents: list[bytes]) -> str:
     said = answer["said"]
     if said is None or said["state"] not in LIVE:
         return "gone"
-    starts = len(lines(os.path.join(directory, "slurm/attempts.jsonl")))
+    starts = len(documents.lines(os.path.join(directory, "slurm/attempts.jsonl")))
     waits = said["state"] in NOT_STARTED
     if said["state"] == "COMPLETING" or (not waits and starts > said["restarts"] and not unheard):
         return "asked"
@@ -271,6 +272,7 @@ def cancel(root: str, step: Step, contents: list[bytes]) -> str:
         if "invalid job" in str(error).lower() or "already" in str(error).lower():  # it has ended meanwhile
             return "gone"
         raise
+    slurm_queue.forget(root, step)
     if waits and not starts:
         # Slurm may keep nothing of a job that never began, of a task of an array least of all.
         leave_result(directory, said["state"])
@@ -313,27 +315,6 @@ def logs(root: str, step: Step, contents: list[bytes]) -> Any:
     return found
 
 
-def watch(root: str, seconds: float) -> None:
-    import threading
-
-    wanted: dict[str, str] = {}
-
-    def hear() -> None:
-        for line in sys.stdin.buffer:
-            job = line.decode("ascii", "replace").strip()
-            wanted[job] = os.path.join(jobs.directory_of(root, {"job": job}), "exit.json")
-        os._exit(0)
-
-    threading.Thread(target=hear, daemon=True).start()
-    began = time.monotonic()
-    while time.monotonic() - began < seconds:
-        for job, path in list(wanted.items()):
-            if os.path.exists(path):
-                del wanted[job]
-                os.write(1, job.encode() + b"\n")
-        time.sleep(LOOK_S)
-
-
 def forget_secrets(directory: str) -> None:
     """Of a job that will never read them."""
     try:
@@ -352,8 +333,8 @@ def clear(root: str, step: Step, contents: list[bytes]) -> dict[str, str]:
             continue
         if not os.path.exists(os.path.join(directory, "exit.json")):
             rows = commands.queue(step) if rows is None else rows
-            comments = marks(root, job)[:1] if job["slurm"] else (COMMENT + job["job"],)
-            mine = [row for row in rows if row["comment"] in comments and row["id"] == (job["slurm"] or row["id"])]
+            of_ours = marks(root, job) if job["slurm"] else (COMMENT + job["job"], directory)
+            mine = [row for row in rows if commands.is_ours(row, *of_ours) and row["id"] == (job["slurm"] or row["id"])]
             if any(row["state"] in LIVE for row in mine):
                 kept[job["job"]] = f"it is {mine[-1]['state'].lower()} at Slurm"
                 continue
@@ -399,6 +380,3 @@ OPERATIONS = {
     "about": about,
     "check": check,
 }
-
-if __name__ == "__main__":
-    main()

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 SEPARATOR = "\x1f"
 NO_LOGIN_NODE = "this machine is no login node of a Slurm cluster (say login: HOST in the target)"
 ANSWER_S = 30.0
+_AT_ONCE = 5000  # jobs in one argument, which may be 128 KiB long
 
 # Name here -> squeue's name and width; what is longer is cut, so that a row stays a row.
 QUEUE = {
@@ -29,15 +30,14 @@ QUEUE = {
     "derived": ("DerivedEC", 12),
     "restarts": ("RestartCnt", 8),
     "reason": ("Reason", 200),
-    "nodes": ("NodeList", 80),
     "comment": ("Comment", 120),
+    "workdir": ("WorkDir", 400),
 }
 ACCOUNT = {
     "id": "JobID",
     "state": "State",
     "code": "ExitCode",
     "derived": "DerivedExitCode",
-    "nodes": "NodeList",
     "comment": "Comment",
     "workdir": "WorkDir",
 }
@@ -78,8 +78,17 @@ def look_everywhere() -> None:
 
 def queue(step: Step) -> list[Row]:
     """All that squeue has of this user, those that have just ended too. Raises Unanswered."""
+    return queue_rows(queue_text(step))
+
+
+def queue_text(step: Step) -> str:
     fields = ",".join(f"{name}:{width}{SEPARATOR}" for name, width in QUEUE.values())
     text = _asked(["squeue", *where(step), "--me", "--states=all", "--noheader", "--array", "-O", fields])
+    return re.sub(f" +{SEPARATOR}", SEPARATOR, text)  # without what fills the columns it is a tenth as long
+
+
+def queue_rows(text: str) -> list[Row]:
+    """Those of what `queue_text` has returned."""
     return [row for row in map(_queue_row, text.split("\n")) if row is not None]
 
 
@@ -88,14 +97,19 @@ def _queue_row(line: str) -> Row | None:
     return {name: values[at] for at, name in enumerate(QUEUE)} if len(values) >= len(QUEUE) else None
 
 
-def workdir_of(slurm: str, step: Step) -> str | None:
-    """The working directory of a job whose comment somebody has changed, or that is another's; None when it is gone."""
-    words = ["--states=all", "--noheader", f"--jobs={slurm}", "-o", "%Z"]
-    try:
-        # With -M the name of the cluster comes before it.
-        return call(["squeue", *where(step), *words]).rstrip("\n").rpartition("\n")[2] or None
-    except Refused:
-        return None
+def is_ours(row: Row, comment: str, workdir: str) -> bool:
+    """Whether a job is the one that carries this comment or, where comments are changed, works in this directory."""
+    return row["comment"] == comment or row["workdir"] in (workdir, workdir[: QUEUE["workdir"][1]])
+
+
+def accounts_of(numbers: list[str], step: Step) -> list[Row]:
+    """All runs of these jobs that accounting knows; an array is asked for as a whole, and thousands of jobs in several
+    calls, as no command line is long enough for all. Raises what `accounts` raises."""
+    wanted = list(dict.fromkeys(number.partition("_")[0] for number in numbers))
+    rows: list[Row] = []
+    for start in range(0, len(wanted), _AT_ONCE):
+        rows += accounts(["-j", ",".join(wanted[start : start + _AT_ONCE])], step)
+    return rows
 
 
 def accounts(chosen: list[str], step: Step) -> list[Row]:
@@ -106,8 +120,15 @@ def accounts(chosen: list[str], step: Step) -> list[Row]:
     for line in _asked(["sacct", *where(step), *words, *chosen]).split("\n"):
         values = line.split(SEPARATOR)
         if len(values) == len(ACCOUNT) and values[1]:
-            rows.append({name: values[at] for at, name in enumerate(ACCOUNT)})
+            row = {name: values[at] for at, name in enumerate(ACCOUNT)}
+            rows.append({**row, "code": _unfolded(row["code"]), "derived": _unfolded(row["derived"])})
     return rows
+
+
+def _unfolded(code: str) -> str:
+    """sacct takes 128 from an exit code of 128 and more. What can be told by that is 143, of those that were ended by
+    SIGTERM: no program ends with 15 by itself."""
+    return "143:0" if code == "15:0" else code
 
 
 def where(step: Step) -> list[str]:
@@ -138,6 +159,8 @@ def call(argv: list[str], timeout_s: float = ANSWER_S) -> str:
         raise Missing(f"there is no {argv[0]}: {NO_LOGIN_NODE}") from None
     except subprocess.TimeoutExpired:
         raise Unanswered(f"{argv[0]} gives no answer in {timeout_s:g} s") from None
+    except OSError as error:
+        raise Unanswered(f"{argv[0]} cannot be run: {(error.strerror or str(error)).lower()}") from None
     if done.returncode == 0:
         return done.stdout.decode("utf-8", "surrogateescape")
     said = words_of(done.stderr.decode("utf-8", "replace"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -117,8 +118,18 @@ def test_the_grace_has_an_end(make: Make) -> None:
     assert job.exit()["state"] == "cancelled"
 
 
-def test_a_warned_job_is_started_again_under_its_id(make: Make) -> None:
-    job = make(FIRST_THEN.format(first=SAVES), max_restarts=3).submit()
+def test_a_warned_job_is_started_again_under_its_id(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the client that asks Slurm for it is ended with all that belongs to the job, before it has its answer."""
+    asks = tmp_path / "bin/scontrol"
+    asks.parent.mkdir()
+    asks.write_text(f'#!/bin/sh\n{shutil.which("scontrol")} "$@"\n[ "$1" != requeue ] || kill -KILL $$\n')
+    asks.chmod(0o755)
+    job = make(FIRST_THEN.format(first=SAVES), max_restarts=3)
+    with monkeypatch.context() as patched:
+        patched.setenv("PATH", f"{asks.parent}:{os.environ['PATH']}")
+        job.submit()
     job.await_running()
     job.slurm.run(["scancel", "--signal=USR1", job.id])
     end = job.exit()
@@ -151,13 +162,20 @@ def test_training_goes_on_where_it_was(make: Make) -> None:
     assert len((code / "alone/losses-0").read_text().splitlines()) == 120
 
 
-def test_restarts_are_bounded(make: Make) -> None:
-    job = make(SAVES, max_restarts=0).submit()
+@pytest.mark.parametrize(
+    ("restarts", "sbatch", "said"),
+    [
+        (0, "--requeue", "it is not started again without --max-restarts"),
+        (1, "--no-requeue", "Slurm did not take it back to start it again: Requested operation is presently disabled"),
+    ],
+)
+def test_restarts_are_bounded(make: Make, restarts: int, sbatch: str, said: str) -> None:
+    job = make(SAVES, max_restarts=restarts).submit(sbatch)
     job.await_running()
     job.slurm.run(["scancel", "--signal=USR1", job.id])
     end = job.exit()
     assert (end["state"], end["reason"], end["exit_code"]) == ("failed", "preempted", 85)
-    assert "--max-restarts" in end["message"]
+    assert said in end["message"]
     assert job.exit_status() == "85:0"
 
 

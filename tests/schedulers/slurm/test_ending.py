@@ -189,11 +189,48 @@ def test_what_is_sent_runs_by_itself(tmp_path: Path) -> None:
     assert done.stdout == f"accel: {tmp_path}/slurm/settings.json cannot be read, or is of another accel's making\n"
 
 
-def test_a_requeue_whose_answer_is_lost_is_no_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slurm ends the batch program because it requeues the job: before its client has been told so."""
-    scontrol = tmp_path / "scontrol"
-    scontrol.write_text(f"#!/bin/sh\ntouch {tmp_path}/told\nexec sleep 60\n")
-    scontrol.chmod(0o755)
+KILLED = "kill -KILL $$"
+TAKEN = 'echo "JobId=7 JobName=x UserId=me(1) GroupId=me(1) JobState={} Reason=None Requeue=1 Restarts={}"'
+REFUSAL = "echo 'Requested operation is presently disabled for job 7' >&2; exit 1"
+
+
+@pytest.mark.parametrize(
+    ("requeue", "show", "told", "refused", "asked"),
+    [
+        ([KILLED], TAKEN.format("COMPLETING", 3), True, None, 1),  # done, and its client ended before it was told so
+        (["exit 1"], TAKEN.format("PENDING", 2), True, None, 1),
+        ([KILLED], "exit 1", True, None, 1),  # nobody can say: Slurm's own word for the job will tell
+        ([KILLED], TAKEN.format("COMPLETING", 2), True, None, 1),  # Slurm ends it: the same
+        ([KILLED, "exit 0"], TAKEN.format("RUNNING", 2), True, None, 2),  # a signal for all, before it had asked
+        ([KILLED, "exit 0"], "exit 1", False, None, 2),
+        (["echo 'Job is pending execution' >&2; exit 1"], "exit 1", False, None, 1),
+        ([REFUSAL], TAKEN.format("RUNNING", 2), False, "Requested operation is presently disabled for job 7", 1),
+        ([REFUSAL], TAKEN.format("RUNNING", 2), True, "Requested operation is presently disabled for job 7", 1),
+    ],
+)
+def test_a_requeue_whose_answer_is_lost_is_no_refusal(
+    requeue: list[str], show: str, told: bool, refused: str | None, asked: int,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Slurm ends all processes of the job because it requeues it, its client too: before that has been told so."""
+    for number, script in enumerate(requeue):
+        (tmp_path / str(number)).write_text(script)
+    program = (
+        f'#!/bin/sh\nif [ "$1" = show ]; then {show}; exit; fi\n'
+        f"echo . >> {tmp_path}/calls\n. {tmp_path}/$(($(wc -l < {tmp_path}/calls) - 1))\n"
+    )
+    (tmp_path / "scontrol").write_text(program)
+    (tmp_path / "scontrol").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(slurm, "_ASK_S", 1.0)
-    assert slurm.requeue("7", (tmp_path / "told").exists) is None
+    monkeypatch.setattr(slurm, "_PAUSES_S", (0, 0, 0))
+    assert slurm.requeue("7", 2, lambda: told) == refused
+    assert (tmp_path / "calls").read_text() == asked * ".\n"
+
+
+def test_a_signal_for_all_processes_spares_the_question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "scontrol").write_text("#!/bin/sh\nkill -TERM $$\nexit 0\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    done = slurm._call("scontrol", "requeue", "7")
+    assert done is not None
+    assert done.returncode == 0

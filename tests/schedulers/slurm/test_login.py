@@ -16,6 +16,7 @@ from schedulers import Job, State, SubmitError
 from schedulers.adopting import record_or_adopt
 from schedulers.job import Reason
 from schedulers.polling import restore
+from schedulers.slurm import watching
 from schedulers.store import Store
 from schedulers.target import Checks, Clears
 from tests.clusters.slurm import Slurm
@@ -91,10 +92,28 @@ def test_cancelling_what_runs_and_what_waits(laptop: FromLaptop) -> None:
     running = laptop("trap 'echo bye; exit 0' TERM; echo ready; while :; do sleep 0.05; done")
     waiting = laptop("echo never", nodes=9)
     until(lambda: "ready\n" in printed(running), "it runs")
-    assert "more nodes than its partition allows" in waiting.status().message
+    until(
+        lambda: "more nodes than its partition allows" in waiting.status(refresh=True).message, "it says why it waits"
+    )
     assert waiting.cancel().state is State.CANCELLED
     assert running.cancel().state is State.CANCELLED
     assert "bye\n" in printed(running)
+
+
+def test_slurm_ends_it_and_the_laptop_is_told(
+    laptop: FromLaptop, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job that leaves no result; and a conversation that was long enough is followed by the next at once."""
+    monkeypatch.setattr(watching, "_LIFETIME_S", 0.5)
+    monkeypatch.setattr(watching, "_AGAIN_S", 1000.0)
+    job = laptop("echo never", nodes=9)
+    target: Any = job.waiting_target()
+    assert not target.wait(str(job.native_id), 0.1)
+    watch = target._cluster._watch
+    until(lambda: watch._thread is None, "the first conversation is over")
+    slurm.run(["scancel", str(job.native_id).partition("/")[0]])
+    until(lambda: target.wait(str(job.native_id), 1), "it is told of the end")
+    assert job.wait(120).state is State.CANCELLED
 
 
 def test_secrets_go_where_they_are_needed(

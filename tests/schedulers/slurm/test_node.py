@@ -98,9 +98,11 @@ def test_a_report(run: Run, tmp_path: Path) -> None:
 
 
 def test_what_ranks_are_told(run: Run, tmp_path: Path) -> None:
-    run("env", env={"MINE": "yes", "ACCEL_JOB_ID": "not mine to say"})
+    mine = {"MINE": "yes", "ACCEL_JOB_ID": "not mine to say", "NCCL_SOCKET_IFNAME": "mine"}
+    run("env", env=mine, interface="ib0")
     env = dict(line.partition("=")[::2] for line in (tmp_path / "logs/rank-0.a0.log").read_text().splitlines())
     assert (env["MINE"], env["ACCEL_JOB_ID"], env["ACCEL_JOB_DIR"]) == ("yes", "j1", str(tmp_path))
+    assert (env["GLOO_SOCKET_IFNAME"], env["NCCL_SOCKET_IFNAME"]) == ("ib0", "mine")
     assert env["ACCEL_FENCE"] == str(tmp_path / "slurm/attempt")
     assert not {"SUBMITIT_FOLDER", "ACCEL_LEFT"} & env.keys()
 

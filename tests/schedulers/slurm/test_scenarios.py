@@ -138,10 +138,15 @@ def test_nodes_that_do_not_come_are_named(slurm: Slurm, submit: Submit, tmp_path
 
 def test_accounting_lags(slurm_accounting: Slurm, submit: Submit, tmp_path: Path) -> None:
     """It still says that the job runs, and Slurm's controller has forgotten it: so it is not known what became of it,
-    until accounting has caught up."""
+    until accounting has caught up. Its step had what the job asked for."""
     slurm, end = slurm_accounting, tmp_path / "end"
     slurm.configure(MinJobAge="2")
-    job = submit(f"{COUNTS.format(end=end)}; exit 5")
+    script = f"echo GPUs $CUDA_VISIBLE_DEVICES; {COUNTS.format(end=end)}; exit 5"
+    job = submit(script, cpus=3, gpus=2, options={"cpu": False, "gpu_type": "a100"})
+    until(lambda: "line 1\n" in printed(job), "it runs")
+    assert printed(job).startswith("GPUs 0,1\n")
+    step = slurm.run(["scontrol", "show", "step", "-o", f"{number(job)}.0"]).stdout
+    assert {"CPUs=3", "Tasks=1", "TresPerNode=gres:gpu:a100:2"} <= set(step.split()), step
     words = ["sacct", "-n", "-X", "-o", "State", "-j", number(job)]
     until(lambda: "RUNNING" in slurm.run(words).stdout, "accounting knows that it runs")
     slurm.kill_accounting()
@@ -216,7 +221,10 @@ def test_an_administrator_takes_it_away(runs: bool, slurm: Slurm, submit: Submit
     job = submit(FOR_EVER, nodes=2 if runs else 9)
     if runs:
         until(lambda: printed(job).count("go\n") == 2, "it runs")
+    target, native = restore(job.record), str(job.native_id)
+    assert target.wait(native, 0.0) is False  # type: ignore[attr-defined]
     slurm.run(["scancel", number(job)])
+    assert target.wait(native, 120) is True  # type: ignore[attr-defined]  # without a result, Slurm is asked
     status = job.wait(120)
     assert (status.state, status.reason) == (State.CANCELLED, Reason.USER), status
     nothing_left(slurm, job)

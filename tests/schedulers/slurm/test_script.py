@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from schedulers import JobSpec, Resources, Retry, SpecError
+from schedulers.environment import for_sbatch
 from schedulers.options import make_options
 from schedulers.slurm import sbatch, script
 from schedulers.slurm.options import SlurmOptions, check
@@ -107,6 +108,57 @@ def test_gpus_are_asked_for_once() -> None:
 
 
 @pytest.mark.parametrize(
+    ("wanted", "given", "message"),
+    [
+        ({"accelerator": "a100"}, {"gres": "gpu:4"}, "--accelerator a100, and gres: gpu:4 asks for the GPUs"),
+        ({"accelerator": "a100"}, {"gres": "nvme:1,gpu:h100:4"}, "say gres: gpu:a100:4"),
+        ({}, {"gres": "gpu:4", "gpu_type": "a100"}, "gpu_type: a100, and gres: gpu:4"),
+        ({"gpus": 4}, {"sbatch": {"gpus_per_node": 4}}, "sbatch: gpus_per_node and --gpus both ask for GPUs"),
+        ({}, {"sbatch": {"gpus": 4}, "gres": "gpu:4"}, "sbatch: gpus and gres both ask for GPUs"),
+        ({"accelerator": "a100"}, {"gres": "gpu:a100:4,nvme:1"}, ""),
+        ({"accelerator": "a100"}, {"gres": "nvme:1"}, ""),
+    ],
+)
+def test_gpus_are_said_in_one_place(wanted: dict[str, Any], given: dict[str, Any], message: str) -> None:
+    spec = JobSpec(argv=("a.py",), resources=Resources(**wanted))
+    if not message:
+        script.check(spec, options(**given), "big")
+        return
+    with pytest.raises(SpecError) as caught:
+        script.check(spec, options(**given), "big")
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("given", [{"sbatch": {"gpus-per-node": 4}}, {"gres": "gpu:1"}, {"sbatch": {"gpus": "a100:1"}}])
+def test_a_container_sees_the_gpus_however_they_were_asked_for(given: dict[str, Any]) -> None:
+    spec = JobSpec(argv=("a.py",), image="train.sif")
+    words = script.task(
+        spec, options(container="apptainer", **given), _D, python="p", code=None, pickles=f"{_D}/slurm/pickles"
+    )
+    assert words[:3] == ["apptainer", "exec", "--nv"]
+
+
+@pytest.mark.parametrize(
+    ("image", "pyxis"),
+    [
+        ("example.org/team/train:2", "example.org#team/train:2"),
+        ("docker://example.org/team/train:2", "docker://example.org#team/train:2"),
+        ("localhost:5000/train@sha256:0c6e", "localhost:5000#train@sha256:0c6e"),
+        ("me@example.org/team/train", "me@example.org#team/train"),
+        ("example.org#team/train", "example.org#team/train"),
+        ("team/train:2", "team/train:2"),
+        ("ubuntu:24.04", "ubuntu:24.04"),
+        ("/images/train.sqsh", "/images/train.sqsh"),
+        ("./images/train.sqsh", "./images/train.sqsh"),
+        ("../train.sqsh", "../train.sqsh"),
+        ("dockerd://example.org/team/train", "dockerd://example.org/team/train"),
+    ],
+)
+def test_an_image_as_pyxis_has_it(image: str, pyxis: str) -> None:
+    assert script.pyxis_image(image) == pyxis
+
+
+@pytest.mark.parametrize(
     ("given", "message"),
     [
         ({"sbatch": {"partion": "gpu"}}, "sbatch has no option 'partion'; did you mean 'partition'"),
@@ -147,6 +199,18 @@ def test_a_job_that_cannot_be_is_refused(change: dict[str, Any], message: str) -
     with pytest.raises(SpecError) as caught:
         script.check(dataclasses.replace(everything(), **change), options(), "big")
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("given", [{"cpus-per-gpu": 4}, {"cpus_per_gpu": 4}, {"exclusive": True}])
+def test_cores_are_asked_for_in_another_way(given: dict[str, Any]) -> None:
+    assert script.warnings(JobSpec(argv=("a.py",)), options(sbatch=given)) == ()
+
+
+def test_the_account_that_people_have_in_their_profile() -> None:
+    env = {"SBATCH_ACCOUNT": "lab", "SBATCH_QOS": "low", "SBATCH_OUTPUT": "x", "SLURM_CONF": "c", "SLURM_NTASKS": "3"}
+    text = script.render(JobSpec(argv=("a.py",)), options(qos="high"), "x", _D, python="p")
+    assert for_sbatch(env, text) == {"SBATCH_ACCOUNT": "lab", "SLURM_CONF": "c"}  # the target says the QOS
+    assert for_sbatch({**env, "SLURM_JOB_ID": "7"}, text) == {"SLURM_CONF": "c"}
 
 
 def test_what_a_job_does_not_get_is_said() -> None:

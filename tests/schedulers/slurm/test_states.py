@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
+from pathlib import Path
 
 import pytest
 
 from schedulers.job import Reason, State
+from schedulers.remote.hostside import slurm as hostside
+from schedulers.remote.hostside import slurm_commands
 from schedulers.slurm.states import _STATES, Said, exit_code, status_of
 from tests.needs import missing
 
@@ -18,7 +22,7 @@ from tests.needs import missing
         (Said(state="PENDING", reason="Priority"), State.QUEUED, Reason.NO_CAPACITY, None),
         (Said(state="PENDING", reason="Dependency"), State.QUEUED, Reason.DEPENDENCY, None),
         (Said(state="PENDING", reason="BeginTime"), State.QUEUED, Reason.NONE, None),
-        (Said(state="RUNNING", nodes="n[1-2]"), State.RUNNING, Reason.NONE, None),
+        (Said(state="RUNNING"), State.RUNNING, Reason.NONE, None),
         (Said(state="COMPLETED", code="0:0"), State.SUCCEEDED, Reason.NONE, 0),
         (Said(state="FAILED", reason="NonZeroExitCode", code="7:0"), State.FAILED, Reason.EXIT_CODE, 7),
         (Said(state="FAILED", code="0:11"), State.FAILED, Reason.EXIT_CODE, 139),
@@ -28,6 +32,9 @@ from tests.needs import missing
         (Said(state="CANCELLED+"), State.CANCELLED, Reason.USER, None),
         (Said(state="TIMEOUT", code="0:15"), State.FAILED, Reason.TIME_LIMIT, 143),
         (Said(state="NODE_FAIL"), State.FAILED, Reason.NODE_FAILURE, None),
+        (Said(state="NODE_FAIL", code="0:0"), State.FAILED, Reason.NODE_FAILURE, None),
+        (Said(state="PENDING", reason="launch failed requeued held"), State.QUEUED, Reason.SETUP, None),
+        (Said(state="PENDING", reason="JobHoldMaxRequeue"), State.QUEUED, Reason.SETUP, None),
         (Said(state="PREEMPTED", restarts=2), State.FAILED, Reason.PREEMPTED, None),
         (Said(state="OUT_OF_MEMORY", code="0:125"), State.FAILED, Reason.OUT_OF_MEMORY, 137),
         (Said(state="CANCELLED", reason="DependencyNeverSatisfied"), State.FAILED, Reason.DEPENDENCY, None),
@@ -47,10 +54,45 @@ def test_the_true_code_behind_the_echo_of_killed_peers() -> None:
     assert exit_code(Said(state="FAILED")) is None
 
 
+@pytest.mark.parametrize(
+    ("code", "derived", "said"),
+    [("15:0", "7:0", 7), ("15:0", "15:0", 143), ("3:0", "15:0", 3), ("0:15", "0:0", 143), ("11:0", "0:0", 11)],
+)
+def test_the_true_code_where_only_accounting_has_it(
+    code: str, derived: str, said: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """sacct takes 128 from codes of 128 and more."""
+    row = {**dict.fromkeys(slurm_commands.ACCOUNT, ""), "id": "7", "state": "FAILED", "code": code, "derived": derived}
+    (tmp_path / "sacct").write_text(f"#!/bin/sh\necho '{slurm_commands.SEPARATOR.join(row.values())}'\n")
+    (tmp_path / "sacct").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    (found,) = slurm_commands.accounts(["-j", "7"], {})
+    assert exit_code(Said(state=found["state"], code=found["code"], derived=found["derived"])) == said
+
+
 def test_a_request_that_pends_for_ever_says_why() -> None:
     status = status_of(Said(state="PENDING", reason="PartitionConfig"))
     assert "can never run" in status.message
     assert "(PartitionConfig)" in status.message
+
+
+@pytest.mark.parametrize(
+    ("state", "reason"),
+    [
+        ("PENDING", "launch failed requeued held"),
+        ("PENDING", "launch_failed_requeued_held"),
+        ("PENDING", "user env retrieval failed requeued held"),
+        ("PENDING", "job requeued in held state"),
+        ("PENDING", "JobHoldMaxRequeue"),
+        ("PENDING", "JobHeldUser"),
+        ("REQUEUE_HOLD", "None"),
+        ("REQUEUE_HOLD", "a reason of later versions"),
+    ],
+)
+def test_a_job_that_is_held_says_how_it_is_let_go(state: str, reason: str) -> None:
+    message = status_of(Said(state=state, reason=reason)).message
+    assert "scontrol release lets it go" in message
+    assert reason == "None" or message.endswith(f"({reason})")
 
 
 def test_a_reason_that_nobody_has_told_us_of_is_shown_as_it_is() -> None:
@@ -64,6 +106,17 @@ def test_a_state_that_nobody_has_told_us_of_ends_no_job() -> None:
     status = status_of(Said(state="LEVITATING"))
     assert status.state is State.RUNNING
     assert "LEVITATING" in status.message
+
+
+@pytest.mark.parametrize("state", [*_STATES, "CANCELLED by 1000", "LEVITATING"])
+def test_secrets_stay_no_longer_than_the_job(state: str, tmp_path: Path) -> None:
+    """Slurm says how it ended where the job itself cannot: after the loss of its first node, for example."""
+    own = tmp_path / "jobs/2mxaaaaaaaa/slurm"
+    own.mkdir(parents=True)
+    (own / "secrets.json").touch()
+    answer = {"said": {"state": state}, "started": True}
+    hostside._look_again(str(tmp_path), {"job": "2mxaaaaaaaa", "slurm": "7"}, answer)
+    assert (own / "secrets.json").exists() is not status_of(Said(state=state)).state.final
 
 
 def test_a_time_limit_says_what_the_script_could_do() -> None:

@@ -12,6 +12,10 @@ from schedulers import Job, State
 from schedulers.job import Reason
 from schedulers.polling import restore
 from schedulers.record import Record
+from schedulers.remote.hostside import slurm as here
+from schedulers.remote.hostside import slurm_commands as commands
+from schedulers.remote.hostside import slurm_queue
+from schedulers.slurm import asking
 from tests.clusters.slurm import Slurm
 from tests.waiting import until
 
@@ -24,8 +28,11 @@ def number(job: Job) -> str:
     return str(job.native_id).partition("/")[0]
 
 
-def test_two_hundred_jobs_at_once(slurm_accounting: Slurm, home: Path, project: Path, calls: Calls) -> None:
-    """Asking for all of them is one squeue, and one sacct for those that squeue has forgotten."""
+def test_two_hundred_jobs_at_once(
+    slurm_accounting: Slurm, home: Path, project: Path, calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asking for all of them is one squeue, whatever was said of each, and even where their comments are changed; and
+    one sacct for those that squeue has forgotten."""
     from concurrent.futures import ThreadPoolExecutor
 
     def one(at: int) -> Job:
@@ -36,20 +43,27 @@ def test_two_hundred_jobs_at_once(slurm_accounting: Slurm, home: Path, project: 
             cpus=1,
             cwd=project,
             name=f"job {at}",
-            options={"cpu": True, **LATER},
+            options={"cpu": True, "sbatch": {**LATER["sbatch"], "nice": at % 3}},
         )
 
     with ThreadPoolExecutor(16) as pool:
         jobs = list(pool.map(one, range(200)))
     assert len({number(job) for job in jobs}) == 200
     assert calls.taken() == ["sbatch"] * 200
+    for job in jobs[:3]:
+        slurm_accounting.run(["scontrol", "update", f"JobId={number(job)}", "Comment=the site's"])
+    calls.taken()
     records = schedulers.list_jobs()
     assert calls.taken() == ["squeue"]
     assert {record.status.state for record in records if isinstance(record, Record)} == {State.QUEUED}
     # One that Slurm's controller has forgotten, as it does after MinJobAge.
+    monkeypatch.setattr(asking, "_SEARCH_S", 1000.0)
     forgotten = restore(jobs[0].record)
-    forgotten.poll([f"987654/{jobs[0].id}", *(str(job.native_id) for job in jobs[1:])])
-    assert calls.taken() == ["squeue", "sacct"]
+    for _ in range(20):
+        forgotten.poll([f"987654/{jobs[0].id}", *(str(job.native_id) for job in jobs[1:])])
+    assert calls.taken().count("sacct") == 1
+    assert commands.accounts_of([f"{987654 + at // 5}_{at}" for at in range(50_000)], {}) == []
+    assert calls.taken() == ["sacct", "sacct"]
 
 
 def test_how_a_job_ended_that_left_no_result(slurm: Slurm, submit: Submit) -> None:
@@ -76,13 +90,13 @@ def test_a_job_that_the_controller_has_forgotten(
     target, native = restore(job.record), str(job.native_id)
     calls.taken()
     found = target.poll([native])
-    assert calls.taken() == ["squeue", "sacct"]
+    assert "sacct" in calls.taken()
     if accounting:
         assert (found[native].state, found[native].exit_code) == (State.FAILED, 5)
     else:
         assert found == {}
         assert target.poll([native]) == {}
-        assert calls.taken() == ["squeue"]  # that accounting is off is not asked again
+        assert "sacct" not in calls.taken()  # that accounting is off is not asked again
 
 
 def test_a_batch_script_that_ends_before_anything_of_ours(slurm: Slurm, submit: Submit) -> None:
@@ -117,9 +131,8 @@ def test_a_controller_that_cannot_be_asked(slurm: Slurm, submit: Submit) -> None
     seen = waiting.status().observed_at
     slurm.kill_controller()
     fresh = schedulers.find(waiting.id)
-    status = fresh.status()
-    assert (status.state, fresh.record.warning[:7]) == (State.QUEUED, "squeue:")
-    assert status.observed_at >= seen
+    until(lambda: fresh.status().state is State.QUEUED and fresh.record.warning[:7] == "squeue:", "that is said")
+    assert fresh.status().observed_at >= seen
     with pytest.raises(schedulers.Unreachable) as silence:
         restore(over.record).poll([str(over.native_id), str(waiting.native_id)])
     assert silence.value.answers[str(over.native_id)].state is State.SUCCEEDED
@@ -137,13 +150,24 @@ def test_accounting_that_does_not_answer(slurm_accounting: Slurm, submit: Submit
     slurm_accounting.start_accounting()
 
 
-def test_slurm_is_asked_seldom(slurm: Slurm, submit: Submit, calls: Calls) -> None:
+def test_slurm_is_asked_seldom(
+    slurm: Slurm, submit: Submit, calls: Calls, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many processes ask, and whatever for."""
     job = submit("true", options=LATER)
     calls.taken()
     target = restore(job.record)
+    monkeypatch.setattr(slurm_queue, "PACE_S", 1000.0)
     for _ in range(20):
         target.poll([str(job.native_id)])
-    assert calls.taken() == ["squeue"]
+        assert not target.wait(str(job.native_id), 0.0)  # type: ignore[attr-defined]
+        list(target.logs(f"987654/{job.id}"))  # of which nothing is known
+        restore(job.record).poll([str(job.native_id)])
+        slurm_queue._held.clear()  # as another process
+    assert calls.taken() == ["squeue", "sacct"]
+    slurm.run(["scontrol", "update", f"JobId={number(job)}", "Comment=the site's"])
+    (job.record.directory / "slurm/submitted.json").unlink()
+    assert here.earlier(str(home), job.id, array=False) == number(job)
     job.cancel()
     assert job.status().state is State.CANCELLED
 

@@ -3,7 +3,8 @@
 slurm/settings.json    what to run; slurm/secrets.json values for the ranks' environment, removed when the job is over
 slurm/attempts.jsonl   a line for each start of the batch script; slurm/ends.jsonl one for each that was not the last
 slurm/attempt          the number of the newest start: whoever belongs to an earlier one is to stop (the fence)
-slurm/nodes/aN/R.begun node R has begun in the start numbered N; R.ready it has done its setup; R.json how it ended
+slurm/nodes/aN/R.begun node R has begun in the start numbered N; R.ready it has done its setup; R.warned it has passed a
+                       warning on; R.json how it ended
 slurm/cancel           asks for the end
 slurm/spare            space for the last words of a job whose disk is full
 exit.json              how the job ended, written once
@@ -53,6 +54,14 @@ def _create(path: str, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
+
+
+def exists(path: str) -> bool:
+    """Whether the file is there now. Over NFS, one that was looked for in vain stays missing for as long as the
+    attributes of its directory are kept, half a minute and more; who opens that has them asked for (nfs(5))."""
+    with contextlib.suppress(OSError):
+        os.close(os.open(os.path.dirname(path), os.O_RDONLY))
+    return os.path.exists(path)
 
 
 def read(path: str) -> Any:
@@ -120,7 +129,7 @@ def write_once(path: str, document: Document, spare: str) -> str | None:
     text = json.dumps(dict(document, schema=SCHEMA)) + "\n"
     problem = None
     for _ in range(_TRIES):
-        if os.path.exists(path):
+        if exists(path):
             return None
         try:
             write(path, text, spare)

@@ -71,7 +71,7 @@ def conclude(known: Evidence) -> Conclusion:
         return Conclusion("finish", _status(known, "cancelled", "user", "cancelled", _code(known) or _TOLD))
     if known.succeeded:
         return Conclusion("finish", _status(known, "succeeded", "none", "", 0))
-    if _started_again(known):
+    if known.slurm is not None and started_again(known.slurm, known.runs_before):
         return _left(known)
     if known.told or _told_on_a_node(known):
         return _told(known)
@@ -102,10 +102,9 @@ def cancelled(settings: Document, attempt: int) -> Document:
     return _status(known, "cancelled", "user", "cancelled before its ranks were started", None)
 
 
-def _started_again(known: Evidence) -> bool:
+def started_again(facts: dict[str, str], runs_before: int) -> bool:
     """Whether Slurm is at it already: a node was lost, or taken away for another job, or somebody asked for it."""
-    facts = known.slurm
-    return facts is not None and (int(facts.get("Restarts") or 0) > known.runs_before or facts["JobState"] == "PENDING")
+    return int(facts.get("Restarts") or 0) > runs_before or facts["JobState"] == "PENDING"
 
 
 def _left(known: Evidence) -> Conclusion:

@@ -74,7 +74,7 @@ class Batch:
         start = {"attempt": self.attempt, "restart_count": self.starts_before, "slurm_job": self.job, "nodes": names,
                  "port": self.port, "master": self.master, "at": time.time()}  # fmt: skip
         documents.append(self._path("attempts.jsonl"), start)
-        if os.path.exists(self._path("cancel")):
+        if documents.exists(self._path("cancel")):
             return ending.cancelled(self.settings, self.attempt)
         if self.attempt > int(self.settings["max_restarts"]):
             ends = documents.lines(self._path("ends.jsonl"))
@@ -96,11 +96,11 @@ class Batch:
         )
         known = ending.Evidence(self.settings, self.attempt, self.names)
         known.runs_before = self.starts_before
-        step = Step(self.settings, self.directory, self.attempt, env, known, lambda: self.told)
-        step.run()
+        self.step = Step(self.settings, self.directory, self.attempt, env, known, lambda: self.told)
+        self.step.run()
         known.attempt = max(self.attempt, self._newest())
         known.told = self.told
-        known.cancel = os.path.exists(self._path("cancel"))
+        known.cancel = documents.exists(self._path("cancel"))
         if not known.succeeded and not known.cancel:
             known.slurm = slurm.facts(self.job)
         return known
@@ -110,6 +110,8 @@ class Batch:
             slurm.say("a later start of this job has begun: this one stops here")
             return 1
         end = ending.conclude(known)
+        if end.do != "again":
+            self.step.finish()
         if end.do == "finish":
             return self._finish(end.status)
         ended = dict(end.status, start=self.attempt, at=time.time())
@@ -118,11 +120,12 @@ class Batch:
         code = int(end.status["exit_code"] or 1)
         if end.do == "leave":
             return code
-        refused = slurm.requeue(self.job, lambda: self.told)
+        refused = slurm.requeue(self.job, self.starts_before, lambda: self.told)
         if refused is None:
             slurm.say("attempt {}: {}; it is started again".format(known.attempt, end.status["message"]))
             slurm.await_end(lambda: self.told)
             return code
+        self.step.finish()
         end.status["message"] += "; Slurm did not take it back to start it again: " + refused
         return self._finish(end.status)
 

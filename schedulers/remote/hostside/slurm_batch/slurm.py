@@ -5,11 +5,14 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import signal
 import socket
 import struct
 import subprocess
 import sys
 import time
+
+from .ending import started_again
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -106,29 +109,34 @@ def facts(job: str) -> dict[str, str] | None:
         done = _call("scontrol", "show", "job", "-o", job)
         if done is not None and done.returncode == 0:
             # A job's name comes before these, its command and directory after: the first of each is Slurm's word.
-            said = done.stdout.partition(" GroupId=")[2]
-            return dict(reversed(_FACT.findall(said)))
+            said = dict(reversed(_FACT.findall(done.stdout.partition(" GroupId=")[2])))
+            if "JobState" in said:
+                return said
     return None
 
 
-def requeue(job: str, told: Callable[[], bool]) -> str | None:
+def requeue(job: str, runs_before: int, told: Callable[[], bool]) -> str | None:
     """Has Slurm start the job again, under the same id. Why it will not, when it will not.
 
-    A controller that does not answer is given some minutes, unless Slurm itself ends this program first. It has then
-    done what was asked, or something else, and its own word for the job tells which.
+    A controller that does not answer is given some minutes. Slurm may end the client that has asked it together with
+    this program, which is part of the job too: the question is then whether the job has been taken back, and where
+    Slurm ends it for another reason its own word for the job tells which.
     """
     words = ""
     for pause in _PAUSES_S:
         done = _call("scontrol", "requeue", job)
         if done is not None and (done.returncode == 0 or "pending" in done.stderr):  # it has been done
             return None
-        if done is None and told():
-            return None
-        words = (done.stderr.strip() if done is not None else "") or "slurmctld does not answer"
-        if told() or (done is not None and not _WORTH_TRYING_AGAIN.search(words)):
+        words = done.stderr.strip() if done is not None and done.returncode > 0 else ""
+        if not words:
+            now = facts(job)
+            ends = told() if now is None else now["JobState"] != "RUNNING"
+            if ends or (now is not None and started_again(now, runs_before)):
+                return None
+        elif told() or not _WORTH_TRYING_AGAIN.search(words):
             break
         time.sleep(pause)
-    return words.splitlines()[-1]
+    return (words or "slurmctld does not answer").splitlines()[-1]
 
 
 def cancel(job: str) -> bool:
@@ -147,13 +155,18 @@ def _call(*argv: str) -> subprocess.CompletedProcess[str] | None:
     try:
         return subprocess.run(
             list(argv), stdin=subprocess.DEVNULL, capture_output=True, timeout=_ASK_S, text=True, errors="replace",
-            env=dict(os.environ, LC_ALL="C"),
+            env=dict(os.environ, LC_ALL="C"), preexec_fn=_deafen,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         return None
     except OSError as error:
         print(f"accel: {argv[0]}: {error.strerror}", file=sys.stderr, flush=True)
         return None
+
+
+def _deafen() -> None:
+    """The SIGTERM that Slurm sends to all processes of the job spares a question that is being asked."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def _lines(path: str) -> list[str]:

@@ -22,13 +22,16 @@ if TYPE_CHECKING:
     Document = dict[str, Any]
 
 _LOOK_S = 0.25
+_ENDING = ("warned", "told", "first report")  # after which the end is near
+_SOON_S = 0.05
+_SOON_FOR_S = 20.0
 _GLANCE_S = 1.0
 _ALLOWANCE_S = 20.0  # beyond the grace, for a node to say how it ended
 _REPORTED_S = 10.0  # for srun to end once all nodes have
 _START_ALLOWANCE_S = 5.0
 _KILL_S = 5.0
 _ERROR = "srun: error: "
-_MARK = re.compile(r"(\d+)\.(begun|json)\Z")
+_MARK = re.compile(r"(\d+)\.(begun|warned|json)\Z")
 # A warning that comes while the interpreter starts must not end it, which is what both do by default.
 _DEAF = ["/bin/sh", "-c", 'trap "" USR1 USR2 URG; exec "$@"', "sh"]
 
@@ -44,7 +47,7 @@ def _name_pickle(folder: str, env: dict[str, str]) -> None:
 
 
 class Step:
-    """`known` is filled in while it runs."""
+    """`known` is filled in while it runs. `run`, then `finish`."""
 
     def __init__(
         self,
@@ -65,37 +68,60 @@ class Step:
         self._kill_at: float | None = None
 
     def run(self) -> None:
-        """Returns when srun has ended. Raises slurm.Problem when there is none."""
+        """Returns when it is known how the ranks ended. Raises slurm.Problem when there is no srun."""
         os.makedirs(self._nodes, exist_ok=True)
         os.makedirs(self._logs, exist_ok=True)
         argv = [*self._settings["srun"], *_DEAF, *self._settings["submitit"]]
         _name_pickle(self._settings["submitit"][-1], self._env)
-        woken, waker = os.pipe()
-        for descriptor in (woken, waker):
+        self._woken, waker = os.pipe()
+        for descriptor in (self._woken, waker):
             os.set_blocking(descriptor, False)
         signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         try:
-            srun = subprocess.Popen(
+            self._srun = subprocess.Popen(
                 argv, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, env=self._env, cwd=self._directory
             )
         except OSError as error:
             raise slurm.Problem(f"cannot run {argv[0]}: {error.strerror}") from None
-        assert srun.stderr is not None
-        words = _Words(srun.stderr.fileno())
+        assert self._srun.stderr is not None
+        self._words = _Words(self._srun.stderr.fileno())
         self._mark("start")
-        while srun.poll() is None:
-            ready = select.select([woken, *words.wanted()], [], [], _LOOK_S)[0]
-            if woken in ready:
-                os.read(woken, 4096)
-            words.read()
+        self._watch(self._saved)
+        if self._srun.returncode is not None:
+            self._take_end()
+
+    def finish(self) -> None:
+        """Waits for the end of srun, if that is still to come: nodes have a little to do after they have reported."""
+        self._watch(lambda: False)
+
+    def _watch(self, enough: Callable[[], bool]) -> None:
+        while self._srun.poll() is None and not enough():
+            ready = select.select([self._woken, *self._words.wanted()], [], [], self._pause_s)[0]
+            if self._woken in ready:
+                os.read(self._woken, 4096)
+            self._words.read()
             self._look()
-            self._end_when_due(srun)
-        words.read()
+            self._end_when_due(self._srun)
+
+    def _saved(self) -> bool:
+        """Whether all nodes have reported, and ask to be started again: to have that done nobody waits for srun."""
+        reports = self._known.reports
+        return all(rank in reports and reports[rank].get("preempted") for rank in self._known.everybody)
+
+    @property
+    def _pause_s(self) -> float:
+        now = time.monotonic()
+        recent = [event for event in _ENDING if event in self._since and now - self._since[event] < _SOON_FOR_S]
+        return _SOON_S if recent else _LOOK_S
+
+    def _take_end(self) -> None:
+        self._words.read()
         self._look(now=True)
-        self._known.srun = srun.returncode if srun.returncode >= 0 else 128 - srun.returncode
+        code = self._srun.returncode
+        self._known.srun = code if code >= 0 else 128 - code
         if self._known.srun and len(self._known.reports) < self._settings["nodes"]:
-            self._known.words = self._last_words() or words.complaint or words.first
+            self._known.words = self._last_words() or self._words.complaint or self._words.first
 
     def _look(self, now: bool = False) -> None:
         """Takes in what has been written in the job's directory; each kind of file as often as it deserves."""
@@ -103,11 +129,11 @@ class Step:
         if self._told():
             self._mark("told")
         if now or clock >= self._next_look:
-            self._next_look = clock + _LOOK_S
             self._read_nodes()
+            self._next_look = clock + self._pause_s
         if now or clock >= self._next_glance:
             self._next_glance = clock + _GLANCE_S
-            if os.path.exists(self._own("cancel")):
+            if documents.exists(self._own("cancel")):
                 self._mark("cancel")
             if documents.fenced(self._own("attempt"), self._attempt):
                 self._mark("fence")
@@ -123,6 +149,8 @@ class Step:
                 continue
             rank = int(found.group(1))
             self._known.begun.add(rank)
+            if found.group(2) == "warned":
+                self._mark("warned")
             if found.group(2) == "json" and rank not in self._known.reports:
                 report = documents.read(os.path.join(self._nodes, name))
                 if isinstance(report, dict):

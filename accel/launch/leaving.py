@@ -1,0 +1,39 @@
+"""The end of a rank that is to be started again, for which a scheduler, and those who wait for the job, are waiting."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import gc
+import io
+import os
+import stat
+import sys
+import threading
+from typing import NoReturn
+
+
+def leave(code: int) -> NoReturn:
+    """Ends this process as multiprocessing ends those that it forks: its threads are waited for, exit handlers run,
+    what is open is flushed; and modules are not taken to pieces, which costs each rank 0.3 s with torch loaded."""
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        _flush_files()
+    finally:
+        os._exit(code)
+
+
+def _flush_files() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    objects = gc.get_objects()
+    kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, io.IOBase)}
+    for file in objects:
+        if type(file) in kinds:
+            with contextlib.suppress(Exception):  # closed, a full disk, or a class of the program's own
+                if stat.S_ISREG(os.fstat(file.fileno()).st_mode):  # a pipe might never take it
+                    file.flush()
+    ctypes.CDLL(None).fflush(None)

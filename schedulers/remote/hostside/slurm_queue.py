@@ -1,0 +1,152 @@
+"""What squeue says of all jobs of this user, asked once for all processes that want to know.
+
+Whoever asks leaves the answer in the root, and others read it until it is too old: however many wait for jobs, Slurm
+is asked every 1.5 s at most, and less often where it takes long to answer. Beside `slurm.py`, which is sent with it to
+login nodes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import functools
+import json
+import os
+import time
+import zlib
+
+try:
+    from . import slurm_commands as commands
+except ImportError:  # sent to a host, beside this
+    import slurm_commands as commands  # type: ignore[import-not-found, no-redef]
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    Step = commands.Step
+    Row = commands.Row
+
+PACE_S, SLOWEST_S = 1.5, 30.0
+# An answer stands so many times as long as it took: a slow controller is left in peace, and soon tried again when it
+# does not answer at all.
+_REST, _REST_OF_ERROR = 10.0, 2.0
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
+
+
+class Answer:
+    """What squeue printed, or why it could not be asked, and when: `asked_at` is before it was."""
+
+    def __init__(self, asked_at: float, took_s: float, error: str, text: str) -> None:
+        self.asked_at = asked_at
+        self.took_s = took_s
+        self.error = error
+        self.text = text
+
+    @functools.cached_property
+    def rows(self) -> dict[str, Row]:
+        """By the job's number."""
+        return {row["id"]: row for row in commands.queue_rows(self.text)}
+
+    def stands(self, since: float) -> bool:
+        """Whether it need not be asked again. One from another machine, whose clock is ahead, does not stand."""
+        pace_s = max(PACE_S, min(SLOWEST_S, self.took_s * (_REST_OF_ERROR if self.error else _REST)))
+        return since <= self.asked_at and 0 <= time.time() - self.asked_at - self.took_s < pace_s
+
+
+_held: dict[str, Answer] = {}
+
+
+def read(root: str, step: Step, since: float = 0.0) -> Answer:
+    """What squeue says now, or has said a moment ago, but after `since` (of this machine's clock). Raises Unanswered,
+    Refused."""
+    path = _path(root, step)
+    answer = _held.get(path)
+    if answer is None or not answer.stands(since):
+        answer = _load(path)
+    if answer is None or not answer.stands(since):
+        with _alone(path + ".lock"):
+            answer = _load(path)
+            if answer is None or not answer.stands(since):
+                answer = _ask(step)
+                _save(path, answer)
+    _held[path] = answer
+    if answer.error:
+        raise commands.Unanswered(answer.error)
+    return answer
+
+
+def forget(root: str, step: Step) -> None:
+    """What was said is not so any more: a job was taken out of the queue."""
+    path = _path(root, step)
+    _held.pop(path, None)
+    with contextlib.suppress(OSError):
+        os.unlink(path)
+
+
+def taken(lock: int) -> bool:
+    """Whether the file is locked for us now, or nothing can be locked on its file system. Raises OSError."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+    return True
+
+
+def _path(root: str, step: Step) -> str:
+    """Another one for each user and each cluster."""
+    whose = [os.getuid(), step.get("clusters"), os.environ.get("SLURM_CONF")]
+    return os.path.join(root, f"slurm-queue-{zlib.crc32(json.dumps(whose).encode()):08x}")
+
+
+def _ask(step: Step) -> Answer:
+    asked_at, began = time.time(), time.monotonic()
+    text = error = ""
+    try:
+        text = commands.queue_text(step)
+    except commands.Unanswered as problem:
+        error = str(problem)
+    return Answer(asked_at, time.monotonic() - began, error, text)
+
+
+def _load(path: str) -> Answer | None:
+    try:
+        with open(path, encoding="utf-8", errors="surrogateescape", newline="\n") as file:
+            head, text = json.loads(file.readline()), file.read()
+        return Answer(float(head["asked_at"]), float(head["took_s"]), str(head["error"]), text)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _save(path: str, answer: Answer) -> None:
+    """Whole or not at all; where it cannot be, each process asks for itself."""
+    head = {"asked_at": answer.asked_at, "took_s": answer.took_s, "error": answer.error}
+    partial = f"{path}.{os.getpid()}.{os.urandom(4).hex()}"
+    content = (json.dumps(head) + "\n" + answer.text).encode("utf-8", "surrogateescape")
+    try:
+        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
+            file.write(content)
+        os.replace(partial, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(partial)
+
+
+@contextlib.contextmanager
+def _alone(path: str) -> Iterator[None]:
+    """Holds the lock, where there can be one; not waiting for ever for a process that may have been stopped."""
+    lock = -1
+    try:
+        with contextlib.suppress(OSError):
+            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            deadline = time.monotonic() + commands.ANSWER_S
+            while not taken(lock) and time.monotonic() < deadline:
+                time.sleep(0.02)
+        yield
+    finally:
+        if lock >= 0:
+            os.close(lock)
