@@ -89,8 +89,8 @@ def difference(seconds: dict[str, list[float]], ours: str, base: str) -> str:
 
 
 def shown(key: str, value: float) -> str:
-    """A figure with its unit: seconds, unless its name says that it is memory, or calls."""
-    if key.startswith("calls"):
+    """A figure with its unit: seconds, unless its name says that it is memory, or a number of something."""
+    if key.startswith(("calls", "orphans")):
         return f"{value:8g}"
     if "GB" in key:
         return f"{value:8.3f} GB"

@@ -31,6 +31,7 @@ NODES = 4
 MANY = 64
 HEARTBEAT_S = 5
 LIMIT_S = HEARTBEAT_S + 2
+ORPHANS_S = 10.0  # what of a job is still there then was left behind
 
 # OpenSSH's default exchange of keys is safe from quantum computers and takes 60 ms of a processor for each connection;
 # paramiko has none that is. Both programs are therefore measured with this one, too, which paramiko takes.
@@ -67,6 +68,7 @@ class _Lab:
             (self.project / name).chmod(0o755)
         shutil.copy(SCRIPTS / "all_reduce.py", self.project)
         self.stamps = folder / "stamps"
+        self.orphans: list[float] = []  # after each job
         self._roots = itertools.count()
 
     def accel(self, *words: str) -> str:
@@ -83,6 +85,22 @@ class _Lab:
     def new_root(self) -> str:
         """A directory for accel on the hosts that none of them has: nothing was sent there yet."""
         return f"root=~/.accel-{next(self._roots)}"
+
+    def count_orphans(self) -> None:
+        """Of a job that is over: what of it is on the hosts, and is not going."""
+        deadline = time.monotonic() + ORPHANS_S
+        while left := [f"{name}: {line}" for name in self.hosts.names for line in self.hosts.left(name).splitlines()]:
+            if time.monotonic() > deadline:
+                print("\n".join(left), file=sys.stderr)
+                break
+            time.sleep(0.1)
+        self.orphans.append(float(len(left)))
+
+    def report(self, name: str, seconds: dict[str, list[float]], bars: list[Bar]) -> bool:
+        """The figures, and the orphans, of which there may be none."""
+        met = report(name, {**seconds, "orphans": self.orphans}, bars)
+        print(f"  orphans, of {len(self.orphans)} jobs = {sum(self.orphans):g} (at most 0)")
+        return met and not any(self.orphans)
 
     def fresh_stamps(self) -> None:
         shutil.rmtree(self.stamps, ignore_errors=True)
@@ -113,7 +131,7 @@ def ssh_launch(rounds: int) -> bool:
             f"{ours}, code there": _submitted(lab, "root=~/.accel"),
             base: _by_hand(lab),
         }
-        return report("ssh_launch", interleaved(measures, rounds), [Bar(ours=ours, base=base, limit=2.5)])
+        return lab.report("ssh_launch", interleaved(measures, rounds), [Bar(ours=ours, base=base, limit=2.5)])
 
 
 def ssh_fan_out(rounds: int) -> bool:
@@ -140,7 +158,7 @@ def ssh_cut(rounds: int) -> bool:
         limit = f"heartbeat of {HEARTBEAT_S} s + 2 s"
         seconds = interleaved({limit: lambda: float(LIMIT_S), **cuts}, rounds, warm_up=0)
         bars = [Bar(ours=name, base=limit, limit=1) for name in cuts]
-        return report("ssh_cut", {**seconds, **waited}, bars)
+        return lab.report("ssh_cut", {**seconds, **waited}, bars)
 
 
 def ssh_client(rounds: int) -> bool:
@@ -196,6 +214,7 @@ def _submitted(lab: _Lab, root: str | None = None) -> Callable[[], float]:
         job = lab.submit("--option", root or lab.new_root(), "all_reduce.py", str(lab.stamps))
         done = lab.last_stamp()
         lab.accel("wait", job)
+        lab.count_orphans()
         return done - started
 
     return measure
@@ -275,9 +294,11 @@ def _cut(lab: _Lab, node: int, waited: dict[str, list[float]]) -> Callable[[], f
             results = [lab.hosts.home(other.name) / ".accel/jobs" / job.id / "exit.json"
                        for other in lab.hosts.machines if other.name != machine.name]  # fmt: skip
             until(lambda: all(path.exists() for path in results), "the result is on all other hosts")
-            return max(path.stat().st_mtime for path in results) - started
+            taken = max(path.stat().st_mtime for path in results) - started
         finally:
             machine.link(True)
+        lab.count_orphans()
+        return taken
 
     return measure
 

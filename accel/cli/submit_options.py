@@ -32,20 +32,20 @@ def _what_to_run(group: Group) -> None:
     group.add_argument("--code", metavar="DIR", help="the directory that holds the program (default: this one)")
     setup = "a command that is run once on each node before the ranks, its words as in a shell; repeatable"
     group.add_argument("--setup", metavar="COMMAND", type=values.command, **_MANY, help=setup)
-    file = "settings of the launch, from a file that `accel config` writes; --env and --procs-per-node go before it"
+    file = "settings of the launch, from a file that `accel config` writes; --env, --nodes and the like go before it"
     group.add_argument("--config_file", metavar="FILE", help=file)
     variable = "a variable for the job; without a value, the one it has here; repeatable"
     group.add_argument("--env", metavar="NAME[=VALUE]", type=values.environment, **_MANY, help=variable)
-    secret = "a variable that is looked up where the job runs: env:NAME or file:PATH; repeatable"
+    secret = "a variable whose value is read here: env:NAME or file:PATH (kubernetes: secret:NAME/KEY); repeatable"
     group.add_argument("--secret", metavar="NAME=REFERENCE", type=values.secret, **_MANY, help=secret)
 
 
 def _where(group: Group) -> None:
     group.add_argument("--target", default="local", help="a name in accel.yaml, or a kind of target (default: local)")
-    nodes = "machines (default: 1, or as many as --hosts or --hostfile names); 2:8 for a world that may grow"
+    nodes = "machines (default: 1, or as --hosts, --hostfile or --config_file says); 2:8 for a world that may grow"
     group.add_argument("--nodes", type=values.nodes, metavar="N", help=nodes)
     group.add_argument("--procs-per-node", **_COUNT, help="processes on each (default: one per GPU, or one)")
-    group.add_argument("--gpus", **_COUNT, default=0, help="GPUs on each node (default: 0)")
+    group.add_argument("--gpus", **_COUNT, help="GPUs on each node (default: 0, or as a --config_file says)")
     group.add_argument("--cpus", **_COUNT, help="CPU cores on each node")
     group.add_argument("--memory", metavar="SIZE", type=values.memory, help="on each node: 512M, 16G (16 means 16G)")
     option = "an option of the target, typed as in accel.yaml; repeatable"

@@ -30,14 +30,16 @@ def build_spec(args: Namespace, program: Sequence[str]) -> JobSpec:
     if entry == "script":
         _check_script(program[0], os.path.join(code, workdir))
     carried = _carried(args)
+    nodes = _nodes(args, carried)
+    gpus = carried.gpus if args.gpus is None else args.gpus
     return JobSpec(
         argv=tuple(program),
         entry=entry,
         name=args.name or default_name(program[0], entry),
-        nodes=_nodes(args),
-        max_nodes=args.nodes[1] if args.nodes else None,
+        nodes=nodes[0],
+        max_nodes=nodes[1],
         procs_per_node=args.procs_per_node or carried.procs_per_node,
-        resources=Resources(gpus=args.gpus, cpus=args.cpus, memory_gb=args.memory, accelerator=args.accelerator),
+        resources=Resources(gpus=gpus or 0, cpus=args.cpus, memory_gb=args.memory, accelerator=args.accelerator),
         image=args.image,
         env=carried.env | _once("--env", args.env),
         secrets=_once("--secret", args.secret),
@@ -54,8 +56,14 @@ def build_spec(args: Namespace, program: Sequence[str]) -> JobSpec:
 
 def _carried(args: Namespace) -> Carried:
     from . import submit_settings
+    from .output import note
 
-    return submit_settings.Carried({}, None) if args.config_file is None else submit_settings.of_file(args.config_file)
+    if args.config_file is None:
+        return submit_settings.Carried({})
+    carried = submit_settings.of_file(args.config_file)
+    for line in carried.notes:
+        note(line)
+    return carried
 
 
 def build_sweep(args: Namespace, spec: JobSpec) -> list[JobSpec]:
@@ -92,23 +100,45 @@ def _once(option: str, pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _nodes(args: Namespace) -> int:
-    """As many as asked for; else all the machines that the command line names, but for the spares."""
-    if args.nodes is not None or (args.hosts is None and args.hostfile is None):
-        return 1 if args.nodes is None else int(args.nodes[0])
-    from schedulers.remote.hosts import parse_hostfile, parse_hosts
+def _nodes(args: Namespace, carried: Carried) -> tuple[int, int | None]:
+    """As many as asked for; else all the machines that the command line names, but for the spares; else the file's.
 
-    if args.hostfile is not None:
-        with open(args.hostfile, encoding="utf-8", errors="surrogateescape") as file:
-            count = len(parse_hostfile(file.read(), args.hostfile))
-    elif "*" in args.hosts or "?" in args.hosts:
-        raise UsageError("accel submit", f"--hosts {args.hosts} is a pattern: say how many of them with --nodes")
-    else:
-        count = len(parse_hosts(args.hosts))
-    spares = args.spares or 0
+    At least, and at most where the world may grow."""
+    if args.nodes is not None:
+        return int(args.nodes[0]), args.nodes[1]
+    if args.hosts is None and args.hostfile is None:
+        return carried.nodes or (1, None)
+    count = _named(args)
+    spares, said = _spares(args)
     if count <= spares:
-        raise UsageError("accel submit", f"--spares {spares} leaves none of the {count} hosts to run on")
-    return count - spares
+        hosts = f"{count} host{'s' if count > 1 else ''}"
+        raise UsageError("accel submit", f"{said} leaves none of the {hosts} to run on")
+    return count - spares, None
+
+
+def _named(args: Namespace) -> int:
+    """How many machines the line names."""
+    from schedulers.errors import ConfigError, SpecError
+    from schedulers.remote.hosts import parse_hosts, read_hostfile
+
+    if args.hostfile is None and ("*" in args.hosts or "?" in args.hosts):
+        raise UsageError("accel submit", f"--hosts {args.hosts} is a pattern: say how many of them with --nodes")
+    try:
+        return len(parse_hosts(args.hosts) if args.hostfile is None else read_hostfile(args.hostfile))
+    except (ConfigError, SpecError) as error:
+        raise UsageError("accel submit", str(error)) from None
+
+
+def _spares(args: Namespace) -> tuple[int, str]:
+    """How many of them stand by, as the line says or else the target; and where that is said."""
+    if args.spares is not None:
+        return args.spares, f"--spares {args.spares}"
+    from schedulers.config import resolve_target
+    from schedulers.store import Store
+
+    resolved = resolve_target(args.target, Store.default().jobs, overrides=_target_options(args))
+    spares = int(resolved.options.get("spares", 0))
+    return spares, f"spares: {spares} of target {args.target}"
 
 
 def _host_options(args: Namespace) -> Iterator[tuple[str, Any]]:

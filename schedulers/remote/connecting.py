@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SchedulerError
-from . import knownhosts
+from . import knownhosts, revoked
 from .errors import HostKeyRefused, HostUnreachable, one_line
 from .knownhosts import KnownKey, Verdict
 from .login import Keys, log_in
@@ -254,9 +254,12 @@ def _algorithms(key_type: str) -> tuple[str, ...]:
 
 def _check_key(settings: Settings, known: list[KnownKey], names: list[str], key_type: str, key: str) -> None:
     verdict, lines = knownhosts.judge(known, names, key_type, key)
+    mark = f"{key_type} {knownhosts.fingerprint(key)}"
+    problem = revoked.problem(settings.revoked, key_type, key) if settings.revoked else None
+    if problem is not None:
+        raise HostKeyRefused(settings.alias, f"its host key, {mark}, {problem}")
     if verdict is Verdict.KNOWN:
         return
-    mark = f"{key_type} {knownhosts.fingerprint(key)}"
     where = ", ".join(line.where for line in lines)
     if verdict is Verdict.REVOKED:
         raise HostKeyRefused(settings.alias, f"its host key, {mark}, is revoked ({where})")
@@ -271,8 +274,10 @@ def _check_key(settings: Settings, known: list[KnownKey], names: list[str], key_
             f"ITS HOST KEY HAS CHANGED: it is {mark}, and {where} says otherwise; somebody may be listening in. "
             f"If the host was installed anew: ssh-keygen -R {name} -f {shlex.quote(own)} && {accept}",
         )
+    authority = f" (accel checks no certificates, as of the authority in {where})" if lines else ""
     raise HostKeyRefused(
-        settings.alias, f"its host key is not known: {settings.endpoint} has {mark}; if that is right: {accept}"
+        settings.alias,
+        f"its host key is not known{authority}: {settings.endpoint} has {mark}; if that is right: {accept}",
     )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from ..errors import SchedulerError, Unreachable
 
+_LONGEST = 500  # characters: pip's reason and the path of its log, which has a digest in it
+
 
 class HostUnreachable(Unreachable):
     """There is no connection to the host, or it is lost. Says nothing about what runs there."""
@@ -42,4 +44,4 @@ def one_line(raw: bytes | str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     last = lines[-1] if lines else "it said nothing"
     shown = "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in last)
-    return shown if len(shown) <= 300 else f"{shown[:300]}…"
+    return shown if len(shown) <= _LONGEST else f"{shown[:_LONGEST]}…"

@@ -41,7 +41,6 @@ class Facts:
     machine: str
     user: str
     home: str
-    umask: int
     python: str
     executable: str
     packages: Mapping[str, str | None]
@@ -49,7 +48,6 @@ class Facts:
     disk_free: int
     disk_writable: bool
     shm_free: int
-    cpus: int
     processes: int
     files: int
     gpus: Gpus

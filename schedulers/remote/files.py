@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import SnapshotError, SpecError
+from ..errors import SnapshotError
 from .errors import RemoteError, one_line
 
 if TYPE_CHECKING:
@@ -25,32 +25,10 @@ if TYPE_CHECKING:
 ROOT = "~/.accel"
 FILE_MODE = 0o600
 PROGRAM_MODE = 0o700
-READ_LIMIT = 1 << 20
 TRANSFER_S = 3600.0
 _ANSWER_S = 60.0
 _CHUNK = 1 << 20
 _MODULE = "schedulers.remote.hostside"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Range:
-    """Which part of a file: at most `limit` bytes from `offset` on."""
-
-    path: str
-    offset: int = 0
-    limit: int = READ_LIMIT
-
-
-@dataclass(frozen=True, kw_only=True)
-class Part:
-    """What was there: `data` from the offset on, the file's whole `size` in bytes, and which file it is.
-
-    `file` changes when another file takes the path; a `size` below the offset means that this one was cut short.
-    """
-
-    data: bytes
-    size: int
-    file: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,43 +70,18 @@ class Files:
         steps = [{"op": "put", "path": path, "size": len(data), "mode": mode} for path, data in files.items()]
         self._do(steps, list(files.values()))
 
-    def send(self, blob: Blob) -> bool:
-        """Has the content there under its digest, verified there; False when it already was and nothing was sent."""
-        return bool(self._do([self._blob_step(blob)], blob=blob)[0])
-
     def unpack(self, blob: Blob, path: str) -> bool:
-        """Has the tar file's content there as the directory `path`, which is whole or not there; sends it if needed.
+        """Has the tar file's content there as the directory `path`, which is whole or not there.
 
-        True when it was sent. Where the same content is unpacked already, nothing is done.
+        The content is kept under its digest, verified there, and sent only when it is lacking: True when it was sent.
+        Where it is unpacked already, nothing is done.
         """
-        steps = [self._blob_step(blob), {"op": "unpack", "digest": blob.digest, "path": path}]
-        return bool(self._do(steps, blob=blob)[0])
+        content = {"op": "blob", "digest": blob.digest, "size": blob.size, "unused_s": self._unused_s}
+        return bool(self._do([content, {"op": "unpack", "digest": blob.digest, "path": path}], blob=blob)[0])
 
-    def read(self, ranges: Sequence[Range]) -> list[Part | None]:
-        """Parts of files, in one round trip; None for a file that is not there."""
-        for asked in ranges:
-            if asked.offset < 0 or asked.limit < 0:
-                raise SpecError(f"cannot read {asked.limit} bytes from byte {asked.offset} on")
-        steps = [{"op": "read", "path": r.path, "offset": r.offset, "limit": r.limit} for r in ranges]
-        with self._started(steps) as session:
-            session.close_stdin()
-            done = self._answer(session)["done"]
-            return [
-                None
-                if found is None
-                else Part(
-                    data=self._exactly(session, found["length"]), size=int(found["size"]), file=str(found["file"])
-                )
-                for found in done
-            ]
-
-    def sizes(self, paths: Sequence[str]) -> list[int | None]:
-        """In bytes; None for a file that is not there."""
-        return list(self._do([{"op": "size", "path": path} for path in paths]))
-
-    def remove(self, path: str) -> bool:
-        """Removes a file, or a directory with everything in it; False when it was not there."""
-        return bool(self._do([{"op": "remove", "path": path}])[0])
+    def remove(self, *paths: str) -> list[bool]:
+        """Removes files, and directories with everything in them; for each, whether it was there."""
+        return list(self._do([{"op": "remove", "path": path} for path in paths]))
 
     def _do(
         self, steps: Sequence[Mapping[str, Any]], contents: Iterable[bytes] = (), *, blob: Blob | None = None
@@ -142,9 +95,6 @@ class Files:
             done = self._answer(session)["done"]
             session.finish(_ANSWER_S)
             return done
-
-    def _blob_step(self, blob: Blob) -> dict[str, Any]:
-        return {"op": "blob", "digest": blob.digest, "size": blob.size, "unused_s": self._unused_s}
 
     def _send(self, session: Session, blob: Blob) -> None:
         sent = 0
@@ -170,12 +120,6 @@ class Files:
         if "error" in answer:
             raise RemoteError(self._remote.name, one_line(str(answer["error"])))
         return answer
-
-    def _exactly(self, session: Session, count: int) -> bytes:
-        data = session.read(count, TRANSFER_S)
-        if len(data) != count:
-            raise RemoteError(self._remote.name, f"sent {len(data)} of {count} bytes of a file")
-        return data
 
 
 def program_loader(program: bytes) -> str:

@@ -1,4 +1,7 @@
-"""Which hosts: `a,b`, `user@host:port`, `[fd00::1]:22`, `gpu[01-16]`, `gpu{01..16}`, `gpu*`, and hostfiles. Pure."""
+"""Which hosts: `a,b`, `user@host:port`, `[fd00::1]:22`, `gpu[01-16]`, `gpu{01..16}`, `gpu*`, and hostfiles.
+
+Pure but for `read_hostfile`.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,7 @@ _NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?\.?")
 _USER = re.compile(r"[A-Za-z0-9_.][A-Za-z0-9_.+@\\-]*")
 _GROUP = re.compile(r"\[(?P<ranges>[^][]*)\]|\{(?P<braces>[^{}]*)\}")
 _SPAN = re.compile(r"(?P<first>[0-9]+)(?:-|\.\.)(?P<last>[0-9]+)")
+_EQUALS = re.compile(r"\s*=\s*")  # Open MPI takes `slots = 4` too
 _SETTINGS = ("slots", "max_slots", "port", "user")
 _SPELLINGS = {"max-slots": "max_slots", "username": "user"}
 
@@ -68,6 +72,15 @@ def parse_hosts(text: str, *, aliases: Sequence[str] = (), source: str = "--host
     return _few_enough(order, source)
 
 
+def read_hostfile(path: str) -> list[Host]:
+    """Raises ConfigError for a file that cannot be read, and what `parse_hostfile` raises."""
+    try:
+        with open(path, encoding="utf-8", errors="surrogateescape") as file:
+            return parse_hostfile(file.read(), path)
+    except OSError as error:
+        raise ConfigError(f"hostfile {path}: {(error.strerror or str(error)).lower()}") from None
+
+
 def parse_hostfile(text: str, file: str) -> list[Host]:
     """The hosts of a hostfile, in its order: `host`, `host slots=8` (Open MPI, DeepSpeed), `host:8` (MPICH), and
     comments after `#`. A host that is named again adds to its slots, a line that gives no number for one.
@@ -76,7 +89,7 @@ def parse_hostfile(text: str, file: str) -> list[Host]:
     """
     found: dict[tuple[str, int | None], Host] = {}
     for number, line in enumerate(text.splitlines(), 1):
-        words = line.partition("#")[0].split()
+        words = _EQUALS.sub("=", line.partition("#")[0]).split()
         if not words:
             continue
         where = f"{file}:{number}"
@@ -254,7 +267,7 @@ def _settings(words: Iterable[str], where: str) -> dict[str, str]:
         name, equals, value = word.partition("=")
         name = _SPELLINGS.get(name, name)
         if name not in _SETTINGS or not equals:
-            hint = nearest(name, _SETTINGS)
+            hint = nearest(name, _SETTINGS) if name not in _SETTINGS else "; it has no value"
             raise SpecError(f"{where}: {word!r} is not a setting{hint} (settings: {', '.join(_SETTINGS)}, each NAME=…)")
         if name in found:
             raise SpecError(f"{where}: {name} is there twice")

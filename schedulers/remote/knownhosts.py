@@ -67,7 +67,8 @@ def looked_up_as(name: str, port: int, alias: str | None) -> list[str]:
 
 
 def judge(known: Iterable[KnownKey], names: Sequence[str], key_type: str, key: str) -> tuple[Verdict, list[KnownKey]]:
-    """Whether a host with one of these names may have this key, and the lines that say so.
+    """Whether a host with one of these names may have this key, and the lines that say so; of a host that is not known,
+    those of authorities which may certify it.
 
     A key that stands under the host's plain name is as good as under its name with the port, as with OpenSSH; one that
     contradicts it there is not a change.
@@ -81,7 +82,8 @@ def judge(known: Iterable[KnownKey], names: Sequence[str], key_type: str, key: s
     if same:
         return Verdict.KNOWN, same
     others = [entry for entry in plain if entry.matches(names[0])]
-    return (Verdict.CHANGED, others) if others else (Verdict.UNKNOWN, [])
+    authorities = [entry for entry in matching if entry.marker == "@cert-authority"]
+    return (Verdict.CHANGED, others) if others else (Verdict.UNKNOWN, authorities)
 
 
 def known_types(known: Iterable[KnownKey], names: Sequence[str]) -> list[str]:

@@ -42,7 +42,12 @@ def log_in(transport: paramiko.Transport, settings: Settings, keys: Keys) -> Non
     import paramiko
 
     tried: list[str] = []
-    unusable: list[str] = []
+    beside = {f"{path}-cert.pub" for path in settings.identities}
+    unusable = [
+        f"{path} is not used: a certificate is only beside its key (KEY-cert.pub)"
+        for path in settings.certificates
+        if path not in beside
+    ]
     with _agent(settings.agent, unusable) as agent:
         for name, key in _candidates(settings, keys, agent, unusable):
             tried.append(name)

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from ..converting import convert
 from .errors import HostKeyRefused, HostUnreachable, LoginRefused, RemoteError, one_line
 from .facts import GB, Facts, Seen, Wanted
 from .files import ROOT, host_program, program_loader
@@ -106,7 +107,7 @@ class _Probe:
         try:
             self._session.write(program)
             said = self.ask({"do": "facts", "root": root, "packages": dict(wanted.packages)}, _ANSWER_S)
-            facts = msgspec.convert(said, Facts)
+            facts = convert(said, Facts)
         except msgspec.ValidationError as error:
             self.close()
             raise RemoteError(remote.name, f"its probe answers nonsense: {one_line(str(error))}") from None
@@ -143,7 +144,7 @@ def _judged(pool: Pool, hosts: Sequence[Host], probes: Sequence[Outcome[_Probe]]
     fit = [(outcome.host, outcome.get()) for outcome in probes if outcome.value and not _fails(outcome.host, findings)]
     tried = _try(pool, fit, wanted)
     findings += tried.findings
-    while tried.address is None and len(fit) > 2 and _fails(fit[0][0], tried.findings):
+    while tried.address is None and len(fit) > 1 and _fails(fit[0][0], tried.findings):
         # It is the first one that is cut off: the next one may do for node 0.
         fit = fit[1:]
         tried = _try(pool, fit, wanted)

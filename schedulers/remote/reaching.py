@@ -14,7 +14,11 @@ from .judging import Finding
 # Bridges and tunnels of containers and virtual machines: the same addresses may be on every host.
 _HOST_ONLY = re.compile(r"(docker|br-|virbr|veth|cni|flannel|cali|lxc|lxd|podman|kube|tunl|vmnet|tailscale|wg|tun)")
 _SHOWN = 4
-_REMEDY = "open the target's ports in the firewall (ports: in accel.yaml), or name the network to use (--interface)"
+_INTERFACE = "(interface: in accel.yaml, or --option interface=NAME)"
+_REMEDY = (
+    f"open the target's ports in the firewall (ports: in accel.yaml), or name the network to use {_INTERFACE}; "
+    "gloo and NCCL take ports of net.ipv4.ip_local_port_range as well"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +46,7 @@ def candidates(
         if not chosen:
             return [], (
                 f"no interface {interface!r} with an address{nearest(interface, names)} (it has {', '.join(names)})",
-                "name another (--interface)",
+                f"name another {_INTERFACE}",
             )
 
     def rank(address: Address) -> tuple[bool, int, bool, bool]:

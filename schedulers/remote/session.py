@@ -105,13 +105,6 @@ class Session:
             pass
         return self._out.take(self._out.data.find(b"\n") + 1 or len(self._out.data))
 
-    def read(self, count: int, timeout_s: float) -> bytes:
-        """`count` bytes of standard output; fewer when there are no more."""
-        deadline = time.monotonic() + timeout_s
-        while len(self._out.data) < count and self._more(deadline):
-            pass
-        return self._out.take(count)
-
     def finish(self, timeout_s: float | None) -> Result:
         """Waits for the end. Raises RemoteError when the command did not even start."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s

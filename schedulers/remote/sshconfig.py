@@ -30,6 +30,7 @@ class Settings:
     """How to reach one host. Times are in seconds; None is "not said".
 
     alias is what was written, `hostname` and `port` are what to connect to; `jumps` are hosts on the way, in order.
+    `certificates` are files that CertificateFile names.
     """
 
     alias: str
@@ -41,6 +42,8 @@ class Settings:
     agent: str | None = None
     known_hosts: tuple[str, ...] = ()
     key_alias: str | None = None
+    revoked: str | None = None
+    certificates: tuple[str, ...] = ()
     jumps: tuple[Host, ...] = ()
     proxy_command: str | None = None
     connect_timeout_s: float | None = None
@@ -87,6 +90,11 @@ def parse_settings(host: Host, text: str) -> Settings:
     one = {key: values[0] for key, values in said.items()}
     if one.get("proxyusefdpass") == "yes" and _some(one.get("proxycommand")):
         raise ConfigError(f"{host.name}: ProxyUseFdpass is set in the SSH configuration; accel cannot follow it")
+    if _some(one.get("knownhostscommand")):
+        raise ConfigError(
+            f"{host.name}: KnownHostsCommand is set in the SSH configuration; accel cannot follow it, and knows hosts "
+            "by known_hosts alone (for this host: KnownHostsCommand none)"
+        )
     hostname, port, user = one["hostname"], int(one["port"]), one["user"]
     tokens = _tokens(host.name, hostname, port, user)
     timeout, alive = one.get("connecttimeout", "none"), one.get("serveraliveinterval", "0")
@@ -104,6 +112,8 @@ def parse_settings(host: Host, text: str) -> Settings:
         agent=_agent(one.get("identityagent"), tokens),
         known_hosts=tuple(_path(path, tokens) for path in known if path not in ("none", "/dev/null")),
         key_alias=one.get("hostkeyalias"),
+        revoked=_path(revoked, tokens) if (revoked := _some(one.get("revokedhostkeys"))) else None,
+        certificates=tuple(_path(path, tokens) for path in said.get("certificatefile", ()) if path != "none"),
         jumps=tuple(parse_jumps(jump, f"ProxyJump of {host.name}")) if jump else (),
         proxy_command=_expand(command, tokens) if (command := _some(one.get("proxycommand"))) else None,
         connect_timeout_s=float(timeout) if timeout.isdigit() and int(timeout) else None,

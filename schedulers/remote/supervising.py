@@ -9,7 +9,7 @@ import zipfile
 
 PROGRAM = "supervisor.pyz"
 _PACKAGE = "supervisor"
-_CALL = "main(sys.argv[1], int(sys.argv[2]))"
+_CALL = "main(*sys.argv[1:])"
 _DATE = (1980, 1, 1, 0, 0, 0)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ..remote.errors import RemoteError, one_line
-from ..remote.files import host_program, program_loader
+from ..remote.files import Files, host_program, program_loader
 from ..remote.hosts import Host
 from ..remote.transport import Remote
 from .native import Native
@@ -65,4 +65,13 @@ def clear_jobs(hosts: Hosts, options: SshOptions, jobs: Sequence[Native]) -> lis
     return lines
 
 
-__all__ = ["clear", "clear_jobs", "unused_s"]
+def remove(hosts: Hosts, options: SshOptions, paths: Sequence[str], of: Sequence[Host]) -> None:
+    """Removes what is at these paths, below `root`, from the hosts that can be reached."""
+
+    def one(remote: Remote) -> None:
+        Files(remote, root=options.root, python=hosts.python).remove(*paths)
+
+    hosts.pool.map(one, of)
+
+
+__all__ = ["clear", "clear_jobs", "remove", "unused_s"]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 
-from ..errors import ConfigError, SpecError
+from ..errors import SpecError
 from ..remote.files import ROOT
-from ..remote.hosts import Host, expand, parse_hostfile, parse_hosts
+from ..remote.hosts import Host, parse_hosts, read_hostfile
 
 _LEAST_HEARTBEAT_S = 5.0
 _LAST_PORT = 65535
+_LEAST_PORTS = 2  # node 0 has one for the ranks' rendezvous and one for its supervisor
 _LEAST_UNUSED_DAYS = 1.0
 
 
@@ -22,7 +23,8 @@ class SshOptions:
     hostfile:        a file with a host a line (Open MPI's, DeepSpeed's or MPICH's syntax), instead of `hosts`; a
                      relative path is looked for from the code directory.
     user, port:      of the SSH servers, where a host does not say.
-    interface:       the network interface (a name or its beginning) over which the hosts talk to each other.
+    interface:       the network interface (a name or its beginning) over which the hosts, and their ranks, talk to each
+                     other.
     ports:           from which ports on the hosts may be taken, as `29500-29599`.
     spares:          so many of the hosts, beyond those the job asks for, stand in for bad ones.
     python:          the interpreter on the hosts that has accel and torch; `venv` is a virtual environment with one.
@@ -32,8 +34,8 @@ class SshOptions:
     cpu:             train on the CPU even where there are GPUs.
     heartbeat_s:     after so many seconds of silence a host counts as lost.
     start_timeout_s: how long the hosts wait for each other; when one does not come, none runs.
-    fan_out:         from 16 hosts on, code of 1 MB and more is sent to one of them, and the hosts pass it on to each
-                     other, unencrypted; without it, each gets it from here.
+    fan_out:         from 16 hosts on, code of which they need 16 MB together is sent to one of them, and the hosts pass
+                     it on to each other, unencrypted; without it, each gets it from here.
     disk_gb:         what must be free on every host.
     unused_days:     contents and environments on a host that were not used for so long may be removed there.
     root:            where everything of ours is on the hosts.
@@ -95,9 +97,11 @@ def port_range(options: SshOptions, name: str) -> range:
     first, dash, last = options.ports.partition("-")
     if first.isdecimal() and (last.isdecimal() or not dash):
         found = range(int(first), int(last or first) + 1)
-        if found and found[0] > 0 and found[-1] <= _LAST_PORT:
+        if len(found) >= _LEAST_PORTS and found[0] > 0 and found[-1] <= _LAST_PORT:
             return found
-    raise SpecError(f"target {name}: ports must be a range such as 29500-29599, not {options.ports!r}")
+    raise SpecError(
+        f"target {name}: ports must be a range of {_LEAST_PORTS} or more, such as 29500-29599, not {options.ports!r}"
+    )
 
 
 def python_of(options: SshOptions) -> str:
@@ -122,7 +126,7 @@ def named_hosts(options: SshOptions, name: str, code: str) -> list[Host]:
     """The hosts, in their order; reads the hostfile or the SSH configuration. Raises SpecError, ConfigError."""
     text = hosts_text(options)
     if options.hostfile is not None:
-        hosts = _from_file(os.path.join(code, os.path.expanduser(options.hostfile)))
+        hosts = read_hostfile(os.path.join(code, os.path.expanduser(options.hostfile)))
     elif text is not None:
         hosts = parse_hosts(text, aliases=_aliases(options, text), source=f"target {name}: hosts")
     else:
@@ -138,18 +142,9 @@ def _aliases(options: SshOptions, text: str) -> list[str]:
     return list(aliases(options.ssh_config))
 
 
-def _from_file(path: str) -> list[Host]:
-    try:
-        with open(path, encoding="utf-8", errors="surrogateescape") as file:
-            return parse_hostfile(file.read(), path)
-    except OSError as error:
-        raise ConfigError(f"hostfile {path}: {(error.strerror or str(error)).lower()}") from None
-
-
 __all__ = [
     "SshOptions",
     "check",
-    "expand",
     "hosts_text",
     "known_hosts_count",
     "named_hosts",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from ..remote.preflight import Report, examine
 from ..remote.reaching import candidates
 from ..remote.transport import Remote
 from .asking import Hosts, Step
+from .clearing import remove
 from .options import SshOptions, port_range
 
 _PORTS_TRIED = 16
@@ -36,16 +38,22 @@ class Node:
     port: int
 
     def to_json(self) -> dict[str, Any]:
-        return {"name": str(self.host), "address": self.address, "control_port": self.port}
+        interface = next((a.interface for a in self.facts.addresses if a.address == self.address), None)
+        return {"name": str(self.host), "address": self.address, "control_port": self.port, "interface": interface}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """members: in the order of their ranks, the first one node 0. `warnings`: one line each."""
+    """members: in the order of their ranks, the first one node 0. `warnings`: one line each.
+
+    claim: what tells the claims that were laid to the hosts' directories on the way here from those of an earlier
+           submit of the same job, whose client was killed.
+    """
 
     members: tuple[Node, ...]
     spares: tuple[Node, ...]
     master_port: int
+    claim: str
     warnings: tuple[str, ...] = ()
 
     @property
@@ -112,7 +120,8 @@ def place(
         raise NotPlaced(f"{len(report.usable)} of {len(chosen)} hosts can take part, {nodes} are needed: {lines}")
     facts = {row.host: row.seen.facts for row in report.rows if row.seen is not None}
     addresses = _addresses(hosts, options, report, facts)
-    ports = _control_ports(hosts, options, name, job_id, report)
+    claim = os.urandom(8).hex()
+    ports = _control_ports(hosts, options, name, job_id, report, claim)
     made = [Node(host=host, facts=facts[host], address=addresses[host], port=ports[host]) for host in report.usable]
     warnings = [str(finding) for finding in report.findings if finding.severity == "warns"]
     left_out = [f"left out: {line}" for line in failures]
@@ -120,6 +129,7 @@ def place(
         members=tuple(made[:nodes]),
         spares=tuple(made[nodes:]),
         master_port=report.port,
+        claim=claim,
         warnings=(*left_out, *warnings),
     )
 
@@ -148,19 +158,28 @@ def _addresses(hosts: Hosts, options: SshOptions, report: Report, facts: dict[Ho
     return found
 
 
-def _control_ports(hosts: Hosts, options: SshOptions, name: str, job_id: str, report: Report) -> dict[Host, int]:
+def _control_ports(
+    hosts: Hosts, options: SshOptions, name: str, job_id: str, report: Report, claim: str
+) -> dict[Host, int]:
     """A free port on each host, which on the way lays its claim to the job's directory."""
-    wanted = [port for port in _some_ports(options, name) if port != report.port]
+    some = _some_ports(options, name)
+    wanted = dict.fromkeys(report.usable, some)
+    wanted[report.usable[0]] = tuple(port for port in some if port != report.port)
     asked: dict[Host, list[Step]] = {
-        host: [{"op": "port", "ports": wanted}, {"op": "claim", "job": job_id, "node": number}]
+        host: [{"op": "port", "ports": wanted[host]}, {"op": "claim", "job": job_id, "node": number, "token": claim}]
         for number, host in enumerate(report.usable)
     }
-    found = {}
+    found, problems = {}, []
     for host, outcome in hosts.ask(asked).items():
+        port = None if outcome.value is None else outcome.value.done[0]
         if outcome.value is None:
-            raise NotPlaced(f"{outcome.error}; nothing was started")
-        port = outcome.value.done[0]
-        if port is None:
-            raise NotPlaced(f"{host}: none of its ports {wanted} is free; name others (ports: in accel.yaml)")
-        found[host] = int(port)
+            problems.append(str(outcome.error))
+        elif port is None:
+            taken = ", ".join(map(str, wanted[host]))
+            problems.append(f"{host}: none of its ports {taken} is free; name others (ports: in accel.yaml)")
+        else:
+            found[host] = int(port)
+    if problems:
+        remove(hosts, options, [f"jobs/{job_id}.claims"], list(asked))
+        raise NotPlaced(f"{'; '.join(problems)}; nothing was started")
     return found

@@ -16,6 +16,7 @@ from .native import Native
 
 _LIMIT = 1 << 20
 _SILENT = "unreachable"
+_WHEN = "since"  # of a host that could not be asked where its logs stood at a time: that time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,13 +82,12 @@ def read(hosts: Hosts, native: Native, since: Cursor | None) -> Iterator[LogLine
 
 
 def cursor_at(hosts: Hosts, native: Native, when: float) -> Cursor:
-    """Where the logs stood. Raises Unreachable when a host cannot be asked."""
+    """Where the logs stood; a host that cannot be asked now will be when its lines are read."""
     step = {"op": "at", "job": native.job_id, "when": when}
     found: dict[str, str] = {}
-    for number, (host, outcome) in enumerate(hosts.ask({host: [step] for host in native.hosts}).items()):
-        if outcome.value is None:
-            raise Unreachable(str(outcome.error or f"{host}: no answer"))
-        found |= {f"{number}/{name}": str(offset) for name, offset in outcome.value.done[0].items()}
+    for number, outcome in enumerate(hosts.ask({host: [step] for host in native.hosts}).values()):
+        stood = {_WHEN: when} if outcome.value is None else outcome.value.done[0]
+        found |= {f"{number}/{name}": str(place) for name, place in stood.items()}
     return Cursor(found)
 
 
@@ -98,8 +98,9 @@ def _positions(since: Cursor | None) -> dict[str, str]:
 
 def _step(native: Native, positions: Mapping[str, str], number: int, limit: int) -> dict[str, Any]:
     mine = {source.partition("/")[2]: at for source, at in positions.items() if source.startswith(f"{number}/")}
-    start = {name: int(at) for name, at in mine.items() if at.isdigit()}
-    return {"op": "logs", "job": native.job_id, "from": start, "limit": limit}
+    start = {name: int(at) for name, at in mine.items() if at.isdigit() and name != _WHEN}
+    when = {"when": float(mine[_WHEN])} if _WHEN in mine else {}
+    return {"op": "logs", "job": native.job_id, "from": start, "limit": limit, **when}
 
 
 def _pieces(done: Mapping[str, Any], data: bytes, number: int) -> list[_Piece]:

@@ -17,7 +17,7 @@ from ..remote.files import Blob, Files
 from ..remote.hosts import Host
 from ..remote.transport import Outcome, Remote
 from .asking import Hosts, tell_all
-from .clearing import unused_s
+from .clearing import remove, unused_s
 from .options import SshOptions, port_range
 from .placing import Node, Placement
 
@@ -80,14 +80,13 @@ def ship(
         settings = settings_of(template, placement, numbers[remote.host], token)
         files.put({**program, f"jobs/{job_id}/settings.json": json.dumps(settings).encode()})
 
-    problems = _cleared(hosts, options, job_id, numbers)
+    problems = _cleared(hosts, options, job_id, numbers, placement.claim)
     if not problems:
         if options.fan_out and fanout.worthwhile(len(numbers), code):
             _pass_on(hosts, options, placement, code)
         problems = _problems(hosts.pool.map(one, numbers))
     if problems:
-        for path in (f"jobs/{job_id}", f"jobs/{job_id}.claims"):
-            _remove(hosts, options, path, list(numbers))
+        remove(hosts, options, [f"jobs/{job_id}", f"jobs/{job_id}.claims"], list(numbers))
         raise NotStarted(f"{'; '.join(problems)}; nothing was started")
 
 
@@ -104,10 +103,11 @@ def _pass_on(hosts: Hosts, options: SshOptions, placement: Placement, code: Blob
     )
 
 
-def _cleared(hosts: Hosts, options: SshOptions, job_id: str, numbers: Mapping[Host, int]) -> list[str]:
+def _cleared(hosts: Hosts, options: SshOptions, job_id: str, numbers: Mapping[Host, int], claim: str) -> list[str]:
     """Room for the job on every host; or what is wrong, as when hosts have one directory between them."""
     by_number = {number: host for host, number in numbers.items()}
-    asked = {host: [{"op": "clear", "job": job_id, "node": number}] for host, number in numbers.items()}
+    step = {"op": "clear", "job": job_id, "token": claim}
+    asked = {host: [{**step, "node": number}] for host, number in numbers.items()}
     for host, outcome in hosts.ask(asked).items():
         if outcome.value is None:
             return [str(outcome.error)]
@@ -142,11 +142,6 @@ def start(hosts: Hosts, options: SshOptions, job_id: str, nodes: Sequence[Node],
 
 def _problems(outcomes: Sequence[Outcome[None]]) -> list[str]:
     return [str(outcome.error) for outcome in outcomes if outcome.error is not None]
-
-
-def _remove(hosts: Hosts, options: SshOptions, path: str, of: Sequence[Host]) -> None:
-    """From the hosts that can be reached."""
-    hosts.pool.map(lambda remote: Files(remote, root=options.root, python=hosts.python).remove(path), of)
 
 
 def cancel(hosts: Hosts, job_id: str, asked: Sequence[Host]) -> list[str]:

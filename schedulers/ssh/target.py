@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from .. import disk, secrets
 from ..errors import SpecError, Unreachable
@@ -58,6 +58,7 @@ class SshTarget:
         options = self._options
         self._check(spec)
         command = self._command(spec)
+        ports = meaning.port_range(options, self.name)
         settings = {
             "schema": SCHEMA,
             "job_id": job_id,
@@ -65,7 +66,7 @@ class SshTarget:
             "node": "{0 … nodes - 1, then spares}",
             "nodes": _UNKNOWN,
             "spares": _UNKNOWN,
-            "procs_per_node": self._processes(spec),
+            "procs_per_node": spec.procs_per_node or spec.resources.gpus or None,
             "command": command,
             "workdir": _join(options.root, "jobs", job_id, "code", spec.workdir),
             "env": dict(spec.env),
@@ -77,6 +78,7 @@ class SshTarget:
             "start_timeout_s": options.start_timeout_s,
             "max_restarts": spec.retry.max_restarts,
             "master_port": _UNKNOWN,
+            "ports": [ports[0], ports[-1]],
             "spec": spec.to_json(),  # for machines that did not submit the job, and follow it
         }
         return Plan(
@@ -112,15 +114,15 @@ class SshTarget:
         template = json.loads(plan.files[_SETTINGS])
         named = meaning.named_hosts(self._options, self.name, plan.settings["code"])
         chosen = placing.enough(named, plan.settings["nodes"], self._options.spares, self.name)
-        if template["procs_per_node"] is None and template["command"].count("--num_processes") == 0:
-            template = self._with_slots(template, chosen, plan.settings["nodes"])
+        if template["procs_per_node"] is None:
+            template = {**template, "procs_per_node": _slots(chosen)}
+        code = shipping.pack(plan.settings["code"], self._jobs.parent)
         placement = placing.place(
             self._hosts, self._options, self.name, plan.job_id, chosen, plan.settings["nodes"], plan.settings["gpus"],
             python=environments.made if environments is not None else None,
         )  # fmt: skip
         for warning in placement.warnings:
             logger.warning("%s", warning)
-        code = shipping.pack(plan.settings["code"], self._jobs.parent)
         shipping.ship(self._hosts, self._options, plan.job_id, template, placement, code=code)
         native = Native.of(plan.job_id, [node.host for node in placement.nodes])
         disk.write_document(self._placed(plan.job_id), {"native_id": str(native), "nodes": plan.settings["nodes"]})
@@ -257,13 +259,10 @@ class SshTarget:
         return None
 
     def _command(self, spec: JobSpec) -> list[str]:
+        """The supervisors add what follows from the other settings: processes, grace, and what an attempt is about."""
         command = [self._python(), "-c", _ACCEL, "launch"]
-        processes = self._processes(spec)
-        if processes:
-            command += ["--num_processes", str(processes * spec.nodes)]
         if self._options.cpu:
             command += ["--cpu"]
-        command += ["--shutdown_timeout", f"{spec.grace_s:g}"]
         command += {"script": [], "module": ["-m"], "command": ["--no_python"]}[spec.entry]
         return [*command, "--", *spec.argv]
 
@@ -271,22 +270,6 @@ class SshTarget:
         if self._options.requirements is None:
             return meaning.python_of(self._options)
         return _join(self._options.root, "envs", f"{{digest of {self._options.requirements}}}", "bin/python")
-
-    def _processes(self, spec: JobSpec) -> int | None:
-        return spec.procs_per_node or spec.resources.gpus or None
-
-    def _with_slots(self, template: dict[str, Any], chosen: Sequence[Host], nodes: int) -> dict[str, Any]:
-        """A hostfile's slots are the processes of each node. Raises SpecError when they differ."""
-        slots = {host.slots for host in chosen}
-        if slots == {None}:
-            return template
-        if len(slots) != 1:
-            listed = ", ".join(f"{host} {host.slots or 'none'}" for host in chosen)
-            raise SpecError(f"hosts have different numbers of slots ({listed}); say --procs-per-node")
-        (count,) = slots
-        at = template["command"].index("launch") + 1
-        command = [*template["command"][:at], "--num_processes", str((count or 1) * nodes), *template["command"][at:]]
-        return {**template, "procs_per_node": count, "command": command}
 
     def _check(self, spec: JobSpec) -> None:
         options = self._options
@@ -331,6 +314,15 @@ class SshTarget:
             ),
             tuple(command),
         )
+
+
+def _slots(chosen: Sequence[Host]) -> int | None:
+    """A hostfile's slots are the processes of each node; None where it has none. Raises SpecError when they differ."""
+    slots = {host.slots for host in chosen}
+    if len(slots) > 1:
+        listed = ", ".join(f"{host} {host.slots or 'none'}" for host in chosen)
+        raise SpecError(f"hosts have different numbers of slots ({listed}); say --procs-per-node")
+    return slots.pop()
 
 
 def _join(root: str, *parts: str) -> str:

@@ -17,7 +17,8 @@ def _place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCEL_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "hosts").write_text("a slots=2\nb slots=2\nc slots=2\n")
-    (tmp_path / "accel.yaml").write_text("targets:\n  lab:\n    kind: ssh\n    hosts: [x, 'y[1-3]']\n")
+    targets = "lab: {kind: ssh, hosts: [x, 'y[1-3]']}, spared: {kind: ssh, spares: 1}"
+    (tmp_path / "accel.yaml").write_text(f"targets: {{{targets}}}\n")
 
 
 def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
@@ -35,6 +36,9 @@ def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
         (["--target", "lab"], 1, ["x,y[1-3]", "the first 1"]),
         (["--target", "lab", "--nodes", "3", "--spares", "1"], 3, ["x,y[1-3]", "the first 4"]),
         (["--target", "lab", "--hosts", "a,b"], 2, ["a,b", "the first 2"]),
+        (["--target", "spared", "--hosts", "a,b,c"], 2, ["a,b,c", "the first 3"]),
+        (["--target", "spared", "--hosts", "a,b,c", "--option", "spares=2"], 1, ["a,b,c", "the first 3"]),
+        (["--target", "spared", "--hosts", "a,b,c", "--spares", "0"], 3, ["a,b,c", "the first 3"]),
     ],
 )
 def test_machines_on_the_line(
@@ -59,12 +63,14 @@ def test_a_hostfile_is_found_from_here_and_replaces_the_targets_hosts(
         (["--hosts", "a", "--hostfile", "hosts"], "accel submit: --hosts and --hostfile both say where: keep one"),
         (["--hosts", "gpu*"], "accel submit: --hosts gpu* is a pattern: say how many of them with --nodes"),
         (["--hosts", "a,b", "--spares", "2"], "accel submit: --spares 2 leaves none of the 2 hosts to run on"),
-        (["--hosts", "a,a"], "accel: --hosts: 'a' is there twice"),
-        (["--hostfile", "nowhere"], "accel: [Errno 2] No such file or directory: 'nowhere'"),
+        (["--hosts", "a,a"], "accel submit: --hosts: 'a' is there twice"),
+        (["--hosts", "a", "--option", "spares=1"], "accel submit: spares: 1 of target ssh leaves none of the 1 host "),
+        (["--hostfile", "nowhere"], "accel submit: hostfile nowhere: no such file or directory\n"),
+        (["--hostfile", "."], "accel submit: hostfile .: is a directory\n"),
     ],
 )
 def test_machines_that_cannot_be_meant(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["submit", "--target", "ssh", *words, "--no-python", "true"]) != exits.OK
+    assert main(["submit", "--target", "ssh", *words, "--no-python", "true"]) == exits.USAGE
     assert capsys.readouterr().err.startswith(said)
 
 

@@ -24,13 +24,13 @@ from __future__ import annotations
 import shutil
 import sys
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 import yaml
 
-from .kube import binaries, objects
+from .kube import binaries, objects, webhook
 from .kube.client import Client, Object, Refused
 from .kube.control import API_PORT, BEFORE_INDEXED, ControlPlane, Daemon
 from .kube.crds import INSTALLED, definitions, established, stored_kinds
@@ -85,7 +85,7 @@ class Kubernetes:
             self._client = self.control.client()
         return self._client
 
-    def start(self, nodes: int = 2, *, gpus: int = 8, kinds: Iterable[str] = INSTALLED) -> None:
+    def start(self, nodes: int = 2, *, gpus: int = 8, kinds: Sequence[str] = INSTALLED) -> None:
         """`nodes` nodes, n1 and so on, with 16 CPUs, 64 GiB and `gpus` seeming GPUs each; and these operators.
 
         Raises ClusterError, with what the programs said last.
@@ -123,7 +123,7 @@ class Kubernetes:
         self.network.down()
         shutil.rmtree(self.box, ignore_errors=True)
 
-    def install(self, kinds: Iterable[str]) -> None:
+    def install(self, kinds: Sequence[str]) -> None:
         """The definitions of these operators' objects; those that are there stay."""
         wanted = [each for kind in kinds for each in definitions(kind)]
         path = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
@@ -132,6 +132,9 @@ class Kubernetes:
         for definition in wanted:
             place = f"{path}/{definition['metadata']['name']}"
             wait_until(f"{place} is served", partial(self._established, place), START_S)
+        if "trainjob" in kinds:
+            hook = webhook.configuration(self.control.address, self.control.authority.certificate.read_bytes())
+            objects.create(self.client, webhook.CONFIGURATIONS, hook)
 
     def stop_api(self) -> None:
         """SIGKILL: connections are cut, and new ones refused."""

@@ -14,16 +14,16 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from schedulers.processes import Identity
+from tests.waiting import comes
 
 BOXES = Path("/tmp")  # a short path: that of a unix socket may have 107 characters
 _SLOTS = range(1, 200)
-_WAIT_S = 60.0
+_WAIT_S = 180.0
 
 _RUN = 'setsid "$@" </dev/null >>"$LOG" 2>&1 & echo $!'
 
@@ -60,12 +60,12 @@ def call(*argv: str | Path, text: str = "") -> str:
     return done.stdout
 
 
-def spawn(argv: Sequence[str], log: Path) -> Identity:
+def spawn(argv: Sequence[str], log: Path, **env: str) -> Identity:
     """Starts a process that is nobody's child: it outlives whoever starts it. Raises ClusterError when it ends at once.
 
     What it prints is added to `log`.
     """
-    env = {**_env(), "LOG": str(log)}
+    env = {**_env(), **env, "LOG": str(log)}
     done = subprocess.run(["sh", "-c", _RUN, "sh", *argv], stdout=subprocess.PIPE, text=True, env=env, check=True)
     identity = Identity.of(int(done.stdout))
     if identity is None:
@@ -79,11 +79,8 @@ def _env() -> dict[str, str]:
 
 def wait_until(what: str, true: Callable[[], bool], timeout_s: float = _WAIT_S) -> None:
     """Raises ClusterError when it has not come true in time."""
-    deadline = time.monotonic() + timeout_s
-    while not true():
-        if time.monotonic() > deadline:
-            raise ClusterError(f"{what}: not within {timeout_s:g} s")
-        time.sleep(0.02)
+    if not comes(true, timeout_s):
+        raise ClusterError(f"{what}: not within {timeout_s:g} s")
 
 
 @dataclass(frozen=True)

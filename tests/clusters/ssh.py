@@ -72,6 +72,27 @@ Host *
   ConnectTimeout 10
 """
 
+# What of any job runs on a host: processes with a job's mark, supervisors, and ports that are not the SSH servers'.
+_LEFT = """
+import glob, os
+for path in glob.glob("/proc/[0-9]*"):
+    try:
+        environ = open(path + "/environ", "rb").read()
+        command = open(path + "/cmdline", "rb").read().replace(b"\\0", b" ")
+    except OSError:
+        continue
+    if path == "/proc/%d" % os.getpid():
+        continue
+    if b"ACCEL_JOB_ID=" in environ or b"supervisor.pyz" in command:
+        print(path, command)
+for path in ("/proc/net/tcp", "/proc/net/tcp6"):
+    for line in open(path).readlines()[1:]:
+        fields = line.split()
+        port = int(fields[1].rpartition(":")[2], 16)
+        if fields[3] == "0A" and port not in (22, 2222):
+            print("port", port)
+"""
+
 
 class SshHosts:
     """N hosts in one slot. Holds no state of its own: what is up is read from the files of the slot."""
@@ -156,6 +177,13 @@ class SshHosts:
         self[name].run("mkdir", "-p", directory)
         self[name].run("mount", "-t", "tmpfs", "-o", f"{size},mode=700", "tmpfs", directory)
 
+    def own_name(self, name: str, address: str) -> None:
+        """What that host's own /etc/hosts says of its name, until it is off; as installers write it, 127.0.1.1."""
+        others = [line for line in (self.box / "etc/hosts").read_text().splitlines() if line.split()[1] != name]
+        own = self[name].own / "hosts"
+        own.write_text("\n".join([f"{address} {name}", *others, ""]))
+        self[name].run("mount", "--bind", str(own), "/etc/hosts")
+
     def end_sshd(self, name: str) -> None:
         """Kills the server that listens, and waits until it is gone; its sessions go on."""
         machine = self[name]
@@ -184,6 +212,10 @@ class SshHosts:
             ),
         )
         self._wait_for(machine)
+
+    def left(self, name: str) -> str:
+        """A line for everything of any job that is on that host now."""
+        return self[name].run("python3", "-I", "-S", "-c", _LEFT)
 
     def new_host_key(self, name: str) -> None:
         """The host comes back with another key, as after an installation."""

@@ -37,7 +37,9 @@ def test_hosts_share_the_files_of_this_computer_and_nothing_else(hosts: SshHosts
         for name in hosts.names:
             assert _ssh(hosts, name, "hostname") == name
             _ssh(hosts, name, f"echo {name} | tee ~/mine > /dev/shm/mine")
-            _ssh(hosts, name, "sleep 1000 >/dev/null 2>&1 &")
+            assert hosts.left(name) == ""
+            _ssh(hosts, name, "ACCEL_JOB_ID=a-job sleep 1000 >/dev/null 2>&1 &")
+            assert "sleep 1000" in hosts.left(name)
         for name in hosts.names:
             assert _ssh(hosts, name, "cat ~/mine /dev/shm/mine") == f"{name}\n{name}"
             assert _ssh(hosts, name, "pgrep -c sleep") == "2"  # its own, and the one that keeps it up

@@ -27,6 +27,7 @@ JOB = re.compile(r"[A-Za-z0-9_-]+\Z")
 DIGEST = re.compile(r"[0-9a-f]{64}\Z")
 GRAVE = ".old-"
 ABANDONED_S = 86400
+ENDING_S = 10.0
 
 
 def main() -> None:
@@ -52,6 +53,7 @@ def clear_job(root: str, job: str) -> str | None:
     directory = os.path.join(root, "jobs", job)
     if supervised(directory):
         return "its supervisor still runs"
+    end_what_is_left(directory)
     # Renamed first: what is half removed must not look like a job.
     grave = os.path.join(root, "jobs", f"{GRAVE}{job}-{os.urandom(3).hex()}")
     with contextlib.suppress(FileNotFoundError):
@@ -59,6 +61,17 @@ def clear_job(root: str, job: str) -> str | None:
     remove(grave)
     remove(directory + ".claims")
     return f"{grave} cannot be removed" if os.path.lexists(grave) else None
+
+
+def end_what_is_left(directory: str) -> None:
+    """Of a job whose supervisor was killed, or whose host has restarted."""
+    state, result, program = (os.path.join(directory, name) for name in ("state.json", "exit.json", "supervisor.pyz"))
+    if os.path.exists(state) and not os.path.exists(result):
+        import subprocess
+
+        with contextlib.suppress(subprocess.TimeoutExpired):  # how it ended need not be written where all of it goes
+            argv = [sys.executable, "-I", program, directory]
+            subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=ENDING_S)
 
 
 def supervised(directory: str) -> bool:

@@ -1,9 +1,9 @@
-"""Reads and writes files on the host it runs on. One line of JSON comes in, with what to do; answers go out in lines.
+"""Writes and removes files on the host it runs on. One line of JSON comes in, with what to do; answers go out in lines.
 
     {"root": "~/.accel", "do": [{"op": "put", "path": "a", "size": 3, "mode": 384}, …]}
 
 Contents follow the line as raw bytes, in the order of the operations; a blob's only once `{"need": true}` came back.
-The last line is `{"done": […]}`, with what was read after it as raw bytes, or `{"error": "…"}`.
+The last line is `{"done": […]}` or `{"error": "…"}`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import errno
 import json
 import os
 import signal
-import stat
 import sys
 import time
 
@@ -38,21 +37,16 @@ class Refused(Exception):
 def main() -> None:
     signal.signal(signal.SIGALRM, on_stall)
     os.umask(0o077)
-    read: list[bytes] = []
     try:
         request = json.loads(sys.stdin.buffer.readline())
         root = os.path.expanduser(request["root"])
         os.makedirs(root, mode=0o700, exist_ok=True)
-        done = [OPERATIONS[step["op"]](root, step, read) for step in request["do"]]
+        done = [OPERATIONS[step["op"]](root, step) for step in request["do"]]
     except Refused as error:
         return answer({"error": str(error)})
     except OSError as error:
         return answer({"error": explain(error)})
-    answer({"done": done})
-    for data in read:
-        sys.stdout.buffer.write(data)
-    sys.stdout.buffer.flush()
-    return None
+    return answer({"done": done})
 
 
 def answer(line: object) -> None:
@@ -145,7 +139,7 @@ def sync_directory(path: str) -> None:
         os.close(fd)
 
 
-def put(root: str, step: Step, read: list[bytes]) -> bool:
+def put(root: str, step: Step) -> bool:
     path = place(root, step["path"])
     room(root, step["size"], path)
     write_whole(path, step["size"], step["mode"])
@@ -156,7 +150,7 @@ def blob_path(root: str, digest: str) -> str:
     return place(root, f"blobs/{digest}")
 
 
-def blob(root: str, step: Step, read: list[bytes]) -> bool:
+def blob(root: str, step: Step) -> bool:
     """A content, kept under its digest: asked for only where it is not there. Says whether it was sent."""
     path = blob_path(root, step["digest"])
     if os.path.exists(path):
@@ -195,7 +189,7 @@ def megabytes(size: int) -> str:
     return f"{size / 1_000_000:.1f} MB"
 
 
-def unpack(root: str, step: Step, read: list[bytes]) -> bool:
+def unpack(root: str, step: Step) -> bool:
     """A directory out of a tar blob: whole when it is there. Says whether there was anything to do."""
     import shutil
 
@@ -213,12 +207,14 @@ def unpack(root: str, step: Step, read: list[bytes]) -> bool:
     try:
         os.makedirs(temporary, mode=0o700)
         extract(source, temporary)
-        with open(marker + ".part", "w") as file:
+        with open(temporary + ".digest", "w") as file:
             file.write(digest)
-        os.replace(marker + ".part", marker)
+        os.replace(temporary + ".digest", marker)
         finish(temporary, destination, marker, digest)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
+        if os.path.lexists(temporary + ".digest"):
+            os.unlink(temporary + ".digest")
         raise
     return True
 
@@ -286,30 +282,7 @@ def extract(source: str, top: str) -> None:
             raise Refused(f"{os.path.relpath(whole, top)!r} in {source} is a link that leads outside")
 
 
-def read_range(root: str, step: Step, read: list[bytes]) -> dict[str, Any] | None:
-    """Some of a file from an offset on; null when there is no such file."""
-    try:
-        fd = os.open(place(root, step["path"]), os.O_RDONLY)
-    except FileNotFoundError:
-        return None
-    with open(fd, "rb", buffering=0) as file:
-        found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode):
-            raise Refused(f"{step['path']} is no file")
-        file.seek(step["offset"])
-        data = file.read(step["limit"]) or b""
-    read.append(data)
-    return {"size": found.st_size, "length": len(data), "file": f"{found.st_dev}.{found.st_ino}"}
-
-
-def size(root: str, step: Step, read: list[bytes]) -> int | None:
-    try:
-        return os.stat(place(root, step["path"])).st_size
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-
-
-def remove(root: str, step: Step, read: list[bytes]) -> bool:
+def remove(root: str, step: Step) -> bool:
     """A file, or a directory with all that is in it. Says whether it was there."""
     path = place(root, step["path"])
     if not os.path.lexists(path):
@@ -323,7 +296,7 @@ def remove(root: str, step: Step, read: list[bytes]) -> bool:
     return True
 
 
-OPERATIONS = {"put": put, "blob": blob, "unpack": unpack, "read": read_range, "size": size, "remove": remove}
+OPERATIONS = {"put": put, "blob": blob, "unpack": unpack, "remove": remove}
 
 if __name__ == "__main__":
     main()

@@ -109,12 +109,25 @@ def status(root: str, step: Step, contents: list[bytes]) -> dict[str, Any]:
     left its result by then."""
     directory = directory_of(root, step)
     living = alive(directory)
+    if not living:
+        tidy(directory)
     return {
         "known": os.path.isdir(directory),
         "alive": living,
         "state": document(os.path.join(directory, "state.json")),
         "exit": document(os.path.join(directory, "exit.json")),
     }
+
+
+def tidy(directory: str) -> None:
+    """Has what is left of a job ended whose supervisor was killed; the next who asks may find how it ended."""
+    state, result, program = (os.path.join(directory, name) for name in ("state.json", "exit.json", "supervisor.pyz"))
+    if os.path.exists(state) and not os.path.exists(result):
+        import subprocess
+
+        null = subprocess.DEVNULL
+        argv = [sys.executable, "-I", program, directory]
+        subprocess.Popen(argv, stdin=null, stdout=null, stderr=null, start_new_session=True)
 
 
 def document(path: str) -> Any:
@@ -148,15 +161,17 @@ def alive(directory: str) -> bool:
 
 
 def logs(root: str, step: Step, contents: list[bytes]) -> dict[str, Any]:
-    """What the log files hold from the given offsets on. `complete`: nobody writes to them any more."""
+    """What the log files hold from the given offsets on, where there are none from those that they had at a time
+    (`when`). `complete`: nobody writes to them any more."""
     directory = directory_of(root, step)
     # Asked before reading: what is written after this is read the next time.
     over = os.path.exists(os.path.join(directory, "exit.json"))
     complete = over or not alive(directory)
+    start = {**at(root, step, contents), **step["from"]} if "when" in step else step["from"]
     files = []
     left = AT_ONCE
     for name, rank, attempt in log_files(os.path.join(directory, "logs")):
-        offset = int(step["from"].get(name, 0))
+        offset = int(start.get(name, 0))
         with open(os.path.join(directory, "logs", name + ".log"), "rb") as file:
             size = os.fstat(file.fileno()).st_size
             file.seek(offset)
@@ -257,20 +272,23 @@ def port(root: str, step: Step, contents: list[bytes]) -> int | None:
 
 
 def claim(root: str, step: Step, contents: list[bytes]) -> bool:
-    """Says to other hosts that see the same directory which node of the job this is."""
+    """Says to other hosts that see the same directory which node of the job this is; those of one submit have the same
+    token."""
     claims = directory_of(root, step) + ".claims"
     os.makedirs(claims, mode=0o700, exist_ok=True)
-    os.close(os.open(os.path.join(claims, str(int(step["node"]))), os.O_WRONLY | os.O_CREAT, 0o600))
+    name = f"{step['token']}.{int(step['node'])}"
+    os.close(os.open(os.path.join(claims, name), os.O_WRONLY | os.O_CREAT, 0o600))
     return True
 
 
 def clear(root: str, step: Step, contents: list[bytes]) -> list[int]:
-    """Removes what an earlier submit left, which started nothing. Where other nodes have laid their claim to the
-    directory, they are named and nothing is removed."""
+    """Removes what an earlier submit left, which started nothing. Where other nodes of this one have laid their claim
+    to the directory, they are named and nothing is removed."""
     import shutil
 
     directory = directory_of(root, step)
-    others = [int(name) for name in entries(directory + ".claims") if name != str(int(step["node"]))]
+    claims = [name.partition(".") for name in entries(directory + ".claims")]
+    others = [int(node) for token, _, node in claims if token == step["token"] and int(node) != int(step["node"])]
     if not others:
         shutil.rmtree(directory + ".claims", ignore_errors=True)
         if os.path.isdir(directory):
@@ -284,6 +302,8 @@ def cancel(root: str, step: Step, contents: list[bytes]) -> bool:
     if not os.path.isdir(directory):
         return False
     os.close(os.open(os.path.join(directory, "cancel"), os.O_WRONLY | os.O_CREAT, 0o600))
+    if not alive(directory):
+        tidy(directory)
     return True
 
 

@@ -46,15 +46,13 @@ def facts(request: Request) -> dict[str, Any]:
     import resource
 
     nproc, nofile = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_NPROC, resource.RLIMIT_NOFILE))
-    umask = os.umask(0o077)
-    os.umask(umask)
+
     disk, disk_free, writable = disk_of(os.path.expanduser(request["root"]))
     found = {
         "name": socket.gethostname(),
         "machine": machine(),
         "user": user(),
         "home": os.path.expanduser("~"),
-        "umask": umask,
         "python": ".".join(map(str, sys.version_info[:3])),
         "executable": sys.executable,
         "packages": {name: version(name, module) for name, module in request["packages"].items()},
@@ -62,7 +60,6 @@ def facts(request: Request) -> dict[str, Any]:
         "disk_free": disk_free,
         "disk_writable": writable,
         "shm_free": disk_of("/dev/shm")[1],
-        "cpus": os.cpu_count() or 1,
         "processes": max(-1, nproc),
         "files": max(-1, nofile),
         "gpus": gpus(),

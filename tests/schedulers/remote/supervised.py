@@ -38,12 +38,16 @@ class Job:
         self.names = hosts.names[: nodes + spares]
         self.secret: dict[str, str] = {}
         port = 20000 + secrets.randbelow(10000)
-        everyone = [{"name": name, "address": hosts[name].address, "control_port": port} for name in self.names]
+        everyone = [
+            {"name": name, "address": hosts[name].address, "control_port": port, "interface": "eth0"}
+            for name in self.names
+        ]
         self.settings = {
             "schema": 1, "job_id": self.id, "token": secrets.token_hex(32), "nodes": everyone[:nodes],
             "spares": everyone[nodes:], "procs_per_node": None, "command": list(command), "workdir": ".",
             "env": {"PYTHONPATH": str(ROOT)}, "setup": [], "grace_s": 2.0, "time_limit_s": None,
-            "heartbeat_s": HEARTBEAT_S, "start_timeout_s": 30.0, "max_restarts": 0, "master_port": port + 1, **settings,
+            "heartbeat_s": HEARTBEAT_S, "start_timeout_s": 30.0, "max_restarts": 0, "master_port": port + 1,
+            "ports": [port + 1, port + 9], **settings,
         }  # fmt: skip
 
     def start(self, *names: str, secret: dict[str, str] | None = None) -> Job:

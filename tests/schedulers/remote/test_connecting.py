@@ -148,6 +148,42 @@ def test_a_revoked_key_is_refused(ssh_hosts: SshHosts, extra: list[Pool], tmp_pa
         pool.on("node1").run(["true"])
 
 
+def test_a_key_that_a_file_of_revoked_keys_names_is_refused(
+    ssh_hosts: SshHosts, extra: list[Pool], tmp_path: Path
+) -> None:
+    public = ssh_hosts["node1"].own / "host_key.pub"
+    lines, krl, odd, nowhere = (tmp_path / name for name in ("lines", "krl", "odd", "nowhere"))
+    lines.write_text(f"# found out\n\n{public.read_text()}")
+    subprocess.run(["ssh-keygen", "-q", "-k", "-f", krl, public], check=True)
+    odd.write_text("oops\n")
+    unclear = "may be revoked: RevokedHostKeys names {}, which tells nothing ({})"
+    for file, said in (
+        (lines, f"is revoked ({lines}:3)"),
+        (krl, f"is revoked ({krl})"),
+        (odd, unclear.format(odd, "its line 1 is no public key")),
+        (nowhere, unclear.format(nowhere, "no such file or directory")),
+    ):
+        pool = _with(extra, ssh_hosts, tmp_path, f"Host *\n RevokedHostKeys {file}")
+        with pytest.raises(HostKeyRefused) as error:
+            pool.on("node1").run(["true"])
+        assert str(error.value).startswith("node1: its host key, ssh-ed25519 SHA256:")
+        assert str(error.value).endswith(said)
+        if file in (lines, krl):
+            assert pool.on("node2").run(["true"]).status == 0
+
+
+def test_an_authority_s_key_is_named_and_does_not_make_a_host_known(
+    ssh_hosts: SshHosts, extra: list[Pool], tmp_path: Path
+) -> None:
+    known = tmp_path / "known"
+    known.write_text(f"@cert-authority * {(ssh_hosts['node2'].own / 'host_key.pub').read_text()}")
+    pool = _with(extra, ssh_hosts, tmp_path, f"Host *\n UserKnownHostsFile {known}")
+    with pytest.raises(HostKeyRefused) as error:
+        pool.on("node1").run(["true"])
+    said = f"node1: its host key is not known (accel checks no certificates, as of the authority in {known}:1): "
+    assert str(error.value).startswith(said)
+
+
 def test_a_key_alias_is_what_is_looked_up(ssh_hosts: SshHosts, extra: list[Pool], tmp_path: Path) -> None:
     key = " ".join((ssh_hosts["node1"].own / "host_key.pub").read_text().split()[:2])
     known = tmp_path / "known"
@@ -214,10 +250,11 @@ def test_a_key_with_a_passphrase_is_said_and_works_through_the_agent(
 def test_a_file_that_is_no_key_is_said(ssh_hosts: SshHosts, extra: list[Pool], tmp_path: Path) -> None:
     odd = tmp_path / "odd"
     odd.write_text("hello")
-    _with(extra, ssh_hosts, tmp_path, f"Host *\n IdentityFile {odd}")
+    _with(extra, ssh_hosts, tmp_path, f"Host *\n IdentityFile {odd}\n CertificateFile {odd}.cert")
     assert extra[0].on("node1").run(["true"]).status == 0  # the next one opens
-    with pytest.raises(LoginRefused, match=r"odd is no private key that can be used"):
+    with pytest.raises(LoginRefused, match=r"odd is no private key that can be used") as error:
         extra[0].on(Host(name="node1", user="nobody-there")).run(["true"])
+    assert f"{odd}.cert is not used: a certificate is only beside its key (KEY-cert.pub)" in str(error.value)
 
 
 def test_a_port_where_nothing_listens_and_one_where_something_else_does(pool: Pool, ssh_hosts: SshHosts) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from schedulers.remote.hostside.supervisor import wire
 from schedulers.remote.hostside.supervisor.documents import Document
 from schedulers.remote.supervising import PROGRAM, program, start_command
 from schedulers.remote.transport import Pool
@@ -81,14 +82,11 @@ def test_what_the_job_leaves_behind_is_collected_when_it_ends(make: Make) -> Non
 
 
 def test_ranks_have_the_limits_and_signals_of_the_session(make: Make) -> None:
-    job = make(shell("ulimit -Sn; grep SigIgn /proc/self/status"), nodes=1)
-    expected = job.hosts["node1"].run("sh", "-c", "ulimit -Sn; grep SigIgn /proc/self/status")
+    job = make(shell("ulimit -Sn; umask; grep SigIgn /proc/self/status"), nodes=1)
+    ignored = job.hosts["node1"].run("grep", "SigIgn", "/proc/self/status")
+    session = job.pool.on("node1").run(["sh", "-c", "ulimit -Sn; umask"]).stdout.decode()
     job.start().exits()
-    assert (
-        job.log("node1", "node-0.log").splitlines()[0]
-        == job.pool.on("node1").run(["sh", "-c", "ulimit -Sn"]).stdout.decode().strip()
-    )
-    assert job.log("node1", "node-0.log").split()[-1] == expected.split()[-1]
+    assert job.log("node1", "node-0.log") == session + ignored
 
 
 def test_a_spare_whose_setup_was_cut_short_begins_it_again(make: Make) -> None:
@@ -139,17 +137,29 @@ def test_a_document_that_is_read_while_it_is_written_is_whole(tmp_path: Path) ->
     assert sorted(path.name for path in tmp_path.iterdir()) == ["exit.json", "state.json", "state.json.next"]
 
 
+def test_the_ranks_port_is_of_the_range_or_there_is_none() -> None:
+    with wire.listen(0) as held, wire.listen(0) as other:
+        taken, free = held.getsockname()[1], other.getsockname()[1]
+        other.close()
+        assert wire.free_port(free, taken, taken) == free
+        assert wire.free_port(taken, free, free) == wire.free_port(None, free, free) == free
+        assert wire.free_port(taken, taken, taken) == 0
+
+
 def test_one_leader_has_time_for_a_crowd(tmp_path: Path) -> None:
     """All on this computer: from the last one that starts until all ranks run."""
     ports = _free_ports(CROWD)
-    hosts = [{"name": f"h{i}", "address": "127.0.0.1", "control_port": port} for i, port in enumerate(ports)]
+    hosts = [
+        {"name": f"h{i}", "address": "127.0.0.1", "control_port": port, "interface": None}
+        for i, port in enumerate(ports)
+    ]
     count = 'echo "{\\"event\\": \\"attempt\\", \\"attempt\\": 0}" >>"${10}/launch.jsonl"; touch started'
     crowd = f"crowd-{secrets.token_hex(4)}"  # an id each: on one computer each would end the others' processes too
     common = {
         "schema": 1, "token": secrets.token_hex(32), "nodes": hosts,
         "spares": [], "procs_per_node": None, "command": ["/bin/sh", "-c", count, "launch"], "workdir": ".", "env": {},
         "setup": [], "grace_s": 2.0, "time_limit_s": None, "heartbeat_s": 30.0, "start_timeout_s": 120.0,
-        "max_restarts": 0, "master_port": 0, "secrets": [],
+        "max_restarts": 0, "master_port": 20000, "ports": [20000, 32767], "secrets": [],
     }  # fmt: skip
     places = []
     for index in range(CROWD):

@@ -82,7 +82,7 @@ def test_hostfiles_of_three_programs() -> None:
     text = """\
     # Open MPI, DeepSpeed
     gpu1 slots=8
-    gpu2 slots=4 max_slots=8   # a smaller one
+    gpu2 slots = 4 max_slots=8   # a smaller one
     bob@gpu3:2
     gpu4
 
@@ -113,6 +113,7 @@ def test_hostfiles_of_three_programs() -> None:
         ("# nothing\n", "hosts: no host in it"),
         ("a slot=8", "hosts:1: 'slot=8' is not a setting; did you mean 'slots'?"),
         ("a\nb 8", "hosts:2: '8' is not a setting"),
+        ("a slots 4", "hosts:1: 'slots' is not a setting; it has no value (settings: "),
         ("a slots=0", "hosts:1: 'a': '0' is not a number of slots (1 to 1024)"),
         ("a slots=all", "'all' is not a number of slots"),
         ("a:2222", "in a hostfile the number after ':' is slots, a port is port=N"),

@@ -17,7 +17,6 @@ FACTS = Facts(
     machine="m1",
     user="bob",
     home="/home/bob",
-    umask=0o22,
     python="3.11.7",
     executable="/usr/bin/python3",
     packages={"accel-launch": "0.3.0", "torch": "2.13.0+cu126"},
@@ -25,7 +24,6 @@ FACTS = Facts(
     disk_free=100 * GB,
     disk_writable=True,
     shm_free=10 * GB,
-    cpus=8,
     processes=-1,
     files=65536,
     gpus=Gpus(count=8, how="nvml"),
@@ -177,7 +175,9 @@ def test_a_host_that_reached_none_is_named() -> None:
     assert reach.address == "1"
     assert [str(finding) for finding in findings] == [
         "c: cannot reach a on port 7 (1: refused, 2: no answer); "
-        "open the target's ports in the firewall (ports: in accel.yaml), or name the network to use (--interface)"
+        "open the target's ports in the firewall (ports: in accel.yaml), or name the network to use "
+        "(interface: in accel.yaml, or --option interface=NAME); "
+        "gloo and NCCL take ports of net.ipv4.ip_local_port_range as well"
     ]
 
 

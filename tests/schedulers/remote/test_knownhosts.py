@@ -34,7 +34,7 @@ KNOWN = read(FILE, "f")
         ("gpu1", 2222, B, Verdict.UNKNOWN, []),  # another port may be another server
         ("gpu3", 22, C, Verdict.REVOKED, ["f:5"]),
         ("gpu3", 22, A, Verdict.KNOWN, ["f:6"]),
-        ("x.ca", 22, A, Verdict.UNKNOWN, []),
+        ("x.ca", 22, A, Verdict.UNKNOWN, ["f:7"]),  # an authority's key is no host's
     ],
 )
 def test_a_key_is_judged_as_openssh_does(name: str, port: int, key: str, verdict: Verdict, where: list[str]) -> None:

@@ -159,6 +159,33 @@ def test_spares_come_last(lost: int, members: list[int]) -> None:
     assert play.started == [(0, [0, 1]), (1, members)]
 
 
+def test_no_attempt_begins_before_a_lost_host_has_killed_its_ranks() -> None:
+    play = Play(2, 1, max_restarts=1)
+    play.go(5)
+    play.lose(1)
+    while play.leader.do != "stop":
+        play.go(0.5)
+    lost_at = play.now - 0.5
+    while play.leader.do == "stop":
+        play.go(0.5)
+    assert play.now - 0.5 - lost_at >= 2 * 5 / leading.BEATS + leading.KILL_S
+    assert play.leader.attempt == 1
+
+
+@pytest.mark.parametrize(("lost", "at_once"), [((), False), ((2,), False), ((1, 2), True)])
+def test_hosts_that_others_may_go_on_without_have_no_grace(lost: tuple[int, ...], at_once: bool) -> None:
+    play = Play(3)
+    play.go(5)
+    for host in lost:
+        play.lose(host)
+    if not lost:
+        play.hosts[0]["cancel"] = True
+    while play.leader.do != "stop":
+        play.leader.hear(0, dict(play.hosts[0]), play.now)
+        play.go(0.5)
+    assert play.leader.order()["at_once"] is at_once
+
+
 def test_cancel_ends_an_attempt_that_is_being_ended_anyway() -> None:
     play = Play(2, max_restarts=9)
     play.go(5)

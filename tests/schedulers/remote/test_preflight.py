@@ -153,6 +153,7 @@ def test_a_first_host_that_is_cut_off_from_the_others_is_left_out(pool: Pool, ss
         ssh_hosts[name].run("ip", "route", "add", "blackhole", ssh_hosts["node1"].address6)
     try:
         report = examine(pool, HOSTS, ANY)
+        two = examine(pool, HOSTS[:2], ANY)
     finally:
         for name in ("node2", "node3", "node4"):
             ssh_hosts[name].run("ip", "route", "del", "blackhole", ssh_hosts["node1"].address)
@@ -160,6 +161,10 @@ def test_a_first_host_that_is_cut_off_from_the_others_is_left_out(pool: Pool, ss
     assert "node1: no other host reaches it on port " in _said(report)[0]
     assert [str(host) for host in report.usable] == ["node2", "node3", "node4"]
     assert report.master == ssh_hosts["node2"].address
+    # Of two, the other one is all that there is, and the spare of a job for one.
+    assert [str(host) for host in two.usable] == ["node2"]
+    assert (two.master, two.port is not None) == (ssh_hosts["node2"].address, True)
+    assert "node1: node2 does not reach it on port " in _said(two)[0]
 
 
 def _probe(request: dict[str, object], env: dict[str, str] | None = None) -> dict[str, object]:

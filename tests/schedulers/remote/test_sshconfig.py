@@ -34,9 +34,13 @@ def config(tmp_path: Path) -> str:
           ServerAliveInterval 3
           ServerAliveCountMax 4
           ConnectTimeout 9
+          RevokedHostKeys ~/revoked
+          CertificateFile {tmp_path}/%r-cert.pub
         host=other
           ProxyCommand nc -X 5 %h %p
           IdentityAgent none
+        Host asks
+          KnownHostsCommand /bin/true %H
         """
     )
     return str(file)
@@ -51,6 +55,8 @@ def test_settings_are_those_of_openssh(config: str, tmp_path: Path) -> None:
     assert "/dev/null" not in found.known_hosts
     assert [str(jump) for jump in found.jumps] == ["eve@far:7", "near"]
     assert (found.alive_interval_s, found.alive_count, found.connect_timeout_s) == (3, 4, 9)
+    assert found.revoked == str(Path.home() / "revoked")
+    assert found.certificates == (str(tmp_path / "bob-cert.pub"),)
 
 
 def test_what_is_written_wins_over_the_file(config: str) -> None:
@@ -63,6 +69,12 @@ def test_a_proxy_command_has_its_tokens_filled_in(config: str) -> None:
     assert found.proxy_command == "nc -X 5 other 22"
     assert found.agent is None
     assert (found.jumps, found.connect_timeout_s, found.alive_interval_s) == ((), None, None)
+    assert (found.revoked, found.certificates) == (None, ())
+
+
+def test_keys_that_a_command_knows_are_not_passed_over_in_silence(config: str) -> None:
+    with pytest.raises(ConfigError, match=r"^asks: KnownHostsCommand is set in the SSH configuration; accel cannot"):
+        resolve(Host(name="asks"), config)
 
 
 def test_included_files_are_read(config: str) -> None:
@@ -70,7 +82,7 @@ def test_included_files_are_read(config: str) -> None:
 
 
 def test_aliases_are_the_literal_names(config: str) -> None:
-    assert aliases(config) == ["deep", "gpu1", "gpu2", "quoted name", "other"]
+    assert aliases(config) == ["deep", "gpu1", "gpu2", "quoted name", "other", "asks"]
 
 
 def test_a_wrong_file_is_named_with_its_line(tmp_path: Path) -> None:

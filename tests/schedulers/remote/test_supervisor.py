@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import itertools
 import sys
 import threading
 import time
@@ -17,6 +19,9 @@ from schedulers.job import Reason, State, Status
 from schedulers.remote.errors import RemoteError
 from schedulers.remote.supervising import start_command
 from schedulers.remote.transport import Pool
+from schedulers.ssh.asking import Hosts
+from schedulers.ssh.clearing import clear
+from schedulers.ssh.options import SshOptions
 from tests.clusters.ssh import SshHosts
 
 from .supervised import ACCEL, HEARTBEAT_S, Job, shell
@@ -171,25 +176,16 @@ def test_a_host_that_is_lost_ends_the_job_and_is_named(make: Make, how: str, vic
 
 @pytest.mark.parametrize("victim", ["node2", "node1"])
 def test_the_gang_starts_again_on_a_spare(make: Make, victim: str) -> None:
-    job = make(shell("echo $rank; [ $ACCEL_ATTEMPT = 1 ] || sleep 1000"), spares=1, max_restarts=1).start()
-    job.await_phase("running", "node1", "node2")
+    job = make(shell("echo $rank $8; [ $ACCEL_ATTEMPT = 1 ] || sleep 1000"), spares=1, max_restarts=1)
+    only = job.settings["master_port"] + 1
+    job.settings["ports"] = [only, only]
+    job.start().await_phase("running", "node1", "node2")
     job.hosts[victim].kill()
     for result in job.exits(*[name for name in job.names if name != victim]):
         assert (result["state"], result["attempt"], result["fenced"]) == ("succeeded", 1, False), job.told()
-    assert job.log("node3", "node-2.log") == "1\n"  # the last rank
+    assert job.log("node3", "node-2.log") == f"1 {only}\n"  # the last rank, and the port that the ranks meet at
     survivor = "node1" if victim == "node2" else "node2"
-    assert job.log(survivor, f"node-{job.names.index(survivor)}.log").splitlines()[-1] == "0"
-
-
-def test_a_real_gang_goes_on_with_a_spare_as_attempt_1(make: Make) -> None:
-    code = "import os, time\nos.environ['ACCEL_ATTEMPT'] == '1' or time.sleep(1000)\n" + ALL_REDUCE
-    job = make(_python(code), procs_per_node=1, spares=1, max_restarts=1).start()
-    for node in range(2):
-        job.until("it runs", (job.directory(f"node{node + 1}") / f"logs/rank-{node}.a0.log").exists)
-    job.hosts["node2"].kill()
-    for result in job.exits("node1", "node3", seconds=120):
-        assert (result["state"], result["attempt"]) == ("succeeded", 1), job.told()
-    assert job.log("node3", "rank-1.a1.log") == "sum 3.0 of 2 attempt 1\n"
+    assert job.log(survivor, f"node-{job.names.index(survivor)}.log").splitlines()[-1] == f"0 {only}"
 
 
 def test_without_enough_hosts_there_is_no_other_attempt(make: Make) -> None:
@@ -201,22 +197,29 @@ def test_without_enough_hosts_there_is_no_other_attempt(make: Make) -> None:
         assert result["attempt"] == 0
 
 
-def test_two_halves_do_not_both_go_on(make: Make) -> None:
-    """Four hosts, two of them spares; the two that are cut off could run the job, as far as they know."""
-    job = make(shell("echo $rank; sleep 1000"), spares=2, max_restarts=1).start()
+def test_two_halves_do_not_both_go_on(make: Make, tmp_path: Path) -> None:
+    """Four hosts, two of them spares; the two that are cut off could run the job, as far as they know. On the disk that
+    all share one of their ranks writes for as long as it can."""
+    writes = f"trap '' TERM; while :; do echo >>{tmp_path}/written; sleep 0.05; done"
+    looks = f"wc -l <{tmp_path}/written; sleep 0.5; wc -l <{tmp_path}/written"
+    script = f"case $rank.$ACCEL_ATTEMPT in 1.0) {writes};; ?.1) {looks};; esac; sleep 1000"
+    job = make(shell(script), spares=2, max_restarts=1, grace_s=60).start()
     job.await_phase("running", "node1", "node2")
-    for name in ("node2", "node4"):
-        for other in ("node1", "node3"):
-            job.hosts[name].run("ip", "route", "add", "blackhole", f"{job.hosts[other].address}/32")
-    job.await_phase("running", "node1", "node3", attempt=1)
-    for result in job.exits("node2", "node4"):
-        assert (result["state"], result["fenced"]) == ("failed", True)
-    (job.directory("node3") / "cancel").touch()
-    for result in job.exits("node1", "node3"):
-        assert (result["state"], result["attempt"], result["fenced"]) == ("cancelled", 1, False)
-    for name in ("node2", "node4"):
-        for other in ("node1", "node3"):
-            job.hosts[name].run("ip", "route", "del", "blackhole", f"{job.hosts[other].address}/32")
+    job.until("it writes", (tmp_path / "written").exists)
+    with contextlib.ExitStack() as healing:
+        for name, other in itertools.product(("node2", "node4"), ("node1", "node3")):
+            route = ("blackhole", f"{job.hosts[other].address}/32")
+            job.hosts[name].run("ip", "route", "add", *route)
+            healing.callback(job.hosts[name].run, "ip", "route", "del", *route)
+        job.await_phase("running", "node1", "node3", attempt=1)
+        job.until("it has looked", lambda: job.log("node3", "node-2.log").count("\n") == 2)
+        first, then = job.log("node3", "node-2.log").split()
+        assert first == then
+        for result in job.exits("node2", "node4"):
+            assert (result["state"], result["fenced"]) == ("failed", True)
+        (job.directory("node3") / "cancel").touch()
+        for result in job.exits("node1", "node3"):
+            assert (result["state"], result["attempt"], result["fenced"]) == ("cancelled", 1, False)
 
 
 @pytest.mark.parametrize("victim", ["node2", "node1"])
@@ -227,8 +230,7 @@ def test_a_supervisor_that_is_killed_leaves_nothing_behind(make: Make, victim: s
     for result in job.exits(*[name for name in job.names if name != victim]):
         assert (result["reason"], result["fenced"]) == ("node_failure", False)
         assert result["message"].startswith(f"{victim} was silent")
-    # What has left the launcher's session outlives a shell, as this one; a supervisor that is started again ends it.
-    job.start_supervisor(victim)
+    # What has left the launcher's session outlives a shell, as this one; the supervisor's guard ends it.
     (result,) = job.exits(victim)
     assert (result["state"], result["fenced"]) == ("failed", True)
     assert f"the supervisor on {victim} was killed" in result["message"]
@@ -272,11 +274,39 @@ def test_secrets_reach_the_ranks_and_nothing_else(make: Make) -> None:
     job.exits()
 
 
+@pytest.mark.parametrize("asked", ["status", "cancel", "clear"])
+def test_who_asks_a_host_has_ended_what_a_killed_supervisor_and_its_guard_left(make: Make, asked: str) -> None:
+    job = make(FOREVER, nodes=1, setup=[["sh", "-c", "setsid sleep 345 & sleep 346"]]).start()
+    job.until("it is at its setup", lambda: sum("sleep 34" in line for line in job.processes("node1")) == 3)
+    _kill_with_guard(job)
+    job.until("they are dead", lambda: not any("supervisor.pyz" in line for line in job.processes("node1")))
+    assert any("sleep 345" in line for line in job.processes("node1"))
+    remote = job.pool.on("node1")
+    if asked == "clear":
+        assert clear(remote, root="~/.accel", python="python3", unused_s=1e9, jobs=[job.id]) == {}
+        assert job.processes("node1") == []
+        assert not job.directory("node1").exists()
+        return
+    hosts = Hosts(SshOptions(ssh_config=str(job.hosts.config)))
+    answer = hosts.ask({remote.host: [{"op": asked, "job": job.id}]})[remote.host].get().done[0]
+    hosts.close()
+    assert answer is True or (answer["alive"], answer["exit"]) == (False, None)
+    (result,) = job.exits("node1")
+    assert (result["state"], result["fenced"]) == ("failed", True)
+    assert "the supervisor on node1 was killed" in result["message"]
+
+
+def _kill_with_guard(job: Job) -> None:
+    supervisor = job.state("node1")["pid"]
+    guard = job.hosts["node1"].run("ps", "-o", "ppid=", "-p", str(supervisor)).strip()
+    job.hosts["node1"].run("kill", "-9", guard, str(supervisor))
+
+
 def test_who_looks_for_a_supervisor_does_not_pass_for_one(make: Make) -> None:
     """`accel status` holds the lock for a moment, and that may be the moment in which a supervisor is started again."""
     job = make(FOREVER, nodes=1).start()
     job.await_phase("running")
-    job.hosts["node1"].run("kill", "-9", str(job.state("node1")["pid"]))
+    _kill_with_guard(job)
     with (job.directory("node1") / "supervisor.lock").open() as lock:
         job.until("it has died", partial(_shared, lock))
         threading.Timer(0.3, fcntl.flock, (lock, fcntl.LOCK_UN)).start()

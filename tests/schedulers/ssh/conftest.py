@@ -76,37 +76,11 @@ def job_files(hosts: SshHosts, node: str, job_id: str) -> Path:
     return hosts.home(node) / ".accel/jobs" / job_id
 
 
-# What of any job runs on a host: processes with a job's mark, supervisors, and ports that are not the SSH servers'.
-_LEFT = """
-import glob, os
-for path in glob.glob("/proc/[0-9]*"):
-    try:
-        environ = open(path + "/environ", "rb").read()
-        command = open(path + "/cmdline", "rb").read().replace(b"\\0", b" ")
-    except OSError:
-        continue
-    if path == "/proc/%d" % os.getpid():
-        continue
-    if b"ACCEL_JOB_ID=" in environ or b"supervisor.pyz" in command:
-        print(path, command)
-for path in ("/proc/net/tcp", "/proc/net/tcp6"):
-    for line in open(path).readlines()[1:]:
-        fields = line.split()
-        port = int(fields[1].rpartition(":")[2], 16)
-        if fields[3] == "0A" and port not in (22, 2222):
-            print("port", port)
-"""
-
-
-def left_on(hosts: SshHosts, node: str) -> str:
-    return hosts[node].run("python3", "-I", "-S", "-c", _LEFT)
-
-
 def nothing_is_left(hosts: SshHosts) -> None:
     """No process, supervisor or port of any job, soon, on any host that is on."""
     for machine in hosts.machines:
         if machine.alive():
             deadline = time.monotonic() + 30
-            while left := left_on(hosts, machine.name):
+            while left := hosts.left(machine.name):
                 assert time.monotonic() < deadline, f"on {machine.name}: {left}"
                 time.sleep(0.1)

@@ -44,7 +44,8 @@ def elsewhere(ssh_hosts: SshHosts, tmp_path: Path) -> Elsewhere:
 def test_everything_from_another_machine(submit: Submit, elsewhere: Elsewhere, home: Path, tmp_path: Path) -> None:
     go_on = tmp_path / "go on"
     job = submit(
-        f'{SAY}; while [ ! -e "{go_on}" ]; do sleep 0.1; done; echo "last of $RANK"; [ "$RANK" = 1 ] && exit 7; true',
+        f"""{SAY}; until [ -e '{go_on}' ]; do sleep 0.1; done; echo "last of $RANK"
+        [ $RANK = 1 ] || {{ touch '{go_on}.0'; exit 0; }}; until [ -e '{go_on}.0' ]; do sleep 0.1; done; exit 7""",
         env={"LR": "0.1"},
         secrets={"HOME_HERE": "env:HOME"},
         name="far away",

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from schedulers import Cursor, LogLine, Reason, State, Unreachable
+from schedulers.ssh.asking import tell_all
 from schedulers.ssh.native import Native
 from schedulers.ssh.options import SshOptions
 from schedulers.ssh.target import SshTarget
@@ -210,6 +211,35 @@ def test_lines_since_a_time(target: SshTarget, ssh_hosts: SshHosts) -> None:
     (directory / "logs/sizes.jsonl").write_text("".join(json.dumps(note) + "\n" for note in noted))
     assert [line.text for line in take(target, target.cursor_at(ALL, 150))] == ["late\n"]
     assert [line.text for line in take(target, target.cursor_at(ALL, 50))] == ["early\n", "late\n"]
+    # A host that cannot be asked where its lines stood holds up nobody's, and is asked again when they are read.
+    other = put(ssh_hosts, "node1", exit=ENDED)
+    (other / "logs/rank-0.a0.log").write_bytes(b"other\n")
+    target.close()
+    ssh_hosts.end_sshd("node2")
+    since = str(target.cursor_at(ALL, 150))
+    line, said = [line.text for line in take(target, Cursor.parse(since))]
+    assert line == "other\n"
+    assert said.startswith("accel: its logs cannot be read: node2: ")
+    ssh_hosts.start_sshd("node2")
+    assert [line.text for line in take(target, Cursor.parse(since))] == ["other\n", "late\n"]
+
+
+def test_a_claim_of_an_earlier_submit_is_no_other_host(target: SshTarget, ssh_hosts: SshHosts) -> None:
+    """Its client was killed, and the hosts had other numbers then; of one submit, two claims are one directory."""
+    (host,) = Native.parse(f"node1/{JOB}").hosts
+
+    def told(op: str, node: int, token: str) -> object:
+        ((_, answer, error),) = tell_all(target._hosts, [host], {"op": op, "job": JOB, "node": node, "token": token})
+        assert error is None
+        return answer
+
+    told("claim", 2, "aa")
+    told("claim", 1, "bb")
+    assert told("clear", 1, "bb") == []
+    assert not (ssh_hosts.home("node1") / f".accel/jobs/{JOB}.claims").exists()
+    told("claim", 2, "bb")
+    told("claim", 1, "bb")
+    assert told("clear", 1, "bb") == [2]
 
 
 def take(target: SshTarget, cursor: Cursor, job: str = ALL) -> list[LogLine]:

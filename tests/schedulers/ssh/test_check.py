@@ -133,8 +133,10 @@ def test_hosts_that_cannot_be_asked(check: Check, ssh_hosts: SshHosts) -> None:
     [
         ({"disk_gb": 1_000_000}, "are needed; make room there, or ask for less (disk_gb: in accel.yaml)"),
         ({"root": "/root/x", "user": "worker", "python": "/usr/bin/python3"}, "worker may not write to /"),
-        ({"ports": "22"}, "cannot listen on port 22: Address already in use; name other ports (ports: in accel.yaml)"),
-        ({"interface": "ib"}, "no interface 'ib' with an address (it has eth0); name another (--interface)"),
+        (
+            {"interface": "ib"},
+            "no interface 'ib' with an address (it has eth0); name another (interface: in accel.yaml, or --option ",
+        ),
     ],
 )
 def test_what_hosts_do_not_have(check: Check, options: dict[str, Any], said: str) -> None:

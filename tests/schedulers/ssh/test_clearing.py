@@ -119,21 +119,22 @@ def finish(job: Job, hosts: SshHosts) -> None:
 
 
 def test_old_contents_go_and_used_ones_stay(pool: Pool, ssh_hosts: SshHosts) -> None:
-    blobs = [Blob.of(bytes([number]) * 100) for number in range(4)]
+    end = bytes(1024)  # of a tar file, whatever follows
+    blobs = [Blob.of(end + bytes([number])) for number in range(4)]
     files = Files(pool.on("node1"))
     for blob in blobs:
-        files.send(blob)
+        files.unpack(blob, blob.digest)
     where = top(ssh_hosts) / "blobs"
     for blob in blobs[:3]:
         age(where / blob.digest, 31)
     (where / ".x.part").touch()
     age(where / ".x.part", 2)
-    assert files.send(blobs[1]) is False  # that is a use
+    assert files.unpack(blobs[1], "again") is False  # that is a use
     clear_old(pool)
     assert {path.name for path in where.iterdir()} == {blobs[1].digest, blobs[3].digest}
     age(where / blobs[3].digest, 31)
-    new = Blob.of(b"new")
-    Files(pool.on("node1"), unused_s=30 * DAY_S).send(new)  # a submit of new code
+    new = Blob.of(end + b"new")
+    Files(pool.on("node1"), unused_s=30 * DAY_S).unpack(new, "new")  # a submit of new code
     assert {path.name for path in where.iterdir()} == {blobs[1].digest, new.digest}
 
 

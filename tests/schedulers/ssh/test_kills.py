@@ -82,5 +82,6 @@ def outcome(hosts: SshHosts, job_id: str) -> tuple[str, tuple[State, int]]:
     """What the store finds out of a job, and on how many hosts it ran."""
     job = find(job_id)
     status = job.wait(90)
+    print(job.record.name, status)
     close(job)
     return job.record.name, (status.state, len(ran_on(hosts, job_id)))

@@ -50,7 +50,8 @@ def test_the_next_hosts_addresses_are_tried_too(odd: SshHosts) -> None:
         assert [row.verdict for row in report.rows] == ["ok", "warns", "ok", "ok"]
         report = examine(pool, hosts, Wanted(packages={}, disk_bytes=1, interface="ens"))
         assert report.leads == {hosts[1]: odd["node2"].address}
-        said = "no interface 'ens' with an address (it has eth0); name another (--interface)"
+        remedy = "name another (interface: in accel.yaml, or --option interface=NAME)"
+        said = f"no interface 'ens' with an address (it has eth0); {remedy}"
         assert [str(finding) for finding in report.findings] == [f"node{number}: {said}" for number in (1, 3, 4)]
         assert [row.verdict for row in report.rows] == ["fails", "ok", "warns", "warns"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from schedulers.ssh.options import SshOptions, named_hosts
 from schedulers.ssh.target import SshTarget
 from schedulers.target import TargetContext
 from tests.golden import assert_golden
+
+from .conftest import ROOT
 
 
 def target(**options: Any) -> SshTarget:
@@ -52,7 +55,8 @@ def test_no_secret_is_in_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"hosts": "a", "start_timeout_s": 0}, "start_timeout_s must be more than 0, not 0"),
         ({"hosts": "a", "spares": -1}, "spares must be 0 or more, not -1"),
         ({"hosts": "a", "port": 65536}, "port must be 1 to 65535, not 65536"),
-        ({"hosts": "a", "ports": "30-20"}, "ports must be a range such as 29500-29599, not '30-20'"),
+        ({"hosts": "a", "ports": "30-20"}, "ports must be a range of 2 or more, such as 29500-29599, not '30-20'"),
+        ({"hosts": "a", "ports": "29500"}, "ports must be a range of 2 or more, such as 29500-29599, not '29500'"),
         ({"hosts": "a", "python": "p", "venv": "v"}, "python and venv are both given: keep one"),
         ({"hosts": "a", "root": "accel"}, "root must begin with / or ~/, not 'accel'"),
         ({"hosts": "a", "setup": ((),)}, "setup: a command has no program"),
@@ -79,6 +83,12 @@ def test_options_that_cannot_be_meant(options: dict[str, Any], said: str) -> Non
 def test_jobs_that_it_cannot_run(options: dict[str, Any], spec: dict[str, Any], said: str) -> None:
     with pytest.raises(SpecError, match=re.escape(said)):
         target(**options).plan(JobSpec(argv=("train.py",), **spec), "j")
+
+
+def test_every_option_is_in_the_documentation() -> None:
+    table = (ROOT / "docs/ssh.md").read_text().partition("\n## Options\n")[2].partition("\n## ")[0]
+    named = {word for line in table.splitlines()[3:] for word in re.findall(r"`(\w+)`", line.split(" | ")[0])}
+    assert named == {field.name for field in dataclasses.fields(SshOptions)}
 
 
 def test_hosts_of_a_hostfile_beside_the_code(tmp_path: Path) -> None:

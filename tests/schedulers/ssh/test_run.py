@@ -122,7 +122,8 @@ def test_a_supervisor_that_cannot_start_leaves_no_job_and_no_secret(
 
 def test_slots_of_a_hostfile_are_processes(submit: Submit, project: Path) -> None:
     (project / "hosts").write_text("node1 slots=2\nnode2 slots=2\n")
-    job = submit(SAY, procs_per_node=None, options={"hosts": None, "hostfile": "hosts"})
+    own = ("--num_processes", "4")  # the program's
+    job = submit(SAY, own, procs_per_node=None, options={"hosts": None, "hostfile": "hosts"})
     assert job.wait(60).state is State.SUCCEEDED
     assert printed(job, 3) == "rank 3 of 4 on node2\n"
 
@@ -149,10 +150,14 @@ def test_a_secret_reaches_the_ranks_and_nothing_else(
 
 
 def test_setup_runs_once_a_host_and_its_failure_is_the_jobs(submit: Submit) -> None:
-    job = submit(SAY, procs_per_node=2, options={"setup": [["sh", "-c", "echo preparing"]]})
+    """And finds the job's interpreter, as the ranks do."""
+    found = f'command -v {Path(sys.executable).name}; echo "$VIRTUAL_ENV"'
+    job = submit(f"{SAY}; {found}", procs_per_node=2, options={"setup": [["sh", "-c", found]]})
     assert job.wait(60).state is State.SUCCEEDED
-    setup = [line.text for line in job.logs() if line.source.endswith("/setup")]
-    assert setup == ["preparing\n"] * 2
+    own = f"{sys.executable}\n{sys.prefix if sys.prefix != sys.base_prefix else ''}\n"
+    setup = "".join(line.text for line in job.logs() if line.source.endswith("/setup"))
+    assert setup == own * 2
+    assert printed(job, 3) == f"rank 3 of 4 on node2\n{own}"
     job = submit(SAY, options={"setup": [["sh", "-c", "echo cannot; exit 3"]]})
     status = job.wait(60)
     assert (status.state, status.reason, status.exit_code) == (State.FAILED, Reason.SETUP, 3), status

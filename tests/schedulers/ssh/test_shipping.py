@@ -202,8 +202,16 @@ def test_hosts_pass_a_content_on(pool: Pool, ssh_hosts: SshHosts, tarball: Blob,
     assert spread(pool, blob=tarball, **way) == Spread(had=4, sent=0, passed=0, lacking=0)
 
 
+@pytest.mark.parametrize(
+    ("count", "size", "by_tree"),
+    [(15, 1 << 30, False), (16, 900_000, False), (16, 1_000_000, True), (64, 250_000, True), (1000, 10_000, False)],
+)
+def test_a_tree_is_for_many_hosts_and_much_to_send(count: int, size: int, by_tree: bool) -> None:
+    assert fanout.worthwhile(count, Blob(digest="0" * 64, size=size, source=b"")) is by_tree
+
+
 def test_who_has_it_passes_it_on_and_nothing_is_sent_from_here(pool: Pool, tarball: Blob, way: Given) -> None:
-    Files(pool.on("node3")).send(tarball)
+    Files(pool.on("node3")).unpack(tarball, "code")
     assert spread(pool, blob=tarball, **way) == Spread(had=1, sent=0, passed=3, lacking=0)
 
 
@@ -247,7 +255,7 @@ def test_a_content_that_is_damaged_on_its_way_is_not_kept(
 
 def test_a_stranger_gets_nothing(pool: Pool, ssh_hosts: SshHosts, tarball: Blob) -> None:
     """Somebody who connects without the token learns no byte of it; the program ends with the conversation."""
-    Files(pool.on("node1")).send(tarball)
+    Files(pool.on("node1")).unpack(tarball, "code")
     request = {"root": "~/.accel", "digest": tarball.digest, "size": tarball.size, "ports": [24001], "token": "ab" * 32}
     program = host_program("passing")
     session = pool.on("node1").open(["python3", "-I", "-S", "-c", program_loader(program)])
@@ -292,18 +300,29 @@ def test_a_submit_passes_code_on(
     submit: Submit, ssh_hosts: SshHosts, project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fanout, "FROM_HOSTS", 2)
+    monkeypatch.setattr(fanout, "FROM_BYTES", 2_000_000)
     found: list[Spread] = []
     real = fanout.spread
     monkeypatch.setattr(fanout, "spread", lambda *words, **given: found.append(real(*words, **given)))
     (project / "large").write_bytes(os.urandom(2_000_000))
-    for _ in range(2):
-        job = submit("wc -c <large", nodes=4)
-        assert job.wait(60).state is State.SUCCEEDED
-        assert printed(job) == "2000000\n" * 4
-    assert found == [Spread(had=0, sent=1, passed=3), Spread(had=4)]
+    job = submit("wc -c <large", nodes=4)
+    assert job.wait(60).state is State.SUCCEEDED
+    assert printed(job) == "2000000\n" * 4
+    assert found == [Spread(had=0, sent=1, passed=3)]
     (project / "large").write_bytes(os.urandom(2_000_000))
-    submit("true", nodes=4, options={"fan_out": False}).wait(60)
-    assert len(found) == 2
+    # Two ports are enough for a job, where code needs none.
+    direct = submit("true", options={"fan_out": False, "ports": "29500-29501"})
+    assert direct.wait(60).state is State.SUCCEEDED
+    assert len(found) == 1
+
+
+def test_a_host_without_a_free_port_leaves_nothing_behind(submit: Submit, ssh_hosts: SshHosts) -> None:
+    with pytest.raises(
+        SubmitError, match=r"^node1: none of its ports 22 is free; name others .*; nothing was started$"
+    ):
+        submit("true", options={"ports": "22-23"})
+    for node in ("node1", "node2"):
+        assert list((ssh_hosts.home(node) / ".accel/jobs").iterdir()) == []
 
 
 def small_disk(hosts: SshHosts, node: str, megabytes: int) -> str:

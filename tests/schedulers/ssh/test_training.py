@@ -9,49 +9,93 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import schedulers
-from schedulers import Reason, State
+from schedulers import Job, Reason, State
 from tests.clusters.ssh import SshHosts
 from tests.waiting import until
 
-from .conftest import ROOT, Submit, close, host_options, nothing_is_left, printed
+from .conftest import ROOT, Submit, close, host_options, job_files, nothing_is_left, printed
 
-WAIT = 'echo "rank $RANK on $(hostname) in $ACCEL_ATTEMPT"; test "$ACCEL_ATTEMPT" = 1 || sleep 300'
+WAIT = 'echo "rank $RANK on $(hostname) in $ACCEL_ATTEMPT"; sleep 300'
+DIGITS = ROOT / "examples/digits/train.py"
+EPOCHS = ("--epochs", "2")
+# In its first attempt it takes its time once there is a checkpoint: what happens to it then happens in its midst.
+SLOWLY = f"""
+import os, runpy, sys, time
+from accel import Accelerator
+sys.argv[0] = {str(DIGITS)!r}
+kept = sys.argv[sys.argv.index("--checkpoint-dir") + 1]
+backward = Accelerator.backward
+def slowly(self, loss, **kwargs):
+    time.sleep(0.5 * (os.path.exists(kept) and os.environ["ACCEL_ATTEMPT"] == "0"))
+    backward(self, loss, **kwargs)
+Accelerator.backward = slowly
+if os.path.exists(kept):
+    sys.argv.append("--resume")
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 
 
-def test_four_hosts_train_as_one_process_does(ssh_hosts: SshHosts, home: Path, tmp_path: Path) -> None:
-    train = "examples/digits/train.py"
-    words = ("--epochs", "1", "--losses")
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of one process on this computer."""
+    losses = tmp_path_factory.mktemp("alone") / "losses.json"
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    alone = subprocess.run([sys.executable, ROOT / train, *words, tmp_path / "alone.json"], env=env, timeout=300)
-    assert alone.returncode == 0
-    job = schedulers.submit(
-        ROOT / train,
-        (*words, str(tmp_path / "four.json")),
-        target="ssh",
-        nodes=4,
-        procs_per_node=1,
-        cwd=ROOT / "examples",
-        env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        options=host_options(ssh_hosts) | {"hosts": "node[1-4]", "start_timeout_s": 60, "heartbeat_s": 30},
-    )
-    assert job.wait(300).state is State.SUCCEEDED, [line.text for line in job.logs()]
-    one, four = (json.loads((tmp_path / name).read_text()) for name in ("alone.json", "four.json"))
-    assert len(four) > 10
-    assert max(abs(a - b) for a, b in zip(one, four, strict=True)) <= 1e-5
-    close(job)
-    nothing_is_left(ssh_hosts)
+    subprocess.run([sys.executable, DIGITS, *EPOCHS, "--losses", losses], env=env, timeout=300, check=True)
+    found: list[float] = json.loads(losses.read_text())
+    assert len(found) > 20
+    return found
 
 
-def test_the_gang_starts_again_on_a_spare(submit: Submit, ssh_hosts: SshHosts) -> None:
-    job = submit(WAIT, hosts="node[1-3]", options={"spares": 1}, max_restarts=1)
-    until(lambda: printed(job).count(" in 0\n") == 2, "both ranks run")
+def training(hosts: SshHosts, script: Path, *words: str, **given: Any) -> Job:
+    options = host_options(hosts) | {"start_timeout_s": 60} | given.pop("options")
+    env = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return schedulers.submit(
+        script, (*EPOCHS, *words), target="ssh", procs_per_node=1, cwd=script.parent, env=env, options=options,
+        grace_s=2.0, **given,
+    )  # fmt: skip
+
+
+def test_four_hosts_train_as_one_process_does(
+    ssh_hosts: SshHosts, home: Path, tmp_path: Path, alone: list[float]
+) -> None:
+    """On hosts whose own names mean themselves alone: gloo would listen there."""
+    for node in ssh_hosts.names:
+        ssh_hosts.own_name(node, "127.0.1.1")
+    losses = tmp_path / "four.json"
+    options = {"hosts": "node[1-4]", "heartbeat_s": 30}
+    job = training(ssh_hosts, DIGITS, "--losses", str(losses), nodes=4, options=options)
+    try:
+        assert job.wait(300).state is State.SUCCEEDED, [line.text for line in job.logs()]
+        assert json.loads(losses.read_text()) == pytest.approx(alone, abs=1e-5)
+        nothing_is_left(ssh_hosts)
+    finally:
+        close(job)
+        for machine in ssh_hosts.machines:
+            machine.kill()
+
+
+def test_the_gang_goes_on_from_its_checkpoint_on_a_spare(
+    submit: Submit, ssh_hosts: SshHosts, project: Path, tmp_path: Path, alone: list[float]
+) -> None:
+    """The checkpoint is where all hosts see it."""
+    (project / "train.py").write_text(SLOWLY)
+    kept, losses = tmp_path / "checkpoint", tmp_path / "losses.json"
+    words = ("--checkpoint-dir", str(kept), "--losses", str(losses))
+    options = {"hosts": "node[1-3]", "spares": 1}
+    job = training(ssh_hosts, project / "train.py", *words, nodes=2, options=options, max_restarts=1)
+    until(kept.exists, "there is a checkpoint")
     ssh_hosts["node2"].kill()
-    status = job.wait(90)
-    assert (status.state, status.attempt) == (State.SUCCEEDED, 1), status
-    again = {line.text for line in job.logs() if line.rank is not None and line.attempt == 1}
-    assert again == {"rank 0 on node1 in 1\n", "rank 1 on node3 in 1\n"}
+    status = job.wait(120)
+    assert (status.state, status.attempt) == (State.SUCCEEDED, 1), (status, [line.text for line in job.logs()])
+    epochs = {(line.attempt, line.text[:9]) for line in job.logs() if line.text.startswith("epoch ")}
+    assert epochs == {(0, "epoch 1/2"), (1, "epoch 2/2")}
+    assert json.loads(losses.read_text()) == pytest.approx(alone, abs=1e-5)
+    assert (job_files(ssh_hosts, "node3", job.id) / "logs/rank-1.a1.log").exists()
     nothing_is_left(ssh_hosts)
+    close(job)
 
 
 def test_a_host_that_is_cut_off_ends_its_own_ranks(submit: Submit, ssh_hosts: SshHosts) -> None:

@@ -5,8 +5,9 @@ Pure: no clock, no socket and no process here. Hosts tell their whole state (`he
 
 A host's state: {"phase", "attempt", "port", "code", "report", "message", "warning", "cancel"}, where `phase` is one of
 waiting, setup, ready, failed, armed, running, done, stopped, ended.
-An order: {"do", "attempt", "members", "address", "port", "leader", "lost", "restarts_left", "cause", "status"}, where
-`do` is one of wait, setup, arm, go, stop, end; `cause` is why it is stop.
+An order: {"do", "attempt", "members", "address", "port", "leader", "lost", "restarts_left", "cause", "status",
+"at_once"}, where `do` is one of wait, setup, arm, go, stop, end; `cause` is why it is stop. `at_once`: what runs has no
+grace then, for the other hosts may go on without these.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     Order = dict[str, Any]
 
 SETTLE_S = 3.0
+BEATS = 10  # in a heartbeat's limit
+KILL_S = 1.0  # for a host to kill its ranks, once it knows that it has to
 
 
 class Leader:
@@ -37,6 +40,7 @@ class Leader:
         self._heard: dict[int, float] = {}
         self._silent: dict[int, float] = {}  # lost hosts, and how long they had been silent
         self._former = own  # who led the last attempt: half of the hosts are enough with it
+        self._lost_end_at = now  # from then on nothing runs any more on the hosts that were lost
         self._cause: dict[str, Any] | None = None
         self._first_failure: float | None = None
         self._stages = {"wait": self._wait, "setup": self._setup, "arm": self._arm, "go": self._go, "stop": self._stop}
@@ -69,6 +73,7 @@ class Leader:
             "restarts_left": self.restarts_left,
             "cause": self._cause,
             "status": self.status,
+            "at_once": not self._quorum(),
         }
 
     def ages(self, now: float) -> dict[str, float]:
@@ -140,6 +145,8 @@ class Leader:
         again = cause["reason"] not in ("user", "time_limit", "setup") and self.restarts_left > 0
         again = again and not self._began_nothing
         if again and len(usable) >= self._needed and self._quorum():
+            if now < self._lost_end_at:
+                return
             self.restarts_left -= 1
             self.attempt += 1
             # Spares have the highest indices, and so the last ranks: as many as can be stay as they are.
@@ -167,6 +174,12 @@ class Leader:
         self._heard.pop(index, None)
         if self.do != "wait":  # nothing has been begun with it: it may come back
             self._silent[index] = silent_s
+            self._await_end_of_lost(now)
+
+    def _await_end_of_lost(self, now: float) -> None:
+        """A host that was lost finds that out by the same limit, if it still runs, and kills its ranks; but the last
+        words that each has heard of the other may be two beats apart."""
+        self._lost_end_at = now + 2 * self._heartbeat_s / BEATS + KILL_S
 
     def _look_for_ends(self, now: float) -> None:
         if any(state.get("cancel") for state in self._states.values()):
@@ -193,6 +206,7 @@ class Leader:
         for index in last["lost"]:
             self._silent[index] = self._heartbeat_s
         self._silent[last["leader"]] = last["silent_s"]
+        self._await_end_of_lost(now)
         for index in range(len(self._hosts)):
             if index not in self._silent:
                 self._heard[index] = now  # they have as long as anybody to be heard of

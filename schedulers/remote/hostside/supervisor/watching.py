@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import select
 import signal
@@ -11,7 +12,7 @@ import time
 
 from . import wire
 from .documents import SCHEMA, Document, say
-from .leading import Leader
+from .leading import BEATS, Leader
 from .work import Work
 
 TYPE_CHECKING = False
@@ -44,7 +45,7 @@ class Supervisor:
         self._hosts = settings["nodes"] + settings["spares"]
         self._token = str(settings["token"]).encode()
         self._heartbeat_s = float(settings["heartbeat_s"])
-        self._beat_s = self._heartbeat_s / 5
+        self._beat_s = self._heartbeat_s / BEATS
         self._work = Work(settings, directory, secrets)
         self._server = server
         self._result = result
@@ -182,7 +183,7 @@ class Supervisor:
             self._lost_s = silent
             # Fencing: the others may soon go on without this host.
             assert self._order is not None
-            self._work.stop(int(self._order["attempt"]))
+            self._work.stop(int(self._order["attempt"]), within_s=0.0)
         self._given_up.add(self._leader)
         self._turn_to(min(set(range(len(self._hosts))) - self._given_up), now)
 
@@ -191,7 +192,7 @@ class Supervisor:
         if now - self._began > self._settings["start_timeout_s"]:
             limit = self._settings["start_timeout_s"]
             self._end_alone(f"{self._name(0)} did not come within {limit:g} s: the job did not start")
-        elif now - self._heard > max(0.5, self._beat_s):
+        elif now - self._heard > max(0.5, 2 * self._beat_s):
             self._sought += 1
             others = [index for index in range(1, len(self._hosts)) if index != self._own]
             self._turn_to(others[self._sought // 2 % len(others)] if self._sought % 2 and others else 0, now)
@@ -253,15 +254,17 @@ class Supervisor:
         what they said before: it must not lead them, nor run its ranks beside theirs."""
         stood_s, self._turned = _awake() - self._turned, _awake()
         if self._told_to_end:
-            self._resign(f"{self._name(self._own)}: the supervisor was told to end (SIGTERM)")
+            alone = len(self._hosts) == 1
+            message = f"{self._name(self._own)}: the supervisor was told to end (SIGTERM)"
+            self._resign(message, within_s=math.inf if alone else self._heartbeat_s)
         elif stood_s > self._heartbeat_s and len(self._hosts) > 1 and (self._order or {}).get("do", "wait") != "wait":
             self._resign(f"{self._name(self._own)}: the supervisor stood still for {stood_s:.1f} s")
 
-    def _resign(self, message: str) -> None:
+    def _resign(self, message: str, within_s: float = 0.0) -> None:
         if (self._order or {}).get("status") is None and self._alone is None:
             self._leading, self._met = None, False
             self._drop_uplink()
-            self._end_alone(message)
+            self._end_alone(message, within_s=within_s)
 
     def _look_for_cancel(self) -> None:
         if self._work.state["cancel"] or not os.path.exists(os.path.join(self._directory, "cancel")):
@@ -270,12 +273,14 @@ class Supervisor:
         if self._leading is None and not self._met and not self._given_up:
             self._end_alone("cancelled before it started", state="cancelled", reason="user")
 
-    def _end_alone(self, message: str, state: str = "failed", reason: str = "node_failure") -> None:
+    def _end_alone(
+        self, message: str, *, state: str = "failed", reason: str = "node_failure", within_s: float = 0.0
+    ) -> None:
         if self._alone is None:
             attempt = int(self._work.state["attempt"])
             self._alone = {"state": state, "reason": reason, "exit_code": None, "attempt": attempt, "message": message,
                            "native_state": "", "failure": None, "fenced": True}  # fmt: skip
-            self._work.stop(attempt)
+            self._work.stop(attempt, within_s)
 
     def _finish(self) -> None:
         status = self._alone or (self._order or {}).get("status")
@@ -320,7 +325,7 @@ class Supervisor:
         phase, order = self._work.state["phase"], self._order or {}
         attempt = order.get("attempt", 0)
         shown = (phase, attempt, self._leader, order.get("do"))
-        if shown == self._noted[1] and now - self._noted[0] < min(STATE_S, self._beat_s):
+        if shown == self._noted[1] and now - self._noted[0] < min(STATE_S, 2 * self._beat_s):
             return
         if self._noted[1] is None or shown[0] != self._noted[1][0]:  # type: ignore[index]
             self._since = time.time()

@@ -5,11 +5,13 @@ Every message tells a whole state, and is sent again with every beat: one that i
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import hmac
 import json
 import os
+import random
 import socket
 import time
 
@@ -168,15 +170,15 @@ def listen(port: int) -> socket.socket:
     return server
 
 
-def free_port(wanted: int) -> int:
-    """`wanted` if nobody has it on this host, else any."""
-    for port in (wanted, 0):
-        try:
-            with listen(port) as server:
-                return int(server.getsockname()[1])
-        except OSError:
-            continue
-    raise OSError(errno.EADDRINUSE, "no port is free")
+def free_port(wanted: int | None, first: int, last: int) -> int:
+    """`wanted` if nobody has it on this host, else any from `first` to `last` that is free, by chance, so that two jobs
+    do not both take the same; 0 when none is."""
+    others = list(range(first, last + 1))
+    random.shuffle(others)
+    for port in others if wanted is None else [wanted, *others]:
+        with contextlib.suppress(OSError), listen(port):
+            return port
+    return 0
 
 
 def _line(message: Message) -> bytes:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import math
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import time
 
 from . import wire
 from .documents import make_room
+from .ending import MARKER, Ending
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -20,23 +23,18 @@ if TYPE_CHECKING:
     from typing import Any
 
 PR_SET_PDEATHSIG = 1
-PR_SET_CHILD_SUBREAPER = 36
-MARKER = "ACCEL_JOB_ID"  # in the environment of everything that a job starts
 ALLOWANCE_S = 6.0  # for `accel launch` to end its ranks after their grace
 LEFTOVER_GRACE_S = 1.0
 NOTE_S = 1.0
 FULL_BYTES = 1 << 16
 FULL = "its disk was full: lines of its logs are missing"
-FILES_LIMIT = resource.getrlimit(resource.RLIMIT_NOFILE)  # as it was when this program began
+FILES_LIMIT = resource.getrlimit(resource.RLIMIT_NOFILE)  # as it was when this program began, and
+UMASK = os.umask(0o077)
+os.umask(UMASK)
 _LONGEST_WORDS = 500
 _TAIL = 1 << 16
-_STARTED = 19  # of the fields of /proc/PID/stat that come after the name
 _OF_THE_SESSION = ("SSH_CLIENT", "SSH_CONNECTION", "SSH_TTY", "SSH_AUTH_SOCK", "SSH_ORIGINAL_COMMAND")
 _LIBC = ctypes.CDLL(None, use_errno=True)
-
-
-def adopt_orphans() -> None:
-    _LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 class Work:
@@ -51,7 +49,7 @@ class Work:
         self._process: subprocess.Popen[bytes] | None = None
         self._setup_left: list[list[str]] | None = None
         self._ending = Ending(settings["job_id"])
-        self._kill_at: float | None = None
+        self._kill_at = self._over_at = math.inf  # once it is being stopped
         self._sizes: dict[str, int] = {}
         self._noted = 0.0
         self.rank = -1
@@ -65,30 +63,32 @@ class Work:
         do, phase, attempt = order["do"], self.state["phase"], int(order["attempt"])
         mine = self._index in order["members"]
         if do in ("stop", "end"):
-            self.stop(attempt)
+            self.stop(attempt, 0.0 if order["at_once"] else math.inf)
         elif do in ("setup", "arm", "go") and phase == "waiting":
             self._begin_setup()
         elif do == "setup" and phase == "stopped" and attempt > self.state["attempt"]:
             if not self.state["message"]:
                 self._begin_setup(attempt=attempt)
         elif do == "arm" and mine and phase == "ready":
-            wanted = self._settings["master_port"] if attempt == 0 else 0
-            self._set("armed", attempt=attempt, port=wire.free_port(wanted))
+            self._arm(order)
         elif do == "go" and mine and phase == "armed" and attempt == self.state["attempt"]:
             self._start(order)
 
-    def stop(self, attempt: int) -> None:
-        """Ends in order whatever runs: SIGTERM, the job's grace, SIGKILL, and nothing of the job is left."""
-        if self.state["phase"] in ("stopped", "ended") and self.state["attempt"] >= attempt:
+    def stop(self, attempt: int, within_s: float = math.inf) -> None:
+        """Ends in order whatever runs: SIGTERM, the job's grace, SIGKILL, and nothing of the job is left.
+
+        After `within_s` there is no more grace for anything: others may go on with the job.
+        """
+        if self.stopped and self.state["attempt"] >= attempt:
             return
         self._attempt_stopped = attempt
+        now = time.monotonic()
         if self.state["phase"] != "stopping":
             self._set("stopping")
-            if self._process is not None and self._process.poll() is None:
+            self._kill_at, self._over_at = now + self._settings["grace_s"] + ALLOWANCE_S, math.inf
+            if within_s > 0 and self._process is not None and self._process.poll() is None:
                 self._process.terminate()
-                self._kill_at = time.monotonic() + self._settings["grace_s"] + ALLOWANCE_S
-            elif self._process is None:
-                self._kill_at = None
+        self._over_at = min(self._over_at, now + within_s)
 
     @property
     def stopped(self) -> bool:
@@ -109,11 +109,12 @@ class Work:
                 self._process = None
                 self._set("done", code=_as_exit_code(code), report=self._report())
         elif phase == "stopping":
+            now = time.monotonic()
             if self._process is not None and self._process.poll() is None:
-                if self._kill_at is None or time.monotonic() < self._kill_at:
+                if now < min(self._kill_at, self._over_at):
                     return
                 self._process.kill()
-            if self._ending.done(LEFTOVER_GRACE_S):
+            if self._ending.done(LEFTOVER_GRACE_S if now < self._over_at else 0.0):
                 self._note_sizes(now=True)
                 self._process = None
                 self._set("stopped", attempt=self._attempt_stopped)
@@ -161,6 +162,17 @@ class Work:
 
     # The ranks.
 
+    def _arm(self, order: dict[str, Any]) -> None:
+        """Ready to start; of node 0, with a port for the ranks to meet at."""
+        attempt, port = int(order["attempt"]), 0
+        if order["members"][0] == self._index:
+            first, last = self._settings["ports"]
+            port = wire.free_port(self._settings["master_port"] if attempt == 0 else None, first, last)
+            if not port:
+                self._fail(1, f"none of its ports {first}-{last} is free for the ranks to meet at")
+                return
+        self._set("armed", attempt=attempt, port=port)
+
     def _start(self, order: dict[str, Any]) -> None:
         members, attempt = list(order["members"]), int(order["attempt"])
         self.rank = members.index(self._index)
@@ -203,11 +215,15 @@ class Work:
 
         def enter() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, FILES_LIMIT)
+            os.umask(UMASK)
             _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
             if os.getppid() != own:
                 os._exit(128 + signal.SIGTERM)
 
         env = {name: value for name, value in os.environ.items() if name not in _OF_THE_SESSION}
+        env.update(_of_interpreter(self._settings["command"][0], env.get("PATH") or os.defpath))
+        for name, value in self._network().items():
+            env.setdefault(name, value)
         env.update(self._settings["env"])
         env.update(self._secrets)
         env.update({MARKER: self._settings["job_id"], "ACCEL_JOB_DIR": self._directory})
@@ -220,6 +236,15 @@ class Work:
                 argv, stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd=workdir, env=env,
                 start_new_session=True, preexec_fn=enter,
             )  # fmt: skip
+
+    def _network(self) -> dict[str, str]:
+        """Over which interface the ranks talk to other hosts. Left to itself gloo takes the address that this host's
+        own name has, which on many systems is one of the loopback's, and NCCL any network."""
+        hosts = self._settings["nodes"] + self._settings["spares"]
+        interface = hosts[self._index]["interface"]
+        if interface is None or len(hosts) == 1:
+            return {}
+        return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
 
     def _report(self) -> dict[str, Any]:
         events = [event for event in self._events() if event.get("event") in ("failure", "refused", "attempt")]
@@ -295,97 +320,15 @@ class Work:
             file.write(f"accel: the disk that holds {self._logs} is full: lines of the ranks are lost\n".encode())
 
 
-class Ending:
-    """Ends everything of a job on this host but the supervisor: SIGTERM, then SIGKILL until nothing is left."""
-
-    def __init__(self, job_id: str) -> None:
-        self._mark = os.fsencode(f"{MARKER}={job_id}")
-        self._began: float | None = None
-        self._told: set[tuple[int, bytes]] = set()
-
-    def done(self, grace_s: float) -> bool:
-        """Goes on with it, without waiting; True once nothing is left. To be called again until then."""
-        left = self._left()
-        if not left:
-            self._began, self._told = None, set()
-            return True
-        now = time.monotonic()
-        if self._began is None:
-            self._began = now
-        late = now - self._began >= grace_s
-        for pid, started in left if late else left - self._told:
-            _send(pid, started, signal.SIGKILL if late else signal.SIGTERM)
-        self._told |= left
-        return False
-
-    def _left(self) -> set[tuple[int, bytes]]:
-        """Process ids, each with when it was started: numbers are used again."""
-        own = os.getpid()
-        parents: dict[int, int] = {}
-        found: dict[int, bytes] = {}
-        for name in os.listdir("/proc"):
-            if not name.isdigit():
-                continue
-            try:
-                fields = _stat(name)
-            except OSError:
-                continue
-            pid = int(name)
-            parents[pid] = int(fields[1])
-            if fields[0] in b"ZX":
-                _collect(pid if parents[pid] == own else 0)
-            else:
-                found[pid] = fields[_STARTED]
-        return {
-            (pid, started)
-            for pid, started in found.items()
-            if pid != own and (_below(pid, own, parents) or self._marked(pid))
-        }
-
-    def _marked(self, pid: int) -> bool:
-        try:
-            with open(f"/proc/{pid}/environ", "rb") as file:
-                return self._mark in file.read().split(b"\0")
-        except OSError:
-            return False
-
-
-def _stat(pid: int | str) -> list[bytes]:
-    with open(f"/proc/{pid}/stat", "rb") as file:
-        return file.read().rpartition(b")")[2].split()
-
-
-def _send(pid: int, started: bytes, signum: int) -> None:
-    """To that process and no other that has come to its number since."""
-    with contextlib.suppress(OSError):  # gone, or a set-user-id program that only root may end
-        if not hasattr(os, "pidfd_open"):  # Python 3.8
-            if _stat(pid)[_STARTED] == started:
-                os.kill(pid, signum)
-            return
-        handle = os.pidfd_open(pid)
-        try:
-            if _stat(pid)[_STARTED] == started:
-                signal.pidfd_send_signal(handle, signum)
-        finally:
-            os.close(handle)
-
-
-def _below(pid: int, top: int, parents: dict[int, int]) -> bool:
-    seen = set()
-    while pid in parents and pid not in seen:
-        seen.add(pid)
-        pid = parents[pid]
-        if pid == top:
-            return True
-    return False
-
-
-def _collect(pid: int) -> None:
-    if pid:
-        try:
-            os.waitpid(pid, os.WNOHANG)
-        except ChildProcessError:
-            return
+def _of_interpreter(python: str, path: str) -> dict[str, str]:
+    """What makes its `python`, its `pip` and the programs of its packages the first that are found."""
+    folder = os.path.dirname(python)
+    env = {}
+    if folder and shutil.which(os.path.basename(python), path=path) != python:
+        env["PATH"] = os.pathsep.join((folder, path))
+    if os.path.exists(os.path.join(os.path.dirname(folder), "pyvenv.cfg")):
+        env["VIRTUAL_ENV"] = os.path.dirname(folder)
+    return env
 
 
 def _as_exit_code(code: int) -> int:

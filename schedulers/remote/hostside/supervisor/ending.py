@@ -1,0 +1,111 @@
+"""Ends everything of a job on this host, whatever has become of its parents."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import time
+
+PR_SET_CHILD_SUBREAPER = 36
+MARKER = "ACCEL_JOB_ID"  # in the environment of everything that a job starts
+_STARTED = 19  # of the fields of /proc/PID/stat that come after the name
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def adopt_orphans() -> None:
+    _LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+class Ending:
+    """Ends everything of a job on this host but the supervisor: SIGTERM, then SIGKILL until nothing is left."""
+
+    def __init__(self, job_id: str) -> None:
+        self._mark = os.fsencode(f"{MARKER}={job_id}")
+        self._began: float | None = None
+        self._told: set[tuple[int, bytes]] = set()
+
+    def done(self, grace_s: float) -> bool:
+        """Goes on with it, without waiting; True once nothing is left. To be called again until then."""
+        left = self._left()
+        if not left:
+            self._began, self._told = None, set()
+            return True
+        now = time.monotonic()
+        if self._began is None:
+            self._began = now
+        late = now - self._began >= grace_s
+        for pid, started in left if late else left - self._told:
+            _send(pid, started, signal.SIGKILL if late else signal.SIGTERM)
+        self._told |= left
+        return False
+
+    def _left(self) -> set[tuple[int, bytes]]:
+        """Process ids, each with when it was started: numbers are used again."""
+        own = os.getpid()
+        parents: dict[int, int] = {}
+        found: dict[int, bytes] = {}
+        for name in os.listdir("/proc"):
+            if not name.isdigit():
+                continue
+            try:
+                fields = _stat(name)
+            except OSError:
+                continue
+            pid = int(name)
+            parents[pid] = int(fields[1])
+            if fields[0] in b"ZX":
+                _collect(pid if parents[pid] == own else 0)
+            else:
+                found[pid] = fields[_STARTED]
+        return {
+            (pid, started)
+            for pid, started in found.items()
+            if pid != own and (_below(pid, own, parents) or self._marked(pid))
+        }
+
+    def _marked(self, pid: int) -> bool:
+        try:
+            with open(f"/proc/{pid}/environ", "rb") as file:
+                return self._mark in file.read().split(b"\0")
+        except OSError:
+            return False
+
+
+def _stat(pid: int | str) -> list[bytes]:
+    with open(f"/proc/{pid}/stat", "rb") as file:
+        return file.read().rpartition(b")")[2].split()
+
+
+def _send(pid: int, started: bytes, signum: int) -> None:
+    """To that process and no other that has come to its number since."""
+    with contextlib.suppress(OSError):  # gone, or a set-user-id program that only root may end
+        if not hasattr(os, "pidfd_open"):  # Python 3.8
+            if _stat(pid)[_STARTED] == started:
+                os.kill(pid, signum)
+            return
+        handle = os.pidfd_open(pid)
+        try:
+            if _stat(pid)[_STARTED] == started:
+                signal.pidfd_send_signal(handle, signum)
+        finally:
+            os.close(handle)
+
+
+def _below(pid: int, top: int, parents: dict[int, int]) -> bool:
+    seen = set()
+    while pid in parents and pid not in seen:
+        seen.add(pid)
+        pid = parents[pid]
+        if pid == top:
+            return True
+    return False
+
+
+def _collect(pid: int) -> None:
+    if pid:
+        try:
+            os.waitpid(pid, os.WNOHANG)
+        except ChildProcessError:
+            return

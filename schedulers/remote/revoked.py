@@ -1,0 +1,53 @@
+"""Host keys that a file of their own revokes (`RevokedHostKeys`): a list of public keys, or a KRL of ssh-keygen."""
+
+from __future__ import annotations
+
+import subprocess
+
+from .errors import one_line
+
+_KRL = b"SSHKRL\n\0"
+_ASK_S = 20
+_REVOKED = 1
+
+
+def problem(file: str, key_type: str, key: str) -> str | None:
+    """Why a host must not be trusted with this key (its base64 text), None when the file does not speak against it.
+
+    As with OpenSSH, a file that cannot be read, or has a line that is no key, speaks against every key.
+    """
+    try:
+        with open(file, "rb") as opened:
+            content = opened.read()
+    except OSError as error:
+        return _unclear(file, (error.strerror or str(error)).lower())
+    if content.startswith(_KRL):
+        return _in_krl(file, key_type, key)
+    for number, line in enumerate(content.decode(errors="replace").splitlines(), 1):
+        words = line.split()
+        if not words or words[0].startswith("#"):
+            continue
+        if len(words) < 2:
+            return _unclear(file, f"its line {number} is no public key")
+        if words[1] == key:
+            return f"is revoked ({file}:{number})"
+    return None
+
+
+def _in_krl(file: str, key_type: str, key: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["ssh-keygen", "-Q", "-f", file, "/dev/stdin"],
+            input=f"{key_type} {key}\n".encode(),
+            capture_output=True,
+            timeout=_ASK_S,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return _unclear(file, one_line(str(error)))
+    if done.returncode == 0:
+        return None
+    return f"is revoked ({file})" if done.returncode == _REVOKED else _unclear(file, one_line(done.stderr))
+
+
+def _unclear(file: str, why: str) -> str:
+    return f"may be revoked: RevokedHostKeys names {file}, which tells nothing ({why})"
