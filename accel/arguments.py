@@ -23,6 +23,7 @@ from accel.plugins import (
 )
 
 _HANDLERS = (AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs, InitProcessGroupKwargs, ProfileKwargs)
+_STEPS = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
 _WAYS_NOT_HERE = (
     "ACCELERATE_USE_DEEPSPEED",
     "ACCELERATE_USE_FSDP",
@@ -102,7 +103,8 @@ def project(config: ProjectConfiguration | None, directory: str | os.PathLike[st
 def accumulation(plugin: GradientAccumulationPlugin | None, steps: int) -> GradientAccumulationPlugin:
     """How gradients are accumulated, from the argument or ``ACCELERATE_GRADIENT_ACCUMULATION_STEPS``."""
     if plugin is None:
-        named = read_int(os.environ, "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", minimum=1) if steps == 1 else None
+        auto = os.environ.get(_STEPS, "").lower() == "auto"  # for DeepSpeed: what the script says
+        named = read_int(os.environ, _STEPS, minimum=1) if steps == 1 and not auto else None
         return GradientAccumulationPlugin(num_steps=named or steps)
     if steps != 1:
         raise ArgumentError("give gradient_accumulation_steps or gradient_accumulation_plugin, not both")

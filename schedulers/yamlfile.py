@@ -9,23 +9,26 @@ from typing import TYPE_CHECKING, Any
 from .errors import ConfigError
 
 if TYPE_CHECKING:
+    from yaml import SafeLoader
     from yaml.nodes import Node
 
 Step = str | int
 
 
 class YamlFile:
-    """A parsed file: its plain value, and where each part of it stands. Raises ConfigError, beginning `file:line`."""
+    """A parsed file: its plain value, and where each part of it stands.
+
+    Raises ConfigError, beginning `file:line`; of a file that cannot be opened, `file`.
+    """
 
     def __init__(self, path: str) -> None:
         import yaml
 
-        self.shown = _shown(path)
-        text = self._text(path)
-        # The pure Python loader: the C one counts lines differently for some errors.
+        self.shown = shown(path)
+        text = read_text(path)
         loader = yaml.SafeLoader("")
         try:
-            loader = yaml.SafeLoader(text)
+            loader = _loader(text)
             node = loader.get_single_node()
             self.root: Node | None = node
             if node is not None:
@@ -39,9 +42,7 @@ class YamlFile:
             line = text.count("\n", 0, error.position) + 1
             raise ConfigError(f"{self.shown}:{line}: a character that YAML forbids: {chr(error.character)!r}") from None
         except RecursionError:
-            raise ConfigError(f"{self.shown}:1: nested too deeply") from None
-        except ValueError as error:  # `2024-13-99` looks like a date
-            raise ConfigError(f"{self.shown}:1: a value cannot be read: {error}") from None
+            raise ConfigError(f"{self.shown}:{loader.line + 1}: nested too deeply") from None
         finally:
             loader.dispose()
 
@@ -56,18 +57,6 @@ class YamlFile:
             if key.value == path[-1]:
                 return f"{self.shown}:{key.start_mark.line + 1}"
         return self.where(*path)
-
-    def _text(self, path: str) -> str:
-        try:
-            with open(path, "rb") as file:
-                raw = file.read()
-        except OSError as error:
-            raise ConfigError(f"{self.shown}:1: cannot be read: {error.strerror}") from error
-        try:
-            return raw.decode("utf-8-sig")
-        except UnicodeDecodeError as error:
-            line = raw.count(b"\n", 0, error.start) + 1
-            raise ConfigError(f"{self.shown}:{line}: not UTF-8") from None
 
     def _check(self, root: Node) -> None:
         """YAML takes the last of two equal keys in silence, so that half of a file can vanish; and it lets a value
@@ -110,6 +99,45 @@ class YamlFile:
         return 1 if node is None else int(node.start_mark.line) + 1
 
 
+def read_text(path: str) -> str:
+    """The file's text. Raises ConfigError, which says on which line it is none."""
+    try:
+        with open(path, "rb") as file:
+            raw = file.read()
+    except OSError as error:
+        raise ConfigError(f"{shown(path)}: cannot be read: {error.strerror}") from error
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        raise ConfigError(f"{shown(path)}:{line}: not UTF-8") from None
+
+
+def shown(path: str) -> str:
+    """The path as messages write it: from here, if it lies below."""
+    try:
+        relative = os.path.relpath(path)
+    except OSError:  # the directory that this runs in is gone
+        return path
+    return path if relative.startswith("..") else relative
+
+
+def _loader(text: str) -> SafeLoader:
+    """PyYAML's pure Python loader, as the C one counts lines differently for some errors; a value that cannot be made,
+    such as the date `2024-13-99`, is an error with its line."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def construct_object(self, node: Node, deep: bool = False) -> Any:
+            try:
+                return super().construct_object(node, deep)
+            except (ValueError, ArithmeticError, LookupError, AttributeError, TypeError) as error:
+                problem = f"a value cannot be read: {error}" if isinstance(error, ValueError) else "no such value"
+                raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
+
+    return Loader(text)
+
+
 def _pairs(node: Node | None) -> list[tuple[Node, Node]]:
     from yaml.nodes import MappingNode
 
@@ -136,8 +164,3 @@ def _child(node: Node | None, step: Step) -> Node | None:
     if isinstance(step, int):
         return next(iter(_items(node)[step : step + 1]), None)
     return next((value for key, value in _pairs(node) if key.value == step), None)
-
-
-def _shown(path: str) -> str:
-    relative = os.path.relpath(path)
-    return path if relative.startswith("..") else relative

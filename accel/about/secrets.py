@@ -11,12 +11,13 @@ _SHORTEST = 6  # characters of a secret that is looked for in other texts
 
 _SECRET_NAME = re.compile(
     r"secret|token|passw|passphrase|passwd|credential|api_?key|access_?key|private_?key|auth|cookie|signature"
-    r"|_key$|^key$|_pat$|^pat$|webhook|connection_?string|dsn",
+    r"|pass$|pwd$|(?:^|[_-])sig$|_key$|^key$|_pat$|^pat$|webhook|connection_?string|dsn",
     re.IGNORECASE,
 )
-# Names that only look like one: a count of tokens, the file that a key is in, a key of a mapping.
+# Names that only look like one: a count of tokens, the file that a key is in, a key of a mapping, a directory.
 _HARMLESS = re.compile(
-    r"(?:^|_)(num|max|min|per|n)_?tokens?|tokens?_(per|length|dim)|tokeniz|_calculate_per_token_loss$|authn?_?mode|author",
+    r"(?:^|_)(num|max|min|per|n)_?tokens?|tokens?_(per|length|dim)|tokeniz|_calculate_per_token_loss$|authn?_?mode|author"
+    r"|(?:^|_)(?:by|com|tres|sur|(?:back|for)ward_?)pass$|^(?:old)?pwd$",
     re.IGNORECASE,
 )
 _SHAPES = re.compile(
@@ -28,6 +29,12 @@ _USER_AND_PASSWORD = re.compile(r"(?<![\w:.-])(?P<user>[\w.-]+):(?P<password>[^\
 _VALUE = r"(?P<value>'[^']*'|\"[^\"]*\"|[^\s;&|'\"]+)"
 _ASSIGNED = re.compile(r"(?P<name>[A-Za-z_][\w-]*)(?P<between>=|:\s)" + _VALUE)
 _OPTION = re.compile(r"(?<!\w)(?P<name>--?[A-Za-z][\w-]*)(?P<between>\s+)" + _VALUE)
+# `curl -u me:word`, but not the numbers of `docker run -u 1000:1000`; `docker login -p word`.
+_USER_OPTION = re.compile(
+    r"(?P<before>(?<!\S)(?:-u|-U|--user|--proxy-user)[\s=]*(?!\d+:\d+(?:\s|$))(?P<quote>['\"])?[^\s:'\"]+:)(?!//)"
+    r"(?(quote)[^'\"]*|(?:'[^']*'|\"[^\"]*\"|[^\s;&|'\"]+))"
+)
+_LOGIN = re.compile(r"(?P<before>\b(?:login|sshpass)\b[^;&|\n]*?\s-p[\s=]*)" + _VALUE)
 _BEARER = re.compile(r"(?i)\b(bearer|basic)\s+[\w.~+/=-]{8,}")
 
 
@@ -67,6 +74,7 @@ def _text_without_secrets(text: str, known: Collection[str]) -> str:
         text = text.replace(secret, "…")
     text = _IN_URL.sub("…", text)
     text = _SHAPES.sub("…", text)
+    text = _LOGIN.sub(r"\g<before>…", _USER_OPTION.sub(r"\g<before>…", text))
     text = _BEARER.sub(lambda match: f"{match[1]} …", text)
     return _OPTION.sub(_hide_value, _ASSIGNED.sub(_hide_value, text))
 

@@ -126,8 +126,8 @@ def candidates(words: list[str]) -> list[tuple[str, str]]:
         return [
             (f"{name}={found}", meaning) for found, meaning in _beginning(value, _values(options.get(_plain(name))))
         ]
-    taking = options.get(_plain(before[-1])) if before else None
-    if taking is not None and _needs_value(taking):
+    taking = _taking(before, current, options)
+    if taking is not None:
         return _beginning(current, _values(taking))
     if command in _OPTIONS and _has_program(before, options):
         return []
@@ -165,6 +165,16 @@ def _parser(command: str) -> Parser:
     return parser
 
 
+def _taking(before: Sequence[str], current: str, options: dict[str, argparse.Action]) -> argparse.Action | None:
+    """The option of which the last word is a value, perhaps not its first one."""
+    at = next((at for at in range(len(before) - 1, -1, -1) if before[at].startswith("-")), None)
+    action = None if at is None else options.get(_plain(before[at]))
+    if action is None or not _needs_value(action):
+        return None
+    is_first = at == len(before) - 1
+    return action if is_first or (action.nargs == "+" and not current.startswith("-")) else None
+
+
 def _has_program(before: Sequence[str], options: dict[str, argparse.Action]) -> bool:
     """Whether the script stands there already: what follows it is its own."""
     rest = iter(before)
@@ -189,12 +199,23 @@ def _meaning(action: argparse.Action) -> str:
 def _values(action: argparse.Action | None) -> Iterator[tuple[str, str]]:
     if action is None:
         return
-    if action.choices is not None:
-        yield from ((str(choice), "") for choice in action.choices)
+    choices = _setting_choices(action.dest) if action.choices is None else map(str, action.choices)
+    if choices is not None:
+        yield from ((choice, "") for choice in choices)
     elif action.dest in ("target", "write"):
         yield from _targets()
     elif action.dest == "after":
         yield from _job_ids()
+
+
+def _setting_choices(name: str) -> Iterable[str] | None:
+    """The values of the setting of that name; its parser reads them itself, in any case, and so has no choices."""
+    from accel.settings import BY_NAME
+
+    setting = BY_NAME.get(name)
+    if setting is not None and setting.kind == "yesno":
+        return "true", "false"
+    return None if setting is None else setting.choices or None
 
 
 def _words(command: str, before: Sequence[str]) -> Iterator[tuple[str, str]]:

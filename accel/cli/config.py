@@ -8,11 +8,11 @@ questions that it would ask; what it does not name gets the default.
 
 from __future__ import annotations
 
-import contextlib
 import os
-from typing import TYPE_CHECKING, Any
+import shlex
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from . import exits
+from . import exits, whole_files
 from .launch_file import default_path
 from .output import note, print_json
 from .words import UsageError
@@ -23,12 +23,13 @@ if TYPE_CHECKING:
 
     from accel.settings.questions import Machine
 
+    from .config_target import Written
     from .parser import Parser
 
 EXAMPLES = """\
   accel config                                         ask, and write the file
   accel config --config_file fsdp.yaml                 write another one
-  accel config --answers answers.yaml                  ask nothing; also --answers /dev/stdin
+  accel config --answers answers.yaml                  ask nothing; --answers - is stdin
   accel config default --mixed_precision bf16          what this machine has, and nothing asked
   accel config update                                  an older file in today's form"""
 
@@ -57,7 +58,7 @@ def run(args: Namespace) -> int:
     from . import config_ask
 
     config_ask.need_terminal()
-    answers = config_ask.ask(machine, _offered(path), lambda answers: _files(path, answers, machine))
+    answers = config_ask.ask(machine, _offered(path), lambda answers: _made(path, answers, machine).files())
     if answers is None:
         note("config: nothing was written")
         return exits.INTERRUPTED
@@ -117,7 +118,7 @@ def _write_default(args: Namespace, path: str) -> int:
 
 
 def _update(args: Namespace, path: str) -> int:
-    from accel.settings.file import UNSAID_PROCESSES, to_document
+    from accel.settings.file import to_document
 
     from .launch_file import read_file
 
@@ -125,37 +126,55 @@ def _update(args: Namespace, path: str) -> int:
     values = {name: entry.value for name, entry in file.entries.items()}
     if values.get("compute_environment") == "AMAZON_SAGEMAKER":
         values.pop("num_processes", None)  # which SageMaker's machines have, and Accelerate refuses in such a file
-    elif values.get("num_processes") == UNSAID_PROCESSES or "num_processes" not in values:
-        values["num_processes"] = UNSAID_PROCESSES if file.entries.get("num_processes") else 1
-    return _store(args, path, to_document(values))
+    document = to_document(values)
+    whole_files.write(_COMMAND, [(path, _text(path, document))])
+    _tell(args, path, document)
+    return exits.OK
 
 
-def _finish(args: Namespace, path: str, answers: Mapping[str, Any], machine: Machine) -> int:
-    from . import config_target
+class _Made(NamedTuple):
+    """What answers make: the launch's file, and the target that is described in another one."""
 
-    target = config_target.written(answers)
-    if target is not None:
-        _write(target.path, target.text)
-    described = {} if target is None else {"target": {"path": target.path, "name": target.name, **target.entry}}
-    code = _store(args, path, _document(answers, machine), described)
-    if target is not None:
-        note(f"config: to run there: accel submit --target {target.name} --config_file {path} SCRIPT")
-    return code
+    path: str
+    document: dict[str, Any]
+    target: Written | None
 
-
-def _files(path: str, answers: Mapping[str, Any], machine: Machine) -> list[tuple[str, str]]:
-    """Every file that the answers make: its path and its text. Raises UsageError."""
-    from . import config_target
-
-    target = config_target.written(answers)
-    return [(path, _text(path, _document(answers, machine))), *([] if target is None else [target[:2]])]
+    def files(self) -> list[tuple[str, str]]:
+        """Each file's path and text."""
+        target = [] if self.target is None else [(self.target.path, self.target.text)]
+        return [(self.path, _text(self.path, self.document)), *target]
 
 
-def _document(answers: Mapping[str, Any], machine: Machine) -> dict[str, Any]:
+def _made(path: str, answers: Mapping[str, Any], machine: Machine) -> _Made:
+    """Raises UsageError for answers of which `accel launch` can make nothing."""
     from accel.settings.file import to_document
     from accel.settings.questions import values_of
 
-    return to_document(values_of(answers, machine))
+    from . import config_check, config_target
+
+    values = values_of(answers, machine)
+    wrong = config_check.refused(values)
+    if wrong:
+        raise UsageError(_COMMAND, wrong)
+    return _Made(path, to_document(values), config_target.written(answers))
+
+
+def _finish(args: Namespace, path: str, answers: Mapping[str, Any], machine: Machine) -> int:
+    made = _made(path, answers, machine)
+    whole_files.write(_COMMAND, made.files())
+    _tell(args, path, made.document, made.target)
+    if made.target is not None:
+        command = shlex.join(["accel", "submit", "--target", made.target.name, "--config_file", path])
+        note(f"config: to run there: {command} SCRIPT")
+    return exits.OK
+
+
+def _tell(args: Namespace, path: str, document: Mapping[str, Any], target: Written | None = None) -> None:
+    if args.json:
+        described = {} if target is None else {"target": {"path": target.path, "name": target.name, **target.entry}}
+        print_json({"path": path, "settings": document, **described})
+    else:
+        print(path, *([] if target is None else [target.path]), sep="\n")
 
 
 def _text(path: str, document: Mapping[str, Any]) -> str:
@@ -168,45 +187,17 @@ def _text(path: str, document: Mapping[str, Any]) -> str:
     return str(yaml.safe_dump(dict(document)))
 
 
-def _store(
-    args: Namespace, path: str, document: Mapping[str, Any], target: Mapping[str, Mapping[str, Any]] | None = None
-) -> int:
-    _write(path, _text(path, document))
-    if args.json:
-        print_json({"path": path, "settings": document, **(target or {})})
-    else:
-        print(path, *(described["path"] for described in (target or {}).values()), sep="\n")
-    return exits.OK
-
-
-def _write(path: str, text: str) -> None:
-    """Writes the file whole or not at all, in the place that a link leads to. Raises UsageError."""
-    path = os.path.realpath(path)
-    beside = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.{os.getpid()}")
-    try:
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        with open(beside, "w", encoding="utf-8") as file:
-            file.write(text)
-        if os.path.exists(path):
-            os.chmod(beside, os.stat(path).st_mode & 0o7777)
-        os.replace(beside, path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            os.unlink(beside)
-        raise UsageError(_COMMAND, f"cannot write {path}: {error.strerror}") from None
-
-
 def _answered(path: str, machine: Machine) -> dict[str, Any]:
     """The answers in a file, with the defaults of what it does not answer. Raises UsageError, which says where."""
     from accel.settings.questions import QUESTIONS, open_question
-    from accel.settings.values import BadValue
+    from accel.settings.values import BadValue, as_written
     from schedulers.errors import ConfigError, nearest
     from schedulers.yamlfile import YamlFile
 
-    from . import config_target
+    from . import config_check
 
     try:
-        file = YamlFile(path)
+        file = YamlFile("/dev/stdin" if path == "-" else path)
     except ConfigError as error:
         raise UsageError(_COMMAND, f"--answers: {error}") from None
     given = {} if file.value is None else file.value
@@ -215,7 +206,8 @@ def _answered(path: str, machine: Machine) -> dict[str, Any]:
     names = [question.name for question in QUESTIONS]
     for name in given:
         if name not in names:
-            raise UsageError(_COMMAND, f"{file.where_key(str(name))}: no question {name!r}{nearest(str(name), names)}")
+            near = nearest(str(name), names)
+            raise UsageError(_COMMAND, f"{file.where_key(str(name))}: no question {as_written(name)}{near}")
     answers: dict[str, Any] = {}
     while (question := open_question(answers)) is not None:
         offered = question.offered(answers, machine)
@@ -223,7 +215,7 @@ def _answered(path: str, machine: Machine) -> dict[str, Any]:
             raise UsageError(_COMMAND, f"{file.shown}: no answer to {question.name}: {question.text}")
         try:
             answer = question.understood(given.get(question.name, offered))
-            config_target.check(question, answer, answers)
+            config_check.check(question, answer, answers, machine)
         except BadValue as error:
             where = file.where_key(question.name) if question.name in given else file.shown
             raise UsageError(_COMMAND, f"{where}: {question.name}: {error}") from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from .words import UsageError
@@ -44,6 +45,8 @@ def ask(
     """
     from accel.settings.questions import open_question, still_asked
 
+    from . import config_check
+
     answers: dict[str, Any] = {}
     before = dict(offered)  # and what was answered before going back
     order: list[str] = []
@@ -55,7 +58,8 @@ def ask(
                 if question is None:
                     return answers if _confirmed(files(answers)) else None
                 default = before.get(question.name, question.offered(answers, machine))
-                answers[question.name] = before[question.name] = _one(question, default, answers)
+                answer = _one(question, default, partial(config_check.check, question, before=answers, machine=machine))
+                answers[question.name] = before[question.name] = answer
                 order.append(question.name)
             except Back:
                 if order:
@@ -71,27 +75,41 @@ def _introduce(machine: Machine) -> None:
     print(f"This machine: {devices}, {machine.cores} processors.\n", flush=True)
 
 
-def _one(question: Question, offered: Any, answers: Mapping[str, Any]) -> Any:
+def _one(question: Question, offered: Any, check: Callable[[Any], None]) -> Any:
+    """The answer, once `check` has nothing against it."""
     from accel.settings.values import typed
 
     options = question.choices()
     if options:
         word = {True: "yes", False: "no"}.get(offered, str(offered)) if isinstance(offered, bool) else str(offered)
-        return question.understood(_menu(question.text, options, word))
+        return _chosen(question, options, word, check)
     if question.many:
-        return _several(question, offered or [])
-    return _line(question, "" if offered is None else typed(question.setting, offered), answers)
+        return _several(question, offered or [], check)
+    return _line(question, "" if offered is None else typed(question.setting, offered), check)
 
 
-def _several(question: Question, offered: list[str]) -> list[str] | None:
+def _chosen(
+    question: Question, options: tuple[tuple[str, str], ...], offered: str, check: Callable[[Any], None]
+) -> Any:
+    from accel.settings.values import BadValue
+
+    while True:
+        answer = question.understood(_menu(question.text, options, offered))
+        try:
+            check(answer)
+        except BadValue as error:
+            print(f" {error}", flush=True)
+        else:
+            return answer
+
+
+def _several(question: Question, offered: list[str], check: Callable[[Any], None]) -> list[str] | None:
     """One line a word, up to an empty one."""
-    from prompt_toolkit import prompt
-
     said: list[str] = []
     while True:
         text = f" {question.text} " if not said else " Another one (empty: no more)? "
         default = offered[len(said)] if len(said) < len(offered) else ""
-        word = prompt(text, default=default, bottom_toolbar=_HELP_LINE, key_bindings=_keys(in_menu=False)).strip()
+        word = _typed(text, default, lambda typed: check([*said, typed.strip()]) if typed.strip() else None).strip()
         if not word:
             return said or None
         said.append(word)
@@ -111,40 +129,41 @@ def _menu(text: str, options: tuple[tuple[str, str], ...], offered: str) -> str:
     ).prompt()
 
 
-def _line(question: Question, offered: str, answers: Mapping[str, Any]) -> Any:
+def _line(question: Question, offered: str, check: Callable[[Any], None]) -> Any:
+    from accel.settings.values import BadValue
+
+    def judge(text: str) -> None:
+        if not text and not question.may_be_empty:
+            raise BadValue("an answer is needed")
+        check(question.understood(text))
+
+    return question.understood(_typed(f" {question.text} ", offered, judge))
+
+
+def _typed(text: str, offered: str, judge: Callable[[str], None]) -> str:
+    """A line for which `judge` raises no BadValue."""
     from prompt_toolkit import prompt
     from prompt_toolkit.validation import Validator
 
     from accel.settings.values import BadValue
 
-    from . import config_target
-
-    def why(text: str) -> str:
-        try:
-            if not text and not question.may_be_empty:
-                return "an answer is needed"
-            config_target.check(question, question.understood(text), answers)
-        except BadValue as error:
-            return str(error)
-        return ""
-
     class Check(Validator):
         def validate(self, document: Any) -> None:
             from prompt_toolkit.validation import ValidationError
 
-            wrong = why(document.text)
-            if wrong:
-                raise ValidationError(len(document.text), wrong)
+            try:
+                judge(document.text)
+            except BadValue as error:
+                raise ValidationError(len(document.text), str(error)) from None
 
-    said = prompt(
-        f" {question.text} ",
+    return prompt(
+        text,
         default=offered,
         validator=Check(),
         validate_while_typing=False,
         bottom_toolbar=_HELP_LINE,
         key_bindings=_keys(in_menu=False),
     )
-    return question.understood(said)
 
 
 def _keys(*, in_menu: bool) -> KeyBindings:

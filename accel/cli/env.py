@@ -26,6 +26,7 @@ EXAMPLES = """\
   accel env --config_file accelerate.yaml
   accel env --json | jq -r .torch.version"""
 
+_COMMAND = "accel env"
 _TORCH_LIMIT_S = 120.0
 _DRIVER_LIMIT_S = 20.0
 _TOLD = ("ACCEL", "NCCL_", "CUDA_", "TORCH", "PYTORCH_", "OMP_", "MKL_", "GLOO_", "HF_", "XLA_", "TPU_", "DEEPSPEED_")
@@ -74,32 +75,24 @@ def gather(config_file: str | None, limit_s: float) -> dict[str, Any]:
 
 
 def _config(path: str | None) -> dict[str, Any]:
-    from . import config_file, launch_file
+    """The file that counts, with what is in it, and why `accel launch` would not take it."""
+    from .launch_file import default_path, in_use, judged, load
     from .words import UsageError
 
+    found = in_use(path)
+    if found is None:
+        return {"path": default_path(), "settings": None, "error": None}
     try:
-        found, settings = config_file.read_in_use("accel env", path)
+        file = load(_COMMAND, found)
     except UsageError as error:
         if path is not None:
             raise
-        return {"path": launch_file.default_path(), "settings": None, "error": str(error)}
-    return {
-        "path": found,
-        "settings": settings,
-        "error": None if settings is None else _refused(found),
-    }
-
-
-def _refused(path: str) -> str | None:
-    """Why `accel launch` would not take the file."""
-    from .launch_file import read_file
-    from .words import UsageError
-
+        return {"path": found, "settings": None, "error": str(error)}
     try:
-        read_file("accel env", path)
+        judged(_COMMAND, file)
     except UsageError as error:
-        return str(error)
-    return None
+        return {"path": found, "settings": file.document, "error": str(error)}
+    return {"path": found, "settings": file.document, "error": None}
 
 
 def _targets(limit_s: float) -> tuple[list[dict[str, Any]], str | None, list[dict[str, Any]]]:

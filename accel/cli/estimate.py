@@ -75,6 +75,9 @@ def run(args: Namespace) -> int:
     except AccelError as error:
         note(f"estimate-memory: {error}")
         return exits.ERROR
+    longest = found.subject.longest
+    if longest is not None and found.sequence_length > longest and found.unmeasured is None:
+        note(f"estimate-memory: the model is made for sequences of {longest} at most, not {found.sequence_length}")
     if args.json:
         from accel.estimating.report import as_json
 

@@ -39,22 +39,17 @@ def run_argv(argv: Sequence[str]) -> int:
     if not words and not given.get("explain"):
         raise UsageError(_COMMAND, "nothing to run: give a script, -m MODULE, or --no_python COMMAND")
     found = resolved(given)
-    if given.get("explain"):
-        _check_place(found)
-        return _explain(found)
-    return _launch(given, found, words)
+    return _explain(found) if given.get("explain") else _launch(given, found, words)
 
 
-def _check_place(found: Mapping[str, Value]) -> None:
-    """What is explained can be launched here, as far as machines go. Raises UsageError."""
-    from accel.launch.engines import started_once
+def _explain(found: Mapping[str, Value]) -> int:
     from accel.launch.errors import Refused
-    from accel.launch.placing import place
 
+    from .explain import explain
     from .words import UsageError
 
     try:
-        place(started_once(settled(found)), os.environ)
+        return explain(found, settled(found))
     except Refused as error:
         raise UsageError(_COMMAND, _located(str(error), found)) from None
 
@@ -78,19 +73,24 @@ def _launch(given: Mapping[str, Any], found: Mapping[str, Value], words: list[st
 
 
 def _located(message: str, found: Mapping[str, Value]) -> str:
-    """Who has said what the message begins with, if it was not a flag."""
+    """Who has said what the message begins with, behind it, if it was not a flag."""
     from accel.settings import BY_NAME
 
-    first, colon, rest = message.partition(": ")
-    name = next(
-        (name for name, setting in BY_NAME.items() if setting.flag and setting.shown == first.split(" ")[0]), ""
-    )
-    if not (name and colon) or found[name].layer in ("flag", "default"):
+    flag = message.partition(" ")[0].rstrip(":,")
+    name = next((name for name, setting in BY_NAME.items() if setting.flag and setting.shown == flag), "")
+    if not name or found[name].layer in ("flag", "default"):
         return message
-    return f"{first} ({found[name].source}): {rest}"
+    value = found[name].value
+    for said in (f"{flag} {value}", f"{flag} {value!r}", flag):
+        rest = message.removeprefix(said)
+        if rest != message and rest[:1] in ("", " ", ",", ":"):
+            return f"{said} ({found[name].source}){rest}"
+    return message
 
 
-def resolved(given: Mapping[str, Any], env: Mapping[str, str] = os.environ) -> dict[str, Value]:
+def resolved(
+    given: Mapping[str, Any], env: Mapping[str, str] = os.environ, *, command: str = _COMMAND
+) -> dict[str, Value]:
     """Every setting, with where its value comes from. Raises UsageError for what cannot be, or not together."""
     from accel.settings.checks import contradictions
     from accel.settings.layers import resolve
@@ -98,29 +98,29 @@ def resolved(given: Mapping[str, Any], env: Mapping[str, str] = os.environ) -> d
 
     from .words import UsageError
 
-    file = _file(given)
+    file = _file(given, command)
     try:
         found = resolve(given, env, file.entries, file.where, _nodes(env))
     except BadValue as error:
-        raise UsageError(_COMMAND, str(error)) from None
+        raise UsageError(command, str(error)) from None
     entry = file.entries.get("num_processes")
     if entry is not None and entry.value == -1 and found["num_processes"].value is None:
-        raise UsageError(_COMMAND, f"{file.where(entry.keys)}: num_processes: -1 leaves it to --num_processes: give it")
+        raise UsageError(command, f"{file.where(entry.keys)}: num_processes: -1 leaves it to --num_processes: give it")
     sources = {name: value.source for name, value in found.items() if value.layer not in ("default", "flag")}
     wrong = contradictions({name: value.value for name, value in found.items()}, sources)
     if wrong:
-        raise UsageError(_COMMAND, wrong)
+        raise UsageError(command, wrong)
     return found
 
 
-def _file(given: Mapping[str, Any]) -> Any:
+def _file(given: Mapping[str, Any], command: str) -> Any:
     """The file that is named, else the default one; Accelerate does not read that one with --cpu, nor does this."""
     from .launch_file import default_path, nothing, read_file
 
     path = given.get("config_file")
     if path is None and (given.get("cpu") or not os.path.isfile(default_path())):
-        return nothing(_COMMAND)
-    return read_file(_COMMAND, path or default_path())
+        return nothing(command)
+    return read_file(command, path or default_path())
 
 
 def _nodes(env: Mapping[str, str]) -> Nodes | None:
@@ -158,23 +158,3 @@ def settled(found: Mapping[str, Value]) -> dict[str, Any]:
 
 def _is_deepspeeds(setting: Setting) -> bool:
     return setting.name == "gradient_accumulation_steps" or "deepspeed" in setting.used_by
-
-
-def _explain(found: Mapping[str, Value]) -> int:
-    from .output import print_rows
-
-    rows = [(name, _shown(name, value.value), value.source) for name, value in found.items() if name != "explain"]
-    rows.sort(key=lambda row: row[2] == "default")  # what somebody has said stands first
-    print_rows(("setting", "value", "from"), rows, on_terminal=rows)
-    return 0
-
-
-def _shown(name: str, value: Any) -> str:
-    if value is None:
-        return ""
-    if name in ("aws_access_key_id", "aws_secret_access_key"):
-        return "(not shown)"
-    from accel.about.secrets import without_secrets
-
-    value = without_secrets(value)
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -10,10 +10,22 @@ from .words import UsageError
 
 
 class Configuration(NamedTuple):
-    """A file's settings by name, as `accel.settings.file.Entry`, and where in it something stands."""
+    """A file's settings by name, as `accel.settings.file.Entry`, and where in it something stands.
+
+    document: the same as the file has them.
+    """
 
     path: str
     entries: dict[str, Any]
+    where: Callable[[tuple[str, ...]], str]
+    document: dict[str, Any]
+
+
+class Loaded(NamedTuple):
+    """What a file holds, whether or not its names and values are right."""
+
+    path: str
+    document: dict[str, Any]
     where: Callable[[tuple[str, ...]], str]
 
 
@@ -32,44 +44,39 @@ def default_path() -> str:
 
 def nothing(command: str) -> Configuration:
     """Of no file."""
-    return Configuration(command, {}, lambda keys: command)
+    return Configuration(command, {}, lambda keys: command, {})
+
+
+def in_use(path: str | None) -> str | None:
+    """The file that counts: the one named, else the default one; None if that is not there."""
+    if path is not None:
+        return path
+    return default_path() if os.path.isfile(default_path()) else None
 
 
 def read_file(command: str, path: str) -> Configuration:
     """The settings in a file of any version, YAML or JSON. Raises UsageError, which begins `file:line`."""
-    from accel.settings.file import BadEntry, read_document
+    return judged(command, load(command, path))
 
+
+def load(command: str, path: str) -> Loaded:
+    """What a file holds, YAML or JSON. Raises UsageError, which begins `file:line`, for one that holds no names."""
     document, where = _load(command, path)
     if document is None:
         document = {}
     if not isinstance(document, dict) or not all(isinstance(key, str) for key in document):
         raise UsageError(command, f"{where(())}: must hold settings, one `name: value` a line")
+    return Loaded(path, document, where)
+
+
+def judged(command: str, file: Loaded) -> Configuration:
+    """The settings that a file holds. Raises UsageError, which begins `file:line`."""
+    from accel.settings.file import BadEntry, read_document
+
     try:
-        return Configuration(path, read_document(document), where)
+        return Configuration(file.path, read_document(file.document), file.where, file.document)
     except BadEntry as error:
-        raise UsageError(command, f"{where(error.keys)}: {error}") from None
-
-
-def read_flags(command: str, path: str) -> list[str]:
-    """The file's settings as flags of `accel launch`. Raises UsageError for a file or a setting that it cannot take."""
-    from accel.settings import BY_NAME
-    from accel.settings.layers import resolve
-    from accel.settings.values import typed
-
-    file = read_file(command, path)
-    flags = []
-    for name, (value, _, layer) in resolve({}, {}, file.entries, file.where).items():
-        setting = BY_NAME[name]
-        if layer == "default" or not setting.flag or (value is False and setting.kind == "switch"):
-            continue
-        flag = setting.spellings()[1 if setting.short else 0]
-        if setting.kind == "switch":
-            flags.append(flag)
-        elif setting.kind == "words":
-            flags += [f"{flag}={word}" for word in value]
-        else:
-            flags.append(f"{flag}={typed(setting, value)}")
-    return flags
+        raise UsageError(command, f"{file.where(error.keys)}: {error}") from None
 
 
 def _load(command: str, path: str) -> tuple[Any, Callable[[tuple[str, ...]], str]]:
@@ -79,22 +86,25 @@ def _load(command: str, path: str) -> tuple[Any, Callable[[tuple[str, ...]], str
     if not os.path.isfile(path):
         what = "is not a file" if os.path.exists(path) else "does not exist"
         raise UsageError(command, f"--config_file: cannot read {path}: it {what}")
-    if path.endswith(".json"):
-        return _load_json(command, path)
     try:
+        if path.endswith(".json"):
+            return _load_json(path)
         file = YamlFile(path)
     except ConfigError as error:
         raise UsageError(command, f"--config_file: {' '.join(str(error).split())}") from None
     return file.value, lambda keys: file.where_key(*keys) if keys else file.where()
 
 
-def _load_json(command: str, path: str) -> tuple[Any, Callable[[tuple[str, ...]], str]]:
+def _load_json(path: str) -> tuple[Any, Callable[[tuple[str, ...]], str]]:
     import json
+
+    from schedulers.errors import ConfigError
+    from schedulers.yamlfile import read_text, shown
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = [key for key, value in pairs if dict(pairs)[key] != value]
         if twice:
-            raise UsageError(command, f"{where((twice[0],))}: key {twice[0]!r} is there twice")
+            raise ConfigError(f"{where((twice[0],))}: key {twice[0]!r} is there twice")
         return dict(pairs)
 
     def where(keys: tuple[str, ...]) -> str:
@@ -102,16 +112,13 @@ def _load_json(command: str, path: str) -> tuple[Any, Callable[[tuple[str, ...]]
         at = 0
         for key in keys:
             at = max(text.find(json.dumps(key), at), at)
-        return f"{path}:{text.count(chr(10), 0, at) + 1}"
+        return f"{shown(path)}:{text.count(chr(10), 0, at) + 1}"
 
-    text = ""
+    text = read_text(path)
     try:
-        with open(path, encoding="utf-8-sig") as file:
-            text = file.read()
         return json.loads(text, object_pairs_hook=once), where
     except json.JSONDecodeError as error:
-        raise UsageError(command, f"--config_file: {path}:{error.lineno}: not JSON: {error.msg}") from None
-    except UnicodeDecodeError:
-        raise UsageError(command, f"--config_file: {path}:1: not UTF-8") from None
-    except OSError as error:
-        raise UsageError(command, f"--config_file: cannot read {path}: {error.strerror}") from None
+        raise ConfigError(f"{shown(path)}:{error.lineno}: not JSON: {error.msg}") from None
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits
+        said = "nested too deeply" if isinstance(error, RecursionError) else f"a value cannot be read: {error}"
+        raise ConfigError(f"{shown(path)}: {said}") from None

@@ -13,13 +13,16 @@ def note(text: str) -> None:
 
 
 def print_json(document: Any, *, one_line: bool = False) -> None:
-    """One JSON document in ASCII, so that neither the locale nor an argument of raw bytes can spoil it."""
+    """One JSON document in ASCII, so that neither the locale nor an argument of raw bytes can spoil it.
+
+    What JSON has no word for, such as a date from a YAML file, is text.
+    """
     import json
 
     if one_line:
-        print(json.dumps(document, separators=(",", ":")))
+        print(json.dumps(document, separators=(",", ":"), default=str))
     else:
-        print(json.dumps(document, indent=2))
+        print(json.dumps(document, indent=2, default=str))
 
 
 def print_rows(columns: Sequence[str], rows: Iterable[Sequence[str]], *, on_terminal: Iterable[Sequence[str]]) -> None:

@@ -1,22 +1,35 @@
-"""What a configuration file of `accel launch` says to a job: variables, which the launch on its nodes reads."""
+"""What a configuration file of `accel launch` says to a job: nodes, processes, GPUs, and for the launch variables."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .words import UsageError
+
+if TYPE_CHECKING:
+    from accel.settings.layers import Value
 
 _COMMAND = "accel submit"
 # What only starts on the machine where the command is typed, and the way to do that.
 _ELSEWHERE = {"tpu": "a TPU", "mpirun_hostfile": "mpirun", "deepspeed_hostfile": "DeepSpeed's own launcher"}
+# What a job has from its target, whatever a file says.
+_OF_TARGET = ("gpu_ids", "rdzv_backend", "deepspeed_inclusion_filter", "deepspeed_exclusion_filter")
 
 
 class Carried(NamedTuple):
-    """What a file says to a job: variables, and the processes of each of its nodes, where it says how many."""
+    """What a file says to a job.
+
+    nodes:                how many there are: at least, and at most if that is another number.
+    procs_per_node, gpus: of each node.
+    notes:                what the job does not take from it, a line each.
+    """
 
     env: dict[str, str]
-    procs_per_node: int | None
+    nodes: tuple[int, int | None] | None = None
+    procs_per_node: int | None = None
+    gpus: int | None = None
+    notes: tuple[str, ...] = ()
 
 
 def of_file(path: str) -> Carried:
@@ -37,7 +50,15 @@ def of_file(path: str) -> Carried:
     for name, what in _ELSEWHERE.items():
         if options[name]:
             raise UsageError(_COMMAND, f"{path} is for {what}: accel launch --config_file {path} SCRIPT starts it")
-    return Carried(_variables(options), _processes(path, options))
+    low, high = _machines(path, options)
+    processes = _processes(path, options, low)
+    return Carried(
+        env=_variables(options),
+        nodes=(low, high if high != low else None) if found["num_machines"].layer == "file" else None,
+        procs_per_node=processes,
+        gpus=processes if options["multi_gpu"] else None,
+        notes=tuple(_left_out(found)),
+    )
 
 
 def _variables(options: Mapping[str, Any]) -> dict[str, str]:
@@ -56,10 +77,33 @@ def _variables(options: Mapping[str, Any]) -> dict[str, str]:
     return env
 
 
-def _processes(path: str, options: Mapping[str, Any]) -> int | None:
-    total, machines = options["num_processes"], str(options["num_machines"] or 1)
+def _machines(path: str, options: Mapping[str, Any]) -> tuple[int, int]:
+    from accel.launch.errors import Refused
+    from accel.launch.placing import machine_range
+
+    try:
+        return machine_range(str(options["num_machines"] or 1))
+    except Refused as error:
+        raise UsageError(_COMMAND, f"{path}: {error}") from None
+
+
+def _processes(path: str, options: Mapping[str, Any], machines: int) -> int | None:
+    total = options["num_processes"]
     if not total:
         return None
-    if not machines.isdigit() or int(machines) < 1 or total % int(machines):
+    if total % machines:
         raise UsageError(_COMMAND, f"{path}: num_processes {total} is not so many on each of {machines} machines")
-    return int(total) // int(machines)
+    return int(total) // machines
+
+
+def _left_out(found: Mapping[str, Value]) -> Iterator[str]:
+    from accel.settings import BY_NAME
+    from accel.settings.checks import is_given
+
+    options = {name: value.value for name, value in found.items()}
+    for name in _OF_TARGET:
+        if is_given(name, options) and options[name] != BY_NAME[name].default:
+            said = f"{found[name].source}: {BY_NAME[name].file_key} {options[name]}"
+            yield f"{said} is left out: which machines and GPUs a job has is for its target to say"
+    if options["multi_gpu"] and not options["num_processes"]:
+        yield f"{found['multi_gpu'].source}: num_processes is not said: the job asks for as many GPUs as --gpus says"

@@ -11,9 +11,14 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
+import signal
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
+
+from accel.launch.told import Told
+from schedulers.processes import die_with_parent
 
 from . import exits, values
 from .output import note, print_json
@@ -34,6 +39,7 @@ EXAMPLES = """\
 Without --num_processes it runs on as many as the configuration file says, where there is one; else on 1, 2 and 4: on
 GPUs if there are as many, else on the CPU."""
 
+_COMMAND = "accel test"
 _COUNTS = (1, 2, 4)
 _MODULE = "accel.sanity"
 
@@ -49,47 +55,57 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: Namespace) -> int:
     if args.num_processes == 0:
-        raise UsageError("accel test", "--num_processes 0: a whole number from 1 on")
+        raise UsageError(_COMMAND, "--num_processes 0: a whole number from 1 on")
     if args.target is not None:
         return _run_there(args)
-    path, given = _file(args)
-    counts = [args.num_processes] if args.num_processes else [None] if _names_count(given) else list(_COUNTS)
-    for count in counts:
-        code = _run_here([*given, *_flags(count, given, cpu=args.cpu)], as_json=args.json)
+    path = _file(args)
+    for flags in launches(args, path):
+        code = _run_here(flags, as_json=args.json)
         if code != exits.OK:
             return code
     note(f"test: all went well{f' with the settings of {path}' if path else ''}: training works here")
     return exits.OK
 
 
-def _file(args: Namespace) -> tuple[str | None, list[str]]:
-    """The configuration file that counts, as for `accel launch`, and its settings as flags."""
-    from .launch_file import default_path, read_flags
+def _file(args: Namespace) -> str | None:
+    """The configuration file that counts, as for `accel launch`."""
+    from .launch_file import in_use
 
-    path = args.config_file
-    if path is None and not args.cpu and os.path.isfile(default_path()):
-        path = default_path()
-    return path, read_flags("accel test", path) if path is not None else []
+    return None if args.cpu and args.config_file is None else in_use(args.config_file)
 
 
-def _names_count(flags: Sequence[str]) -> bool:
-    return any(flag.startswith("--num_processes=") for flag in flags)
-
-
-def _flags(count: int | None, given: Sequence[str], *, cpu: bool) -> list[str]:
+def launches(args: Namespace, path: str | None) -> list[list[str]]:
+    """The flags of each launch that is to be run. Raises UsageError."""
     from accel.launch.devices import find
+    from accel.settings.checks import WAYS
 
-    flags = [] if count is None else [f"--num_processes={count}"]
-    too_few = count is not None and count > find().count
-    return [*flags, "--cpu"] if (cpu or too_few) and "--cpu" not in given else flags
+    from .launch import resolved
+
+    asked = {"config_file": path, "cpu": args.cpu or None, "num_processes": args.num_processes}
+    found = resolved({name: value for name, value in asked.items() if value is not None}, command=_COMMAND)
+    if found["compute_environment"].value == "AMAZON_SAGEMAKER":
+        raise UsageError(_COMMAND, f"{path} is for SageMaker: the checks run on this machine, or on a --target")
+    flags = [*([] if path is None else [f"--config_file={path}"]), *(["--cpu"] if args.cpu else [])]
+    if found["num_processes"].layer == "file":
+        return [flags]
+    here = None if any(found[name].value for name in WAYS) else find().count  # said, else a CPU does for want of GPUs
+    return [
+        [*flags, f"--num_processes={count}", *(["--cpu"] if here is not None and count > here else [])]
+        for count in ([args.num_processes] if args.num_processes else _COUNTS)
+    ]
 
 
 def _run_here(flags: Sequence[str], *, as_json: bool) -> int:
-    """Run the checks under `accel launch`, passing on what they say as they say it."""
+    """Run the checks under `accel launch`, passing on what they say as they say it. The launch ends with this process,
+    and in order."""
+    parent = os.getpid()
     command = [sys.executable, "-m", "accel", "launch", *flags, "-m", _MODULE, "--json"]
-    running = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    running = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, preexec_fn=lambda: die_with_parent(signal.SIGTERM, parent)
+    )
+    told = Told(lambda signum: running.send_signal(signal.SIGTERM))
     failed: dict[str, Any] | None = None
-    last = "the start"
+    last: str | None = None
     try:
         assert running.stdout is not None
         for line in running.stdout:
@@ -104,12 +120,18 @@ def _run_here(flags: Sequence[str], *, as_json: bool) -> int:
     except KeyboardInterrupt:
         running.wait()  # it has been interrupted too, and ends its processes
         raise
+    finally:
+        told.forget()
+    if told.signum:
+        return told.exit_code
     if failed is not None:
         said = f"process {failed['process']} of {failed['processes']}: {failed['message']}"
         note(f"test: {failed['check']!r} failed: {said}")
         return exits.ERROR
+    if code == exits.USAGE and last is None:
+        return code  # it was refused, and has said why
     if code != exits.OK:
-        note(f"test: `accel launch {' '.join(flags)}` ended with code {code} after {last!r}")
+        note(f"test: `{shlex.join(['accel', 'launch', *flags])}` ended with code {code} after {last or 'the start'!r}")
         return exits.ERROR
     return exits.OK
 
@@ -135,7 +157,7 @@ def _run_there(args: Namespace) -> int:
     from . import submit
 
     if args.config_file is not None:
-        raise UsageError("accel test", "--config_file is for this machine: a target's settings are in accel.yaml")
+        raise UsageError(_COMMAND, "--config_file is for this machine: a target's settings are in accel.yaml")
     words = [f"--target={args.target}", "--name=sanity", "--follow", "-m", _MODULE]
     if args.num_processes is not None:
         words.insert(0, f"--procs-per-node={args.num_processes}")

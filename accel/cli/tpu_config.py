@@ -12,7 +12,7 @@ import re
 import shlex
 from typing import TYPE_CHECKING, Any
 
-from . import config_file, exits
+from . import exits
 from .output import note
 from .words import UsageError
 
@@ -66,40 +66,29 @@ def run(args: Namespace) -> int:
 
 def _settings(args: Namespace) -> tuple[str, str, list[str]]:
     """Name, zone and commands: flags first, then the file. Raises UsageError."""
+    from .launch_file import default_path, in_use, read_file
+
     if args.command and args.command_file:
         raise UsageError(_NAME, "--command and --command_file both say what to run: keep one")
-    path, found = config_file.read_in_use(_NAME, args.config_file)
-    settings = found or {}
-    name = args.tpu_name or _text(path, settings, "tpu_name")
-    zone = args.tpu_zone or _text(path, settings, "tpu_zone")
+    path = in_use(args.config_file)
+    entries = {} if path is None else read_file(_NAME, path).entries
+    settings: dict[str, Any] = {key: entry.value for key, entry in entries.items()}
+    name = args.tpu_name or settings.get("tpu_name", "")
+    zone = args.tpu_zone or settings.get("tpu_zone", "")
     for flag, value in (("--tpu_name", name), ("--tpu_zone", zone)):
         if not value:
-            raise UsageError(_NAME, f"which TPU? give {flag}, or write {flag[2:]}: in {path}")
+            raise UsageError(_NAME, f"which TPU? give {flag}, or write {flag[2:]}: in {path or default_path()}")
         if value.startswith("-"):
             raise UsageError(_NAME, f"{flag} {value!r} is no name that Google Cloud gives")
     commands = args.command
     if not commands:
-        file = args.command_file or _text(path, settings, "command_file")
-        commands = _lines(file) if file else _listed(path, settings)
+        file = args.command_file or settings.get("command_file")
+        commands = _lines(file) if file else settings.get("commands")
+    commands = [command for command in commands or [] if command.strip()]
     if not commands:
-        raise UsageError(_NAME, "nothing to run: give --command or --command_file")
-    return name, zone, [command for command in commands if command.strip()]
-
-
-def _text(path: str, settings: dict[str, Any], key: str) -> str:
-    value = settings.get(key)
-    if value is not None and not isinstance(value, str):
-        raise UsageError(_NAME, f"{path}: {key}: expects text, not {value!r}")
-    return value or ""
-
-
-def _listed(path: str, settings: dict[str, Any]) -> list[str]:
-    found = settings.get("commands") or []
-    if isinstance(found, str):
-        return [found]
-    if not isinstance(found, list) or not all(isinstance(line, str) for line in found):
-        raise UsageError(_NAME, f"{path}: commands: expects a list of commands, not {found!r}")
-    return found
+        blank = "--command holds no command" if args.command else "give --command or --command_file"
+        raise UsageError(_NAME, f"nothing to run: {blank}")
+    return name, zone, commands
 
 
 def _lines(file: str) -> list[str]:

@@ -8,6 +8,7 @@ not count.
 from __future__ import annotations
 
 import contextlib
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
@@ -39,7 +40,7 @@ def measure(subject: Subject, way: Way, *, batch_size: int, sequence_length: int
         raise Unmeasured("a file of weights does not tell how the model computes")
     try:
         model = on_meta(subject)
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        with _quiet(), FakeTensorMode(allow_non_fake_inputs=True):
             _make_fake(model, torch.bfloat16 if way == "bfloat16" else torch.float32)
             if checkpointing:
                 _checkpoint(model)
@@ -48,8 +49,22 @@ def measure(subject: Subject, way: Way, *, batch_size: int, sequence_length: int
     except AccelError as error:
         raise Unmeasured(str(error)) from None
     except Exception as error:
+        if sequence_length > (subject.longest or sequence_length):
+            longer = f"sequences of {sequence_length} are longer than the {subject.longest} that the model takes"
+            raise Unmeasured(longer) from error
         said = " ".join(f"{type(error).__name__}: {error}".split())
         raise Unmeasured(f"{type(error).__name__} in its forward or backward: {said[:200]}") from error
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch's record of what fails here, which `Unmeasured` says."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def step_bytes(model: nn.Module, inputs: dict[str, Any], way: Way) -> int:

@@ -101,14 +101,23 @@ class GangAgent(SimpleElasticAgent):
             log = self._settings.log_of(worker.global_rank, self._attempt)
             self._server.start_rank(worker.local_rank, env, log, self._settings.spawn)
             self._alive.add(worker.local_rank)
-        while len(pids) < len(worker_group.workers) and self._alive - pids.keys():
-            for event in self._server.events(self._poll_s):
-                if event["event"] == "started":
-                    pids[event["local_rank"]] = event["pid"]
-                else:
-                    self._note(event)
-            self._check_interrupted()
+            self._hear_of_starts(pids, 0)
+            if self._has_failed():  # those that are left would only be ended again
+                break
+        while self._alive - pids.keys():
+            self._hear_of_starts(pids, self._poll_s)
         return {worker.local_rank: pids.get(worker.local_rank, 0) for worker in worker_group.workers}
+
+    def _hear_of_starts(self, pids: dict[int, Any], timeout_s: float) -> None:
+        for event in self._server.events(timeout_s):
+            if event["event"] == "started":
+                pids[event["local_rank"]] = event["pid"]
+            else:
+                self._note(event)
+        self._check_interrupted()
+
+    def _has_failed(self) -> bool:
+        return any(one.code != 0 for one in self._exits.values())
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Waits up to the poll interval for news, then says how the gang stands."""
@@ -118,7 +127,7 @@ class GangAgent(SimpleElasticAgent):
         except ServerGone as gone:
             return self._fail(self._launcher_failure(str(gone)))
         self._check_interrupted()
-        if any(one.code != 0 for one in self._exits.values()):
+        if self._has_failed():
             return self._fail(self._end_after_failure())
         if not self._alive and not self._finished:
             self._finished = True

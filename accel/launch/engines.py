@@ -39,10 +39,10 @@ def launch(options: Mapping[str, Any], program: Program) -> int:
 
     Raises LaunchError for what cannot be, such as a package that is not installed.
     """
-    if options["tpu"] and options["tpu_use_cluster"] and not options["no_tpu_cluster"]:
+    if _is_for_pod(options):
         return _run_on_pod(options, program)
     refuse_missing(options)
-    if options["compute_environment"] == "AMAZON_SAGEMAKER":
+    if _is_for_sagemaker(options):
         from .sagemaker import submit
 
         return submit(options, program)
@@ -52,6 +52,19 @@ def launch(options: Mapping[str, Any], program: Program) -> int:
     if options["mpirun_hostfile"]:
         return _run(mpi_command(options, program, run), mpi_environment(run))
     return node.launch(run)
+
+
+def starts_here(options: Mapping[str, Any]) -> bool:
+    """Whether the launch begins on this machine, and not on a pod's hosts or SageMaker's."""
+    return not (_is_for_pod(options) or _is_for_sagemaker(options))
+
+
+def _is_for_pod(options: Mapping[str, Any]) -> bool:
+    return bool(options["tpu"] and options["tpu_use_cluster"] and not options["no_tpu_cluster"])
+
+
+def _is_for_sagemaker(options: Mapping[str, Any]) -> bool:
+    return bool(options["compute_environment"] == "AMAZON_SAGEMAKER")
 
 
 def planned(options: Mapping[str, Any], program: Program, env: Mapping[str, str] = os.environ) -> Launch:
@@ -94,7 +107,7 @@ def refuse_missing(options: Mapping[str, Any]) -> None:
     for name, (package, shown, remedy) in _NEEDS.items():
         if options[name]:
             _need(package, f"--{name}", shown, remedy)
-    if options["compute_environment"] == "AMAZON_SAGEMAKER":
+    if _is_for_sagemaker(options):
         _need("sagemaker", "compute_environment: AMAZON_SAGEMAKER", "the SageMaker SDK", _EXTRA.format("sagemaker"))
 
 

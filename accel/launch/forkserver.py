@@ -46,6 +46,7 @@ class ForkServer:
     def __init__(self, sock: socket.socket, pid: int) -> None:
         self._sock = sock
         self._reader = _Lines(sock)
+        self._heard: list[dict[str, Any]] = []
         self.pid = pid
 
     @classmethod
@@ -74,9 +75,9 @@ class ForkServer:
 
     def events(self, timeout_s: float) -> list[dict[str, Any]]:
         """What has happened, waiting up to `timeout_s` for the first of it. Raises ServerGone."""
-        if not self._reader.pending() and not select.select([self._sock], [], [], timeout_s)[0]:
-            return []
-        found = self._reader.read()
+        if select.select([self._sock], [], [], 0 if self._heard else timeout_s)[0]:
+            self._heard += self._reader.read()
+        found, self._heard = self._heard, []
         if not found and self._reader.closed:
             raise ServerGone(_death(self.pid))
         return found
@@ -97,10 +98,17 @@ class ForkServer:
             os.waitpid(self.pid, 0)
 
     def _send(self, **message: object) -> None:
-        try:
-            self._sock.sendall(json.dumps(message).encode() + b"\n")
-        except OSError:
-            raise ServerGone(_death(self.pid)) from None
+        """Listens meanwhile: a server whose events nobody takes takes no message either."""
+        left = json.dumps(message).encode() + b"\n"
+        while left:
+            if select.select([self._sock], [self._sock], [])[0]:
+                self._heard += self._reader.read()
+            try:
+                left = left[self._sock.send(left, socket.MSG_DONTWAIT) :]
+            except BlockingIOError:
+                continue
+            except OSError:
+                raise ServerGone(_death(self.pid)) from None
 
 
 def _fork() -> int:
@@ -129,9 +137,6 @@ class _Lines:
         self._buffer = b""
         self.closed = False
 
-    def pending(self) -> bool:
-        return b"\n" in self._buffer
-
     def read(self) -> list[dict[str, Any]]:
         """The objects that are there after one read."""
         try:
@@ -154,6 +159,7 @@ class _Server:
         self._grace_s = grace_s
         self._ranks: dict[int, tuple[int, int]] = {}  # pid -> local rank, descriptor of its error file
         self._launcher_lives = True
+        self._heard = True  # by the launcher, as far as is known: it has not closed its side
         self._deadline: float | None = None  # while ending: when to kill
         self._told: set[int] = set()  # while ending: leftovers that have had their SIGTERM
         self._wake_read, self._wake_write = wake_pipe()
@@ -205,15 +211,19 @@ class _Server:
             self._begin_end(signal.SIGTERM, self._grace_s)
 
     def _start(self, message: dict[str, Any]) -> None:
+        if self._deadline is not None or not self._heard:
+            self._refuse_start(message, "the gang is being ended", -signal.SIGTERM)
+            return
         server = os.getpid()
         # A rank takes no signal before it is one: with this server's handlers it would end its sisters and live on.
         signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)
         try:
             error_fd = _error_file()
             pid = _fork()
+            if pid:
+                self._ranks[pid] = (message["local_rank"], error_fd)
         except OSError as error:
-            self._tell(event="exited", local_rank=message["local_rank"], pid=0, code=1, time=time.time(),
-                       error={"type": "OSError", "message": f"cannot start a process: {error.strerror}"})  # fmt: skip
+            self._refuse_start(message, f"cannot start a process: {error.strerror}", 1)
             return
         finally:
             if os.getpid() == server:
@@ -223,8 +233,11 @@ class _Server:
         if self._guard_fd is not None:
             with contextlib.suppress(OSError):  # without its guard a gang runs on
                 os.write(self._guard_fd, b"%d\n" % pid)
-        self._ranks[pid] = (message["local_rank"], error_fd)
         self._tell(event="started", local_rank=message["local_rank"], pid=pid)
+
+    def _refuse_start(self, message: dict[str, Any], why: str, code: int) -> None:
+        error = {"type": "OSError", "message": why}
+        self._tell(event="exited", local_rank=message["local_rank"], pid=0, code=code, time=time.time(), error=error)
 
     def _become_rank(self, message: dict[str, Any], server: int, error_fd: int) -> NoReturn:
         try:
@@ -282,8 +295,10 @@ class _Server:
                        code=os.waitstatus_to_exitcode(status), error=_read_error(error_fd))  # fmt: skip
 
     def _tell(self, **event: object) -> None:
-        with contextlib.suppress(OSError):  # the launcher is dead; the end goes on without it
+        try:
             self._sock.sendall(json.dumps(event).encode() + b"\n")
+        except OSError:  # the launcher is dead; the end goes on without it
+            self._heard = False
 
 
 def _ended_children() -> Iterator[tuple[int, int]]:

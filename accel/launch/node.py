@@ -22,8 +22,9 @@ from . import compat, environment, guard
 from .devices import VISIBLE, Devices, find, only_cpu
 from .errors import LaunchError, Refused, RendezvousFailed
 from .placing import Place, check_spread, place
+from .room import check_room
 from .tee import parse
-from .worker import Program, exec_command, ignore_warnings
+from .worker import Program, exec_command, ignore_warnings, open_log
 
 PORT = 29500
 
@@ -76,6 +77,7 @@ def plan(options: Mapping[str, Any], program: Program, env: Mapping[str, str] = 
     found, nodes = placed.found, placed.nodes
     processes = _per_node(options["num_processes"], nodes, devices)
     _check_gpus(processes, devices, options)
+    check_room(processes, options["num_processes"])
     extra = environment.training(options, devices) | environment.threads(
         options["num_cpu_threads_per_process"], processes, devices, env
     )
@@ -165,7 +167,7 @@ def recorder(log_dir: str | None, events: str | None = None) -> Callable[..., No
             return
         line = json.dumps({"schema": 1, "event": event, "time": time.time(), **facts}) + "\n"
         with contextlib.suppress(OSError):  # a full disk must not end a training run
-            fd = os.open(events or os.path.join(log_dir, "launch.jsonl"), os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+            fd = open_log(events or os.path.join(log_dir, "launch.jsonl"), os.O_RDWR)
             try:
                 size = os.fstat(fd).st_size
                 torn = size > 0 and os.pread(fd, 1, size - 1) != b"\n"  # a line that a full disk cut short
@@ -213,7 +215,7 @@ def _open_standard_descriptors() -> None:
 def _check_log_dir(log_dir: str) -> None:
     try:
         os.makedirs(log_dir, exist_ok=True)
-        os.close(os.open(os.path.join(log_dir, "launch.jsonl"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666))
+        os.close(open_log(os.path.join(log_dir, "launch.jsonl")))
     except OSError as error:
         raise Refused(f"--log_dir {log_dir} cannot be written to: {error.strerror}") from None
 

@@ -71,7 +71,7 @@ def _machines(options: Mapping[str, Any], found: Topology) -> tuple[int, int, in
         if options["machine_rank"] is not None and found.nodes == 1:
             raise Refused(f"--machine_rank {options['machine_rank']} needs --num_machines: how many are there?")
         return found.nodes, found.nodes, found.node_rank, options["main_process_ip"] or found.master
-    low, high = _range(options["num_machines"])
+    low, high = machine_range(options["num_machines"])
     check_spread(options["num_processes"], low)
     if high > 1 and options["rdzv_backend"] == "static":
         if low != high:
@@ -111,7 +111,8 @@ def _check_agreement(options: Mapping[str, Any], found: Topology, low: int, high
         )
 
 
-def _range(text: str) -> tuple[int, int]:
+def machine_range(text: str) -> tuple[int, int]:
+    """The least and most machines that `num_machines` says. Raises Refused."""
     low, _, high = str(text).partition(":")
     if (low + high).isascii() and low.isdigit() and (high or low).isdigit() and 1 <= int(low) <= int(high or low):
         return int(low), int(high or low)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -12,6 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from accel.exit_codes import REQUEUE
+
+from . import cgroup
 
 SCHEMA = 1
 
@@ -224,32 +227,10 @@ def signal_name(number: int) -> str:
 
 def oom_kill_count() -> int:
     """How often the kernel has killed a process of this control group for memory; 0 where it does not tell."""
-    try:
-        with open("/proc/self/cgroup") as file:
-            groups = [line.rstrip("\n").split(":", 2) for line in file]
-    except OSError:
-        return 0
-    for _, controllers, path in groups:
-        if not controllers:
-            files = [f"/sys/fs/cgroup{path}/memory.events"]
-        elif "memory" in controllers.split(","):
-            files = [f"/sys/fs/cgroup/memory{path}/memory.oom_control"]
-        else:
-            continue
-        for name in files:
-            count = _counter(name)
-            if count is not None:
-                return count
+    for text in cgroup.values("memory", v2="memory.events", v1="memory.oom_control"):
+        with contextlib.suppress(ValueError):
+            return int(dict(line.split() for line in text.splitlines()).get("oom_kill", 0))
     return 0
-
-
-def _counter(path: str) -> int | None:
-    try:
-        with open(path) as file:
-            pairs = dict(line.split() for line in file)
-    except (OSError, ValueError):
-        return None
-    return int(pairs.get("oom_kill", 0))
 
 
 def write(path: str, failure: Failure) -> None:

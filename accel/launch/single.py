@@ -17,7 +17,7 @@ from . import guard, report
 from .errors import LaunchError
 from .node import Launch, die_of, log_path, recorder, said_again, say
 from .tee import Tee
-from .worker import WARNINGS, ignore_warnings
+from .worker import WARNINGS, ignore_warnings, open_log
 
 _LEFTOVER_GRACE_S = 2.0
 
@@ -66,7 +66,7 @@ def _start(run: Launch, log: str | None) -> subprocess.Popen[bytes]:
 
     command = run.program.command()
     try:
-        with open(log or os.devnull, "ab") as output:
+        with open(open_log(log or os.devnull), "ab") as output:
             return subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,

@@ -18,9 +18,11 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, NoReturn
 
+from accel.exit_codes import REQUEUE
 from schedulers.processes import die_with_parent
 
 from . import compat
+from .leaving import leave
 
 _RESET = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD)
 WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
@@ -73,10 +75,16 @@ def redirect(log: str | None) -> None:
     os.close(null)
     if log is None:
         return
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    file = open_log(log)
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.close(file)
+
+
+def open_log(path: str, access: int = os.O_WRONLY) -> int:
+    """A file to append to, for those who may read its directory, whatever the program's own files are to be."""
+    mode = os.stat(os.path.dirname(path) or ".").st_mode & 0o066 | 0o600
+    return os.open(path, access | os.O_CREAT | os.O_APPEND, mode)
 
 
 def run(program: Program, env: dict[str, str], error_fd: int, preloaded: bool) -> NoReturn:
@@ -94,6 +102,8 @@ def run(program: Program, env: dict[str, str], error_fd: int, preloaded: bool) -
     except SystemExit as end:
         if isinstance(end.code, str):  # sys.exit("why"): the interpreter prints it, and the report repeats it
             _tell(end, "")
+        if end.code == REQUEUE:
+            leave(REQUEUE)
         raise
     except BaseException as error:
         _report(error)

@@ -45,13 +45,14 @@ class Setting(NamedTuple):
     default:  what holds where nobody says anything; None is "not given".
     choices:  the allowed values; case does not count, and the spelling here is the one that is passed on.
     aliases:  other spellings of values, of older versions, with what they mean.
+    also:     words that it may be beside what its kind says.
     env:      the variable that it becomes in the worker; "" if it becomes none.
     style:    how the value is written there: `str`, `lower`, `upper`, or `one` (1 if yes, nothing if no).
     key:      its name in the file where that is another one; "-" where it has none.
     used_by:  some of `LAUNCHERS`.
     flag:     whether the command line takes it.
     spelling: the flag's name where that is another one.
-    when:     (setting, value): the variable is set only then, or only from then on if the value is a number.
+    when:     (setting, value): it has an effect only then, or only from then on if the value is a number.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Setting(NamedTuple):
     default: Any = None
     choices: tuple[str, ...] = ()
     aliases: tuple[tuple[str, str], ...] = ()
+    also: tuple[str, ...] = ()
     short: str = ""
     metavar: str = ""
     env: str = ""

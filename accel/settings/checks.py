@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from . import BY_NAME, GROUPS
-from .worker import is_on
+from .base import Group, Setting
+from .worker import is_on, is_wanted
 
 Options = Mapping[str, Any]
 
-_WAYS = ("cpu", "multi_gpu", "tpu", "use_deepspeed", "use_fsdp", "use_megatron_lm")
+WAYS = ("cpu", "multi_gpu", "tpu", "use_deepspeed", "use_fsdp", "use_megatron_lm")
 # Both given is a contradiction, whatever their values; if one is said in a file and the other by a flag, the flag wins.
 PAIRS = (
     ("module", "no_python"),
@@ -40,17 +42,25 @@ def contradictions(options: Options, sources: Mapping[str, str] | None = None) -
 
 
 def without_effect(given: Mapping[str, Any], options: Options) -> list[str]:
-    """A line for every setting of `given` that changes nothing, as what it belongs to is off."""
-    lines = []
+    """A line for all settings of `given` that change nothing for the same reason: what they belong to is off."""
+    idle: dict[str, list[str]] = {}
     for group in GROUPS:
-        if group.on is None or is_on(group, options):
-            continue
-        idle = [s.shown for s in group.settings if s.name in given and is_given(s.name, given)]
-        if idle:
-            name, value = group.on
-            needed = BY_NAME[name].shown + ("" if value is True else f" {value}")
-            lines.append(f"{', '.join(idle)}: no effect without {needed}")
-    return lines
+        for setting in group.settings:
+            needed = _needed(group, setting, options)
+            if needed and is_given(setting.name, given):
+                idle.setdefault(needed, []).append(setting.shown)
+    return [f"{', '.join(flags)}: no effect without {needed}" for needed, flags in idle.items()]
+
+
+def _needed(group: Group, setting: Setting, options: Options) -> str:
+    """What has to be given for the setting to have an effect; "" where it has one, or asks for nothing."""
+    if group.on is not None and not is_on(group, options):
+        name, value = group.on
+    elif setting.when is not None and not is_wanted(setting, options) and options[setting.name] != setting.default:
+        name, value = setting.when
+    else:
+        return ""
+    return BY_NAME[name].shown + ("" if value is True else f" {value}")
 
 
 def _found(options: Options, sources: Mapping[str, str]) -> Iterator[str]:
@@ -61,11 +71,11 @@ def _found(options: Options, sources: Mapping[str, str]) -> Iterator[str]:
         word = setting.shown if setting.kind == "switch" else f"{setting.shown} {shown}"
         return word + (f" ({sources[name]})" if name in sources else "")
 
-    ways = [name for name in _WAYS if is_given(name, options)]
+    ways = [name for name in WAYS if is_given(name, options)]
     pairs = [(ways[0], ways[1])] if len(ways) > 1 else []
     for one, other in [*pairs, *(pair for pair in PAIRS if all(is_given(name, options) for name in pair))]:
         yield f"{said(one)} and {said(other)} contradict each other: keep one"
-    for rule in (_least, _fsdp, _parallelism, _sizes, _nvme, _fp8, _keys, _variables):
+    for rule in (_least, _port, _gpus, _fsdp, _parallelism, _sizes, _nvme, _fp8, _keys, _variables):
         yield from rule(options, said)
 
 
@@ -86,6 +96,20 @@ def _least(options: Options, said: Callable[[str], str]) -> Iterator[str]:
     for name in _FROM_ONE:
         if options[name] == 0:
             yield f"{said(name)}: it must be 1 or more"
+
+
+def _port(options: Options, said: Callable[[str], str]) -> Iterator[str]:
+    port = options["main_process_port"] or 0
+    if port > 65535:
+        yield f"{said('main_process_port')}: ports end at 65535"
+
+
+_GPU = re.compile(r"\d+(\.\d+)?|(GPU|MIG)-[\w/-]+", re.ASCII)
+
+
+def _gpus(options: Options, said: Callable[[str], str]) -> Iterator[str]:
+    if is_given("gpu_ids", options) and not all(_GPU.fullmatch(word.strip()) for word in options["gpu_ids"].split(",")):
+        yield f"{said('gpu_ids')}: they are numbers, or names such as GPU-8932f937, with commas between them"
 
 
 def _sizes(options: Options, said: Callable[[str], str]) -> Iterator[str]:

@@ -31,7 +31,7 @@ DEEPSPEED = Group(
         _zero("offload_param_nvme_path", "a directory of the drive for the parameters", metavar="DIR",
               env="ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH"),
         _zero("gradient_clipping", "the largest norm of the gradients", "number", metavar="X",
-              env="ACCELERATE_GRADIENT_CLIPPING"),
+              also=("auto",), env="ACCELERATE_GRADIENT_CLIPPING"),
         _zero("zero3_init_flag", "make the model's parameters sharded from the beginning (stage 3)", "yesno",
               env="ACCELERATE_DEEPSPEED_ZERO3_INIT", style="lower"),
         _zero("zero3_save_16bit_model", "gather the weights in 16 bits when saving (stage 3)", "yesno",

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from . import BY_NAME, GROUPS, Setting
-from .values import BadValue, read
+from .values import BadValue, as_written, read
 
 # section -> key -> setting.
 _SECTIONS: dict[str, dict[str, Setting]] = {}
@@ -36,13 +36,15 @@ _OLD_VALUES: dict[str, dict[object, str]] = {
     "mixed_precision": {True: "fp16"},
     "distributed_type": {"TPU": "XLA", "MPS": "NO", "TP": "MULTI_GPU", False: "NO"},
     "compute_environment": {"CUSTOM_CLUSTER": "LOCAL_MACHINE"},
+    "fp8_backend": {"NO": "", False: ""},
+    "deepspeed_config_file": {"none": ""},
 }
 _NOT_GIVEN: tuple[object, ...] = (None, "", [], {})
 # What Accelerate writes into every file, said or not.
 _ALWAYS: dict[str, Any] = {
     "compute_environment": "LOCAL_MACHINE", "debug": False, "distributed_type": "NO", "downcast_bf16": "no",
     "enable_cpu_affinity": False, "machine_rank": 0, "main_training_function": "main", "mixed_precision": "no",
-    "num_machines": 1, "num_processes": 1, "rdzv_backend": "static", "same_network": False, "tpu_env": [],
+    "num_machines": 1, "rdzv_backend": "static", "same_network": False, "tpu_env": [],
     "tpu_use_cluster": False, "tpu_use_sudo": False, "use_cpu": False,
 }  # fmt: skip
 _ALWAYS_ON_SAGEMAKER: dict[str, Any] = {
@@ -107,7 +109,7 @@ def _read_section(section: str, held: Any, found: dict[str, Entry]) -> None:
     if held in _NOT_GIVEN:
         return
     if not isinstance(held, Mapping):
-        raise BadEntry((section,), f"{section} must hold settings, not {held!r}")
+        raise BadEntry((section,), f"{section} must hold settings, not {as_written(held)}")
     for key, value in held.items():
         _read_key(section, key, value, (section, str(key)), found)
 
@@ -115,23 +117,26 @@ def _read_section(section: str, held: Any, found: dict[str, Entry]) -> None:
 def _read_key(section: str, key: Any, value: Any, keys: tuple[str, ...], found: dict[str, Entry]) -> None:
     if (section, key) in _GONE:
         return
-    setting = _setting(section, key)
+    setting = setting_of(section, key)
     if setting is None:
-        raise BadEntry(keys, f"unknown setting {key!r}{_nearest(key, _known(section))}")
+        raise BadEntry(keys, f"unknown setting {as_written(key)}{_nearest(key, _known(section))}")
     if key == "fp16" and value in (None, False):
         return
     value = _old_value(setting.name, value)
-    if value in _NOT_GIVEN or (setting.name == "num_processes" and value == UNSAID_PROCESSES):
-        if value == UNSAID_PROCESSES:
-            found[setting.name] = Entry(UNSAID_PROCESSES, keys)
+    if value in _NOT_GIVEN:
         return
     try:
-        found[setting.name] = Entry(read(setting, value), keys)
+        unsaid = setting.name == "num_processes" and value == UNSAID_PROCESSES
+        said = UNSAID_PROCESSES if unsaid else read(setting, value)
     except BadValue as error:
         raise BadEntry(keys, f"{key}: {error}") from None
+    other = found.setdefault(setting.name, Entry(said, keys))
+    if other.value != said:
+        raise BadEntry(keys, f"{'.'.join(keys)} and {'.'.join(other.keys)} are one setting: keep one")
 
 
-def _setting(section: str, key: Any) -> Setting | None:
+def setting_of(section: str, key: Any) -> Setting | None:
+    """What the key of the section is, also in an older spelling or a short one; None if it is nothing."""
     section, key = _RENAMED.get((section, key), (section, key))
     if section == "" and key == "gradient_accumulation_steps":
         return BY_NAME[key]

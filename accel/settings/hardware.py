@@ -30,7 +30,7 @@ RESOURCES = Group(
         switch("enable_cpu_affinity", "bind each rank to the processors near its GPU (NVIDIA)",
                env="ACCELERATE_CPU_AFFINITY", style="one"),
         Setting("gradient_accumulation_steps", "batches that make up one step of the optimizer", "whole", metavar="N",
-                env="ACCELERATE_GRADIENT_ACCUMULATION_STEPS", key="-"),
+                also=("auto",), env="ACCELERATE_GRADIENT_ACCUMULATION_STEPS", key="-"),
         Setting("start_method", "fork: ranks share one import of torch; spawn: each imports for itself",
                 choices=("fork", "spawn"), key="-", used_by=("gang",)),
     ),
@@ -54,7 +54,12 @@ WAYS = Group(
 )  # fmt: skip
 
 BACKENDS = ("no", "eager", "aot_eager", "inductor", "aot_ts_nvfuser", "nvprims_nvfuser", "cudagraphs", "ofi", "fx2trt",
-            "onnxrt", "tensorrt", "aot_torchxla_trace_once", "torhchxla_trace_once", "tvm")  # fmt: skip
+            "onnxrt", "tensorrt", "aot_torchxla_trace_once", "torchxla_trace_once", "tvm", "hpu_backend",
+            "neuron")  # fmt: skip
+# One is misspelled in Accelerate's own list; the others are gone, and these are what came after them.
+_OLD_BACKENDS = (("torhchxla_trace_once", "torchxla_trace_once"), ("nvfuser", "aot_ts_nvfuser"),
+                 ("aot_nvfuser", "aot_ts_nvfuser"), ("aot_cudagraphs", "cudagraphs"),
+                 ("ipex", "inductor"))  # fmt: skip
 
 _D = ("dynamo",)
 _ON = ("dynamo_backend", True)
@@ -64,7 +69,7 @@ DYNAMO = Group(
     "Compile what Accelerator.prepare() is given.",
     (
         Setting("dynamo_backend", "compile prepared models with this torch.compile backend", choices=BACKENDS,
-                env="ACCELERATE_DYNAMO_BACKEND", style="upper", used_by=_D),
+                aliases=_OLD_BACKENDS, env="ACCELERATE_DYNAMO_BACKEND", style="upper", used_by=_D),
         Setting("dynamo_mode", "torch.compile's mode", default="default",
                 choices=("default", "reduce-overhead", "max-autotune"), env="ACCELERATE_DYNAMO_MODE", used_by=_D,
                 when=_ON),

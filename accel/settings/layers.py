@@ -6,13 +6,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from . import BY_NAME, GROUPS
-from .checks import PAIRS, is_given
+from .checks import PAIRS, WAYS, is_given
 from .file import UNSAID_PROCESSES, Entry
 from .values import BadValue, read
 from .worker import is_on
 
 _READ = ("ACCELERATE_", "FSDP_", "MEGATRON_LM_", "PARALLELISM_CONFIG_")
-_WAYS = ("cpu", "multi_gpu", "tpu", "use_deepspeed", "use_fsdp", "use_megatron_lm")
 _WAY_OF = {"MULTI_CPU": "cpu", "DEEPSPEED": "use_deepspeed", "FSDP": "use_fsdp", "XLA": "tpu",
            "MEGATRON_LM": "use_megatron_lm"}  # fmt: skip
 _ORDER = ("default", "file", "scheduler", "environment", "flag")
@@ -64,7 +63,7 @@ def resolve(
     if nodes is not None:
         placed = (str(nodes.nodes), nodes.rank, nodes.address, nodes.port)
         for name, value in zip(_OF_SCHEDULER, placed, strict=True):
-            if value is not None and not any(name in above for name in ("num_machines", "machine_rank")):
+            if value is not None and "num_machines" not in above:
                 found[name] = Value(value, nodes.source, "scheduler")
     found |= above
     _drop_overruled(found)
@@ -95,7 +94,7 @@ def _refuse_bad(bad: Mapping[str, str], found: Mapping[str, Value]) -> None:
 
 def overridden(found: Mapping[str, Value], env: Mapping[str, str]) -> dict[str, str]:
     """Variables that say a way of training which a flag has overruled: a worker must not inherit them."""
-    names = {BY_NAME[name].env: found[name].value for name in _WAYS if BY_NAME[name].env}
+    names = {BY_NAME[name].env: found[name].value for name in WAYS if BY_NAME[name].env}
     return {name: "false" for name, value in names.items() if name in env and value is False and _says_yes(env[name])}
 
 
@@ -104,7 +103,7 @@ def _says_yes(text: str) -> bool:
 
 
 def _ways(values: Mapping[str, Value]) -> bool:
-    return any(values[name].value for name in _WAYS if name in values)
+    return any(values[name].value for name in WAYS if name in values)
 
 
 def _from_environment(env: Mapping[str, str], *, decided: bool) -> tuple[dict[str, Value], dict[str, str]]:
@@ -112,7 +111,7 @@ def _from_environment(env: Mapping[str, str], *, decided: bool) -> tuple[dict[st
     values: dict[str, Value] = {}
     bad: dict[str, str] = {}
     for setting in BY_NAME.values():
-        if setting.env.startswith(_READ) and env.get(setting.env) and not (decided and setting.name in _WAYS):
+        if setting.env.startswith(_READ) and env.get(setting.env) and not (decided and setting.name in WAYS):
             try:
                 value = read(setting, env[setting.env])
             except BadValue as error:

@@ -46,7 +46,7 @@ FAILURES = Group(
                 metavar="S", key="-"),
         Setting("log_dir", "write each rank's output to DIR/rank-R.aATTEMPT.log", metavar="DIR", key="-"),
         Setting("tee", "with --log_dir, print it too: 0 nothing, 1-3 all ranks, or LOCAL_RANK:3,…", default="0",
-                short="-t", metavar="SPEC", key="-"),
+                short="-t", metavar="SPEC", key="-", when=("log_dir", True)),
         Setting("monitor_interval", "seconds between looks at the other machines", "seconds", 0.1, metavar="S",
                 key="-", used_by=("gang",)),
         switch("debug", "Accelerator's debug mode: say which rank and shape disagrees instead of hanging",

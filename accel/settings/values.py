@@ -29,6 +29,10 @@ def read(setting: Setting, raw: object) -> Any:
 
     Raises BadValue.
     """
+    if raw is None:
+        raise _bad(setting, raw)
+    if isinstance(raw, str) and raw.strip().lower() in setting.also:
+        return raw.strip().lower()
     if setting.kind in ("whole", "number", "seconds"):
         return _chosen_number(setting, _number(setting, raw))
     if setting.kind in ("yesno", "switch"):
@@ -65,12 +69,22 @@ def typed(setting: Setting, value: Any) -> str:
 
 def expected(setting: Setting) -> str:
     """What its values are, for people."""
-    return ", ".join(setting.choices) if setting.choices else _SAID.get(setting.kind, "text")
+    said = ", ".join(setting.choices) if setting.choices else _SAID.get(setting.kind, "text")
+    return ", or ".join((said, *setting.also))
+
+
+def as_written(raw: object) -> str:
+    """A value of a file, or a word of the command line, as messages repeat it: not in Python's spelling."""
+    if isinstance(raw, (bool, int, float, list, tuple, dict)) or raw is None:
+        import json
+
+        return json.dumps(raw, default=str, ensure_ascii=False)
+    return repr(raw) if isinstance(raw, str) else str(raw)
 
 
 def _text(setting: Setting, raw: object) -> str:
     if isinstance(raw, (dict, list, tuple)):
-        raise BadValue(f"not {expected(setting)}: {raw!r}")
+        raise _bad(setting, raw)
     text = raw if isinstance(raw, str) else str(raw)
     if not setting.choices:
         return text
@@ -84,7 +98,7 @@ def _text(setting: Setting, raw: object) -> str:
         from accel.errors import nearest
 
         near = nearest(text.lower(), spelled)
-        raise BadValue(f"{text!r} is not one of {', '.join(setting.choices)}{near}") from None
+        raise BadValue(f"{as_written(raw)} is not one of {', '.join(setting.choices)}{near}") from None
 
 
 def _number(setting: Setting, raw: object) -> int | float:
@@ -137,4 +151,6 @@ def _words(setting: Setting, raw: object) -> list[str]:
 
 
 def _bad(setting: Setting, raw: object) -> BadValue:
-    return BadValue(f"not {_SAID[setting.kind]}: {raw!r}")
+    if setting.choices:
+        return BadValue(f"{as_written(raw)} is not one of {', '.join(setting.choices)}")
+    return BadValue(f"not {expected(setting)}: {as_written(raw)}")

@@ -38,6 +38,11 @@ def _holds(setting: Setting, options: Mapping[str, Any]) -> bool:
     value = options.get(setting.name)
     if value is None or (value is False and setting.kind == "switch" and setting.style != "str"):
         return False
+    return is_wanted(setting, options)
+
+
+def is_wanted(setting: Setting, options: Mapping[str, Any]) -> bool:
+    """Whether what the setting is about is there."""
     if setting.when is None:
         return True
     other = options.get(setting.when[0])

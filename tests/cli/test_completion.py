@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 
 from accel.cli import COMMANDS, exits, main
+from accel.cli.completion import candidates
+from accel.launch.options import GROUPS
 from tests.needs import missing
 
 from .conftest import Accel
@@ -40,8 +42,28 @@ def test_options(accel: Accel) -> None:
     assert said(accel, "list", "--state", "=", "run") == ["running"]
     assert "float32" in said(accel, "estimate-memory", "x", "--dtypes", "")
     assert said(accel, "completion", "") == ["bash", "zsh", "fish"]
+    assert said(accel, "estimate-memory", "x", "--dtypes", "float32", "b") == ["bfloat16"]
+    assert said(accel, "estimate-memory", "x", "--dtypes", "float32", "--js") == ["--json"]
     assert said(accel, "launch", "train.py", "--") == []  # the script's own
     assert said(accel, "launch", "--num_processes", "2", "--cp") == ["--cpu"]
+
+
+def test_values_of_settings() -> None:
+    def offered(*words: str) -> list[str]:
+        return [value for value, _ in candidates(list(words))]
+
+    assert offered("launch", "--mixed_precision", "") == ["no", "fp16", "bf16", "fp8"]
+    assert offered("launch", "--mixed-precision", "f") == ["fp16", "fp8"]
+    assert offered("launch", "--mixed_precision=f") == ["--mixed_precision=fp16", "--mixed_precision=fp8"]
+    assert offered("launch", "--mixed_precision", "=", "b") == ["bf16"]
+    assert offered("launch", "--rdzv_backend", "s") == ["static"]
+    assert offered("launch", "--fsdp_offload_params", "") == ["true", "false"]
+    assert offered("launch", "--zero_stage", "") == ["0", "1", "2", "3"]
+    assert offered("launch", "--num_processes", "") == []
+    assert offered("config", "default", "--mixed_precision", "b") == ["bf16"]
+    for setting in (setting for group in GROUPS.values() for setting in group):
+        if setting.choices:
+            assert offered("launch", setting.spellings()[-1], "") == list(setting.choices)
 
 
 @pytest.mark.parametrize("command", COMMANDS)

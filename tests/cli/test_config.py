@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,9 @@ def test_answers_make_the_file(answers: str, wanted: dict[str, object]) -> None:
     assert {name: found.get(name) for name in wanted} == wanted
 
 
+SEVERAL = "place: several\ndevice: cpu\nnum_machines: 2"
+
+
 @pytest.mark.parametrize(
     ("answers", "said"),
     [
@@ -95,7 +99,48 @@ def test_answers_make_the_file(answers: str, wanted: dict[str, object]) -> None:
         ("place: several\ndevice: cpu", "answers.yaml: no answer to main_process_ip"),
         ("[1]", "answers.yaml:1: must hold answers"),
         ("device: [", "--answers: answers.yaml:1"),
+        ("device: cpu\nnum_processes: 2024-13-99", "--answers: answers.yaml:2: a value cannot be read: month must be"),
         ("num_processes: many\ndevice: cpu", "answers.yaml:1: num_processes: not a whole number from 0 on: 'many'"),
+        ("num_processes: 2024-01-01\ndevice: cpu", "answers.yaml:1: num_processes: not a whole number from 0 on: 2024"),
+        ("mixed_precision:\ndevice: cpu", "answers.yaml:1: mixed_precision: null is not one of no, fp16, bf16, fp8"),
+        ("2024-01-01: 1", "answers.yaml:1: no question 2024-01-01"),
+        (f"{SEVERAL}\nmain_process_ip: null", "answers.yaml:4: main_process_ip: not text: null"),
+        # what `accel launch` would refuse
+        ("device: cpu\nnum_processes: 0", "answers.yaml:2: num_processes: 0: it must be 1 or more"),
+        ("place: several\nnum_machines: 0", "answers.yaml:2: num_machines: '0': it must be a number from 1 on, or"),
+        (
+            f"{SEVERAL}\nmain_process_ip: h\nnum_processes: 3",
+            "answers.yaml:5: num_processes: 3 cannot be spread evenly",
+        ),
+        (f"{SEVERAL}\nmachine_rank: 5", "answers.yaml:4: machine_rank: 5 is not one of 0 … 1"),
+        (
+            f"{SEVERAL}\nmain_process_ip: h\nmain_process_port: 99999999",
+            "answers.yaml:5: main_process_port: 99999999: ports end at 65535",
+        ),
+        (
+            "place: sagemaker\niam_role_name: r\ndistributed_type: DATA_PARALLEL\nnum_machines: 0",
+            "answers.yaml:4: num_machines: '0': it must be a number from 1 on",
+        ),
+        (
+            "device: gpu\nway: none\ngpu_ids: a;b",
+            "answers.yaml:3: gpu_ids: a;b: they are numbers, or names such as GPU-",
+        ),
+        (
+            "device: gpu\nway: deepspeed\ngradient_accumulation_steps: 0",
+            "answers.yaml:3: gradient_accumulation_steps: 0: it must be 1 or more",
+        ),
+        (
+            "device: gpu\nway: megatron\nmegatron_lm_tp_degree: 0",
+            "answers.yaml:3: megatron_lm_tp_degree: 0: it must be",
+        ),
+        (
+            "place: tpu\nnum_processes: 8\ntpu_use_cluster: true\ntpu_name: n\ntpu_zone: z\nenv: [x]",
+            "answers.yaml:6: env: x: a variable for the hosts is NAME=VALUE",
+        ),
+        (
+            "device: gpu\nway: fsdp\nuse_parallelism_config: true\nparallelism_config_tp_size: 2\nnum_processes: 3",
+            "answers.yaml:5: num_processes: 3 and --parallelism_config_tp_size 2 contradict each other",
+        ),
     ],
 )
 def test_answers_that_cannot_be(answers: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -125,6 +170,18 @@ def test_a_wrong_line(line: str, said: str, capsys: pytest.CaptureFixture[str]) 
     assert shown.count("\n") == 1
 
 
+def test_answers_from_stdin() -> None:
+    Path("said").write_text("{device: cpu, num_processes: 2}")
+    before = os.dup(0)
+    with open("said") as said:
+        os.dup2(said.fileno(), 0)
+    try:
+        assert written("--answers", "-")["num_processes"] == 2
+    finally:
+        os.dup2(before, 0)
+        os.close(before)
+
+
 def test_the_default_file_is_at_its_place(somewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "default", "--mixed-precision", "bf16"]) == exits.OK
     path = somewhere / "hf/accelerate/default_config.yaml"
@@ -147,6 +204,7 @@ def test_an_older_file_is_rewritten(capsys: pytest.CaptureFixture[str]) -> None:
         "fsdp_backward_prefetch": "BACKWARD_PRE",
     }
     assert not {"fp16", "dynamo_backend", "dynamo_config"} & found.keys()
+    assert "num_processes" not in found  # one per GPU, as before
     assert list(found) == sorted(found)
     again = Path("old.yaml").read_text()
     assert main(["config", "update", "--config_file", "old.yaml", "--json"]) == exits.OK

@@ -169,6 +169,25 @@ def test_what_no_target_could_have(answers: str, said: str, capsys: pytest.Captu
     assert not Path("x.yaml").exists()
 
 
+def test_both_files_are_written_or_none(somewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("accel.yaml").write_text(OURS)
+    Path("answers.yaml").write_text("{place: ssh, ssh_hosts: a, target: new}")
+    assert main(["config", "--config_file", "answers.yaml/x.yaml", "--answers", "answers.yaml"]) == exits.USAGE
+    assert capsys.readouterr().err == "accel config: cannot write answers.yaml/x.yaml: Not a directory\n"
+    assert Path("accel.yaml").read_text() == OURS
+    Path("answers.yaml").write_text("{place: ssh, ssh_hosts: a, target: new, target_file: user}")
+    Path("conf").touch()
+    assert main(["config", "--config_file", "y.yaml", "--answers", "answers.yaml"]) == exits.USAGE
+    assert capsys.readouterr().err.endswith("conf/accel.yaml: Not a directory\n")
+    assert sorted(path.name for path in somewhere.iterdir()) == ["accel.yaml", "answers.yaml", "conf"]
+
+
+def test_the_line_to_go_on_with_is_one_to_paste(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("answers.yaml").write_text("{place: slurm, target: big}")
+    assert main(["config", "--config_file", "my conf.yaml", "--answers", "answers.yaml"]) == exits.OK
+    assert "accel submit --target big --config_file 'my conf.yaml' SCRIPT\n" in capsys.readouterr().err
+
+
 def test_a_file_of_targets_that_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
     Path("accel.yaml").write_text("targets:\n  lab: 3\n")
     assert config("{place: ssh, ssh_hosts: a}") == exits.USAGE

@@ -109,7 +109,8 @@ def test_a_whole_questionnaire(terminal: Terminal, tmp_path: Path) -> None:
     terminal.asks("Where will it run?", ENTER)
     terminal.asks("What will it train on?", ENTER)  # a machine without a GPU offers the CPU
     terminal.asks("How many processes", ERASE, "two", ENTER)
-    terminal.asks("not a whole number from 0 on: 'two'", ERASE, "2", ENTER)
+    terminal.asks("not a whole number from 0 on: 'two'", ERASE, "0", ENTER)
+    terminal.asks("must be 1 o", ERASE, "2", ENTER)  # only what differs from the line before is drawn
     terminal.asks("Compile the model", ENTER)
     terminal.asks("Which numbers", DOWN, DOWN, ENTER)
     terminal.asks("Check every exchange", ENTER)

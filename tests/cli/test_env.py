@@ -91,10 +91,12 @@ def test_the_configuration_is_shown_without_its_secrets(accel: Accel) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (None, "--config_file: cannot read a.yaml: No such file or directory"),
-        ("a: [", "a.yaml is not YAML"),
-        ("- 1", "a.yaml must hold settings"),
-        ("\udcff", "a.yaml is not text in UTF-8"),
+        (None, "--config_file: cannot read a.yaml: it does not exist"),
+        ("a: 1\nb: [", "--config_file: a.yaml:2: "),
+        ("- 1", "a.yaml:1: must hold settings"),
+        ("a: 1\nb: \udcff", "a.yaml:2: not UTF-8"),
+        ("a: 1\nb: 2024-13-99", "a.yaml:2: a value cannot be read: month must be in 1..12"),
+        ("a: 1\nb: " + "[" * 3000, "a.yaml:2: nested too deeply"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_one_line(accel: Accel, text: str | None, said: str) -> None:
@@ -109,9 +111,9 @@ def test_a_file_that_cannot_be_read_is_one_line(accel: Accel, text: str | None, 
 def test_a_default_file_that_is_broken_hides_nothing_else(accel: Accel) -> None:
     folder = accel.home / "hf/accelerate"
     folder.mkdir(parents=True)
-    (folder / "default_config.yaml").write_text("a: [")
+    (folder / "default_config.yaml").write_text("a: 2024-13-99")
     told = found(accel)
-    assert "is not YAML" in told["config"]["error"]
+    assert "default_config.yaml:1: a value cannot be read" in told["config"]["error"]
     (folder / "default_config.yaml").write_text("num_procesess: 3\n")
     told = found(accel)
     assert told["config"]["settings"] == {"num_procesess": 3}
@@ -172,6 +174,13 @@ def test_no_targets_no_answers() -> None:
         {"message": "login: 'me:hush@node1': 'me:hush' is no name of a user"},
         {"message": "GET https://host/api?access_token=hush&x=1 failed"},
         {"header": "authorization: Bearer hush-hush-hush"},
+        {"ACCEL_FOO_PWD": "hush"},
+        {"PASS": "hush"},
+        {"MYSQL_PASS": "hush"},
+        {"HF_ENDPOINT": "https://host/x?sv=1&sig=hush&se=2"},
+        {"additional_args": {"environment": {"DB_PASS": "hush"}}},
+        {"commands": ["curl -u me:hush https://host", "curl -ume:hush x", "curl --user 'me:hush hush' x"]},
+        {"commands": ["docker login -u me -p hush registry", "docker login -phush", "sshpass -p hush ssh host"]},
     ],
 )
 def test_no_secret_is_shown(value: dict[str, Any]) -> None:
@@ -189,6 +198,8 @@ def test_no_secret_is_shown(value: dict[str, Any]) -> None:
         {"megatron_lm_calculate_per_token_loss": "false", "tokenizer": "gpt2"},
         {"HF_HOME": "/data/hf", "NCCL_DEBUG": "INFO", "url": "https://host/path"},
         {"message": "target ssh: no hosts; the token of a job is its id"},
+        {"PWD": "/data", "OLDPWD": "/", "bypass": 1, "num_passes": 2},
+        {"commands": ["docker run -u 1000:1000 -p 80:80 x", "pip install -U git+https://host/a", "ssh -p 22 host"]},
     ],
 )
 def test_what_is_no_secret_stays(value: dict[str, Any]) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import logging
 import sys
 from collections.abc import Iterator
+from logging.handlers import BufferingHandler
 from pathlib import Path
 
 import pytest
@@ -62,6 +64,28 @@ def test_a_bfloat16_config_is_counted_in_the_types_asked_for(llama: str, capsys:
     assert totals["int4"] * 8 == totals["float32"]
     assert found["sizes"][0]["training"]["step"] == 4 * totals["float32"]
     assert found["sizes"][3]["training"] is None
+
+
+@pytest.mark.parametrize(
+    ("name", "unknown", "said"),
+    [
+        ("bert", "sequences of 999 are longer than the 64 that the model takes", ""),
+        ("unnamed", None, "accel: estimate-memory: the model is made for sequences of 64 at most, not 999\n"),
+    ],
+)
+def test_a_sequence_that_is_too_long_is_said_and_nothing_else(
+    name: str, unknown: str | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log, heard = logging.getLogger("torch._subclasses.fake_tensor"), BufferingHandler(100)
+    log.addHandler(heard)
+    try:
+        words = [str(described(name, tmp_path)), "--dtypes", "float32", "--sequence_length", "999", "--json"]
+        assert main(["estimate-memory", *words]) == exits.OK
+    finally:
+        log.removeHandler(heard)
+    out, err = capsys.readouterr()
+    assert json.loads(out)["activations_unknown"] == unknown
+    assert (err, heard.buffer) == (said, [])
 
 
 def test_files_of_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

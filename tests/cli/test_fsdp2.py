@@ -101,11 +101,15 @@ def test_the_result_is_what_launch_takes(here: Path) -> None:
         ({"fsdp_reshard_after_forward": False}, False),
         ({"fsdp_reshard_after_forward": "true"}, True),
         ({"fsdp_reshard_after_forward": True, "fsdp_sharding_strategy": "SHARD_GRAD_OP"}, False),
+        ({"sharding_strategy": "SHARD_GRAD_OP", "backward_prefetch": "BACKWARD_PRE", "version": 1}, False),
+        ({"sharding_strategy": 1, "backward_prefetch_policy": "BACKWARD_PRE", "use_orig_params": True}, True),
     ],
 )
 def test_strategies(here: Path, given: dict[str, Any], expected: bool, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "a.yaml").write_text(yaml.safe_dump({"fsdp_config": given}))
+    (here / "a.yaml").chmod(0o600)
     assert main(["to-fsdp2", "--config_file", "a.yaml", "--overwrite"]) == exits.OK
+    assert (here / "a.yaml").stat().st_mode & 0o777 == 0o600
     written = yaml.safe_load((here / "a.yaml").read_text())
     assert written == {"fsdp_config": {"fsdp_reshard_after_forward": expected, "fsdp_version": 2}}
     shards_otherwise = any(word in str(given) for word in ("HYBRID", "NO_SHARD"))
@@ -115,15 +119,24 @@ def test_strategies(here: Path, given: dict[str, Any], expected: bool, capsys: p
 @pytest.mark.parametrize(
     ("text", "argv", "message"),
     [
-        (None, ["--overwrite"], "--config_file: cannot read a.yaml: No such file"),
-        ("", ["--overwrite"], "a.yaml must hold settings"),
+        (None, ["--overwrite"], "--config_file: cannot read a.yaml: it does not exist"),
+        ("", ["--overwrite"], "a.yaml has no fsdp_config"),
+        ("a: 2024-13-99", ["--overwrite"], "--config_file: a.yaml:1: a value cannot be read"),
+        ("[" * 3000, ["--overwrite"], "--config_file: a.yaml:1: nested too deeply"),
+        ("fsdp_config: {fsdp_shardin_strategy: 1}", ["--overwrite"], "did you mean 'fsdp_sharding_strategy'?"),
+        ("fsdp_config: {version: 2}", ["--overwrite"], "a.yaml is for FSDP2 already"),
+        ("fsdp_config: 3", ["--overwrite"], "a.yaml:1: fsdp_config must hold settings, not 3"),
         ("num_processes: 1", ["--overwrite"], "a.yaml has no fsdp_config"),
         ("fsdp_config: {fsdp_version: 2}", ["--overwrite"], "a.yaml is for FSDP2 already"),
-        ("fsdp_config: {fsdp_version: 3}", ["--overwrite"], "fsdp_version: 3 is neither 1 nor 2"),
-        ("fsdp_config: {fsdp_sharding_strategy: FULL}", ["--overwrite"], "'FULL' is none of FULL_SHARD"),
-        ("fsdp_config: {a: 1}", [], "say where to write: --output_file FILE, or --overwrite"),
-        ("fsdp_config: {a: 1}", ["--output_file", "one.yaml"], "one.yaml is there already; --overwrite replaces it"),
-        ("fsdp_config: {a: 1}", ["--output_file", "no/two.yaml"], "two.yaml: No such file or directory"),
+        ("fsdp_config: {fsdp_version: 3}", ["--overwrite"], "fsdp_version: 3 is not one of 1, 2"),
+        ("fsdp_config: {fsdp_sharding_strategy: FULL}", ["--overwrite"], "'FULL' is not one of FULL_SHARD"),
+        ("fsdp_config: {version: 1}", [], "say where to write: --output_file FILE, or --overwrite"),
+        (
+            "fsdp_config: {version: 1}",
+            ["--output_file", "one.yaml"],
+            "one.yaml is there already; --overwrite replaces it",
+        ),
+        ("fsdp_config: {version: 1}", ["--output_file", "one.yaml/two.yaml"], "two.yaml: Not a directory"),
     ],
 )
 def test_what_cannot_be_rewritten_is_one_line(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -9,9 +10,13 @@ from pathlib import Path
 import pytest
 
 from accel.cli import exits, main
-from accel.cli.launch_file import read_flags
-from accel.cli.words import UsageError
+from accel.cli.launch import resolved
+from accel.cli.parser import Parser
+from accel.cli.test import add_arguments, launches
 from accel.sanity.__main__ import CHECKS
+from schedulers.processes import Identity
+from tests.settings.lines import given
+from tests.waiting import until
 
 from .conftest import Accel
 
@@ -68,12 +73,15 @@ def test_the_settings_of_a_file_are_used(accel: Accel) -> None:
     (accel.here / "accelerate.yaml").write_text("mixed_precision: bf16\nnum_processes: 2\nuse_cpu: true\n")
     default = accel.here / "hf/accelerate/default_config.yaml"
     default.parent.mkdir(parents=True)
-    default.write_text((accel.here / "accelerate.yaml").read_text())
-    for argv, named in ((["--config_file", "accelerate.yaml"], "accelerate.yaml"), ([], default.name)):
+    default.write_text("num_processes: 1\nuse_cpu: true\n")
+    for argv, named, count in (
+        (["--config_file", "accelerate.yaml"], "accelerate.yaml", "2 processes"),
+        ([], default.name, "1 process"),
+    ):
         done = accel.finish("test", *argv, HF_HOME=str(accel.here / "hf"))
         shown, said = done.stdout.decode(), done.stderr.decode()
         assert checks(shown) == [("ok", name) for name in CHECKS], said
-        assert "2 processes" in shown
+        assert count in shown
         assert said.splitlines()[-1].startswith("accel: test: all went well with the settings of ")
         assert said.splitlines()[-1].endswith(f"{named}: training works here")
 
@@ -87,58 +95,96 @@ def test_it_runs_as_a_job_on_a_target(accel: Accel) -> None:
     assert done.stderr.endswith(b"accel: test: all went well: training works on local\n")
 
 
-WHOLE = """
-compute_environment: LOCAL_MACHINE
-debug: true
-distributed_type: MULTI_CPU
-downcast_bf16: 'no'
-dynamo_config:
-  dynamo_backend: INDUCTOR
-enable_cpu_affinity: false
-fsdp_config: {}
-gpu_ids: all
-machine_rank: 0
-main_process_ip: null
-main_training_function: main
-mixed_precision: bf16
-num_machines: 1
-num_processes: 2
-rdzv_backend: static
-same_network: true
-tpu_env: []
-tpu_use_cluster: false
-use_cpu: true
-"""
+# The file that `accel launch` reads where none is named: nothing of it must count where another one is.
+OTHER = "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2}\nenable_cpu_affinity: true\nnum_processes: 8\n"
 
 
-def test_a_whole_file_as_flags(tmp_path: Path) -> None:
-    path = tmp_path / "accelerate.yaml"
-    path.write_text(WHOLE)
-    assert read_flags("accel test", str(path)) == [
-        "--cpu", "--mixed_precision=bf16", "--num_processes=2", "--num_machines=1", "--gpu_ids=all", "--same_network",
-        "--machine_rank=0", "--rdzv_backend=static", "--debug", "--dynamo_backend=inductor",
-        "--main_training_function=main",
-    ]  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "words", "wanted", "launched"),
+    [
+        ("distributed_type: 'NO'\nnum_processes: 1", "", {"use_fsdp": False, "enable_cpu_affinity": False}, 1),
+        ("distributed_type: FSDP\nfsdp_config: {fsdp_ignored_modules: a}", "", {"fsdp_ignored_modules": "a"}, 3),
+        ("distributed_type: MULTI_GPU\nnum_processes: 2", "--cpu", {"cpu": True, "multi_gpu": False}, 1),
+        ("distributed_type: MULTI_GPU", "--num_processes 2", {"cpu": False, "multi_gpu": True, "num_processes": 2}, 1),
+        ("mixed_precision: bf16", "--num_processes 2", {"cpu": True, "mixed_precision": "bf16"}, 1),
+        ("num_processes: -1", "--num_processes 1", {"num_processes": 1}, 1),
+    ],
+)
+def test_a_launch_has_the_settings_of_the_file_that_is_named(
+    text: str, words: str, wanted: dict[str, object], launched: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    (tmp_path / "accelerate").mkdir()
+    (tmp_path / "accelerate/default_config.yaml").write_text(OTHER)
+    path = tmp_path / "named.yaml"
+    path.write_text(text)
+    runs = launches(arguments("--config_file", str(path), *words.split()), str(path))
+    assert len(runs) == launched
+    for flags in runs:
+        found = resolved(given(*flags))
+        assert {name: found[name].value for name in wanted} == wanted
+
+
+def arguments(*words: str) -> argparse.Namespace:
+    parser = Parser("test", "")
+    add_arguments(parser)
+    return parser.read(words)
+
+
+def test_told_to_end_it_ends_its_launch_and_its_ranks(accel: Accel) -> None:
+    """In a check that hangs."""
+    (accel.here / "sitecustomize.py").write_text(
+        "import os, sys, time\n"
+        "def hang(data):\n"
+        "    open(os.environ['RANK'], 'w').write(f'{os.getpid()} {os.getppid()}')\n"
+        "    time.sleep(600)\n"
+        "if any('sanity' in word for word in sys.orig_argv):\n"
+        "    import accel.collectives as broken\n"
+        "    broken.gather = hang\n"
+    )
+    path = f"{accel.here}:{accel.env()['PYTHONPATH']}"
+    running = accel.start("test", "--cpu", "--num_processes", "2", PYTHONPATH=path)
+    ranks = [accel.here / "0", accel.here / "1"]
+    until(lambda: all(rank.exists() and rank.read_text() for rank in ranks), "a check that hangs")
+    running.terminate()
+    _, said = running.communicate(timeout=60)
+    assert running.returncode == 143
+    assert b"Traceback" not in said
+    pids = [int(pid) for rank in ranks for pid in rank.read_text().split()]
+    until(lambda: not any(map(Identity.of, pids)), "the end of ranks and fork server")
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("num_proceses: 2", "unknown setting 'num_proceses'; did you mean 'num_processes'?"),
-        ("distributed_type: FSPD", "accelerate.yaml:1: distributed_type: 'FSPD' is not one of NO"),
-        ("- a\n- b", "must hold settings, one `name: value` a line"),
-        ("a: [", "accelerate.yaml:1: "),
-        (None, "cannot read"),
+        ("num_proceses: 2", "accelerate.yaml:1: unknown setting 'num_proceses'; did you mean 'num_processes'?"),
+        ("- a\n- b", "accelerate.yaml:1: must hold settings, one `name: value` a line"),
+        ("use_cpu: true\ndistributed_type: MULTI_GPU", "--cpu (accelerate.yaml:1) and --multi_gpu (accelerate.yaml:2)"),
+        ("num_processes: -1", "accelerate.yaml:1: num_processes: -1 leaves it to --num_processes: give it"),
+        ("{compute_environment: AMAZON_SAGEMAKER, ec2_instance_type: t, iam_role_name: r}",
+         "accelerate.yaml is for SageMaker: the checks run on this machine, or on a --target"),
+        (None, "--config_file: cannot read accelerate.yaml: it does not exist"),
     ],
-)
-def test_a_file_that_cannot_be_used(text: str | None, said: str, tmp_path: Path) -> None:
-    path = tmp_path / "accelerate.yaml"
+)  # fmt: skip
+def test_a_file_that_cannot_be_used(
+    text: str | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
     if text is not None:
-        path.write_text(text)
-    with pytest.raises(UsageError) as caught:
-        read_flags("accel test", str(path))
-    assert said in str(caught.value)
-    assert "\n" not in str(caught.value)
+        Path("accelerate.yaml").write_text(text)
+    assert main(["test", "--config_file", "accelerate.yaml"]) == exits.USAGE
+    shown = capsys.readouterr().err
+    assert shown.startswith(f"accel test: {said}")
+    assert shown.count("\n") == 1
+
+
+def test_what_the_launch_refuses_is_its_one_line(accel: Accel) -> None:
+    (accel.here / "c.yaml").write_text("distributed_type: MULTI_GPU\n")
+    done = accel.finish("test", "--config_file", "c.yaml", "--num_processes", "2", CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == exits.USAGE
+    assert done.stderr.startswith(b"accel launch: --multi_gpu (c.yaml:1): this machine shows no GPU")
+    assert done.stderr.count(b"\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,10 @@ import pytest
 import yaml
 
 from accel.cli import exits, main
+from accel.cli.parser import Parser
+from accel.cli.submit_options import add_arguments
 from accel.cli.submit_settings import of_file
+from accel.cli.submit_spec import build_spec
 from accel.settings import BY_NAME
 from accel.settings.file import Entry, read_document
 from accel.settings.layers import resolve
@@ -52,6 +55,7 @@ def test_a_launch_reads_back_what_the_file_says(text: str, tmp_path: Path) -> No
         ("use_cpu: true\ndistributed_type: MULTI_GPU", "--cpu (c.yaml:1) and --multi_gpu (c.yaml:2) contradict"),
         ("{compute_environment: AMAZON_SAGEMAKER, ec2_instance_type: t, iam_role_name: r}", "c.yaml is for SageMaker"),
         ("{distributed_type: XLA, num_processes: 8}", "c.yaml is for a TPU: accel launch --config_file c.yaml"),
+        ("{num_machines: two}", "c.yaml: --num_machines 'two': it must be a number from 1 on, or MIN:MAX"),
         ("{use_cpu: true, num_processes: 3, num_machines: 2}", "c.yaml: num_processes 3 is not so many on each of 2"),
     ],
 )
@@ -65,6 +69,44 @@ def test_a_file_of_which_a_job_can_make_nothing(
     shown = capsys.readouterr().err
     assert shown.startswith(f"accel submit: {said}")
     assert shown.count("\n") == 1
+
+
+GPUS = "distributed_type: MULTI_GPU\nnum_processes: 4\nnum_machines: 2\ngpu_ids: '0,1'\nrdzv_backend: c10d\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "wanted"),
+    [
+        (GPUS, "", (2, None, 2, 2)),
+        (GPUS, "--nodes 3:5 --gpus 8", (3, 5, 8, 2)),
+        (GPUS, "--nodes 1 --gpus 0 --procs-per-node 1", (1, None, 0, 1)),
+        (GPUS, "--target ssh --hosts a,b,c", (3, None, 2, 2)),
+        ("use_cpu: true\nnum_processes: 4\nnum_machines: 1", "", (1, None, 0, 4)),
+        ("num_machines: '2:4'\nnum_processes: 2\nrdzv_backend: static", "", (2, 4, 0, 1)),
+        ("distributed_type: FSDP", "", (1, None, 0, None)),
+        ("distributed_type: MULTI_GPU", "", (1, None, 0, None)),
+    ],
+)
+def test_nodes_and_gpus_are_those_of_the_file(
+    text: str, words: str, wanted: tuple[int, int | None, int, int | None],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    Path("c.yaml").write_text(text)
+    Path("train.py").touch()
+    parser = Parser("submit", "")
+    add_arguments(parser)
+    args, program = parser.read_before_script(["--config_file", "c.yaml", *words.split(), "train.py"])
+    spec = build_spec(args, program)
+    assert (spec.nodes, spec.max_nodes, spec.resources.gpus, spec.procs_per_node) == wanted
+    said = capsys.readouterr().err
+    left_out = "is left out: which machines and GPUs a job has is for its target to say\n"
+    if text == GPUS:
+        assert said == f"accel: c.yaml:4: gpu_ids 0,1 {left_out}accel: c.yaml:5: rdzv_backend c10d {left_out}"
+    elif text == "distributed_type: MULTI_GPU":
+        assert said.startswith("accel: c.yaml:1: num_processes is not said")
+    else:
+        assert said == ""
 
 
 def test_every_variable_is_one_that_a_launch_reads() -> None:

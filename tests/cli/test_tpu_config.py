@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
 from pathlib import Path
 
 import pytest
 
 from accel.cli import exits
+from schedulers.processes import Identity
+from tests.waiting import until
 
 from .conftest import Accel
 
@@ -24,7 +27,9 @@ with open(f"{home}/calls", "a") as file:
 if "describe" in argv:
     if "gone" in argv:
         print("more words", file=sys.stderr)
-        sys.exit("ERROR: (gcloud.compute.tpus.tpu-vm.describe) NOT_FOUND: no such node")
+        sys.exit("ERROR: (gcloud.compute.tpus.tpu-vm.describe) NOT_FOUND:\\n  no such node\\n\\n- set `core/project`")
+    if "slow" in argv:
+        sys.exit(subprocess.run(["bash", "-c", f"echo $$ > {home}/pid.9; exec sleep 300"]).returncode)
     state = "CREATING" if "young" in argv else "READY"
     print(json.dumps({"state": state, "networkEndpoints": [{"ipAddress": f"10.0.0.{n}"} for n in range(3)]}))
     sys.exit()
@@ -46,11 +51,14 @@ class Pod:
         self.key.touch()  # gcloud has signed in from here before
 
     def __call__(self, *argv: str, code: int = 0) -> tuple[list[str], list[str]]:
-        path = f"{self.folder}{os.pathsep}{os.environ['PATH']}"
-        done = self.accel.finish("tpu-config", *argv, PATH=path, HF_HOME=str(self.folder / "hf"), HOME=str(self.folder))
+        done = self.accel.finish("tpu-config", *argv, **self.env())
         assert done.returncode == code, done.stderr.decode()
         assert b"Traceback" not in done.stderr
         return done.stdout.decode().splitlines(), done.stderr.decode().splitlines()
+
+    def env(self) -> dict[str, str]:
+        path = f"{self.folder}{os.pathsep}{os.environ['PATH']}"
+        return {"PATH": path, "HF_HOME": str(self.folder / "hf"), "HOME": str(self.folder)}
 
     def calls(self) -> list[list[str]]:
         path = self.folder / "calls"
@@ -167,22 +175,50 @@ def test_what_is_not_given_stands_in_the_file(pod: Pod) -> None:
         ([], "which TPU? give --tpu_name, or write tpu_name: in ", exits.USAGE),
         (["--tpu_name", "a"], "which TPU? give --tpu_zone", exits.USAGE),
         ([*WHERE], "nothing to run: give --command or --command_file", exits.USAGE),
+        ([*WHERE, "--command", "", "--command", " "], "nothing to run: --command holds no command", exits.USAGE),
         ([*WHERE, "--command", "a", "--command_file", "b"], "--command and --command_file both say what", exits.USAGE),
         ([*WHERE, "--command_file", "none"], "--command_file: cannot read none: No such file", exits.USAGE),
         ([*WHERE, "--command_file", "empty"], "--command_file: empty holds no command", exits.USAGE),
         (["--tpu_name=--x", "--tpu_zone", "z", "--command", "a"], "--tpu_name '--x' is no name", exits.USAGE),
         ([*WHERE, "--command", "a", "--install_accelerate", "--accelerate_version", "1; rm"], "'1; rm': latest", 2),
-        (["--config_file", "bad.yaml", "--tpu_name", "a", "--tpu_zone", "z"], "commands: expects a list", exits.USAGE),
-        (["--tpu_name", "gone", "--tpu_zone", "z", "--command", "a"], "NOT_FOUND: no such node", exits.ERROR),
+        (["--config_file", "bad.yaml", "--tpu_name", "a", "--tpu_zone", "z"], "commands: not a list", exits.USAGE),
+        (["--config_file", "typo.yaml", "--command", "a"], "typo.yaml:2: unknown setting 'tpu_nmae'; did you m", 2),
+        (["--config_file", "twice.yaml", "--command", "a"], "twice.yaml:2: key 'tpu_name' is already on line 1", 2),
+        (["--config_file", "empty", "--command", "a"], "which TPU? give --tpu_name, or write tpu_name: in empty", 2),
+        (
+            ["--tpu_name", "gone", "--tpu_zone", "z", "--command", "a"],
+            "gone in z: ERROR: (gcloud.compute.tpus.tpu-vm.describe) NOT_FOUND: no such node\n",
+            exits.ERROR,
+        ),
         (["--tpu_name", "young", "--tpu_zone", "z", "--command", "a"], "is CREATING, not READY", exits.ERROR),
     ],
 )
 def test_what_cannot_be_done_is_one_line(pod: Pod, argv: list[str], message: str, code: int) -> None:
     (pod.accel.here / "empty").write_text("# nothing\n")
     (pod.accel.here / "bad.yaml").write_text("commands: 3\n")
+    (pod.accel.here / "typo.yaml").write_text("tpu_zone: z\ntpu_nmae: a\n")
+    (pod.accel.here / "twice.yaml").write_text("tpu_name: a\ntpu_name: c\n")
     out, (line,) = pod(*argv, code=code)
-    assert message in line
+    assert message in f"{line}\n"
     assert out == []
+
+
+@pytest.mark.parametrize(
+    ("name", "begun", "signum"),
+    [("pod1", ["pid.0", "pid.1", "pid.2"], signal.SIGTERM), ("slow", ["pid.9"], signal.SIGHUP)],
+)
+def test_told_to_end_it_leaves_nothing(pod: Pod, name: str, begun: list[str], signum: int) -> None:
+    """Neither a worker's gcloud and what that has started, nor one that is asked what the TPU is."""
+    words = ["--tpu_name", name, "--tpu_zone", "z", "--command", f"echo $$ > {pod.folder}/pid.$WORKER; sleep 300; :"]
+    running = pod.accel.start("tpu-config", *words, **pod.env())
+    files = [pod.folder / file for file in begun]
+    until(lambda: all(file.exists() and file.read_text() for file in files), "what is to be ended")
+    pids = [int(file.read_text()) for file in files]
+    running.send_signal(signum)
+    _, said = running.communicate(timeout=60)
+    assert running.returncode == 128 + signum
+    assert said.decode().splitlines() == [f"accel: told to end by {signal.Signals(signum).name}; ending what runs"]
+    until(lambda: not any(map(Identity.of, pids)), "its end")
 
 
 def test_without_gcloud_it_says_so(pod: Pod) -> None:

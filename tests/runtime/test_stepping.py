@@ -293,3 +293,4 @@ def _steps_from_env() -> int:
 
 def test_accumulation_steps_come_from_the_environment() -> None:
     assert run_one(_steps_from_env, env={"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "3"}) == 3
+    assert run_one(_steps_from_env, env={"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "auto"}) == 1

@@ -200,7 +200,7 @@ MISTAKES = {
     ),
     "an alias to itself": ("targets: &a\n  x: *a\n", "accel.yaml:1: a value that is inside itself"),
     "a control character": ("targets:\n  a: \x01\n", r"accel.yaml:2: a character that YAML forbids: '\x01'"),
-    "no such date": ("targets:\n  a: 2024-13-99\n", "accel.yaml:1: a value cannot be read: month must be in 1..12"),
+    "no such date": ("targets:\n  a: 2024-13-99\n", "accel.yaml:2: a value cannot be read: month must be in 1..12"),
 }
 
 

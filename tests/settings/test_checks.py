@@ -59,8 +59,8 @@ def test_what_is_needed_too_is_named(line: str, needed: str, capsys: pytest.Capt
         ("--num_proceses 2", "unknown option '--num_proceses'; did you mean '--num_processes'?"),
         ("--fsdp_version 3", "--fsdp_version: '3' is not one of 1, 2"),
         ("--zero_stage 5", "--zero_stage: 5 is not one of 0, 1, 2, 3"),
-        ("--zero_stage x", "--zero_stage: not a whole number from 0 on: 'x'"),
-        ("--gradient_clipping much", "--gradient_clipping: not a number from 0 on: 'much'"),
+        ("--zero_stage x", "--zero_stage: 'x' is not one of 0, 1, 2, 3"),
+        ("--gradient_clipping much", "--gradient_clipping: not a number from 0 on, or auto: 'much'"),
         ("--fsdp_offload_params maybe", "--fsdp_offload_params: not true or false: 'maybe'"),
         ("--megatron_lm_no_load_optim", "--megatron_lm_no_load_optim needs a value"),
         ("--use_fsdp=yes", "--use_fsdp takes no value"),
@@ -92,10 +92,27 @@ def test_a_bad_value_is_one_line(line: str, said: str, capsys: pytest.CaptureFix
         ),
         ("--fp8_margin 2", "--fp8_margin: no effect without --mixed_precision fp8"),
         ("--main_training_function go", "--main_training_function: no effect without --tpu"),
+        (
+            "--dynamo_mode max-autotune --dynamo_use_dynamic",
+            "--dynamo_mode, --dynamo_use_dynamic: no effect without --dynamo_backend",
+        ),
+        ("--dynamo_backend no --dynamo_use_fullgraph", "--dynamo_use_fullgraph: no effect without --dynamo_backend"),
+        ("--tee 3", "--tee: no effect without --log_dir"),
+        (
+            "--use_fsdp --fsdp_version 2 --use_parallelism_config --parallelism_config_cp_comm_strategy alltoall",
+            "--parallelism_config_cp_comm_strategy: no effect without --parallelism_config_cp_size 2",
+        ),
     ],
 )
 def test_a_flag_that_changes_nothing_is_said(line: str, said: str) -> None:
     assert without_effect(given(*line.split()), options(*line.split())) == [said]
+
+
+@pytest.mark.parametrize(
+    "line", ["--tee 0", "--tee 3 --log_dir l", "--dynamo_mode default", "--dynamo_backend eager --dynamo_use_dynamic"]
+)
+def test_a_flag_that_does_something_or_asks_for_nothing_is_not(line: str) -> None:
+    assert without_effect(given(*line.split()), options(*line.split())) == []
 
 
 @pytest.mark.parametrize(

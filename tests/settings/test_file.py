@@ -133,6 +133,11 @@ def written(folder: Path, text: str, name: str = "accelerate.yaml") -> str:
                      "region": "us-east-1"}),
         ("", {"num_processes": None}),
         ("debug: false\nmixed_precision: fp16\ndebug: false", {"debug": False}),  # twice, and the same
+        ("fsdp_config: {version: 2, fsdp_version: 2}", {"fsdp_version": "2"}),
+        ("deepspeed_config: {gradient_accumulation_steps: auto, gradient_clipping: Auto}",
+         {"gradient_accumulation_steps": "auto", "gradient_clipping": "auto"}),
+        ("{distributed_type: DEEPSPEED, deepspeed_config: {deepspeed_config_file: none, zero_stage: 2}}",
+         {"deepspeed_config_file": None, "zero_stage": 2}),
     ],
 )  # fmt: skip
 def test_every_version_loads(text: str, wanted: dict[str, object], somewhere: Path) -> None:
@@ -162,7 +167,13 @@ def test_json_is_read_too(somewhere: Path) -> None:
         ("fsdp_config: 3", "@:1: fsdp_config must hold settings, not 3"),
         ("mixed_precision: bf61", "@:1: mixed_precision: 'bf61' is not one of no, fp16, bf16, fp8; did you mean"),
         ("\nnum_processes: two", "@:2: num_processes: not a whole number from 0 on: 'two'"),
-        ("num_processes: true", "@:1: num_processes: not a whole number from 0 on: True"),
+        ("num_processes: true", "@:1: num_processes: not a whole number from 0 on: true"),
+        ("num_processes: 2024-01-01", "@:1: num_processes: not a whole number from 0 on: 2024-01-01"),
+        ("fsdp_config: {a: 1, 2024-01-01: 2}", "@:1: unknown setting 'a'"),
+        ("gpu_ids: a;b", "--gpu_ids a;b (@:1): they are numbers, or names such as GPU-"),
+        ("fsdp_config:\n  fsdp_version: 1\n  version: 2",
+         "@:3: fsdp_config.version and fsdp_config.fsdp_version are one setting: keep one"),
+        ("fp16: true\nmixed_precision: bf16", "@:2: mixed_precision and fp16 are one setting: keep one"),
         ("distributed_type: FSPD", "@:1: distributed_type: 'FSPD' is not one of NO"),
         ("debug: maybe", "@:1: debug: not true or false: 'maybe'"),
         ("gpu_ids: [0, 1]", "@:1: gpu_ids: not text: [0, 1]"),
@@ -194,7 +205,11 @@ def test_what_is_wrong_is_said_with_its_line(text: str, said: str, somewhere: Pa
     [
         ('{"num_processes": 1,\n "mixed_precison": "no"}', "x.json:2: unknown setting 'mixed_precison'"),
         ('{"num_processes": 1,\n', "x.json:2: not JSON"),
-        ('{"fsdp_config":\n {"fsdp_version": 3}}', "x.json:2: fsdp_version: '3' is not one of 1, 2"),
+        ('{"fsdp_config":\n {"fsdp_version": 3}}', "x.json:2: fsdp_version: 3 is not one of 1, 2"),
+        (
+            '{"fsdp_config": {"version": 1,\n "fsdp_version": 2}}',
+            "x.json:2: fsdp_config.fsdp_version and fsdp_config.v",
+        ),
         ('{"debug": true,\n "debug": false}', "key 'debug' is there twice"),
         ("[1]", "x.json:1: must hold settings"),
     ],
@@ -270,6 +285,12 @@ class TestWhoWins:
         env = {"ACCELERATE_USE_CPU": "true"}
         assert overridden(found("--multi_gpu", **env), env) == {"ACCELERATE_USE_CPU": "false"}
         assert overridden(found(**env), env) == {}
+
+    @pytest.mark.usefixtures("somewhere")
+    def test_deepspeed_may_be_left_to_find_a_number(self) -> None:
+        names = ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "ACCELERATE_GRADIENT_CLIPPING")
+        run = planned("--use_deepspeed", **dict.fromkeys(names, "auto"))
+        assert [run.env[name] for name in names] == ["auto", "auto"]
 
     def test_a_bad_variable_is_named(self) -> None:
         with pytest.raises(UsageError, match="ACCELERATE_MIXED_PRECISION: 'bf61' is not one of"):

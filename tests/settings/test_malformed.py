@@ -74,7 +74,7 @@ FILES = [
     ),
     ("deepspeed_config: {zero_stag: 2}", "c.yaml:1: unknown setting 'zero_stag'; did you mean 'zero_stage'?"),
     ("fsdp_confg: {}", "c.yaml:1: unknown setting 'fsdp_confg'; did you mean 'fsdp_config'?"),
-    ("fsdp_config: on", "c.yaml:1: fsdp_config must hold settings, not True"),
+    ("fsdp_config: on", "c.yaml:1: fsdp_config must hold settings, not true"),
     ("mixed_precision: half", "c.yaml:1: mixed_precision: 'half' is not one of no, fp16, bf16, fp8"),
     ("num_processes: many", "c.yaml:1: num_processes: not a whole number from 0 on: 'many'"),
     ("num_processes: 1.5", "c.yaml:1: num_processes: not a whole number from 0 on: 1.5"),
@@ -99,14 +99,18 @@ FILES = [
     ("a: &x [*x]", "c.yaml:1: "),
     ("a: !!python/object:os.system x", "c.yaml:1: "),
     ("a: \x00", "c.yaml:1: a character that YAML forbids"),
-    ("a: 2024-13-99", "c.yaml:1: "),
+    ("debug: true\na: 2024-13-99", "c.yaml:2: a value cannot be read: month must be in 1..12"),
+    ("debug: true\na: !!timestamp soon", "c.yaml:2: no such value"),
     (b"a: \xff", "c.yaml:1: not UTF-8"),
-    ("{" * 3000, "c.yaml:1: "),
+    ("debug: true\na: " + "{" * 3000, "c.yaml:2: nested too deeply"),
 ]
-JSON = [
+JSON: list[tuple[str | bytes, str]] = [
     ('{"num_processes": 1,', "c.json:1: not JSON"),
     ('{"num_processes": 1,\n "num_procs": 2}', "c.json:2: unknown setting 'num_procs'"),
     ('{"debug": true, "debug": false}', "c.json:1: key 'debug' is there twice"),
+    (b'{"debug": true,\n "a": "\xff"}', "c.json:2: not UTF-8"),
+    ("[" * 100_000, "c.json: nested too deeply"),
+    ("[" + "9" * 5000 + "]", "c.json: a value cannot be read"),
     ("[]", "c.json:1: must hold settings"),
     ('{"mixed_precision": "half"}', "c.json:1: mixed_precision: 'half' is not one of"),
 ]
@@ -119,7 +123,7 @@ SCHEDULER = [
 ]
 CONFIG = [
     ("config defualt", "'defualt' is neither default nor update; did you mean 'default'?"),
-    ("config --answers nowhere.yaml", "--answers: nowhere.yaml:1: cannot be read"),
+    ("config --answers nowhere.yaml", "--answers: nowhere.yaml: cannot be read"),
     ("config default --mixed_precision half", "--mixed_precision: 'half' is not one of"),
     ("config update --config_file nowhere.yaml", "cannot read nowhere.yaml: it does not exist"),
     ("config update --answers x", "--answers and update contradict each other"),
@@ -163,8 +167,8 @@ def test_a_file(text: str | bytes, said: str, capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize(("text", "said"), JSON)
-def test_a_file_in_json(text: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    Path("c.json").write_text(text)
+def test_a_file_in_json(text: str | bytes, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("c.json").write_bytes(text if isinstance(text, bytes) else text.encode())
     is_refused(["launch", "--config_file", "c.json", "train.py"], said, capsys)
 
 
@@ -180,6 +184,17 @@ def test_a_flag_against_the_scheduler(
 @pytest.mark.parametrize(("line", "said"), CONFIG)
 def test_a_line_of_config(line: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     is_refused(line.split(), said, capsys)
+
+
+def test_a_directory_that_is_gone(
+    somewhere: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The file is named by its whole path, and read as ever."""
+    (somewhere / "c.yaml").write_text("num_proceses: 2")
+    (somewhere / "gone").mkdir()
+    monkeypatch.chdir(somewhere / "gone")
+    (somewhere / "gone").rmdir()
+    is_refused(["launch", "--config_file", str(somewhere / "c.yaml"), "--explain"], "c.yaml:1: unknown setting", capsys)
 
 
 def test_there_are_enough() -> None:

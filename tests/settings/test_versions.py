@@ -1,6 +1,7 @@
 """Files of every version of Accelerate: each key that one has written loads, is migrated, and is rewritten by `update`.
 
-`file_keys.tsv` holds the keys, with the versions whose configuration classes and questionnaires have them.
+`file_keys.tsv` holds the keys, with the versions whose configuration classes and questionnaires have them;
+`file_values.tsv` the values of those that have few, as those versions' enumerations and menus have them.
 """
 
 from __future__ import annotations
@@ -14,14 +15,17 @@ import pytest
 import yaml
 
 from accel.cli import exits, main
+from accel.enums import DynamoBackend
 from accel.settings import BY_NAME, Setting
-from accel.settings.file import _GONE, _PREFIXES, _RENAMED, _SECTIONS, read_document
+from accel.settings.file import _GONE, _PREFIXES, _RENAMED, _SECTIONS, BadEntry, read_document, to_document
 from tests.needs import package
 
 from .lines import options
 
 with open(Path(__file__).with_name("file_keys.tsv"), encoding="utf-8", newline="") as file:
     KEYS = [(row["section"], row["key"], row["versions"].split()) for row in csv.DictReader(file, delimiter="\t")]
+with open(Path(__file__).with_name("file_values.tsv"), encoding="utf-8", newline="") as file:
+    VALUES = [tuple(row.values()) for row in csv.DictReader(file, delimiter="\t")]
 VERSIONS = sorted({version for _, _, versions in KEYS for version in versions}, key=lambda v: [*map(int, v.split("."))])
 OF_SAGEMAKER = {"ec2_instance_type", "iam_role_name", "image_uri", "profile", "region", "base_job_name", "py_version",
                 "pytorch_version", "transformers_version", "sagemaker_inputs_file", "sagemaker_metrics_file",
@@ -108,6 +112,32 @@ def test_an_updated_file_is_accelerates_too(version: str, way: str, sagemaker: b
     assert main(["config", "update", "--config_file", "old.yaml"]) == exits.OK
     loaded = config_args.load_config_from_file("old.yaml")
     assert loaded.distributed_type.value == ("DATA_PARALLEL" if sagemaker else _WAYS.get(way, "MULTI_CPU"))
+
+
+def test_every_value_that_a_version_has_written_is_read_and_written_as_one_of_today() -> None:
+    refused = []
+    for section, key, value, versions in VALUES:
+        plain: Any = int(value) if value.isdigit() else {"true": True, "false": False}.get(value, value)
+        on = {"dynamo_backend": "INDUCTOR"} if section == "dynamo_config" else {}
+        held = {section: {**on, key: plain}} if section else {key: plain}
+        try:
+            first = {name: entry.value for name, entry in read_document(held).items()}
+            again = {name: entry.value for name, entry in read_document(to_document(first)).items()}
+        except BadEntry as error:
+            refused.append(f"{error} ({versions})")
+        else:
+            assert value in ("NO", "none") or {name: again[name] for name in first} == first
+            if key == "dynamo_backend":
+                assert first["dynamo_backend"].upper() in DynamoBackend.list()
+    assert refused == []
+
+
+def test_the_values_are_those_of_the_version_beside_us() -> None:
+    """What Accelerate's enumerations have today, the table has."""
+    theirs = package("accelerate.utils.dataclasses")
+    for key, enumeration in (("dynamo_backend", theirs.DynamoBackend), ("distributed_type", theirs.DistributedType)):
+        known = {value for _, name, value, versions in VALUES if name == key and VERSIONS[-1] in versions.split()}
+        assert {member.value for member in enumeration} <= known
 
 
 def test_the_versions_are_many() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import shlex
@@ -14,7 +15,12 @@ import time
 from collections.abc import Sequence
 from typing import IO
 
+from accel.launch.report import signal_name
+from accel.launch.told import Told
+from schedulers.processes import descendants, end_all
+
 _GRACE_S = 10.0
+_POLL_S = 0.05
 _KEY = "~/.ssh/google_compute_engine"  # where gcloud keeps it
 
 
@@ -39,32 +45,41 @@ def script(commands: Sequence[str]) -> str:
 def run(gcloud: Sequence[str], name: str, zone: str, commands: Sequence[str]) -> int:
     """Run them, passing on what every worker prints, line by line. The code of the first worker that failed, else 0.
 
-    Ends the others when one has failed. Raises `PodError` when there is no `gcloud`, or it does not know the TPU.
+    Ends the others when one has failed, and all when this process is told to end: then it gives 128 + the signal's
+    number. Raises `PodError` when there is no `gcloud`, or it does not know the TPU.
     """
-    count = workers(gcloud, name, zone)
-    if count > 1:
-        _sign_in(gcloud, name, zone)
-    running = [_Worker(index, ssh(gcloud, name, zone, str(index), commands)) for index in range(count)]
+    told = Told()
+    running: list[_Worker] = []
     try:
-        return _first_failure(running)
+        count = workers(gcloud, name, zone, told)
+        if count > 1:
+            _sign_in(gcloud, name, zone, told)
+        while len(running) < count and not told.signum:
+            index = len(running)
+            running.append(_Worker(index, ssh(gcloud, name, zone, str(index), commands)))
+        return _first_failure(running, told)
+    except _ToldToEnd:
+        return told.exit_code
     finally:
+        if told.signum:
+            print(f"accel: told to end by {signal_name(told.signum)}; ending what runs", file=sys.stderr)
         _end(running)
+        told.forget()
 
 
-def workers(gcloud: Sequence[str], name: str, zone: str) -> int:
+def workers(gcloud: Sequence[str], name: str, zone: str, told: Told) -> int:
     """How many workers it has. Raises `PodError`."""
     asked = [*gcloud, "describe", name, "--zone", zone, "--format", "json"]
     try:
-        done = subprocess.run(asked, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+        code, described, said = _answer(asked, told)
     except FileNotFoundError:
         raise PodError(
             "there is no gcloud on PATH: install the Google Cloud CLI (https://cloud.google.com/sdk)"
         ) from None
-    if done.returncode != 0:
-        said = done.stderr.strip().splitlines() or [f"code {done.returncode}"]
-        raise PodError(f"gcloud cannot describe {name} in {zone}: {said[-1]}")
+    if code != 0:
+        raise PodError(f"gcloud cannot describe {name} in {zone}: {_error(said) or f'code {code}'}")
     try:
-        found = json.loads(done.stdout)
+        found = json.loads(described)
         ends, state = found.get("networkEndpoints") or [], found.get("state", "READY")
     except (ValueError, AttributeError):
         raise PodError(f"gcloud describes {name} in words that are not understood: {shlex.join(asked)}") from None
@@ -73,16 +88,46 @@ def workers(gcloud: Sequence[str], name: str, zone: str) -> int:
     return max(1, len(ends))
 
 
-def _sign_in(gcloud: Sequence[str], name: str, zone: str) -> None:
+def _sign_in(gcloud: Sequence[str], name: str, zone: str, told: Told) -> None:
     """Lets gcloud make the key that it signs in with, where it has none: several at once would spoil each other's."""
     if os.path.exists(os.path.expanduser(_KEY)):
         return
-    first = ssh(gcloud, name, zone, "0", ["true"])
-    done = subprocess.run(first, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        lines = done.stderr.strip().splitlines()
-        said = next((line for line in lines if line.startswith("ERROR")), lines[-1] if lines else "")
-        raise PodError(f"gcloud cannot sign in to worker 0 of {name}: {said or f'code {done.returncode}'}")
+    code, _, said = _answer(ssh(gcloud, name, zone, "0", ["true"]), told)
+    if code != 0:
+        raise PodError(f"gcloud cannot sign in to worker 0 of {name}: {_error(said) or f'code {code}'}")
+
+
+class _ToldToEnd(Exception):
+    """While gcloud was asked."""
+
+
+def _answer(command: Sequence[str], told: Told) -> tuple[int, str, str]:
+    """gcloud's code and what it has written to stdout and stderr. Raises _ToldToEnd, when it and its ssh have ended.
+
+    In this session, whose terminal it may ask for the passphrase of a key.
+    """
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as running:
+        try:
+            while True:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    out, err = running.communicate(timeout=_POLL_S)
+                    return running.returncode, out, err
+                if told.signum:
+                    raise _ToldToEnd
+        except BaseException:
+            end_all(
+                lambda: [running.pid, *descendants(running.pid)] if running.poll() is None else [], grace_s=_GRACE_S
+            )
+            raise
+
+
+def _error(said: str) -> str:
+    """What gcloud has said in the paragraph that begins with ERROR, as one line; without one, its last line."""
+    lines = said.strip().splitlines()
+    start = next((at for at, line in enumerate(lines) if line.startswith("ERROR")), len(lines) - 1)
+    return " ".join(line.strip() for line in itertools.takewhile(str.strip, lines[max(start, 0) :]))
 
 
 class _Worker:
@@ -128,9 +173,11 @@ class _Worker:
         return True
 
 
-def _first_failure(running: Sequence[_Worker]) -> int:
+def _first_failure(running: Sequence[_Worker], told: Told) -> int:
     left = list(running)
     while left:
+        if told.signum:
+            return told.exit_code
         for worker in [one for one in left if one.poll() is not None]:
             left.remove(worker)
             worker.finish(_GRACE_S)
@@ -140,7 +187,7 @@ def _first_failure(running: Sequence[_Worker]) -> int:
                 others = f"; ending the other {len(left)}" if left else ""
                 print(f"accel: worker {worker.index} ended with code {code}{others}", file=sys.stderr)
                 return code
-        time.sleep(0.05)
+        time.sleep(_POLL_S)
     return 0
 
 

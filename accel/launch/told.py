@@ -1,0 +1,41 @@
+"""Being told to end, by the signals that mean it, where an interrupt raises already."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from types import FrameType
+
+
+class Told:
+    """Takes note of SIGTERM and SIGHUP from now on, but for one that is ignored (by `nohup`).
+
+    signum: the first that has come.
+    then:   is called with it at that moment.
+    """
+
+    def __init__(self, then: Callable[[int], object] = lambda signum: None) -> None:
+        self.signum: int | None = None
+        self._then = then
+        self._before = {
+            signum: before
+            for signum in (signal.SIGTERM, signal.SIGHUP)
+            if (before := signal.getsignal(signum)) not in (signal.SIG_IGN, None)
+        }
+        for signum in self._before:
+            signal.signal(signum, self._note)
+
+    def _note(self, signum: int, _: FrameType | None) -> None:
+        if self.signum is None:
+            self.signum = signum
+            self._then(signum)
+
+    @property
+    def exit_code(self) -> int:
+        """What a shell gives for it."""
+        return 128 + (self.signum or 0)
+
+    def forget(self) -> None:
+        """Leaves both to those who had them before."""
+        for signum, before in self._before.items():
+            signal.signal(signum, before)
