@@ -32,6 +32,7 @@ _FOLLOWED_S = 30.0  # a job is followed for so long after somebody last waited f
 _AT_ONCE = 16  # logs that are asked for at a time
 _MOST_TAILS = 64  # of one job; more logs are asked for now and then
 _SELDOM_S, _LONGEST_PAUSE_S = 2.0, 10.0
+_RESTARTED_S = 5.0
 _MARGIN_S = 10.0  # that an ending pod has over its grace
 _LOST, _GONE = "lost", "gone"
 
@@ -53,6 +54,7 @@ class _Job:
     tails: dict[str, list[Tail]] = field(default_factory=dict)
     not_before: dict[str, float] = field(default_factory=dict)
     failures: dict[str, int] = field(default_factory=dict)
+    ended_at: dict[str, float] = field(default_factory=dict)
     followed_at: float = float("-inf")
     ending_until: float | None = None
 
@@ -228,6 +230,10 @@ class _Pass:
             yield self._missing(source.name, source, f"{begun}what {source.who()} {maybe} missing: {why}")
             return
         tail = self._tail(source.name)
+        if self._may_be_restarted(source):
+            if tail is not None and tail.checked and not tail.doubtful:
+                yield from self._taken(tail, tail.take())
+            return
         last = source.ended or (self._over and not self._gone)
         if tail is not None and last:
             if tail.checked and not tail.lost:
@@ -243,6 +249,14 @@ class _Pass:
             wanted.append(source)
         elif time.monotonic() >= self._job.not_before.get(source.name, 0.0):
             self._follow(source, wanted)
+
+    def _may_be_restarted(self, source: Source) -> bool:
+        """Whether the kubelet may be at the next run before the API server is told: what it gives then is that one's
+        log. Soon it is known: the pod is over, or this is the run before the current one."""
+        if not source.ended or source.settled or self._over or not self._job.followed:
+            return False
+        now = time.monotonic()
+        return now - self._job.ended_at.setdefault(source.name, now) < _RESTARTED_S
 
     def _taken(self, tail: Tail, pieces: Sequence[Piece]) -> Iterator[LogLine]:
         if tail.lost and pieces and not tail.told:

@@ -291,7 +291,12 @@ class Kubernetes:
             client.close()
 
     def _established(self, path: str) -> bool:
-        return established(self.client.call("GET", path))
+        try:
+            return established(self.client.call("GET", path))
+        except Refused as error:
+            if error.status < 500:  # a server that has just begun may lose its store for a moment
+                raise
+            return False
 
     def _has_token(self, path: str) -> bool:
         try:

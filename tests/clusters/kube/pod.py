@@ -253,11 +253,11 @@ class Pod:
 
     async def _once(self, instance: Instance, program: Program) -> int:
         directory = self.sandbox.directory / "containers" / f"{instance.name}-{instance.restarts}"
-        instance.previous, instance.log = instance.log, ContainerLog(directory / "log")
-        started = stamp()
+        log, started = ContainerLog(directory / "log"), stamp()
         said = podspec.cannot_start(program)
         if said is not None:
-            instance.log.close()
+            log.close()
+            instance.previous, instance.log = instance.log, log
             self._events.tell(self.object, "Failed", f"Error: {said}", warning=True)
             instance.state = {"terminated": _ended(128, "StartError", said, started)}
             await self._report()
@@ -266,17 +266,19 @@ class Pod:
         message.touch()
         message.chmod(0o666)
         running = await self.sandbox.run(program, message, directory / "root")
+        # Which run's log is served goes by this state, as in a kubelet.
+        instance.previous, instance.log = instance.log, log
         instance.running, instance.state = running, {"running": {"startedAt": started}}
         self._events.tell(self.object, "Started", f"Started container {instance.name}")
         self._changed()
         if self._ending.is_set():
             self.terminate(0)
-        reading = asyncio.create_task(_drain(running, instance.log))
+        reading = asyncio.create_task(_drain(running, log))
         await self._report()
         code = await running.wait()
         await reading
         instance.running = None
-        instance.log.close()
+        log.close()
         reason = instance.killed_for or ("Completed" if code == 0 else "Error")
         instance.killed_for = ""
         instance.state = {"terminated": _ended(code, reason, _message(instance, message, code), started)}

@@ -142,7 +142,7 @@ def test_a_secret_reaches_the_ranks_and_nothing_else(
         assert not [
             path for path in files if path.name in ("settings.json", "state.json") and path.stat().st_mode & 0o77
         ]
-        lines = ssh_hosts[node].run("sh", "-c", "cat /proc/*/cmdline")
+        lines = ssh_hosts[node].run("sh", "-c", "cat /proc/*/cmdline 2>/dev/null || true")
         assert "hush-hush" not in str(lines)
     assert "hush-hush" not in json.dumps(job.describe())
     wait.touch()
