@@ -205,14 +205,17 @@ def test_a_job_has_its_time_and_is_gone_after_its_ttl(cluster: Kubernetes, place
     _until_empty(cluster, place)
 
 
-def test_a_jobset_restarts_all_its_pods_when_one_has_failed(cluster: Kubernetes, place: str) -> None:
+def test_a_jobset_restarts_all_its_pods_when_one_has_failed(cluster: Kubernetes, place: str, tmp_path: Path) -> None:
     attempt = "metadata.annotations['jobset.sigs.k8s.io/restart-attempt']"
     env = [{"name": "ATTEMPT", "valueFrom": {"fieldRef": {"fieldPath": attempt}}}]
     text = (
         '[ "$ATTEMPT$JOB_COMPLETION_INDEX" = 01 ] && exit 1; [ "$ATTEMPT" = 0 ] && exec sleep 1000; '
-        "until getent hosts j-node-0-0.j >/dev/null; do sleep 0.1; done; echo $ATTEMPT $(hostname)"
+        "until getent hosts j-node-0-0.j >/dev/null; do sleep 0.1; done; touch /shared/$JOB_COMPLETION_INDEX; "
+        "until [ -e /shared/1 ]; do sleep 0.1; done; echo $ATTEMPT $(hostname)"  # who has ended is not found any more
     )
-    made = _object("JobSet", "jobset.x-k8s.io/v1alpha2", _jobset_spec(_template(text, env=env), 1))
+    template = _template(text, env=env, volumeMounts=[{"name": "shared", "mountPath": "/shared"}])
+    template["spec"]["volumes"] = [{"name": "shared", "hostPath": {"path": str(tmp_path)}}]
+    made = _object("JobSet", "jobset.x-k8s.io/v1alpha2", _jobset_spec(template, 1))
     cluster.apply(made, place)
     _until(cluster, place, "JobSet", "Completed")
     assert _get(cluster, place, "JobSet")["status"]["restarts"] == 1
