@@ -6,18 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.clusters.kubernetes import Kubernetes, claim, lacks
-from tests.needs import missing
+from tests.clusters.fixtures import kubernetes
+from tests.clusters.kubernetes import Kubernetes
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Kubernetes]:
-    absent = lacks()
-    if absent:
-        missing(*absent)
-    with claim() as made:
-        made.start(2)
-        yield made
+    yield from kubernetes(2)
 
 
 @pytest.fixture

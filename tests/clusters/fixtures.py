@@ -28,15 +28,20 @@ SSH_HOSTS, SLURM_NODES, KUBERNETES_NODES = 4, 4, 2
 
 @pytest.fixture(scope="session")
 def _hosts() -> Iterator[SshHosts]:
+    yield from hosts(SSH_HOSTS)
+
+
+def hosts(count: int) -> Iterator[SshHosts]:
+    """For a fixture: so many hosts, until it is done with."""
     absent = lacking(**SSH_PROGRAMS)
     if absent:
         missing(*absent)
-    hosts = claim_hosts()
+    made = claim_hosts()
     try:
-        hosts.up(SSH_HOSTS)
-        yield hosts
+        made.up(count)
+        yield made
     finally:
-        hosts.down()
+        made.down()
 
 
 @pytest.fixture(scope="session")
@@ -60,9 +65,14 @@ def _slurm(*, accounting: bool, gpus: int) -> Iterator[Slurm]:
 
 @pytest.fixture(scope="session")
 def _cluster() -> Iterator[Kubernetes]:
+    yield from kubernetes(KUBERNETES_NODES)
+
+
+def kubernetes(nodes: int) -> Iterator[Kubernetes]:
+    """For a fixture: a cluster of so many nodes, until it is done with."""
     absent = lacks_kubernetes()
     if absent:
         missing(*absent)
     with claim_kubernetes() as cluster:
-        cluster.start(KUBERNETES_NODES)
+        cluster.start(nodes)
         yield cluster

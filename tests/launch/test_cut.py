@@ -13,9 +13,8 @@ import pytest
 
 from accel.launch import rendezvous
 from accel.launch.patience import Patience, StoreSilent
-from tests.clusters.netns import lacking
-from tests.clusters.ssh import PROGRAMS, SshHosts, claim
-from tests.needs import missing
+from tests.clusters.fixtures import hosts
+from tests.clusters.ssh import SshHosts
 
 from .conftest import DEADLINE_S, ROOT, until
 from .test_nodes import free_port
@@ -26,15 +25,7 @@ Start = Callable[..., list["subprocess.Popen[bytes]"]]
 
 @pytest.fixture(scope="module")
 def two_hosts() -> Iterator[SshHosts]:
-    absent = lacking(**PROGRAMS)
-    if absent:
-        missing(*absent)
-    hosts = claim()
-    try:
-        hosts.up(2)
-        yield hosts
-    finally:
-        hosts.down()
+    yield from hosts(2)
 
 
 @pytest.fixture

@@ -53,7 +53,16 @@ def main() -> None:
     except Refused as error:
         line = {"error": str(error)}
     except OSError as error:
-        line = {"error": "{}: {}".format(error.filename or "a file", (error.strerror or str(error)).lower())}
+        line = {"error": in_words(error)}
+    give(line, contents)
+
+
+def in_words(error: OSError) -> str:
+    return "{}: {}".format(error.filename or "a file", (error.strerror or str(error)).lower())
+
+
+def give(line: dict[str, Any], contents: list[bytes]) -> None:
+    """The answer; after one that says what was done, the bytes that belong to it."""
     sys.stdout.buffer.write(json.dumps(line).encode() + b"\n")
     if "done" in line:
         for data in contents:

@@ -20,9 +20,10 @@ import threading
 import time
 
 try:
-    from . import slurm
+    from . import jobs, slurm
     from . import slurm_commands as commands
 except ImportError:  # sent to a host, beside this
+    import jobs  # type: ignore[import-not-found, no-redef]
     import slurm  # type: ignore[import-not-found, no-redef]
     import slurm_commands as commands  # type: ignore[import-not-found, no-redef]
 
@@ -49,12 +50,8 @@ def main() -> None:
     except commands.Unanswered as error:
         line = {"error": str(error), "unreachable": True}
     except OSError as error:
-        line = {"error": "{}: {}".format(error.filename or "a file", (error.strerror or str(error)).lower())}
-    sys.stdout.buffer.write(json.dumps(line).encode() + b"\n")
-    if "done" in line:
-        for data in contents:
-            sys.stdout.buffer.write(data)
-    sys.stdout.buffer.flush()
+        line = {"error": jobs.in_words(error)}
+    jobs.give(line, contents)
 
 
 def watch(root: str, request: Step) -> None:
