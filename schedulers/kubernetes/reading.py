@@ -34,6 +34,7 @@ _MOST_TAILS = 64  # of one job; more logs are asked for now and then
 _SELDOM_S, _LONGEST_PAUSE_S = 2.0, 10.0
 _RESTARTED_S = 5.0
 _MARGIN_S = 10.0  # that an ending pod has over its grace
+_HEAD = 64  # bytes, in which the time is at which a log begins
 _LOST, _GONE = "lost", "gone"
 
 _Start = tuple[Position | None, bool]  # a place, and whether it is one of the run's own
@@ -115,6 +116,7 @@ class _Pass:
         self._over = over
         self._gone = False
         self._errors: list[SchedulerError] = []
+        self._ending: dict[str, Tail] = {}  # the streams of logs that are asked for as a whole
         pairs = (pair.partition("=") for pair in str(since or "").split(",") if pair)
         self._positions = {source: position for source, _, position in pairs}
 
@@ -193,6 +195,8 @@ class _Pass:
     def _of_stream(self, source: Source, tail: Tail) -> Generator[LogLine, None, bool]:
         """Of a log that cannot be asked for any more, what its stream brings: it may outlive the pod and the run, and
         end as the log did. Whether that is all of it, or more is to come."""
+        if self._over:
+            tail.wait()
         yield from self._made(source, tail.take())
         if not tail.over:
             return True
@@ -237,8 +241,11 @@ class _Pass:
         last = source.ended or (self._over and not self._gone)
         if tail is not None and last:
             if tail.checked and not tail.lost:
-                yield from self._made(source, tail.finish())
-            self._drop(tail)
+                # Its pod may be gone before the whole log is asked for: then the stream alone has the end of it.
+                self._ending[source.name] = tail
+                yield from self._made(source, tail.take())
+            else:
+                self._drop(tail)
             wanted.append(source)
         elif tail is not None:
             if tail.checked and not tail.doubtful:
@@ -309,6 +316,11 @@ class _Pass:
             if tail in tails:
                 tails.remove(tail)
 
+    def _drop_ending(self, source: Source) -> None:
+        tail = self._ending.pop(source.name, None)
+        if tail is not None:
+            self._drop(tail)
+
     def _check_tails(self) -> None:
         """Drops the streams that were opened when another run of the container had begun."""
         unsure = [tail for tail in self._job.all_tails() if tail.to_be_checked]
@@ -335,8 +347,8 @@ class _Pass:
     def _fetched(self, held: contextlib.ExitStack, source: Source, start: _Start) -> Fetched | None:
         answer = fetch(self._api, self._native, source, start[0], own=start[1], complete=source.ended)
         held.callback(answer.close)
-        # Where another run has begun meanwhile, it may be that one's.
-        return answer if self._is_still(source) else None
+        # Where another run has begun or ended meanwhile, it may be that one's.
+        return answer if self._is_still(source, answer) else None
 
     def _of_answer(self, source: Source, answer: Fetched) -> Iterator[LogLine]:
         if answer.error is not None:
@@ -345,9 +357,14 @@ class _Pass:
             if self._over:
                 asking.pods_of(self._api, self._native)  # raises where it is the API server that is silent
                 yield self._missing(source.name, source, f"what {source.who()} cannot be read: {answer.error}")
+                self._drop_ending(source)
             else:
                 self._errors.append(answer.error)
             return
+        tail = self._ending.get(source.name)
+        if answer.absent and tail is not None and (yield from self._of_stream(source, tail)):
+            return
+        self._drop_ending(source)
         if answer.absent and source.ended:
             yield self._missing(
                 source.name, source, f"what {source.who()} is missing: the cluster no longer has its log"
@@ -365,12 +382,23 @@ class _Pass:
             # A pod that goes on when its job has ended is not followed any further.
             self._finish(source)
 
-    def _is_still(self, source: Source) -> bool:
+    def _is_still(self, source: Source, answer: Fetched) -> bool:
         """Whether its run is still the one that it was read as."""
-        if source.previous or source.settled:
+        if source.settled and (self._over or not source.previous):
             return True
         now = self._now(source)
-        return now is not None and not now.previous and not now.lost
+        if not source.previous:
+            return now is not None and not now.previous and not now.lost
+        if now is None:
+            return True
+        # The kubelet may know before the API server does that the current run has ended, and is then the one before.
+        return not now.lost and (now.newest or answer.begins is None or answer.begins != self._current(source))
+
+    def _current(self, source: Source) -> bytes | None:
+        """How the log of the container's current run begins."""
+        answer = fetch(self._api, self._native, source.of_current(), None, complete=False, most=_HEAD)
+        with contextlib.closing(answer):
+            return answer.begins
 
     def _is_running(self, source: Source) -> bool:
         """What is watched may be behind, and the last line of a log that has ended is in its stream."""

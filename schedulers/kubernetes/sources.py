@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ class Source:
     previous: it is the run before the one that is current; `lost`: an older one, whose log is not kept.
     ended:    nobody writes to it any more; `begun`: somebody has.
     settled:  the container is not started again.
+    newest:   no later run is known of.
     """
 
     name: str
@@ -44,6 +46,7 @@ class Source:
     lost: bool = False
     ended: bool = False
     settled: bool = False
+    newest: bool = True
 
     @property
     def order(self) -> tuple[int, bool, int, str]:
@@ -55,6 +58,10 @@ class Source:
         """The name of the same container's run before this one."""
         head = self.name.rpartition(".")[0]
         return f"{head}.a{self.run - 1}" if self.run else None
+
+    def of_current(self) -> Source:
+        """What asks for the log of the container's current run, whichever that is."""
+        return dataclasses.replace(self, previous=False, ended=False)
 
     def who(self) -> str:
         what = (
@@ -118,7 +125,8 @@ def _runs(
     def made(run: int, **how: bool) -> Source:
         return Source(
             name=f"node-{node}.{uid[:8]}{alone}.a{run}", pod=str(metadata.get("name")), uid=uid, node=node,
-            container=name, run=run, attempt=base + run, rank=node if main and not tee else None, tee=tee, **how,
+            container=name, run=run, attempt=base + run, rank=node if main and not tee else None, tee=tee,
+            newest=run == restarts, **how,
         )  # fmt: skip
 
     newest = restarts

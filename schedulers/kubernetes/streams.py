@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _IN_MEMORY = 1 << 20
 _CHUNK = 1 << 16
+_LONGEST_TIME = 64
 _FULL = 4 << 20  # bytes that wait for their reader
 _IDLE_S = 120.0  # a follower that has forgotten its streams loses them after so long
 _JOIN_S = 5.0
@@ -54,6 +55,17 @@ class Fetched:
     def said(self) -> str:
         return " ".join(self._stamped.said)
 
+    @property
+    def begins(self) -> bytes | None:
+        """The time of the first line of what came; None where nothing did."""
+        if self._file is None:
+            return None
+        at = self._file.tell()
+        self._file.seek(0)
+        word, space, _ = self._file.read(_LONGEST_TIME).partition(b" ")
+        self._file.seek(at)
+        return word if space else None
+
     def fill(self, stream: Stream) -> None:
         self._file = tempfile.SpooledTemporaryFile(max_size=_IN_MEMORY)  # noqa: SIM115 (closed by `pieces`)
         for chunk in stream:
@@ -76,12 +88,20 @@ class Fetched:
 
 
 def fetch(
-    api: Api, native: Native, source: Source, after: Position | None, *, own: bool = True, complete: bool
+    api: Api,
+    native: Native,
+    source: Source,
+    after: Position | None,
+    *,
+    own: bool = True,
+    complete: bool,
+    most: int | None = None,
 ) -> Fetched:
-    """The log as it is now, after that place; with `complete`, also a last line that has no end. Does not raise."""
+    """The log as it is now, after that place, or its first `most` bytes; with `complete`, also a last line that has no
+    end. Does not raise."""
     found = Fetched(after, own=own, complete=complete)
     try:
-        stream = _open(api, native, source, after if own else None, follow=False)
+        stream = _open(api, native, source, after if own else None, follow=False, most=most)
         try:
             found.fill(stream)
         finally:
@@ -176,11 +196,9 @@ class Tail:
         if stream is not None:
             stream.close()
 
-    def finish(self) -> list[Piece]:
-        """Closes it, and gives what had come."""
-        self.close()
+    def wait(self) -> None:
+        """For its end, for some seconds."""
         self._thread.join(_JOIN_S)
-        return self.take()
 
     def _run(self) -> None:
         try:
@@ -216,12 +234,16 @@ class Tail:
             return not self._closed
 
 
-def _open(api: Api, native: Native, source: Source, after: Position | None, *, follow: bool) -> Stream:
+def _open(
+    api: Api, native: Native, source: Source, after: Position | None, *, follow: bool, most: int | None = None
+) -> Stream:
     query = {"container": source.container, "timestamps": "true"}
     if after is not None:
         query["sinceTime"] = after.since
     if source.previous:
         query["previous"] = "true"
+    if most is not None:
+        query["limitBytes"] = str(most)
     if follow:
         query["follow"] = "true"
     path = api.path("v1", "pods", source.pod, "log", native.namespace)

@@ -11,13 +11,14 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import schedulers
 from schedulers import Cursor, Job, LogLine, State, Store
 from schedulers.errors import Unreachable
-from schedulers.kubernetes import reading
+from schedulers.kubernetes import reading, streams
 from schedulers.kubernetes.native import Native
 from tests.clusters.kubernetes import Kubernetes
 from tests.waiting import until
@@ -144,6 +145,12 @@ def test_the_report_of_a_failure_is_the_launcher_s(submit: Submit) -> None:
     assert "failed first, in attempt 0: exited with code 1\n" in report
 
 
+def _stream_of(line: LogLine) -> None:
+    """Waits until the log is read by a stream; it is asked for as long as lines come without a pause."""
+    name = f"reading {line.source}"
+    until(lambda: any(thread.name == name for thread in threading.enumerate()), "a stream is opened")
+
+
 def test_a_stream_outlives_the_log_that_the_cluster_keeps(submit: Submit, shared: Path) -> None:
     """A reader that was away while its container ran three more times has the end of what it was reading."""
     count, more, go = shared / "count", shared / "more", shared / "go"
@@ -154,23 +161,38 @@ def test_a_stream_outlives_the_log_that_the_cluster_keeps(submit: Submit, shared
     job = submit(text, max_restarts=3, options=_host(shared))
     lines = job.logs(follow=True)
     first = next(lines)
-    more.touch()
-    second = next(lines)  # by a stream, which there was no time to open before the first
+
+    def write_more() -> None:
+        _stream_of(first)
+        more.touch()
+
+    waiter = threading.Thread(target=write_more)
+    waiter.start()
+    second = next(lines)
+    waiter.join()
     go.touch()
     until(lambda: job.status(refresh=True).state is State.SUCCEEDED, "it has run four times")
     assert _text([first, second, *lines], 0, 0) == "run 0\nmore\nits end"
 
 
 def test_restarts_are_attempts_and_every_run_is_read_to_its_end(submit: Submit, shared: Path) -> None:
-    """The container is restarted three times, while it is followed: its runs, though the cluster keeps two."""
+    """The container is restarted three times, while it is followed: its runs, though the cluster keeps two.
+
+    A run goes on only once the run before it was read: the cluster removes nothing that is still wanted.
+    """
     count = shared / "count"
     text = f"""
         run=$(cat {count} 2>/dev/null || echo 0); echo $((run + 1)) > {count}
+        [ $run = 0 ] || {_UNTIL.format(there=f"{shared}/read$((run - 1))")}
         n=0; while [ $n -lt 200 ]; do n=$((n + 1)); echo run $run line $n; done; printf "run $run ends"
         [ $run -ge 3 ] || exit 7
     """
     job = submit(text, max_restarts=3, options=_host(shared))
-    followed = Follower(job).ended()
+    follower = Follower(job)
+    for run in range(3):
+        until(lambda run=run: "ends" in follower.text(0, run), f"run {run} is read")  # type: ignore[misc]
+        (shared / f"read{run}").touch()
+    followed = follower.ended()
     assert job.status().state is State.SUCCEEDED
     assert job.status().attempt == 3
     for run in range(4):
@@ -184,6 +206,64 @@ def test_restarts_are_attempts_and_every_run_is_read_to_its_end(submit: Submit, 
     assert all("last two runs" in line.text for line in late if line.stream == "missing")
     assert _text(late, 0, 3).startswith("run 3 line 1\n")
     assert list(schedulers.find(job.id).logs(since=_cursor(late))) == []
+
+
+def test_a_run_that_ends_just_before_the_one_before_it_is_asked_for_is_not_taken_for_that(
+    submit: Submit, shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was the run before when the pods were looked at is another one when the kubelet answers."""
+    go = shared / "go"
+    text = f"""
+        run=$(cat {shared}/count 2>/dev/null || echo 0); echo $((run + 1)) > {shared}/count; echo run $run
+        [ $run != 1 ] || {_UNTIL.format(there=go)}; [ $run -ge 2 ] || exit 7
+    """
+    job = submit(text, max_restarts=2, options=_host(shared))
+    until(lambda: job.status(refresh=True).attempt == 1, "it runs for the second time")
+    asked: list[int] = []
+
+    def late(*args: Any, **how: Any) -> streams.Fetched:
+        source = args[2]
+        if source.previous and not asked:
+            asked.append(source.run)
+            go.touch()
+            until(lambda: job.status(refresh=True).attempt == 2, "the second run has ended")
+        return streams.fetch(*args, **how)
+
+    monkeypatch.setattr(reading, "fetch", late)
+    lines = list(job.logs())
+    assert asked == [0]
+    assert job.wait(90).state is State.SUCCEEDED
+    lines += job.logs(since=_cursor(lines))
+    assert [(line.attempt, line.text) for line in lines if line.stream == "output"] == [(1, "run 1\n"), (2, "run 2\n")]
+    assert [line.attempt for line in lines if line.stream == "missing"] == [0]
+
+
+def test_a_pod_that_goes_just_when_its_log_is_asked_for_has_been_read(
+    kubernetes: Kubernetes, namespace: str, submit: Submit, shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was followed: the stream has what the cluster no longer does, to the line that has no end."""
+    more, go = (_UNTIL.format(there=shared / name) for name in ("more", "go"))
+    job = submit(f"echo one; {more}; echo two; {go}; echo three; printf end", options=_host(shared))
+    gone: list[str] = []
+
+    def late(*args: Any, **how: Any) -> streams.Fetched:
+        source = args[2]
+        if source.ended and not gone:
+            gone.append(source.pod)
+            kubernetes.client.call("DELETE", f"/api/v1/namespaces/{namespace}/pods/{source.pod}")
+            until(lambda: not kubernetes.pods(namespace), "it is gone")
+        return streams.fetch(*args, **how)
+
+    monkeypatch.setattr(reading, "fetch", late)
+    follower = Follower(job)
+    until(lambda: "one\n" in follower.text(), "it is read")
+    _stream_of(follower.lines[-1])
+    (shared / "more").touch()
+    until(lambda: "two\n" in follower.text(), "it is followed")
+    (shared / "go").touch()
+    assert _text(follower.ended()) == "one\ntwo\nthree\nend"
+    assert gone
+    assert not [line for line in follower.lines if line.stream == "missing"]
 
 
 def test_a_job_is_followed_over_restarts_of_the_api_server(
