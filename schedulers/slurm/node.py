@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import json
 import os
 import select
@@ -23,6 +24,7 @@ from typing import Any
 
 from ..processes import adopt_orphans, descendants, die_with_parent, end_all, wake_pipe
 from ..remote.hostside.slurm_batch import documents
+from . import network
 
 REQUEUE = 85
 # Ranks leave `main` by SystemExit; their launcher has done all, and its interpreter would take a second to end.
@@ -161,12 +163,19 @@ class Node:
             "REQUEUED": "1",
         }
         named = {f"ACCEL_{name}": own[name] for name in own}
-        return {**self._over_interface(), **inherited, **self._settings["env"], **values, **named}
+        return {**self._over_interface, **inherited, **self._settings["env"], **values, **named}
 
+    @functools.cached_property
     def _over_interface(self) -> dict[str, str]:
-        """Left to itself gloo takes the address that the node's own name has, which may be 127.0.1.1."""
+        """How the ranks reach those of other nodes, unless somebody says otherwise."""
         interface = self._settings.get("interface")
-        return {} if interface is None else {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
+        if interface is not None:
+            return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
+        if int(self._settings["nodes"]) == 1:
+            return {}
+        names = os.environ["ACCEL_NODE_NAMES"].split(",")
+        found = network.for_gloo(names[1] if self._rank == 0 else os.environ["ACCEL_MASTER"])
+        return {} if found is None else {"GLOO_SOCKET_IFNAME": found}
 
     def _start(self, argv: list[str], log: str | None) -> subprocess.Popen[bytes]:
         """A child that is told to end when this process is killed. Its output goes where this process's does."""

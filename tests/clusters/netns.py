@@ -246,6 +246,13 @@ class Machine:
     def run(self, *argv: str) -> str:
         return call(*self.argv(*argv))
 
+    def own_name(self, address: str) -> None:
+        """What its own /etc/hosts says of its name, until it is off; as installers write it, 127.0.1.1."""
+        others = [line for line in self.run("cat", "/etc/hosts").splitlines() if line.split()[1:2] != [self.name]]
+        own = self.own / "hosts"
+        own.write_text("\n".join([f"{address} {self.name}", *others, ""]))
+        self.run("mount", "--bind", str(own), "/etc/hosts")
+
     def processes(self, command: str = "") -> list[Identity]:
         """The live processes of the machine, or those of this name; as this computer numbers them."""
         if not self.alive():

@@ -177,13 +177,6 @@ class SshHosts:
         self[name].run("mkdir", "-p", directory)
         self[name].run("mount", "-t", "tmpfs", "-o", f"{size},mode=700", "tmpfs", directory)
 
-    def own_name(self, name: str, address: str) -> None:
-        """What that host's own /etc/hosts says of its name, until it is off; as installers write it, 127.0.1.1."""
-        others = [line for line in (self.box / "etc/hosts").read_text().splitlines() if line.split()[1] != name]
-        own = self[name].own / "hosts"
-        own.write_text("\n".join([f"{address} {name}", *others, ""]))
-        self[name].run("mount", "--bind", str(own), "/etc/hosts")
-
     def end_sshd(self, name: str) -> None:
         """Kills the server that listens, and waits until it is gone; its sessions go on."""
         machine = self[name]

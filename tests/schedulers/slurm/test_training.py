@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -134,11 +134,22 @@ def _went_on(job: Job, whole: list[Losses], slurm: Slurm, *, repeated: int = 0) 
     return status
 
 
-def test_digits_on_two_nodes_of_two_ranks(slurm: Slurm, home: Path, project: Path) -> None:
+@pytest.fixture
+def misnamed(slurm: Slurm) -> Iterator[list[str]]:
+    """Nodes whose own names mean themselves alone: gloo would listen there."""
+    names = ["n1", "n2"]
+    for name in names:
+        slurm[name].own_name("127.0.1.1")
+    yield names
+    for name in names:
+        slurm[name].run("umount", "/etc/hosts")
+
+
+def test_digits_on_two_nodes_of_two_ranks(slurm: Slurm, misnamed: list[str], home: Path, project: Path) -> None:
     words = ["--epochs", "2", "--losses"]
     job = schedulers.submit(
         DIGITS, [*words, "many.json"], cwd=project, target="slurm", nodes=2, procs_per_node=2, cpus=2,
-        options={"cpu": True},
+        options={"cpu": True, "nodelist": ",".join(misnamed)},
     )  # fmt: skip
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     one = [sys.executable, str(DIGITS), *words, "one.json"]

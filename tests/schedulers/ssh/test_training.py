@@ -62,8 +62,8 @@ def test_four_hosts_train_as_one_process_does(
     ssh_hosts: SshHosts, home: Path, tmp_path: Path, alone: list[float]
 ) -> None:
     """On hosts whose own names mean themselves alone: gloo would listen there."""
-    for node in ssh_hosts.names:
-        ssh_hosts.own_name(node, "127.0.1.1")
+    for machine in ssh_hosts.machines:
+        machine.own_name("127.0.1.1")
     losses = tmp_path / "four.json"
     options = {"hosts": "node[1-4]", "heartbeat_s": 30}
     job = training(ssh_hosts, DIGITS, "--losses", str(losses), nodes=4, options=options)

@@ -1,0 +1,45 @@
+"""Over which network interface a node talks to the others, where its own name does not lead there."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+
+from ..remote.hostside import probe
+
+
+def for_gloo(peer: str) -> str | None:
+    """The interface over which this node reaches `peer`; None where gloo needs no such word, or it cannot be told.
+
+    Left to itself gloo listens on the address that the node's own name has: with a line `127.0.1.1 NAME` in /etc/hosts,
+    as Debian's installer writes it, or with a name that has none, no other node reaches it.
+    https://github.com/pytorch/pytorch/blob/main/torch/csrc/distributed/c10d/ProcessGroupGloo.cpp (createDefaultDevice)
+    """
+    if any(not _is_loopback(address) for address in _addresses(socket.gethostname())):
+        return None
+    routes = {address: interface for interface, address in probe.ipv4() + probe.ipv6() if interface != "lo"}
+    return next((routes[own] for address in _addresses(peer) if (own := _own_towards(address)) in routes), None)
+
+
+def _addresses(name: str) -> list[str]:
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_DGRAM)
+    except OSError:
+        return []
+    return [str(address[0]) for *_, address in found]
+
+
+def _is_loopback(address: str) -> bool:
+    return address.removeprefix("::ffff:").startswith("127.") or address == "::1"
+
+
+def _own_towards(address: str) -> str | None:
+    """The address of this machine from which packets to that one go; none is sent."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as asked:
+        asked.connect((address, 9))
+        return str(asked.getsockname()[0]).removeprefix("::ffff:")
+    return None
+
+
+__all__ = ["for_gloo"]
