@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -81,14 +82,16 @@ def build_sweep(args: Namespace, spec: JobSpec) -> list[JobSpec]:
 
 
 def _check_script(script: str, directory: str) -> None:
-    from schedulers.errors import SpecError
+    from schedulers.errors import nearest
 
     path = os.path.join(directory, script)
     if not script or "\0" in script or os.path.isfile(path) or os.path.isfile(os.path.join(path, "__main__.py")):
         return  # JobSpec refuses the first two
     what = "it is a directory without __main__.py" if os.path.isdir(path) else "it does not exist"
+    with contextlib.suppress(OSError):
+        what += nearest(os.path.basename(script), os.listdir(os.path.dirname(path)))
     hint = "a module: -m; a command that is not Python: --no-python"
-    raise SpecError(f"no script at {os.path.normpath(path)}: {what} ({hint})")
+    raise UsageError("accel submit", f"no script at {os.path.normpath(path)}: {what} ({hint})")
 
 
 def _once(option: str, pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:

@@ -75,8 +75,10 @@ def test_a_script_that_is_not_there_is_named_with_its_whole_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["submit", "--dry-run", "tain.py", "--lr", "1"]) == exits.ERROR
-    assert f"accel: no script at {tmp_path.resolve()}/tain.py: it does not exist" in capsys.readouterr().err
+    (tmp_path / "train.py").touch()
+    assert main(["submit", "--dry-run", "tain.py", "--lr", "1"]) == exits.USAGE
+    said = f"accel submit: no script at {tmp_path.resolve()}/tain.py: it does not exist; did you mean 'train.py'?"
+    assert said in capsys.readouterr().err
 
 
 def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
