@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -75,6 +76,7 @@ def _spread(pool: Pool, addresses: Mapping[Host, str], told: Mapping[Host, _Conv
     lacking = [host for host in told if host not in whole]
     had = len(whole)
     sent = passed = 0
+    failures: Counter[Host] = Counter()
     mute: set[Host] = set()  # they have it, and somebody did not get it from them
     for _ in range(_ROUNDS):
         if not lacking:
@@ -90,10 +92,15 @@ def _spread(pool: Pool, addresses: Mapping[Host, str], told: Mapping[Host, _Conv
         sent += sum(parents[host] is None for host in done)
         passed += sum(parents[host] is not None for host in done)
         whole += done
-        # The first one that failed may have failed by itself, the others because of it: it has no children next time.
+        # Who was to get it from somebody that has it, from us say, has failed by itself, and the others because of
+        # that one: the oftener, the later its turn next time, and the fewer hosts depend on it.
         failed = [host for host in lacking if host not in done]
-        mute.update(host for host in map(parents.get, failed) if host is not None and host in whole)
-        lacking = failed[1:] + failed[:1]
+        for host in failed:
+            parent = parents.get(host)
+            failures[host] += host in parents and (parent is None or parent in whole)
+            if parent is not None and parent in whole:
+                mute.add(parent)
+        lacking = sorted(failed, key=failures.__getitem__)
     return Spread(had=had, sent=sent, passed=passed, lacking=len(addresses) - len(whole))
 
 
