@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -52,6 +53,14 @@ def _job(slurm: Slurm, job: str, key: str) -> str:
 
 def _until_state(slurm: Slurm, job: str, *states: str) -> None:
     wait_until(f"job {job} is {states}", lambda: _job(slurm, job, "JobState") in states, 90)
+
+
+def _saved(slurm: Slurm) -> bytes:
+    """What the controller has saved of its jobs; nothing at the moment at which it puts a new file there."""
+    try:
+        return (slurm.box / "state/job_state").read_bytes()
+    except FileNotFoundError:
+        return b""
 
 
 def _left(slurm: Slurm) -> list[str]:
@@ -117,12 +126,12 @@ def test_the_controller_comes_back_and_finds_the_job_that_ran_on(slurm: Slurm, t
     wait_until("it runs", (tmp_path / "started").exists)
     # As one that runs: one that was saved while it waited would be started a second time.
     slurm.run(["scontrol", "update", f"JobId={job}", "Comment=it-runs"])
-    saved = slurm.box / "state/job_state"
-    wait_until("it is saved", lambda: saved.exists() and b"it-runs" in saved.read_bytes())
+    wait_until("it is saved", lambda: b"it-runs" in _saved(slurm))
     slurm.kill_controller()
     done = slurm.run(["squeue"], check=False)
     assert done.returncode != 0
-    assert "Unable to contact slurm controller" in done.stderr
+    # The second is what it says to whoever asks while the system takes the dead one's sockets to pieces.
+    assert re.search("Unable to contact slurm controller|Transport endpoint is not connected", done.stderr)
     (tmp_path / "end").touch()
     slurm.start_controller()
     _until_state(slurm, job, "COMPLETED")

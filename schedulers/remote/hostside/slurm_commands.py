@@ -46,6 +46,7 @@ _PLACES = ("/opt/slurm/bin", "/usr/local/slurm/bin", "/cm/shared/apps/slurm/curr
 _OF_A_JOB = ("SLURM_", "SBATCH_", "SRUN_", "SQUEUE_", "SACCT_", "SCANCEL_", "SCONTROL_", "SINFO_")
 _SILENT = re.compile(
     r"unable to contact|unable to establish|timed out|connection refused|connection failure|connect failure"
+    r"|send failure|receive failure|shutdown failure"
     r"|transport endpoint|connection reset|connection aborted|broken pipe|unable to connect|no route to host"
     r"|network is unreachable|zero bytes were transmitted|insane message|unexpected message"
     r"|persistent connection|persistinit|talking to the database|temporarily unable",

@@ -281,9 +281,9 @@ def test_targets_of_one_server_and_user_share_their_watches_and_namespaces_do_no
     native, there = server.submit(), server.submit(server.namespace())
     for each in followers:
         each.wait(native, 0.1)
-    assert len(watching_threads(native.namespace)) == 3
+    until(lambda: len(watching_threads(native.namespace)) == 3, "three watch: those of earlier tests have ended")
     followers[0].wait(there, 0.1)
-    assert len(watching_threads(native.namespace, there.namespace)) == 6
+    until(lambda: len(watching_threads(native.namespace, there.namespace)) == 6, "three more do")
     followers[0].close()  # the other's next question opens them anew
     server.end(native)
     waited(followers[1], native)

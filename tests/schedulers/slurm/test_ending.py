@@ -190,6 +190,7 @@ def test_what_is_sent_runs_by_itself(tmp_path: Path) -> None:
 
 
 KILLED = "kill -KILL $$"
+DYING = "echo 'slurm_requeue error: Transport endpoint is not connected' >&2; exit 1"  # a controller, just then
 TAKEN = 'echo "JobId=7 JobName=x UserId=me(1) GroupId=me(1) JobState={} Reason=None Requeue=1 Restarts={}"'
 REFUSAL = "echo 'Requested operation is presently disabled for job 7' >&2; exit 1"
 
@@ -204,6 +205,7 @@ REFUSAL = "echo 'Requested operation is presently disabled for job 7' >&2; exit 
         ([KILLED, "exit 0"], TAKEN.format("RUNNING", 2), True, None, 2),  # a signal for all, before it had asked
         ([KILLED, "exit 0"], "exit 1", False, None, 2),
         (["echo 'Job is pending execution' >&2; exit 1"], "exit 1", False, None, 1),
+        ([DYING, "exit 0"], "exit 1", False, None, 2),
         ([REFUSAL], TAKEN.format("RUNNING", 2), False, "Requested operation is presently disabled for job 7", 1),
         ([REFUSAL], TAKEN.format("RUNNING", 2), True, "Requested operation is presently disabled for job 7", 1),
     ],

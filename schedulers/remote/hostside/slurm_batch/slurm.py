@@ -23,7 +23,12 @@ _ASK_S = 5.0
 _PAUSES_S = (1, 2, 4, 8, 16, 30, 60, 60, 60, 0)
 _END_S = 30.0
 _SIOCGIFADDR = 0x8915
-_WORTH_TRYING_AGAIN = re.compile(r"unable to contact|timed out|connect failure|resource temporarily|socket", re.I)
+# What is said of the way to the controller, which may be dying or starting at that moment: slurm_errno.c, errno(3).
+_WORTH_TRYING_AGAIN = re.compile(
+    r"unable to contact|timed out|(connect|connection|send|receive|shutdown) failure|resource temporarily|socket"
+    r"|transport endpoint|connection (refused|reset|aborted)|broken pipe|zero bytes were transmitted|no route to host",
+    re.IGNORECASE,
+)
 _FACT = re.compile(r"\b(JobState|Reason|Restarts|PreemptTime|TimeLimit)=(\S+)")
 
 
