@@ -34,7 +34,9 @@ _MOST_TAILS = 64  # of one job; more logs are asked for now and then
 _SELDOM_S, _LONGEST_PAUSE_S = 2.0, 10.0
 _RESTARTED_S = 5.0
 _MARGIN_S = 10.0  # that an ending pod has over its grace
+_ENDING_PAUSE_S = 0.1
 _HEAD = 64  # bytes, in which the time is at which a log begins
+_LOOKS = 3  # at most, where pods go or containers are restarted while their logs are asked for
 _LOST, _GONE = "lost", "gone"
 
 _Start = tuple[Position | None, bool]  # a place, and whether it is one of the run's own
@@ -85,7 +87,16 @@ class Reader:
 
         Raises Unreachable, when the others' lines were given, where a log of a job that goes on cannot be read.
         """
-        return _Pass(self._api, native, self._job(native), since, directory, over=over).lines()
+        cursor = Cursor.parse(str(since or ""))
+        overtaken = 0
+        while True:
+            look = _Pass(self._api, native, self._job(native), cursor, directory, over=over)
+            for line in look.lines():
+                cursor.advance(line)
+                yield line
+            overtaken += look.overtaken
+            if not look.ending and not (look.overtaken and overtaken < _LOOKS):
+                return
 
     def cursor_at(self, native: Native, when: float, directory: Path | None) -> Cursor:
         """Where the logs that there are stood. Raises Unreachable."""
@@ -106,13 +117,19 @@ class Reader:
 
 
 class _Pass:
-    """One look at all of a job's logs, for one reader."""
+    """One look at all of a job's logs, for one reader.
+
+    overtaken: a run that was asked for is no longer what it was when the pods were looked at, and its lines are not
+    among those given.
+    ending: the job's object is gone, and its pods are not quite.
+    """
 
     def __init__(
         self, api: Api, native: Native, job: _Job, since: Cursor | None, directory: Path | None, *, over: bool
     ) -> None:
         self._api, self._native, self._job = api, native, job
         self._directory = directory
+        self.overtaken = self.ending = False
         self._over = over
         self._gone = False
         self._errors: list[SchedulerError] = []
@@ -138,7 +155,7 @@ class _Pass:
         for source in found:
             yield from self._of_source(source, wanted)
         yield from self._fetch_all(wanted)
-        if self._gone and self._job.all_tails():
+        if self._gone and self._own_tails():
             yield from self._to_the_end(pods)
         if self._over and not found and not self._positions and not self._job.seen and not self._keeps:
             text = "accel: it has no pods (any more), and nothing of what they wrote was kept\n"
@@ -341,7 +358,9 @@ class _Pass:
                 with ThreadPoolExecutor(max_workers=len(some)) as pool:
                     answers = list(pool.map(functools.partial(self._fetched, held), *zip(*some, strict=True)))
                 for (source, _), answer in zip(some, answers, strict=True):
-                    if answer is not None:
+                    if answer is None:
+                        self.overtaken = True
+                    else:
                         yield from self._of_answer(source, answer)
 
     def _fetched(self, held: contextlib.ExitStack, source: Source, start: _Start) -> Fetched | None:
@@ -414,14 +433,19 @@ class _Pass:
         if self._job.ending_until is None:
             graces = [(pod.get("spec") or {}).get("terminationGracePeriodSeconds") or 0 for pod in pods]
             self._job.ending_until = time.monotonic() + max(graces, default=0) + _MARGIN_S
+        self.ending = time.monotonic() < self._job.ending_until
         while time.monotonic() < self._job.ending_until:
-            live = [tail for tail in self._job.all_tails() if not tail.over]
+            live = [tail for tail in self._own_tails() if not tail.over]
             for tail in live:
-                if tail.at == self._position(tail.source.name):
-                    yield from self._taken(tail, tail.take())
-            if not live:
+                yield from self._taken(tail, tail.take())
+            time.sleep(_ENDING_PAUSE_S)
+            if not live:  # what came with the end, and a line that has none: when the pods are looked at again
                 return
-            time.sleep(0.05)
+
+    def _own_tails(self) -> list[Tail]:
+        """The streams that stand where this reader does, and have more for it."""
+        tails = (tail for tail in self._job.all_tails() if not self._is_done(tail.source.name))
+        return [tail for tail in tails if tail.at == self._position(tail.source.name)]
 
     def _finish(self, source: Source) -> None:
         self._job.final[source.name] = self._positions.get(source.name, "")

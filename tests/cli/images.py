@@ -8,7 +8,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ..needs import missing
+from ..ports import free_port
 
 _APPLETS = "cat chmod chown cp env ls mkdir rm sh sleep".split()
 # What accel needs to print its version, and pip to see that nothing is lacking.
@@ -97,7 +97,7 @@ def workshop(box: Path, driver: str = "vfs") -> Iterator[Workshop]:
     absent = [package for program, package in wanted.items() if not shutil.which(program)]
     if absent or os.getuid() != 0 or sys.platform != "linux":
         missing("buildah as root, with a registry", f"apt-get install {' '.join(absent) or '…; and be root'}")
-    port = _free_port()
+    port = free_port()
     registry = f"127.0.0.1:{port}"
     (box / "storage.conf").write_text(
         f'[storage]\ndriver = "{driver}"\ngraphroot = "{box}/store"\nrunroot = "{box}/run"\n'
@@ -194,13 +194,6 @@ def _put(site: Path, name: str, version: str) -> None:
     (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
     (about / "RECORD").write_text("")
     (about / "INSTALLER").write_text("test\n")
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port
 
 
 def _until_answers(url: str, server: subprocess.Popen[bytes]) -> None:

@@ -15,9 +15,9 @@ from accel.launch import rendezvous
 from accel.launch.patience import Patience, StoreSilent
 from tests.clusters.fixtures import hosts
 from tests.clusters.ssh import SshHosts
+from tests.ports import free_port
 
 from .conftest import DEADLINE_S, ROOT, until
-from .test_nodes import free_port
 
 PROGRAM = "trap 'echo told to end; exit 3' TERM; echo here; while :; do sleep 0.1; done"
 Start = Callable[..., list["subprocess.Popen[bytes]"]]

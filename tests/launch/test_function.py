@@ -13,6 +13,7 @@ import pytest
 
 from accel.errors import ArgumentError
 from accel.launch.function import PrepareForLaunch, _WholeLines, notebook_launcher
+from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 
@@ -110,11 +111,7 @@ for number in (1, 2):
 
 
 def test_precision_and_port_reach_the_ranks(tmp_path: Path) -> None:
-    from accel.hosts import get_free_port
-
-    told = play(
-        f"notebook_launcher(world, num_processes=2, mixed_precision='bf16', use_port={get_free_port()})", tmp_path
-    )
+    told = play(f"notebook_launcher(world, num_processes=2, mixed_precision='bf16', use_port={free_port()})", tmp_path)
     assert [one["precision"] for one in told] == ["bf16", "bf16"]
 
 
@@ -132,13 +129,11 @@ with ThreadPoolExecutor(1) as pool:
 
 
 def test_two_nodes_meet(tmp_path: Path) -> None:
-    from accel.hosts import get_free_port
-
     script = f"""
 node = int(sys.argv[1]) if len(sys.argv) > 1 else 0
 if node == 0:
     other = subprocess.Popen([sys.executable, __file__, "1"])
-notebook_launcher(world, num_processes=1, num_nodes=2, node_rank=node, use_port="{get_free_port()}")
+notebook_launcher(world, num_processes=1, num_nodes=2, node_rank=node, use_port="{free_port()}")
 if node == 0:
     assert other.wait() == 0
 """

@@ -11,15 +11,11 @@ from typing import Any
 
 import pytest
 
+from tests.ports import free_port
+
 from .conftest import Done, Launcher, Run, until
 
 PARK = "\nimport signal\nwhile True: signal.pause()\n"
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 def accepts(port: str) -> None:

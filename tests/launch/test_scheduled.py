@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from accel.exit_codes import REQUEUE
+from tests.ports import free_port
 
 from .conftest import Launcher
-from .test_nodes import free_port
 
 GANG = ("--cpu", "--num_processes", "2")
 SINGLE = ("--cpu", "--num_processes", "1", "--log_dir", "logs")

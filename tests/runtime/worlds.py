@@ -6,7 +6,6 @@ import atexit
 import multiprocessing
 import os
 import pickle
-import socket
 import sys
 import traceback
 import warnings
@@ -14,6 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
+
+from tests.ports import free_port as free_port
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 _context = multiprocessing.get_context("forkserver")
@@ -31,13 +32,6 @@ class Outcome:
     error: str | None = None
     message: str = ""
     trace: str = ""
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def world_env(rank: int, size: int, port: int) -> dict[str, str]:

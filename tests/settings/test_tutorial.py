@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import threading
 from pathlib import Path
 
 import pytest
+
+from tests.ports import free_port
 
 from .lines import planned
 from .test_engines import ROOT, Machine
@@ -69,9 +70,7 @@ def test_a_list_of_all_parameters(machine: Machine) -> None:
 
 def test_nodes_with_the_file_of_the_main_one(machine: Machine) -> None:
     """The file is copied to the others, and only `machine_rank` is changed there."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
+    port = free_port()
     done: list[subprocess.CompletedProcess[str]] = []
 
     def launch(rank: int) -> None:

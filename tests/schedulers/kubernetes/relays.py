@@ -7,6 +7,8 @@ import select
 import socket
 import threading
 
+from tests.ports import free_port
+
 
 class Relay:
     """On a port of 127.0.0.1. To be closed; a `with` does it."""
@@ -16,7 +18,7 @@ class Relay:
         self._lock = threading.Lock()
         self._pairs: set[tuple[socket.socket, socket.socket]] = set()
         self._listener: socket.socket | None = None
-        self.port = 0
+        self.port = free_port()  # nobody else's, also while it is cut
         self.mend()
 
     def __enter__(self) -> Relay:
@@ -33,7 +35,6 @@ class Relay:
 
     def mend(self) -> None:
         self._listener = socket.create_server(("127.0.0.1", self.port))
-        self.port = self._listener.getsockname()[1]
         threading.Thread(target=self._accept, args=(self._listener,), daemon=True).start()
 
     def cut(self) -> None:

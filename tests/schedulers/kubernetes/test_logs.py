@@ -414,6 +414,42 @@ def test_a_job_that_somebody_deletes_is_followed_to_the_end_of_its_pods(
     assert "hello\ngoodbye\nreally\n" in _text(follower.ended())
 
 
+def test_the_last_words_after_a_job_was_deleted_are_read_also_when_they_come_with_the_end(
+    kubernetes: Kubernetes, namespace: str, submit: Submit, shared: Path
+) -> None:
+    go = _UNTIL.format(there=shared / "go")
+    text = f"trap '{go}; echo last; printf words; exit 0' TERM; echo hello; while :; do sleep 0.05; done"
+    job = submit(text, grace_s=60.0, options=_host(shared))
+    follower = Follower(job)
+    until(lambda: "hello\n" in follower.text(), "it runs")
+    path = f"/apis/kubeflow.org/v1/namespaces/{namespace}/pytorchjobs/{Native.parse(job.native_id or '').name}"
+    kubernetes.client.call("DELETE", path, {"propagationPolicy": "Background"})
+    until(lambda: job.record.reload().status.state.final, "it is said")
+    (shared / "go").touch()
+    assert _text(follower.ended()) == "hello\nlast\nwords"
+
+
+def test_a_pod_that_goes_when_it_is_asked_what_it_wrote_so_far_is_said(
+    kubernetes: Kubernetes, namespace: str, submit: Submit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the look at the pods and the kubelet's answer: not as if it had written nothing."""
+    job = submit("echo one; exec sleep 1000")
+    until(lambda: "one\n" in _text(list(job.logs())), "it runs")
+    asked: list[str] = []
+
+    def late(*args: Any, **how: Any) -> streams.Fetched:
+        if not asked:
+            asked.append(args[2].pod)
+            kubernetes.client.call("DELETE", f"/api/v1/namespaces/{namespace}/pods/{asked[0]}")
+            until(lambda: asked[0] not in [pod["metadata"]["name"] for pod in kubernetes.pods(namespace)], "it is gone")
+        return streams.fetch(*args, **how)
+
+    monkeypatch.setattr(reading, "fetch", late)
+    (said,) = job.logs()
+    assert asked
+    assert (said.stream, said.text) == ("missing", "accel: what node 0 wrote is missing: its pod is gone\n")
+
+
 def test_pods_that_are_gone_are_said_and_what_was_read_of_them_is_not(
     kubernetes: Kubernetes, namespace: str, submit: Submit
 ) -> None:

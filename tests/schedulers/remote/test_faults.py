@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import secrets
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from schedulers.remote.hostside.supervisor.documents import Document
 from schedulers.remote.supervising import PROGRAM, program, start_command
 from schedulers.remote.transport import Pool
 from tests.clusters.ssh import SshHosts
+from tests.ports import free_port
 
 from .supervised import HEARTBEAT_S, Job, shell
 
@@ -138,9 +138,8 @@ def test_a_document_that_is_read_while_it_is_written_is_whole(tmp_path: Path) ->
 
 
 def test_the_ranks_port_is_of_the_range_or_there_is_none() -> None:
-    with wire.listen(0) as held, wire.listen(0) as other:
-        taken, free = held.getsockname()[1], other.getsockname()[1]
-        other.close()
+    taken, free = free_port(), free_port()
+    with wire.listen(taken):
         assert wire.free_port(free, taken, taken) == free
         assert wire.free_port(taken, free, free) == wire.free_port(None, free, free) == free
         assert wire.free_port(taken, taken, taken) == 0
@@ -148,7 +147,7 @@ def test_the_ranks_port_is_of_the_range_or_there_is_none() -> None:
 
 def test_one_leader_has_time_for_a_crowd(tmp_path: Path) -> None:
     """All on this computer: from the last one that starts until all ranks run."""
-    ports = _free_ports(CROWD)
+    ports = [free_port() for _ in range(CROWD)]
     hosts = [
         {"name": f"h{i}", "address": "127.0.0.1", "control_port": port, "interface": None}
         for i, port in enumerate(ports)
@@ -181,14 +180,6 @@ def test_one_leader_has_time_for_a_crowd(tmp_path: Path) -> None:
     _until(lambda: all((place / "exit.json").exists() for place in places))
     results = [json.loads((place / "exit.json").read_text()) for place in places]
     assert {(result["state"], result["message"]) for result in results} == {("succeeded", "")}
-
-
-def _free_ports(count: int) -> list[int]:
-    held = [socket.create_server(("", 0)) for _ in range(count)]
-    ports = [server.getsockname()[1] for server in held]
-    for server in held:
-        server.close()
-    return ports
 
 
 def _until(so: Callable[[], bool], seconds: float = 120) -> None:
