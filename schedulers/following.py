@@ -100,6 +100,8 @@ def follow(
         yield from _catch_up(job, cursor, ranks, tail)
     ask_at, idle = 0.0, _FIRST_READ_S
     status = job.status()
+    if not status.state.final:  # a target that is to be told is so from the first line on, however many come
+        pause.on_target(job.waiting_target(), job.native_id, 0.0)
     while not pause.stopped:
         # Asked before reading: when the job was over by then, what is read now is all there will ever be.
         if not status.state.final and time.monotonic() >= ask_at:

@@ -146,7 +146,7 @@ def test_the_report_of_a_failure_is_the_launcher_s(submit: Submit) -> None:
 
 
 def _stream_of(line: LogLine) -> None:
-    """Waits until the log is read by a stream; it is asked for as long as lines come without a pause."""
+    """Waits until the log is read by a stream: what comes just before the pod goes is surely read then."""
     name = f"reading {line.source}"
     until(lambda: any(thread.name == name for thread in threading.enumerate()), "a stream is opened")
 
@@ -342,6 +342,16 @@ def _requests(kubernetes: Kubernetes) -> Counter[str]:
     return found
 
 
+def test_a_job_that_never_stops_writing_is_read_from_a_stream_all_the_same(submit: Submit, shared: Path) -> None:
+    job = submit(f"until [ -e {shared}/end ]; do echo on and on; done", options=_host(shared))
+    until(lambda: list(job.logs(tail=1)), "it writes")
+    follower = Follower(job)
+    until(lambda: follower.lines, "lines come")
+    _stream_of(follower.lines[-1])
+    (shared / "end").touch()
+    assert set(_text(follower.ended()).splitlines()) == {"on and on"}
+
+
 def test_a_pod_that_does_not_run_yet_has_no_lines_and_holds_nobody_up(submit: Submit) -> None:
     job = submit("echo never", options={"image": "example.org/no-such:1"})
     until(lambda: "cannot be pulled" in job.status().message, "it cannot start")
@@ -406,6 +416,7 @@ def test_a_job_that_somebody_deletes_is_followed_to_the_end_of_its_pods(
     job = submit(text, grace_s=10.0)
     follower = Follower(job)
     until(lambda: "hello\n" in follower.text(), "it runs")
+    _stream_of(follower.lines[-1])
     native = Native.parse(job.native_id or "")
     path = f"/apis/kubeflow.org/v1/namespaces/{namespace}/pytorchjobs/{native.name}"
     kubernetes.client.call("DELETE", path, {"propagationPolicy": "Background"})
@@ -422,6 +433,7 @@ def test_the_last_words_after_a_job_was_deleted_are_read_also_when_they_come_wit
     job = submit(text, grace_s=60.0, options=_host(shared))
     follower = Follower(job)
     until(lambda: "hello\n" in follower.text(), "it runs")
+    _stream_of(follower.lines[-1])
     path = f"/apis/kubeflow.org/v1/namespaces/{namespace}/pytorchjobs/{Native.parse(job.native_id or '').name}"
     kubernetes.client.call("DELETE", path, {"propagationPolicy": "Background"})
     until(lambda: job.record.reload().status.state.final, "it is said")
@@ -494,6 +506,7 @@ def test_pods_that_are_made_anew_are_attempts(submit: Submit, shared: Path, work
     job = submit(text, max_restarts=1, options={"workload": workload, **_host(shared)})
     follower = Follower(job)
     until(lambda: "run 0 line 50" in follower.text(), "the first run is seen: its pod goes when it ends")
+    _stream_of(follower.lines[-1])
     (shared / "seen").touch()
     followed = follower.ended()
     assert job.status().state is State.SUCCEEDED
