@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import socket
+import ssl
+import struct
 import subprocess
 import sys
 import threading
@@ -421,3 +424,15 @@ def test_asking_does_not_import_the_official_package(make: MakeApi) -> None:
 def test_a_long_refusal_is_cut() -> None:
     error = errors.error_of(409, b'{"message": "' + b"x" * 5000 + b'"}', where="target k", who="me")
     assert len(str(error)) == 600
+
+
+def test_a_connection_that_is_reset_before_its_handshake_fails_no_other_test() -> None:
+    """Python itself forgets the socket: see filterwarnings in pyproject.toml."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        mine = socket.create_connection(server.getsockname())
+        theirs, _ = server.accept()
+        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closing resets it
+        theirs.close()
+        with pytest.raises(ConnectionResetError):
+            ssl.create_default_context().wrap_socket(mine, server_hostname="any")
+    gc.collect()
