@@ -146,6 +146,22 @@ def waited(follower: Follower, native: Native) -> None:
     until(lambda: follower.wait(native, 1.0) is True, f"news of {native}")
 
 
+def watched(follower: Follower, *natives: Native) -> None:
+    """Until there is none: a server that has just begun may be silent for so long that this is news."""
+    for native in natives:
+        until(lambda native=native: follower.wait(native, 0.1) is False, f"{native} is watched")  # type: ignore[misc]
+
+
+def is_seen(follower: Follower, native: Native, state: State) -> None:
+    """Of a server that was away: it may not answer each question yet."""
+
+    def seen() -> bool:
+        found = follower.statuses([native])[0].get(str(native))
+        return found is not None and found.state is state
+
+    until(seen, f"{native} is {state.value}")
+
+
 def status(follower: Follower, native: Native) -> Any:
     found, silent = follower.statuses([native])
     assert not silent, silent
@@ -184,7 +200,7 @@ def test_twenty_jobs_are_followed_by_one_watch_each_of_jobs_pods_and_warnings(
 
 def test_a_job_that_ends_or_is_deleted_wakes_who_waits_for_it_and_no_other(server: Server, follower: Follower) -> None:
     ended, deleted, other = (server.submit() for _ in range(3))
-    assert [follower.wait(each, 0.1) for each in (ended, deleted, other)] == [False] * 3
+    watched(follower, ended, deleted, other)
     server.end(ended, "Failed")
     waited(follower, ended)
     assert status(follower, ended).state is State.FAILED
@@ -205,14 +221,14 @@ def test_a_job_that_was_submitted_this_moment_is_never_gone(server: Server, foll
 
 def test_a_server_that_restarts_is_said_and_then_asked_at_once(server: Server, follower: Follower) -> None:
     native = server.submit()
-    assert follower.wait(native, 0.1) is False
+    watched(follower, native)
     server.control.api.stop()
     until(lambda: "cannot be reached" in follower.statuses([native])[1].get(str(native), ""), "it is said")
     waited(follower, native)  # told that nothing is known
     server.control.start_api()
     server.end(native)
     waited(follower, native)
-    until(lambda: status(follower, native).state is State.SUCCEEDED, "its state")
+    is_seen(follower, native, State.SUCCEEDED)
 
 
 def test_nothing_is_missed_when_the_server_has_forgotten_the_time_between(
@@ -222,7 +238,7 @@ def test_nothing_is_missed_when_the_server_has_forgotten_the_time_between(
         follower = Follower(server.api(port=relay.port))
         followers.append(follower)
         ended, deleted, other = (server.submit() for _ in range(3))
-        assert [follower.wait(each, 0.1) for each in (ended, deleted, other)] == [False] * 3
+        watched(follower, ended, deleted, other)
         relay.cut()
         server.end(ended)
         server.delete(deleted)
@@ -233,8 +249,8 @@ def test_nothing_is_missed_when_the_server_has_forgotten_the_time_between(
         server.end(late)
         relay.mend()
         for native, state in ((ended, State.SUCCEEDED), (deleted, State.FAILED), (late, State.SUCCEEDED)):
-            until(lambda native=native: follower.wait(native, 1.0) is True, "news")  # type: ignore[misc]
-            until(lambda native=native, state=state: status(follower, native).state is state, "its state")  # type: ignore[misc]
+            waited(follower, native)
+            is_seen(follower, native, state)
         assert status(follower, other).state is State.QUEUED
 
 
@@ -248,7 +264,7 @@ def test_connections_that_break_off_all_the_time_lose_nothing(server: Server, fo
             relay.break_off()
             server.end(native)
             waited(follower, native)
-            until(lambda native=native: status(follower, native).state is State.SUCCEEDED, "its state")  # type: ignore[misc]
+            is_seen(follower, native, State.SUCCEEDED)
 
 
 def test_without_the_verb_watch_it_is_named_and_the_state_is_asked_for(

@@ -71,7 +71,10 @@ def printed(job: Job) -> str:
 
 
 class Calls:
-    """Counts the calls of some commands: each is in the PATH as a script that notes the call and runs the real one."""
+    """Counts the calls of some commands: each is in the PATH as a script that notes the call and runs the real one.
+
+    Jobs have this PATH too. What they call is not counted: a job may begin as soon as it is submitted.
+    """
 
     def __init__(self, directory: Path, names: Sequence[str]) -> None:
         directory.mkdir()
@@ -79,7 +82,8 @@ class Calls:
         for name in names:
             script = directory / name
             script.write_text(
-                f'#!/bin/sh\necho {name} >> {shlex.quote(str(self._log))}\nexec {shutil.which(name)} "$@"\n'
+                f'#!/bin/sh\n[ "$SLURM_JOB_ID" ] || echo {name} >> {shlex.quote(str(self._log))}\n'
+                f'exec {shutil.which(name)} "$@"\n'
             )
             script.chmod(0o755)
 

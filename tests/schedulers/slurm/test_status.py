@@ -131,8 +131,8 @@ def test_a_controller_that_cannot_be_asked(slurm: Slurm, submit: Submit) -> None
     seen = waiting.status().observed_at
     slurm.kill_controller()
     fresh = schedulers.find(waiting.id)
-    until(lambda: fresh.status().state is State.QUEUED and fresh.record.warning[:7] == "squeue:", "that is said")
-    assert fresh.status().observed_at >= seen
+    until(lambda: fresh.status().state is State.QUEUED and fresh.record.warning.startswith("squeue"), "that is said")
+    assert fresh.status().observed_at > seen - 1.0  # the age of an answer is told, and as many ms are lost on the way
     with pytest.raises(schedulers.Unreachable) as silence:
         restore(over.record).poll([str(over.native_id), str(waiting.native_id)])
     assert silence.value.answers[str(over.native_id)].state is State.SUCCEEDED
