@@ -172,7 +172,13 @@ def _any_process(ran_out: bool) -> bool:
     keys = [_key(_attempts, other) for other in range(size)]
     store.set(keys[rank], "1" if ran_out else "0")
     store.wait(keys)
-    return any(store.get(key) == b"1" for key in keys)
+    found = any(store.get(key) == b"1" for key in keys)
+    # The store may be rank 0's, and gone with it: it stays until the others have read.
+    if rank:
+        store.set(f"{keys[rank]}/read", "")
+    else:
+        store.wait([f"{key}/read" for key in keys[1:]])
+    return found
 
 
 def _blame_who_ran_out(error: Exception) -> None:

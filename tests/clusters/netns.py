@@ -224,10 +224,20 @@ class Machine:
         """Ends every process with the network up: the kernel closes their sockets, and peers hear of that."""
         holder = self._holder()
         if holder is not None:
+            first = self._first(holder)
             holder.send(signal.SIGKILL)
-            if not holder.wait(5):
+            # With its first process all others have ended, and hold their ports no more.
+            if not (holder.wait(60) and (first is None or first.wait(60))):
                 raise ClusterError(f"{self.name}: process {holder.pid} does not end")
         self._pid_file.unlink(missing_ok=True)
+
+    @staticmethod
+    def _first(holder: Identity) -> Identity | None:
+        """The process with the number 1 on the machine."""
+        with contextlib.suppress(OSError):
+            children = Path(f"/proc/{holder.pid}/task/{holder.pid}/children").read_text().split()
+            return Identity.of(int(children[0])) if children else None
+        return None
 
     def link(self, up: bool) -> None:
         """Plugs the cable in or pulls it: packets vanish, nobody is told."""
@@ -238,10 +248,10 @@ class Machine:
         holder = self._holder()
         if holder is None or not holder.alive():
             raise ClusterError(f"{self.name} is down")
-        first = Path(f"/proc/{holder.pid}/task/{holder.pid}/children").read_text().split()
-        if not first:
+        first = self._first(holder)
+        if first is None:
             raise ClusterError(f"{self.name} is just starting")
-        return ["nsenter", "-t", first[0], "--net", "--uts", "--mount", "--pid", "--", *argv]
+        return ["nsenter", "-t", str(first.pid), "--net", "--uts", "--mount", "--pid", "--", *argv]
 
     def run(self, *argv: str) -> str:
         return call(*self.argv(*argv))

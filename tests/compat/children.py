@@ -29,7 +29,7 @@ def python(
         env=environment(**(env or {})),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
     )
 
 

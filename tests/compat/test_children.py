@@ -25,7 +25,7 @@ if __name__ == "__main__":
     queue = context.Queue()
     child = context.Process(target=whose, args=(queue,))
     child.start()
-    print(queue.get(timeout=60))
+    print(queue.get(timeout=200))
     child.join()
 """
 

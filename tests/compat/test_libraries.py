@@ -66,7 +66,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], dict[
         ]
         start = [*(_ACCEL if library == "accel" else _ACCELERATE), str(processes), _PROGRAM, json.dumps(plans)]
         env = environment(ACCELERATE_USE_CPU="true", TOKENIZERS_PARALLELISM="false")
-        done = subprocess.run([sys.executable, *start], env=env, cwd=out, capture_output=True, text=True, timeout=280)
+        done = subprocess.run([sys.executable, *start], env=env, cwd=out, capture_output=True, text=True, timeout=420)
         if done.returncode:
             return done.stdout[-2000:] + done.stderr[-6000:]
         found = {plan["name"]: json.loads(Path(plan["out"], f"{plan['name']}-0.json").read_text()) for plan in plans}

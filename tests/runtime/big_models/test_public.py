@@ -14,7 +14,7 @@ def test_every_public_name_is_there() -> None:
 
 def test_the_table_loads_nothing() -> None:
     code = "import sys, accel.big_models; print({'torch', 'numpy', 'safetensors'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=240)
     assert done.stdout.strip() == "set()"
 
 
@@ -24,5 +24,5 @@ def test_making_hooks_and_maps_loads_no_compiler() -> None:
         "infer_auto_device_map(m, {'cpu': 1000}); cpu_offload(m)(torch.ones(1, 2))\n"
         "print({name for name in set(sys.modules) - before if name.startswith(('torch._dynamo', 'torch._inductor'))})"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=240)
     assert done.stdout.strip() == "set()"

@@ -35,7 +35,7 @@ def client(ssh_hosts: SshHosts, home: Path, project: Path) -> Iterator[Any]:
     """Starts a client that submits a job of this name."""
     (project / "job.sh").write_text('#!/bin/sh\ntouch "$HOME/ran-$ACCEL_JOB_ID"\n')
     (project / "job.sh").chmod(0o755)
-    options = host_options(ssh_hosts) | {"hosts": f"node[1-{NODES}]", "start_timeout_s": 4}
+    options = host_options(ssh_hosts) | {"hosts": f"node[1-{NODES}]", "start_timeout_s": 10, "heartbeat_s": 30}
     given = {"nodes": NODES, "procs_per_node": 1, "options": options, "env": {"PYTHONPATH": str(ROOT)}}
 
     def start(name: str) -> subprocess.Popen[bytes]:
