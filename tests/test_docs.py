@@ -45,7 +45,7 @@ def test_examples_run(document: Path, tmp_path: Path) -> None:
             (project / name).write_text(body)
         elif language == "sh":
             for line in body.splitlines():
-                done = subprocess.run(["bash", "-c", line], cwd=project, env=env, capture_output=True, timeout=120)
+                done = subprocess.run(["bash", "-c", line], cwd=project, env=env, capture_output=True, timeout=280)
                 said = (done.stdout + done.stderr).decode(errors="replace")
                 assert done.returncode == 0, f"{document.name}: {line}\n{said}"
 

@@ -231,15 +231,16 @@ class GangRendezvous(RendezvousHandler):
 
     def _reach_node_0(self, port: int, deadline: float) -> None:
         """Knocks until node 0 answers: it may start later than this node, and its name may resolve later still."""
-        problem = ""
-        while time.monotonic() < deadline:
+        while True:
             self._interrupted()
             try:
                 socket.create_connection((self._address, port), timeout=2).close()
                 return
             except OSError as error:
                 problem = error.strerror or str(error)
-                time.sleep(_SLICE_S)
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(_SLICE_S)
         who, remedy = f"node {self._node_rank}", "Is the launch running there, and the port open between the machines?"
         if self._node_rank == 0:
             who, remedy = (

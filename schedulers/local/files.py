@@ -66,9 +66,10 @@ class JobFiles:
         import dataclasses
         import time
 
+        asked_at = time.time()  # what is written while it is read is newer
         text = self.read("local/progress.json")
         status = Status.from_json(json.loads(text)) if text else Status(state=State.QUEUED)
-        return dataclasses.replace(status, attempt=self.attempt(), observed_at=time.time())
+        return dataclasses.replace(status, attempt=self.attempt(), observed_at=asked_at)
 
     def set_progress(self, status: Status) -> None:
         self.write("local/progress.json", json.dumps({"schema": SCHEMA, **status.to_json()}))

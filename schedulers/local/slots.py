@@ -41,6 +41,18 @@ class Slots:
             directory.mkdir(parents=True, exist_ok=True)
         self._job_id = job_id
         self._held: list[int] = []
+        self._ticket: int | None = None
+
+    def line_up(self) -> None:
+        """Takes the job's place in the queue, unless it has it. Raises OSError."""
+        path = self._queue / self._job_id
+        while self._ticket is None:
+            fd = _lock(path, wait=True)
+            assert fd is not None  # it has waited
+            self._ticket = fd
+            if not _is_at(fd, path):  # taken for a dead job's, and removed, before it was locked
+                self._ticket = None
+                os.close(fd)
 
     def acquire(self, wants: Sequence[Want], waiting: Callable[[str], None]) -> list[list[str]]:
         """Waits for its turn and for the slots; gives the names that each want got.
@@ -51,16 +63,20 @@ class Slots:
         for want in wants:
             if want.count > len(want.of):
                 raise SpecError(f"{want.count} {want.what} asked for, and this machine has {len(want.of)}")
-        ticket_path = self._queue / self._job_id
-        ticket = _lock(ticket_path, wait=True)
+        self.line_up()
         try:
             self._wait_for_turn(waiting)
             return self._take(wants, waiting)
         finally:
+            self.step_out()
+
+    def step_out(self) -> None:
+        """Gives up the job's place in the queue, where it has one."""
+        if self._ticket is not None:
             with contextlib.suppress(FileNotFoundError):
-                ticket_path.unlink()
-            if ticket is not None:
-                os.close(ticket)
+                (self._queue / self._job_id).unlink()
+            os.close(self._ticket)
+            self._ticket = None
 
     def release(self) -> None:
         for fd in self._held:
@@ -74,8 +90,8 @@ class Slots:
             if fd is None:
                 continue
             # Locked, so its owner has gone on or died: the ticket is void either way.
-            with contextlib.suppress(FileNotFoundError):
-                if os.fstat(fd).st_ino == before.stat().st_ino:
+            if _is_at(fd, before):
+                with contextlib.suppress(FileNotFoundError):
                     before.unlink()
             os.close(fd)
 
@@ -108,6 +124,14 @@ class Slots:
 
 def _machine() -> str:
     return platform.node() or "this-machine"
+
+
+def _is_at(fd: int, path: Path) -> bool:
+    """Whether the open file is the one of this name."""
+    try:
+        return os.fstat(fd).st_ino == path.stat().st_ino
+    except FileNotFoundError:
+        return False
 
 
 def _lock(path: Path, *, wait: bool) -> int | None:

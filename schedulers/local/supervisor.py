@@ -6,6 +6,7 @@ that the job starts. When it is killed, `accel launch` is told by the kernel (PR
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fcntl
 import functools
@@ -60,6 +61,8 @@ class Supervisor:
         """Takes the job from its place in the queue to its final status, which is on disk when this returns."""
         try:
             self._waiting = True
+            if self._cancelled:  # told to end before this
+                raise Cancelled
             self._await_dependencies()
             env = self._await_slots()
             self._waiting = False
@@ -78,6 +81,13 @@ class Supervisor:
             )
         self._finish(status)
         return status
+
+    def line_up(self) -> None:
+        """Takes the job's place in the queue at once, where it waits for no other job: who was submitted first is
+        first. Tries it again later where it cannot."""
+        if not self._settings["after"]:
+            with contextlib.suppress(OSError):
+                self._slots.line_up()
 
     def _on_cancel(self, signum: int, _: FrameType | None) -> None:
         self._cancelled = True
@@ -104,6 +114,7 @@ class Supervisor:
         """Waits for its turn, its GPUs and its processors. The environment that makes only those GPUs visible."""
         from .target import find_devices
 
+        self._slots.line_up()
         devices = find_devices()
         wants = wanted(self._settings, devices)
         try:
@@ -228,6 +239,7 @@ class Supervisor:
         status = dataclasses.replace(status, observed_at=time.time())
         self._record.write_exit({**status.to_json(), "failure": self._files.failure()})
         self._record.update(status)
+        self._slots.step_out()
         self._slots.release()
 
 
@@ -293,6 +305,7 @@ def main(directory: str) -> NoReturn:
     own = Identity.of(os.getpid())
     assert own is not None  # this process lives
     files.set_identity("supervisor", own)
+    supervisor.line_up()
     os.write(tell, b"1")
     os.close(tell)
     supervisor.run()

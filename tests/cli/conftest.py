@@ -46,7 +46,7 @@ class Accel:
             env=self.env(**env),
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            timeout=120,
+            timeout=280,  # `accel test` is three launches
             check=False,
         )
 

@@ -194,7 +194,9 @@ class Launcher:
         return (self.here / log_dir / f"rank-{rank}.a{attempt}.log").read_text(errors="replace")
 
     def nothing_left(self, within_s: float) -> None:
-        """Waits for the end of all that this test has started."""
+        """Waits for the end of all that this test has started: for a minute at least, since on a busy machine a guard
+        that has just begun needs its time, and what is left for good stays for longer."""
+        within_s = max(within_s, 60)
         left: dict[int, str] = {}
 
         def gone() -> bool:

@@ -61,7 +61,7 @@ def run(script: str, tmp_path: Path, **env: str) -> subprocess.CompletedProcess[
         env={**kept, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", **env},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=280,
         check=False,
     )
 

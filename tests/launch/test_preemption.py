@@ -51,6 +51,8 @@ for _ in range(loader.iteration, 12):
             print(f"rank {accelerator.process_index} is process {os.getpid()}.", flush=True)
             while not os.path.exists(os.path.join(folder, "told")):
                 time.sleep(0.01)
+        elif wait and done > 7:
+            time.sleep(0.02)  # the warning is a tenth of a second on its way: not to be done before it is here
         accelerator.checkpoint_on_preemption()
 accelerator.end_training()
 """

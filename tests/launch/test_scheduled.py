@@ -49,7 +49,7 @@ def test_slurm_tells_to_end_several_times_over(launcher: Launcher, flags: tuple[
 
 
 WARNED = """\
-import atexit, os, signal, sys
+import atexit, os, signal, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 class Kept:
     def __init__(self):
@@ -59,6 +59,8 @@ class Kept:
 kept = Kept()
 kept.file.write("written ")
 atexit.register(kept.file.write, "at the end")
+while not all(os.path.exists("kept" + rank) for rank in "01"):  # who ends first has the other one ended
+    time.sleep(0.01)
 sys.exit(85 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" else 0)
 """
 

@@ -89,7 +89,7 @@ while True: signal.pause()
 
 @BOTH
 def test_who_does_not_listen_is_killed_after_the_grace(launcher: Launcher, flags: tuple[str, ...]) -> None:
-    run = launcher.start("--shutdown_timeout", "1", *flags, launcher.script(DEAF))
+    run = launcher.start("--shutdown_timeout", "5", *flags, launcher.script(DEAF))
     run.says(*(f"ready {rank}." for rank in ranks(flags)))
     run.send(signal.SIGTERM)
     done = run.wait()

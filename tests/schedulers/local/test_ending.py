@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -68,6 +70,25 @@ def test_cancel_before_it_started_and_after_it_ended(submit: Submit) -> None:
     assert running.cancel().state is State.CANCELLED
 
 
+TOLD_EARLY = """
+import os, signal, sys
+from pathlib import Path
+from schedulers.local.files import JobFiles
+from schedulers.local.supervisor import Supervisor
+supervisor = Supervisor(JobFiles(Path(sys.argv[1])))
+os.kill(os.getpid(), signal.SIGTERM)
+print(supervisor.run().state.value)
+"""
+
+
+def test_a_cancel_before_it_waits_is_not_forgotten(submit: Submit) -> None:
+    job = submit("print('ran')")
+    assert job.wait().state is State.SUCCEEDED
+    argv = [sys.executable, "-c", TOLD_EARLY, str(job.record.directory)]
+    assert subprocess.run(argv, capture_output=True, text=True).stdout == "cancelled\n"
+    assert printed(job) == "ran\n"
+
+
 def test_the_time_limit_ends_it_in_order(submit: Submit) -> None:
     job = submit(POLITE, time_limit_s=1.0)
     status = job.wait()
@@ -97,6 +118,7 @@ def test_whoever_is_killed_nothing_is_left(
     text = WITH_COMPANY if procs == 1 else "import torch\n" + WITH_COMPANY
     job = submit(text, procs_per_node=procs, grace_s=5)
     until_printed(job, "ready", times=procs)
+    until(lambda: job.status().state is State.RUNNING, "it is noted to run")
     for victim in victims:
         identities(job)[victim].send(signum)
     if not states:

@@ -23,6 +23,7 @@ while True:
 def test_it_ends_as_preempted(submit: Submit, project: Path) -> None:
     job = submit(WARNED)
     until(lambda: (project / "ready").exists(), "the program runs")
+    until(lambda: job.status().state is State.RUNNING, "it is noted to run")
     identities(job)["launcher"].send(signal.SIGUSR1)
     status = job.wait(60)
     assert (status.state, status.reason, status.exit_code) == (State.FAILED, Reason.PREEMPTED, REQUEUE)

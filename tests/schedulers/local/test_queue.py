@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -63,6 +65,43 @@ def test_slots_are_held_by_one_and_come_back(tmp_path: Path) -> None:
     assert Slots(tmp_path, "c").acquire([Want(what="processors", count=1, of=wants[0].of)], give_up) == [["cpu-2"]]
     first.release()
     assert second.acquire(wants, give_up) == [["cpu-0", "cpu-1"]]
+
+
+def test_who_came_first_is_first_however_late_it_asks(tmp_path: Path) -> None:
+    said: list[str] = []
+    want = [Want(what="places", count=1, of=["place-0"])]
+    first, second = Slots(tmp_path, "a"), Slots(tmp_path, "b")
+    first.line_up()
+    second.line_up()
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(second.acquire, want, said.append)
+        until(lambda: said, "the second waits")
+        assert first.acquire(want, said.append) == [["place-0"]]
+        first.release()
+        assert other.result(60) == [["place-0"]]
+    assert said[0] == "waits for its turn behind job a"
+
+
+def test_a_ticket_that_was_taken_for_a_dead_job_s_is_drawn_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next in line looks between its being made and its being locked."""
+    slots = Slots(tmp_path, "a")
+    lock = fcntl.flock
+
+    def late(fd: int, how: int) -> None:
+        monkeypatch.undo()
+        (ticket,) = tmp_path.rglob("queue/a")
+        ticket.unlink()
+        lock(fd, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    slots.line_up()
+    (ticket,) = tmp_path.rglob("queue/a")
+    with ticket.open() as file, pytest.raises(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    slots.step_out()
+    assert not list(tmp_path.rglob("queue/a"))
 
 
 def test_one_at_a_time_in_the_order_of_submission(submit: Submit, project: Path) -> None:
