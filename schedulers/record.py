@@ -201,11 +201,13 @@ class Record:
     def _observed(self, at: float) -> None:
         """Keeps the moment of an answer that brought no news as the time of an empty file, so that a waiter that asks
         all week does not fill events.jsonl."""
+        if at <= self.status.observed_at:
+            return
         path = f"{self.path}/seen"
         with contextlib.suppress(OSError):
             os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
             os.utime(path, (at, at))
-        self.status = dataclasses.replace(self.status, observed_at=max(at, self.status.observed_at))
+        self.status = dataclasses.replace(self.status, observed_at=at)
 
 
 def read_record(job_id: str, path: str) -> Record:

@@ -1,14 +1,16 @@
 """The logs of a job that is cancelled, kept in its directory: the cluster removes them with the pods.
 
 `logs/NAME.kept` is the log of one run of a container as the kubelet sends it, after a line of JSON that says whose it
-is; `logs/NAME.missing` says why it is not whole.
+is; whoever writes it has it locked. `logs/NAME.missing` says why it is not whole.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import json
+import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -35,6 +37,7 @@ _LOGS, _KEPT, _MISSING = "logs", ".kept", ".missing"
 _SCHEMA = 1
 _MARGIN_S = 30.0
 _PAUSE_S = 0.1
+_LATE_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,15 @@ def kept(directory: Path) -> dict[str, Kept]:
             reason = path.with_suffix(_MISSING)
             found[source.name] = Kept(source, path, reason.read_text().strip() if reason.exists() else "")
     return found
+
+
+def finished(log: Kept) -> Kept:
+    """The log of a pod that is gone, when nobody writes to it any more: who keeps it may be a moment behind."""
+    deadline = time.monotonic() + _LATE_S
+    with contextlib.suppress(OSError), log.path.open("rb") as file:
+        while not _locked(file.fileno(), fcntl.LOCK_SH) and time.monotonic() < deadline:
+            time.sleep(_PAUSE_S / 5)
+    return kept(log.path.parent.parent).get(log.source.name, log)
 
 
 def keep(api: Api, native: Native, directory: Path) -> str | None:
@@ -103,30 +115,51 @@ class _Keeper:
         self._path = directory / f"{source.name}{_KEPT}"
         self._at: Position | None = None
         self._size = 0
-        self._ready = False
+        self._state = threading.Lock()
+        self._alone: int | None = None  # the file, locked
+        self._ready = self._given_up = False
         self.problem = ""
 
     def begin(self) -> None:
-        """All that there is."""
+        """All that there is, unless a cancel before this one keeps it still."""
         try:
-            self._open()
-            answer = fetch(self._api, self._native, self._source, self._at, own=True, complete=self._source.ended)
-            if answer.error is not None:
-                self._lack(f"its log cannot be read: {answer.error}")
-                return
-            with self._path.open("ab") as file:
-                self._write(file, answer.pieces())
-            self._ready = True
+            self._alone = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            if _locked(self._alone, fcntl.LOCK_EX):
+                self._fetch()
         except OSError as error:
             self._lack(f"{self._path}: {error.strerror or error}")
+        with self._state:
+            if not self._ready or self._given_up:
+                self._let_go()
+
+    def _fetch(self) -> None:
+        """Raises OSError."""
+        self._open()
+        answer = fetch(self._api, self._native, self._source, self._at, own=True, complete=self._source.ended)
+        if answer.error is not None:
+            self._lack(f"its log cannot be read: {answer.error}")
+            return
+        with self._path.open("ab") as file:
+            self._write(file, answer.pieces())
+        self._ready = True
 
     def go_on(self) -> None:
         """With what is still to come, in a thread."""
-        if self._ready and not self._source.ended and not self.problem:
-            threading.Thread(target=self._follow, name=f"keeping {self._source.name}", daemon=True).start()
+        with self._state:
+            if self._ready and not self._source.ended and not self.problem:
+                threading.Thread(target=self._follow, name=f"keeping {self._source.name}", daemon=True).start()
+                return
+            self._given_up = True
+            if self._ready:
+                self._let_go()
+
+    def _let_go(self) -> None:
+        if self._alone is not None:
+            os.close(self._alone)
+            self._alone = None
 
     def _open(self) -> None:
-        if self._path.exists():  # of a cancel before this one
+        if self._path.stat().st_size:  # of a cancel before this one
             known = kept(self._path.parent.parent).get(self._source.name)
             if known is not None:
                 for piece in known.pieces(None):
@@ -138,6 +171,12 @@ class _Keeper:
 
     def _follow(self) -> None:
         """Until the container has ended, or its pod is gone."""
+        try:
+            self._read_on()
+        finally:
+            self._let_go()
+
+    def _read_on(self) -> None:
         ends_at = time.monotonic() + _MARGIN_S
         while True:
             tail = Tail(self._api, self._native, self._source, self._at, own=True)
@@ -180,4 +219,15 @@ class _Keeper:
             self._path.with_suffix(_MISSING).write_text(why + "\n")
 
 
-__all__ = ["Kept", "keep", "kept"]
+def _locked(fd: int, how: int) -> bool:
+    """Whether the file is locked for us now, or nothing can be locked on its file system."""
+    try:
+        fcntl.flock(fd, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+__all__ = ["Kept", "finished", "keep", "kept"]

@@ -138,6 +138,14 @@ class _Pass:
         self._positions = {source: position for source, _, position in pairs}
 
     def lines(self) -> Iterator[LogLine]:
+        try:
+            yield from self._lines()
+        finally:
+            for tail in self._job.all_tails():
+                if tail.holder is self:
+                    tail.holder = None
+
+    def _lines(self) -> Iterator[LogLine]:
         self._look()
         self._check_tails()
         pods = self._pods()
@@ -202,7 +210,7 @@ class _Pass:
         if tail is not None and source is not None and tail.checked and (yield from self._of_stream(source, tail)):
             return
         if name in self._keeps:
-            yield from self._kept(self._keeps[name])
+            yield from self._kept(keeping.finished(self._keeps[name]))
             return
         what = f"what {source.who()}" if source is not None else f"the log {name}"
         begun = "the end of " if name in self._positions else ""
@@ -324,7 +332,14 @@ class _Pass:
         """The stream that stands where the reader does, and whose run is known to be the one that it was taken for."""
         here = self._position(name)
         with self._job.lock:
-            return next((tail for tail in self._job.tails.get(name, ()) if tail.at == here), None)
+            return next((tail for tail in self._job.tails.get(name, ()) if self._takes(tail, here)), None)
+
+    def _takes(self, tail: Tail, here: Position | None) -> bool:
+        """Whether the stream stands there, and no other reader is at it: it is then ours. Under the job's lock."""
+        if tail.at != here or tail.holder not in (None, self):
+            return False
+        tail.holder = self
+        return True
 
     def _drop(self, tail: Tail) -> None:
         tail.close()
@@ -444,8 +459,9 @@ class _Pass:
 
     def _own_tails(self) -> list[Tail]:
         """The streams that stand where this reader does, and have more for it."""
-        tails = (tail for tail in self._job.all_tails() if not self._is_done(tail.source.name))
-        return [tail for tail in tails if tail.at == self._position(tail.source.name)]
+        found = [tail for tail in self._job.all_tails() if not self._is_done(tail.source.name)]
+        with self._job.lock:
+            return [tail for tail in found if self._takes(tail, self._position(tail.source.name))]
 
     def _finish(self, source: Source) -> None:
         self._job.final[source.name] = self._positions.get(source.name, "")

@@ -123,6 +123,7 @@ class Tail:
     """A thread that reads a log as it is written and keeps it for its reader. A daemon.
 
     at:     the place up to which the reader has taken it.
+    holder: who takes from it now, where somebody does: another reader at the same place has one of its own.
     over:   nothing more comes; `error`: why it broke off, None where the log ended.
     lost:   the place from which it was to go on is no longer in the log.
     opened: the kubelet has said which run's log it is; `checked`: the API server, after that, that it is this one's.
@@ -138,6 +139,7 @@ class Tail:
         self._sure = self.checked
         self.opened = False
         self.told = False  # that it is lost
+        self.holder: object | None = None
         self._api, self._native = api, native
         self._after, self._own = after, own
         self._stamped = Stamped(after, own=own)

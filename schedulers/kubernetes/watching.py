@@ -114,9 +114,10 @@ class Watcher:
                 made["pods"] = Feed(self.api, pods, {"labelSelector": names.JOB_ID}, _Pods(self))
                 made["events"] = Feed(self.api, events, {"fieldSelector": WARNINGS}, _Events(self))
             self._feeds |= {} if self._stopped else made
+        if self._stopped:
+            return feed
         for each in made.values():
-            if not self._stopped:
-                each.start()
+            each.start()
         for name in (native.plural, "pods"):
             if name in made:
                 made[name].settled.wait(_SETTLE_S)

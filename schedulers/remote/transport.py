@@ -237,7 +237,7 @@ class Pool:
             with self._lock:
                 connections = [place.connection for place in self._places.values() if place.connection is not None]
             for connection in connections:
-                if now - last > _STOPPED_S:
+                if now - last > min(_STOPPED_S, connection.silence_s / 3):
                     connection.heard_now()
                 else:
                     connection.check_silence(now)

@@ -146,7 +146,7 @@ def test_a_restricted_pod_is_nobody_and_can_become_nobody_else(run: Run) -> None
 
 def test_a_pod_that_is_deleted_hears_of_it_and_is_killed_after_its_grace(cluster: Kubernetes, place: str) -> None:
     trap = "trap 'echo heard' TERM; echo ready; while :; do sleep 0.1; done"
-    for name, grace in (("soon", 1), ("late", 600)):
+    for name, grace in (("soon", 4), ("late", 600)):
         text = trap if name == "soon" else trap.replace("echo heard", "exit 0")
         cluster.apply(_pod(name, text, spec={"terminationGracePeriodSeconds": grace}), place)
     for name in ("soon", "late"):
@@ -276,8 +276,8 @@ def test_the_pods_of_a_lost_node_are_told_to_go_and_go_when_it_is_back(cluster: 
 def test_pods_go_on_while_the_server_is_away_and_old_watches_expire(cluster: Kubernetes, place: str) -> None:
     path = f"/api/v1/namespaces/{place}/pods"
     version = cluster.client.call("GET", path)["metadata"]["resourceVersion"]
-    cluster.apply(_pod("p", "sleep 1"), place)
-    _until(cluster, place, "p", "Running")
+    cluster.apply(_pod("p", "sleep 3"), place)
+    _until(cluster, place, "p", "Running", "Succeeded")
     cluster.stop_api()
     with pytest.raises(urllib3.exceptions.HTTPError):
         cluster.client.call("GET", path)

@@ -66,6 +66,11 @@ def _install(cluster: Kubernetes, namespace: str) -> Path:
             for subject in each.get("subjects", []):
                 subject["namespace"] = namespace
             cluster.apply(each, namespace)
+    place = {"namespace": namespace, "group": "", "resource": "pods", "verb": "list"}
+    spec = {"user": f"system:serviceaccount:{namespace}:{ACCOUNT}", "resourceAttributes": place}
+    review = {"apiVersion": "authorization.k8s.io/v1", "kind": "SubjectAccessReview", "spec": spec}
+    asked = "/apis/authorization.k8s.io/v1/subjectaccessreviews"
+    until(lambda: cluster.client.call("POST", asked, review)["status"].get("allowed"), "the Role counts")
     return cluster.kubeconfig(service_account=ACCOUNT, namespace=namespace)
 
 

@@ -59,9 +59,10 @@ def status(root: str, step: Step, contents: list[bytes]) -> dict[str, Any]:
     waiting = [at for at, found in enumerate(answers) if found["exit"] is None]
     if not waiting:
         return answer
+    asked_at = time.time()
     try:
         queue = _queue(root, [asked[at] for at in waiting], step)
-        answer["age_s"] = max(0.0, time.time() - queue.asked_at)
+        asked_at = queue.asked_at
         for at in waiting:
             _take_queue(root, asked[at], queue.rows.get(asked[at]["slurm"]), answers[at])
         left = [at for at in waiting if answers[at]["said"] is None and asked[at].get("search", True)]
@@ -76,6 +77,7 @@ def status(root: str, step: Step, contents: list[bytes]) -> dict[str, Any]:
     for at in waiting:
         if answers[at]["said"] is None or answers[at]["said"]["state"].split()[0] not in LIVE:
             _look_again(root, asked[at], answers[at])
+    answer["age_s"] = max(0.0, time.time() - asked_at)  # what came after it, sacct too, has made it older
     return answer
 
 

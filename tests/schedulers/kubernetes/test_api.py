@@ -290,7 +290,7 @@ def test_a_stream_is_closed_from_another_thread(make: MakeApi) -> None:
 
 def test_a_stream_on_which_nothing_comes(make: MakeApi) -> None:
     with endless() as server:
-        pieces = iter(make(server.url).stream("/x", idle_s=0.3))
+        pieces = iter(make(server.url).stream("/x", idle_s=5))
         assert next(pieces) == b"first\n"
         assert "no answer in time" in line(lambda: next(pieces), Unreachable)
 

@@ -53,7 +53,7 @@ def test_a_job_that_waits_is_cancelled(submit: Submit, kubernetes: Kubernetes, n
     until(lambda: "no node fits" in job.status().message, "it waits")
     assert job.status().reason is Reason.NO_CAPACITY
     assert job.cancel().state is State.CANCELLED
-    assert made_by(job, kubernetes, namespace) == []
+    until(lambda: made_by(job, kubernetes, namespace) == [], "everything is gone")
 
 
 def test_the_cluster_removes_a_job_after_its_ttl(submit: Submit, kubernetes: Kubernetes, namespace: str) -> None:

@@ -17,6 +17,7 @@ from schedulers.remote.hosts import Host
 from schedulers.remote.transport import Pool
 from tests.clusters.netns import wait_until
 from tests.clusters.ssh import SshHosts
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -72,8 +73,8 @@ def test_many_hosts_share_one_connection_to_the_jump_host(
     pool = _with(extra, ssh_hosts, tmp_path, "Host node2 node3 node4\n ProxyJump node1")
     hosts = [Host(name=name) for name in ("node2", "node3", "node4")]
     assert [outcome.get().status for outcome in pool.map(lambda remote: remote.run(["true"]), hosts)] == [0] * 3
-    count = ssh_hosts["node1"].run("pgrep", "-fc", "sshd: root").strip()
-    assert int(count) <= 2  # one connection; sshd's monitor, and its child for some users
+    # One connection: sshd's monitor, and its child for some users. What is left of an earlier test's may go at last.
+    until(lambda: int(ssh_hosts["node1"].run("pgrep", "-fc", "sshd: root")) <= 2, "there is one connection")
 
 
 def test_jumps_that_go_round_in_circles(ssh_hosts: SshHosts, extra: list[Pool], tmp_path: Path) -> None:
@@ -274,18 +275,18 @@ def test_a_port_where_nothing_listens_and_one_where_something_else_does(pool: Po
             other.kill()
 
 
-def test_a_host_that_is_cut_off_is_noticed_by_those_that_wait(ssh_hosts: SshHosts, pool: Pool) -> None:
-    with pool.on("node1").open(["sleep", "60"]) as session:
+def test_a_host_that_is_cut_off_is_noticed_by_those_that_wait(ssh_hosts: SshHosts, impatient: Pool) -> None:
+    with impatient.on("node1").open(["sleep", "60"]) as session:
         ssh_hosts["node1"].link(False)
         began = time.monotonic()
-        with pytest.raises(HostUnreachable, match=r"^node1: lost while sleep was running: no answer for [12] s$"):
+        with pytest.raises(HostUnreachable, match=r"^node1: lost while sleep was running: no answer for [0-9]+ s$"):
             session.finish(60)
-        assert 1.4 < time.monotonic() - began < 15  # of a quarter of an hour
+        assert 0.8 < time.monotonic() - began < 60  # of a quarter of an hour; it was heard half a second before the cut
     ssh_hosts["node1"].link(True)
-    assert pool.on("node1").run(["echo", "again"]).stdout == b"again\n"
+    assert impatient.on("node1").run(["echo", "again"]).stdout == b"again\n"
 
 
-def test_a_host_that_is_cut_off_while_it_is_sent_something(ssh_hosts: SshHosts, pool: Pool) -> None:
+def test_a_host_that_is_cut_off_while_it_is_sent_something(ssh_hosts: SshHosts, impatient: Pool) -> None:
     def chunks() -> Iterator[bytes]:
         for number in range(10_000):
             if number == 3:
@@ -293,11 +294,11 @@ def test_a_host_that_is_cut_off_while_it_is_sent_something(ssh_hosts: SshHosts, 
             yield b"x" * 100_000
 
     with pytest.raises(HostUnreachable, match=r"no answer for"):
-        pool.on("node1").run(["cat"], stdin=chunks())
+        impatient.on("node1").run(["cat"], stdin=chunks())
 
 
-def test_a_silent_command_on_a_live_host_is_not_given_up(pool: Pool) -> None:
-    assert pool.on("node2").run(["sh", "-c", "sleep 2.5; echo there"]).stdout == b"there\n"
+def test_a_silent_command_on_a_live_host_is_not_given_up(impatient: Pool) -> None:
+    assert impatient.on("node2").run(["sh", "-c", "sleep 2.5; echo there"]).stdout == b"there\n"
 
 
 def test_a_host_that_is_off_is_given_up_in_time(ssh_hosts: SshHosts, extra: list[Pool], tmp_path: Path) -> None:

@@ -136,11 +136,11 @@ def test_a_time_limit_is_kept(make: Make) -> None:
 
 @pytest.mark.parametrize("absent", ["node1", "node3"])
 def test_none_runs_when_one_host_never_comes(make: Make, absent: str) -> None:
-    job = make(FOREVER, nodes=3, start_timeout_s=2.0)
+    job = make(FOREVER, nodes=3, start_timeout_s=10.0)
     there = [name for name in job.names if name != absent]
     for result in job.start(*there).exits(*there):
         assert (result["state"], result["reason"]) == ("failed", "node_failure")
-        assert result["message"] == f"{absent} did not come within 2 s: the job did not start"
+        assert result["message"] == f"{absent} did not come within 10 s: the job did not start"
     assert not any(list((job.directory(name) / "logs").glob("node-*.log")) for name in there)
 
 
@@ -247,12 +247,12 @@ def test_real_ranks_end_with_the_supervisor_that_is_killed(make: Make) -> None:
 
 
 def test_a_short_cut_is_no_harm(make: Make) -> None:
-    job = make(shell("while [ ! -e $HOME/enough ]; do sleep 0.1; done")).start()
+    job = make(shell("while [ ! -e $HOME/enough ]; do sleep 0.1; done"), heartbeat_s=20.0).start()
     job.await_phase("running")
     job.hosts["node2"].link(False)
-    job.until("it is noticed", lambda: job.state("node1")["heard"]["1"] > HEARTBEAT_S / 2)
+    job.until("it is noticed", lambda: job.state("node1")["heard"]["1"] > 5)
     job.hosts["node2"].link(True)
-    job.until("it is heard again", lambda: job.state("node1")["heard"]["1"] < HEARTBEAT_S / 4)
+    job.until("it is heard again", lambda: job.state("node1")["heard"]["1"] < 3)
     for name in job.names:
         (job.hosts.home(name) / "enough").touch()
     assert [result["state"] for result in job.exits()] == ["succeeded", "succeeded"]

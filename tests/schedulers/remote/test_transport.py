@@ -18,6 +18,7 @@ from schedulers.remote.errors import HostUnreachable, RemoteError, RemoteTimeout
 from schedulers.remote.hosts import Host, parse_hosts
 from schedulers.remote.transport import Pool, Remote
 from tests.clusters.ssh import SshHosts
+from tests.waiting import until
 
 HOSTILE = [
     "",
@@ -107,8 +108,8 @@ def test_a_status_is_kept_or_raised(pool: Pool) -> None:
 def test_a_command_that_takes_too_long(pool: Pool) -> None:
     began = time.monotonic()
     with pytest.raises(RemoteTimeout, match=r"^node1: sh takes too long; it last said: waiting$"):
-        pool.on("node1").run(["sh", "-c", "echo waiting >&2; sleep 30"], timeout_s=0.4)
-    assert time.monotonic() - began < 20
+        pool.on("node1").run(["sh", "-c", "echo waiting >&2; sleep 60"], timeout_s=5)
+    assert time.monotonic() - began < 40
     assert pool.on("node1").run(["echo", "next"]).stdout == b"next\n"
 
 
@@ -130,8 +131,8 @@ def test_a_shell_that_ends_before_the_command_is_said(pool: Pool, ssh_hosts: Ssh
 def test_twenty_commands_at_once_on_one_host_share_a_connection(pool: Pool) -> None:
     done = pool.map(lambda remote: remote.run(["sh", "-c", "sleep 0.1; echo $PPID"]), [Host(name="node1")] * 20)
     assert [outcome.get().status for outcome in done] == [0] * 20
-    sessions = pool.on("node1").run(["pgrep", "-fc", "sshd: root"]).stdout
-    assert int(sessions) <= 2  # the one connection
+    # What is left of an earlier test's may go at last.
+    until(lambda: int(pool.on("node1").run(["pgrep", "-fc", "sshd: root"]).stdout) <= 2, "there is one connection")
 
 
 def test_a_server_with_few_sessions_is_used_as_it_can_be(pool: Pool, ssh_hosts: SshHosts) -> None:

@@ -99,3 +99,17 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Calls:
     found = Calls(tmp_path / "bin", ("squeue", "sacct", "scancel", "sbatch", "scontrol"))
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     return found
+
+
+def is_saved(slurm: Slurm, job: Job) -> None:
+    """Waits until the controller has saved the job as one that runs, which it does."""
+    said = f"runs-{job.id}"
+    slurm.run(["scontrol", "update", f"JobId={str(job.native_id).partition('/')[0]}", f"Comment={said}"])
+
+    def saved() -> bool:
+        try:
+            return said.encode() in (slurm.box / "state/job_state").read_bytes()
+        except FileNotFoundError:  # the moment at which a new one is put there
+            return False
+
+    until(saved, "the controller has saved the job")

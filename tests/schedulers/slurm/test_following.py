@@ -11,7 +11,7 @@ from schedulers.polling import restore
 from tests.clusters.slurm import Slurm
 from tests.waiting import until
 
-from .conftest import Submit, printed
+from .conftest import Submit, is_saved, printed
 
 COUNTS = "n=0; while [ ! -e {end} ]; do n=$((n + 1)); echo line $n; sleep 0.05; done; echo the end"
 
@@ -35,7 +35,7 @@ def test_the_controller_is_restarted_meanwhile(slurm: Slurm, submit: Submit, pro
     job = submit(COUNTS.format(end=end))
     follower = Follower(job)
     until(lambda: len(follower.lines) > 5, "lines come")
-    until(lambda: (time.time() - job.record.created_at) > 8, "the controller has saved the job")
+    is_saved(slurm, job)
     slurm.kill_controller()
     before = len(follower.lines)
     until(lambda: len(follower.lines) > before + 5, "lines come without a controller")
@@ -86,7 +86,8 @@ def test_since_a_time(slurm: Slurm, submit: Submit, tmp_path: Path) -> None:
     job = submit(f"echo early; while [ ! -e {end} ]; do sleep 0.05; done; echo late")
     until(lambda: printed(job) == "early\n", "it prints")
     until(lambda: (job.record.directory / "logs/sizes.jsonl").exists(), "its size is noted")
-    until(lambda: "rank-0" in (job.record.directory / "logs/sizes.jsonl").read_text(), "its size is noted")
+    noted = '"rank-0.a0": 6'  # all of "early\n"
+    until(lambda: noted in (job.record.directory / "logs/sizes.jsonl").read_text(), "its size is noted")
     moment = time.time()
     end.touch()
     job.wait(90)

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from tests.clusters.slurm import Slurm
 from tests.needs import missing
 from tests.waiting import until
 
-from .conftest import Submit, printed
+from .conftest import Submit, is_saved, printed
 from .orphans import nothing_left
 from .test_batch import SAVES
 
@@ -178,7 +177,7 @@ def test_warned_while_the_controller_is_down(slurm: Slurm, submit: Submit) -> No
     """The ranks have saved and ended: it is told to start them again when it is back."""
     job = submit(f'if [ "$ACCEL_ATTEMPT" = 0 ]; then {SAVES}\nfi\necho again', max_restarts=2)
     until(lambda: "go\n" in printed(job), "it runs")
-    until(lambda: time.time() - job.record.created_at > 8, "the controller has saved the job")
+    is_saved(slurm, job)
     slurm.kill_controller()
     for process in slurm["n1"].processes():
         if b"-S" in Path(f"/proc/{process.pid}/cmdline").read_bytes().split(b"\0"):

@@ -87,6 +87,9 @@ def test_a_job_that_the_controller_has_forgotten(
     assert job.wait(90).exit_code == 5
     (job.record.directory / "exit.json").unlink()
     until(lambda: number(job) not in slurm.run("squeue -h -t all -o %A".split()).stdout.split(), "it is forgotten")
+    if accounting:
+        words = ["sacct", "-n", "-X", "-o", "State", "-j", number(job)]
+        until(lambda: "FAILED" in slurm.run(words).stdout, "accounting knows of its end")
     target, native = restore(job.record), str(job.native_id)
     calls.taken()
     found = target.poll([native])

@@ -26,7 +26,7 @@ from schedulers.store import Store
 from tests.clusters.ssh import SshHosts
 from tests.waiting import until
 
-from .conftest import Submit, host_options, job_files
+from .conftest import Submit, host_options, job_files, nothing_is_left
 
 DAY_S = 86400.0
 
@@ -72,6 +72,7 @@ def test_a_host_that_cannot_be_asked_is_named_and_stops_nothing(
     jobs = [submit("true"), submit("true")]
     for job in jobs:
         assert job.wait(60).state is State.SUCCEEDED
+    nothing_is_left(ssh_hosts)
     ssh_hosts["node2"].kill()
     said = subprocess.run(
         [sys.executable, "-m", "accel", "prune", "--keep", "0"], capture_output=True, text=True, timeout=100

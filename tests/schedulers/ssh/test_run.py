@@ -19,7 +19,7 @@ from schedulers.remote import supervising
 from tests.clusters.ssh import SshHosts
 from tests.waiting import until
 
-from .conftest import ROOT, Submit, close, host_options, job_files, printed
+from .conftest import ROOT, Submit, close, host_options, job_files, nothing_is_left, printed
 
 SAY = 'echo "rank $RANK of $WORLD_SIZE on $(hostname)"'
 
@@ -202,8 +202,7 @@ def test_a_client_that_is_killed_leaves_a_whole_job_or_none(
         (State.FAILED, ""),
     ), (status, ranks)
     close(job)
-    for machine in ssh_hosts.machines:
-        assert "supervisor.pyz" not in str(machine.run("sh", "-c", "cat /proc/[0-9]*/cmdline | tr '\\0' ' '"))
+    nothing_is_left(ssh_hosts)
 
 
 def test_a_submit_that_is_repeated_finds_its_job(submit: Submit, ssh_hosts: SshHosts) -> None:
