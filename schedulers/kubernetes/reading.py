@@ -198,11 +198,18 @@ class _Pass:
         return text == _LOST or self._job.final.get(source) == text
 
     def _vanished(self, found: Sequence[Source]) -> list[str]:
-        """The logs that there were, of which the reader may not have all."""
+        """The logs that there were, of which the reader may not have all, in the order in which they are shown."""
         there = {source.name for source in found}
         known = [*self._job.seen, *(name for name in self._positions if name not in self._job.seen and name != _GONE)]
         known += [name for name in self._keeps if name not in known]
-        return [name for name in known if name not in there and not self._is_done(name)]
+        return sorted((name for name in known if name not in there and not self._is_done(name)), key=self._order)
+
+    def _order(self, name: str) -> tuple[bool, tuple[int, bool, int, str]]:
+        """As of logs that there are, whoever asks, whichever was seen first; what only a cursor names is the last."""
+        source = self._job.seen.get(name)
+        if source is None and name in self._keeps:
+            source = self._keeps[name].source
+        return source is None, (0, False, 0, name) if source is None else source.order
 
     def _of_vanished(self, name: str) -> Iterator[LogLine]:
         source = self._job.seen.get(name)
