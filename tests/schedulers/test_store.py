@@ -148,6 +148,14 @@ def test_an_answer_without_news_writes_no_event_and_is_remembered(store: Store) 
     assert store.record(record.id).status.observed_at == 2e9 + 4
 
 
+def test_an_older_answer_without_news_does_not_take_the_moment_back(store: Store) -> None:
+    record = create(store)
+    record.update(Status(state=State.RUNNING, observed_at=10_000_000_000.0))
+    record.update(Status(state=State.RUNNING, observed_at=10_000_000_020.0))
+    record.update(Status(state=State.RUNNING, observed_at=10_000_000_010.0))
+    assert store.record(record.id).status.observed_at == 10_000_000_020.0
+
+
 def test_only_what_cannot_be_asked_again_is_waited_for(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     record, synced = create(store), []
     monkeypatch.setattr(os, "fsync", lambda fd: synced.append(fd))

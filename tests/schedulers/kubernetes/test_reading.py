@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import tempfile
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -77,3 +78,16 @@ def test_a_disk_that_is_full_is_said(make: MakeApi, monkeypatch: pytest.MonkeyPa
         list(reading.Reader(make(server.url)).read(_NATIVE, None, None, over=True))
     words = "what node 0 wrote cannot be kept while it is read: /nowhere: no such file or directory"
     assert str(refusal.value) == f"target k: {words}"
+
+
+def test_two_readers_at_one_place_do_not_take_from_one_stream(make: MakeApi) -> None:
+    """Each of them would miss what the other one took between its look at the stream and its hand in it."""
+    with serving(_answering(_DONE)) as server:
+        api, job = make(server.url), reading._Job()
+        first, second = (reading._Pass(api, _NATIVE, job, None, None, over=True) for _ in range(2))
+        tail: Any = SimpleNamespace(at=None, holder=None)
+        job.tails["log"] = [tail]
+        assert first._tail("log") is tail
+        assert second._tail("log") is None
+        tail.holder = None
+        assert second._tail("log") is tail

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import signal
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from schedulers import Job, Reason, State
+from schedulers.local.files import JobFiles
 from schedulers.local.slots import Slots, Want
 from schedulers.local.supervisor import wanted
 from tests.nvml import fake_gpus
@@ -65,6 +68,13 @@ def test_slots_are_held_by_one_and_come_back(tmp_path: Path) -> None:
     assert Slots(tmp_path, "c").acquire([Want(what="processors", count=1, of=wants[0].of)], give_up) == [["cpu-2"]]
     first.release()
     assert second.acquire(wants, give_up) == [["cpu-0", "cpu-1"]]
+
+
+def test_what_is_written_while_the_status_is_read_is_newer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    times = itertools.count(1000.0)
+    monkeypatch.setattr("time.time", lambda: next(times))
+    monkeypatch.setattr(JobFiles, "read", lambda *_: time.time() and None)
+    assert JobFiles(tmp_path).progress().observed_at == 1000.0
 
 
 def test_who_came_first_is_first_however_late_it_asks(tmp_path: Path) -> None:
