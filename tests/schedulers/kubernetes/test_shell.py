@@ -98,10 +98,10 @@ def test_a_terminal(job: Job) -> None:
     resize(ours, 20, 60)
     process.send_signal(signal.SIGWINCH)
     screen.repeat("stty size\n", "20 60\r\n")
-    screen.type("sleep 1000\n")
-    screen.until("sleep 1000\r\n")
+    screen.type("sh -c 'echo in $((6 - 5)); exec sleep 1000'\n")
+    screen.until("in 1\r\n")  # the program has the terminal
     screen.repeat("\x03", "^C")  # Ctrl-C is the program's, not ours
-    screen.repeat("\x03test -t 0 && echo $((6 * 7))\n", "42\r\n")  # it may have come before the program
+    screen.repeat("test -t 0 && echo $((6 * 7))\n", "42\r\n")
     screen.type("exit 9\n")
     until(lambda: screen.drained() and process.poll() is not None, "it ends")
     assert process.returncode == 9
