@@ -20,7 +20,7 @@ def test_an_answer_is_as_old_as_its_question(tmp_path: Path, monkeypatch: pytest
     """What squeue said has grown older while accounting was asked."""
     clock = [1000.0]
     queue = slurm_queue.Answer(1000.0, 0.0, "", "")
-    monkeypatch.setattr(hostside.time, "time", lambda: clock[0])
+    monkeypatch.setattr("time.time", lambda: clock[0])
     monkeypatch.setattr(hostside, "_queue", lambda *_: queue)
     monkeypatch.setattr(hostside, "_take_accounts", lambda *_: clock.__setitem__(0, 1025.0))
     answer = hostside.status(str(tmp_path), {"jobs": [{"job": "a", "slurm": "1"}]}, [])
