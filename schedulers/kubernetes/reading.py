@@ -465,10 +465,11 @@ class _Pass:
                 return
 
     def _own_tails(self) -> list[Tail]:
-        """The streams that stand where this reader does, and have more for it."""
-        found = [tail for tail in self._job.all_tails() if not self._is_done(tail.source.name)]
+        """The streams that stand where this reader does, one of each log, and have more for it."""
         with self._job.lock:
-            return [tail for tail in found if self._takes(tail, self._position(tail.source.name))]
+            names = list(self._job.tails)
+        found = [self._tail(name) for name in names if not self._is_done(name)]
+        return [tail for tail in found if tail is not None]
 
     def _finish(self, source: Source) -> None:
         self._job.final[source.name] = self._positions.get(source.name, "")

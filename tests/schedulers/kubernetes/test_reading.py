@@ -90,3 +90,8 @@ def test_two_readers_at_one_place_do_not_take_from_one_stream(make: MakeApi) -> 
         assert (first._tail("log"), second._tail("log")) == (tail, None)
         tail.holder = None
         assert (second._tail("log"), first._tail("log")) == (tail, None)
+        another: Any = SimpleNamespace(at=None, holder=None)
+        job.tails["log"].append(another)
+        for each in (tail, another):
+            each.source, each.holder = SimpleNamespace(name="log"), None
+        assert second._own_tails() == [tail]  # both would give it the same lines
