@@ -167,7 +167,7 @@ def _make(named: NamedTarget, jobs: Path, overrides: Mapping[str, Any]) -> Resol
         at = file.where_key("targets", named.name, *keys) if of_key else file.where("targets", named.name, *path)
         return f"{at}: target {named.name}"
 
-    options, plain = make_options(kind.Options, named.options, overrides, place)
+    options, plain = make_options(kind.Options, named.options, overrides, place, kind=named.kind)
     context = TargetContext(name=named.name, options=options, jobs=Path(jobs))
     target = cast(Target, kind(context))
     return ResolvedTarget(name=named.name, kind=named.kind, options=plain, target=target)
@@ -175,7 +175,7 @@ def _make(named: NamedTarget, jobs: Path, overrides: Mapping[str, Any]) -> Resol
 
 def _unknown(name: str, start: Path | str | None) -> UnknownTarget:
     names = [target.name for target in known_targets(start)]
-    return UnknownTarget(f"--target: no target or kind {name!r}{nearest(name, names)} (targets: {', '.join(names)})")
+    return UnknownTarget(f"no target or kind {name!r}{nearest(name, names)} (targets: {', '.join(names)})")
 
 
 def _kind_of(value: object) -> str:

@@ -14,13 +14,16 @@ Path = tuple[str | int, ...]
 # Where the value (or, when asked, the key) at a path stands, and whose it is: `accel.yaml:7: target lab`.
 Place = Callable[[Path, bool], str]
 
+# Target options that the command line has flags for.
+_FLAGS = ("hosts", "hostfile", "spares")
+
 _AT = re.compile(r" - at `(key in )?\$(?P<path>[^`]*)`\Z")
 _STEP = re.compile(r"\.(?P<key>[^.\[]+)|\[(?P<index>\d+|\.\.\.)\]")
 _EXPECTED = re.compile(r"Expected `(?P<type>[^`]*)`(?P<limit>[^`]*), got `[^`]*`")
 
 
 def make_options(
-    schema: type, values: Mapping[str, Any], overrides: Mapping[str, Any], place: Place
+    schema: type, values: Mapping[str, Any], overrides: Mapping[str, Any], place: Place, *, kind: str = ""
 ) -> tuple[Any, dict[str, Any]]:
     """The options, and what was given of them as plain JSON values. `overrides`, from the command line, win; text in
     them may stand for a number or for true and false. Raises ConfigError."""
@@ -30,11 +33,8 @@ def make_options(
     for key in overrides:
         if key not in fields:
             words = ", ".join(fields) or "none"
-            flag = key.replace("_", "-")
-            raise ConfigError(
-                f"option {key!r} (--{flag}, --option {key}=…): this kind of target has no such option"
-                f"{nearest(key, fields)} (options: {words})"
-            )
+            whose = f"the {kind} target" if kind else "this target"
+            raise ConfigError(f"{_flag(key)}: {whose} has no such option{nearest(key, fields)} (options: {words})")
     given = {**values, **overrides}
     missing = [name for name, f in fields.items() if name not in given and _required(f)]
     if missing:
@@ -46,6 +46,11 @@ def make_options(
     for key, value in given.items():
         _refuse_dropped(value, getattr(options, key), (key,), overrides, place)
     return options, _plain({key: getattr(options, key) for key in given})
+
+
+def _flag(key: str) -> str:
+    """The option as it is given on a command line."""
+    return f"--{key}" if key in _FLAGS else f"--option {key}"
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,7 +120,7 @@ def _refusal(
         what = f"expects {_choices(schema, path)}, got {_at(given, path)!r}"
     name = _dotted(path)
     if path and path[0] in overrides:
-        return ConfigError(f"option {name}: {what}")
+        return ConfigError(f"{_flag(name)}: {what}")
     return ConfigError(f"{place(path, False)}: {f'{name}: ' if name else ''}{what}")
 
 
@@ -139,7 +144,7 @@ def _refuse_dropped(given: Any, kept: Any, path: Path, overrides: Mapping[str, A
     if isinstance(given, Mapping) and dataclasses.is_dataclass(kept):
         names = [f.name for f in dataclasses.fields(kept)]
         for key, value in given.items():
-            where = "option" if path[0] in overrides else f"{place((*path, key), True)}:"
+            where = "--option" if path[0] in overrides else f"{place((*path, key), True)}:"
             _refuse_unknown(key, dict.fromkeys(names), f"{where} {_dotted(path)}")
             _refuse_dropped(value, getattr(kept, key), (*path, key), overrides, place)
     elif isinstance(given, Mapping) and isinstance(kept, Mapping):

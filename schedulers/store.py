@@ -94,6 +94,7 @@ class Store:
         if options is None:
             del texts["target.json"]
         path = f"{self._jobs}/{job_id}"
+        self._make_home()
         try:
             self._publish(job_id, path, texts)
         except OSError as error:
@@ -178,9 +179,18 @@ class Store:
             self._sweep()
         return chosen_ids
 
+    def _make_home(self) -> None:
+        """Create the directory of jobs where there is none. Raises StoreError, which says how to choose another."""
+        try:
+            os.makedirs(self._jobs, mode=0o700, exist_ok=True)
+        except OSError as error:
+            chosen = os.environ.get("ACCEL_HOME", "").strip()
+            home = f"ACCEL_HOME={chosen}" if chosen else f"the job store {self._home}"
+            remedy = "choose another directory" if chosen else "set ACCEL_HOME to another directory"
+            raise StoreError(f"{home} cannot be created: {error.strerror}; {remedy}") from error
+
     def _publish(self, job_id: str, path: str, texts: Mapping[str, bytes]) -> None:
         """Makes the directory under another name and renames it: a reader sees all of the job or nothing."""
-        os.makedirs(self._jobs, mode=0o700, exist_ok=True)
         temporary = f"{self._jobs}/.new-{job_id}-{os.getpid()}-{os.urandom(3).hex()}"
         os.mkdir(temporary, 0o700)
         try:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from .errors import ConfigError
 
 if TYPE_CHECKING:
-    from yaml import SafeLoader
+    from yaml import MarkedYAMLError, SafeLoader
     from yaml.nodes import Node
 
 Step = str | int
@@ -35,9 +35,8 @@ class YamlFile:
                 self._check(node)
             self.value: Any = None if node is None else loader.construct_document(node)
         except yaml.MarkedYAMLError as error:
-            mark = error.problem_mark or error.context_mark
-            problem = error.problem or error.context or "not YAML"
-            raise ConfigError(f"{self.shown}:{mark.line + 1 if mark else 1}: {problem}") from None
+            line, problem = _located(error, text)
+            raise ConfigError(f"{self.shown}:{line}: {problem}") from None
         except yaml.reader.ReaderError as error:
             line = text.count("\n", 0, error.position) + 1
             raise ConfigError(f"{self.shown}:{line}: a character that YAML forbids: {chr(error.character)!r}") from None
@@ -97,6 +96,31 @@ class YamlFile:
     def _mark(self, path: Sequence[Step]) -> int:
         node = self._find(path)
         return 1 if node is None else int(node.start_mark.line) + 1
+
+
+def _located(error: MarkedYAMLError, text: str) -> tuple[int, str]:
+    """The line and the problem, in words that need no knowledge of YAML's grammar where a bracket is left open."""
+    opened = _unclosed(text)
+    if opened is not None:
+        return opened[0], f"{opened[1]!r} is never closed"
+    mark = error.problem_mark or error.context_mark
+    return mark.line + 1 if mark else 1, error.problem or error.context or "not valid YAML"
+
+
+def _unclosed(text: str) -> tuple[int, str] | None:
+    """The line and character of the innermost bracket that is still open at the end of the text."""
+    import yaml
+
+    brackets: list[tuple[int, str]] = []
+    try:
+        for token in yaml.scan(text):
+            if isinstance(token, (yaml.FlowSequenceStartToken, yaml.FlowMappingStartToken)):
+                brackets.append((token.start_mark.line + 1, text[token.start_mark.index]))
+            elif isinstance(token, (yaml.FlowSequenceEndToken, yaml.FlowMappingEndToken)) and brackets:
+                brackets.pop()
+    except yaml.YAMLError:
+        return None
+    return brackets[-1] if brackets else None
 
 
 def read_text(path: str) -> str:

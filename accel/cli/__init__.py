@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 
 from . import exits
-from .words import UsageError
+from .words import UsageError, hanging
 
 __all__ = ["COMMANDS", "main"]
 
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _forget_output()
         return exits.BROKEN_PIPE
     except Exception as error:
-        return _report(error)
+        return _report(error, words[0] if words and words[0] in COMMANDS else "")
     finally:
         if whole_process:
             gc.freeze()  # the interpreter would search all there is for cycles once more, 10 ms long, before it ends
@@ -86,6 +86,10 @@ def _dispatch(words: Sequence[str]) -> int:
         print(_help(), end="")
         return exits.OK
     name, *rest = words
+    if name == "help":
+        if len(rest) > 1:
+            raise UsageError("accel help", f"one command at a time, not {' '.join(rest)!r}")
+        return _dispatch([*rest, "--help"])
     if name == "__complete":
         from .completion import complete
 
@@ -127,14 +131,14 @@ _TASKS = (
 
 
 def _map() -> str:
-    lines = ["Usage: accel COMMAND [OPTIONS]", "", *(f"  {task:<28}{line}" for task, line in _TASKS)]
+    lines = ["Usage: accel COMMAND [OPTIONS]", "", *(hanging(task, line, 30) for task, line in _TASKS)]
     return "\n".join([*lines, "", "accel --help lists every command, accel COMMAND --help says more."]) + "\n"
 
 
 def _help() -> str:
     lines = ["Usage: accel COMMAND [OPTIONS]", "", "One script, any cluster."]
     for group, names in _GROUPS.items():
-        lines += ["", f"{group}:", *(f"  {name:<17}{COMMANDS[name][1]}" for name in names)]
+        lines += ["", f"{group}:", *(hanging(name, COMMANDS[name][1], 19) for name in names)]
     lines += [
         "",
         "Examples:",
@@ -162,16 +166,19 @@ def _unknown(name: str) -> UsageError:
         return UsageError("accel", f"{name!r} is not a command; to run a script: accel submit {name}")
     from schedulers.errors import nearest
 
-    return UsageError("accel", f"unknown command {name!r}{nearest(name, COMMANDS)} (accel --help lists them)")
+    near = nearest(name, [*COMMANDS, "help"])
+    return UsageError("accel", f"unknown command {name!r}{near} (accel --help lists them)")
 
 
-def _report(error: Exception) -> int:
-    """Says what went wrong and returns the exit code; what is not a mistake of the user's goes on as a traceback."""
+def _report(error: Exception, command: str) -> int:
+    """Print what went wrong as one line and return the exit code. Re-raise what is not a user's mistake."""
     from schedulers.errors import SchedulerError
 
     if os.environ.get("ACCEL_DEBUG") == "1" or not isinstance(error, (UsageError, SchedulerError, OSError)):
         raise error
-    where, code = (error.command, exits.USAGE) if isinstance(error, UsageError) else ("accel", exits.ERROR)
+    where, code = f"accel {command}".rstrip(), exits.ERROR
+    if isinstance(error, UsageError):
+        where, code = error.command, exits.USAGE
     try:
         sys.stdout.flush()
     except OSError:

@@ -111,8 +111,11 @@ def candidates(words: list[str]) -> list[tuple[str, str]]:
     from . import COMMANDS
 
     *before, current = words
+    commands = [(name, summary) for name, (_, summary) in COMMANDS.items()]
     if not before:
-        return _beginning(current, ((name, summary) for name, (_, summary) in COMMANDS.items()))
+        return _beginning(current, [*commands, ("help", "Show a command's help")])
+    if before == ["help"]:
+        return _beginning(current, commands)
     command, *before = before
     if command not in COMMANDS or "--" in before:
         return []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -17,6 +18,13 @@ if TYPE_CHECKING:
 
 _HELP = "Enter, →  next     ←, Shift-Tab  back     ↑ ↓  choose     Ctrl-C  leave"
 _HELP_LINE = "Enter, Tab  next     Shift-Tab  back     Ctrl-C  leave"
+_HELP_NARROW = "Enter next, Shift-Tab back, Ctrl-C leave"
+_HELP_PLAIN = "Enter alone takes the answer in brackets; < goes back; Ctrl-C leaves.\n"
+OTHER = "?"
+
+
+# (value, what people see) of each choice.
+Options = tuple[tuple[str, str], ...]
 
 
 class Back(Exception):
@@ -58,7 +66,8 @@ def ask(
                 if question is None:
                     return answers if _confirmed(files(answers)) else None
                 default = before.get(question.name, question.offered(answers, machine))
-                answer = _one(question, default, partial(config_check.check, question, before=answers, machine=machine))
+                check = partial(config_check.check, question, before=answers, machine=machine)
+                answer = _one(question, default, check)
                 answers[question.name] = before[question.name] = answer
                 order.append(question.name)
             except Back:
@@ -73,28 +82,46 @@ def ask(
 def _introduce(machine: Machine) -> None:
     devices = "no GPU" if machine.kind == "cpu" else f"{machine.devices} of {machine.kind}"
     print(f"This machine: {devices}, {machine.cores} processors.\n", flush=True)
+    if _is_plain():
+        print(_HELP_PLAIN, flush=True)
 
 
 def _one(question: Question, offered: Any, check: Callable[[Any], None]) -> Any:
-    """The answer, once `check` has nothing against it."""
+    """The answer, once `check` accepts it. Choices that `check` refuses are not shown."""
     from accel.settings.values import typed
 
-    options = question.choices()
-    if options:
-        word = {True: "yes", False: "no"}.get(offered, str(offered)) if isinstance(offered, bool) else str(offered)
-        return _chosen(question, options, word, check)
+    word = {True: "yes", False: "no"}.get(offered, str(offered)) if isinstance(offered, bool) else str(offered)
+    first, rest = choices(question, word, check)
+    if first:
+        return _chosen(question, first, rest, word, check)
     if question.many:
         return _several(question, offered or [], check)
     return _line(question, "" if offered is None else typed(question.setting, offered), check)
 
 
-def _chosen(
-    question: Question, options: tuple[tuple[str, str], ...], offered: str, check: Callable[[Any], None]
-) -> Any:
+def choices(question: Question, offered: str, check: Callable[[Any], None]) -> tuple[Options, Options]:
+    """The options of a menu and those behind "another one". What `check` refuses is in neither, unless it refuses all:
+    then its message says why. Both are empty where the answer is typed."""
     from accel.settings.values import BadValue
 
+    accepted: list[tuple[str, str]] = []
+    for option in question.choices():
+        with contextlib.suppress(BadValue):
+            check(question.understood(option[0]))
+            accepted.append(option)
+    options = tuple(accepted) or question.choices()
+    common = (*question.common, offered) if question.common else [value for value, _ in options]
+    first = tuple(option for option in options if option[0] in common)
+    return first, tuple(option for option in options if option not in first)
+
+
+def _chosen(question: Question, first: Options, rest: Options, offered: str, check: Callable[[Any], None]) -> Any:
+    from accel.settings.values import BadValue
+
+    options = (*first, (OTHER, "another one")) if rest else first
     while True:
-        answer = question.understood(_menu(question.text, options, offered))
+        word = _menu(question.text, options, offered)
+        answer = question.understood(_menu(question.text, rest, "") if word == OTHER else word)
         try:
             check(answer)
         except BadValue as error:
@@ -115,16 +142,18 @@ def _several(question: Question, offered: list[str], check: Callable[[Any], None
         said.append(word)
 
 
-def _menu(text: str, options: tuple[tuple[str, str], ...], offered: str) -> str:
+def _menu(text: str, options: Options, offered: str) -> str:
     from prompt_toolkit.shortcuts.choice_input import ChoiceInput
 
     values = [value for value, _ in options]
+    if _is_plain():
+        return _plain_menu(text, options, offered if offered in values else values[0])
     return ChoiceInput(
         message=text,
-        options=options,
+        options=[(value, _wrapped(shown)) for value, shown in options],
         default=offered if offered in values else values[0],
         show_numbers=False,
-        bottom_toolbar=_HELP,
+        bottom_toolbar=_fitting(_HELP),
         key_bindings=_keys(in_menu=True),
     ).prompt()
 
@@ -147,6 +176,9 @@ def _typed(text: str, offered: str, judge: Callable[[str], None]) -> str:
 
     from accel.settings.values import BadValue
 
+    if _is_plain():
+        return _plain_line(text, offered, judge)
+
     class Check(Validator):
         def validate(self, document: Any) -> None:
             from prompt_toolkit.validation import ValidationError
@@ -161,9 +193,62 @@ def _typed(text: str, offered: str, judge: Callable[[str], None]) -> str:
         default=offered,
         validator=Check(),
         validate_while_typing=False,
-        bottom_toolbar=_HELP_LINE,
+        bottom_toolbar=_fitting(_HELP_LINE),
         key_bindings=_keys(in_menu=False),
     )
+
+
+def _is_plain() -> bool:
+    """Return True on a terminal without cursor movement (TERM=dumb), as in an editor's shell."""
+    from prompt_toolkit.utils import is_dumb_terminal
+
+    return is_dumb_terminal()
+
+
+def _wrapped(text: str) -> str:
+    """Break an option's text where the terminal ends: the menu would cut it."""
+    import shutil
+    import textwrap
+
+    return "\n  ".join(textwrap.wrap(text, max(20, shutil.get_terminal_size().columns - 7)))
+
+
+def _fitting(text: str) -> str:
+    import shutil
+
+    return text if len(text) < shutil.get_terminal_size().columns else _HELP_NARROW
+
+
+def _plain_menu(text: str, options: Options, offered: str) -> str:
+    """Number the options and read a number or a value."""
+    from accel.settings.values import BadValue
+
+    values = [value for value, _ in options]
+    numbers = {str(number): value for number, value in enumerate(values, 1)}
+
+    def judge(typed: str) -> None:
+        if typed not in numbers and typed not in values:
+            raise BadValue(f"a number from 1 to {len(values)}, not {typed!r}")
+
+    lines = [f"  {number}  {shown}" for number, (_, shown) in enumerate(options, 1)]
+    typed = _plain_line("\n".join([text, *lines, ""]), str(values.index(offered) + 1), judge)
+    return numbers.get(typed, typed)
+
+
+def _plain_line(text: str, default: str, judge: Callable[[str], None]) -> str:
+    """Read a line for which `judge` raises no BadValue; an empty one is the default, `<` raises Back."""
+    from accel.settings.values import BadValue
+
+    while True:
+        typed = input(f"{text.rstrip(' ')} [{default}] " if default else text).strip() or default
+        if typed == "<":
+            raise Back
+        try:
+            judge(typed)
+        except BadValue as error:
+            print(f" {error}", flush=True)
+        else:
+            return typed
 
 
 def _keys(*, in_menu: bool) -> KeyBindings:

@@ -51,10 +51,10 @@ def add_arguments(parser: Parser) -> None:
     group.add_argument("--dtypes", metavar="TYPE", nargs="+", action="extend", choices=DTYPES, help=types)
     group = parser.add_argument_group("how it is trained")
     count = "processes that share the training, one a device (default: this machine's accelerators)"
-    group.add_argument("--num_processes", metavar="N", type=values.whole, help=count)
-    group.add_argument("--batch_size", metavar="N", type=values.whole, default=1, help="on each device (default: 1)")
+    group.add_argument("--num_processes", metavar="N", type=values.count, help=count)
+    group.add_argument("--batch_size", metavar="N", type=values.count, default=1, help="on each device (default: 1)")
     length = "tokens in each sample (default: 512, or what the model can take)"
-    group.add_argument("--sequence_length", metavar="N", type=values.whole, help=length)
+    group.add_argument("--sequence_length", metavar="N", type=values.count, help=length)
     checkpoint = "activations are computed again in the backward"
     group.add_argument("--activation_checkpointing", action="store_true", help=checkpoint)
     group = parser.add_argument_group("how to answer")
@@ -66,7 +66,7 @@ def run(args: Namespace) -> int:
     for name in ("num_processes", "batch_size", "sequence_length"):
         if (value := getattr(args, name)) is not None and value < 1:
             raise UsageError("accel estimate-memory", f"--{name} {value}: a whole number from 1 on")
-    if not has_torch("estimate-memory"):
+    if not has_torch("accel estimate-memory"):
         return exits.ERROR
     from accel.errors import AccelError
 

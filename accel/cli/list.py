@@ -36,7 +36,7 @@ def add_arguments(parser: Parser) -> None:
         "--state", metavar="STATE", choices=STATES, action="append", help=f"{', '.join(STATES)}; repeatable"
     )
     parser.add_argument("--target", metavar="NAME", help="only jobs of this target")
-    parser.add_argument("--limit", metavar="N", type=values.whole, default=50, help="at most N jobs (default: 50)")
+    parser.add_argument("--limit", metavar="N", type=values.count, default=50, help="at most N jobs (default: 50)")
     parser.add_argument("--all", action="store_true", help="every job there is")
     parser.add_argument("--json", action="store_true", help="answer in JSON")
 

@@ -17,9 +17,14 @@ import contextlib
 from typing import TYPE_CHECKING
 
 from . import exits, finding, values
+from .output import note
+from .words import UsageError
 
 if TYPE_CHECKING:
     from argparse import Namespace
+    from collections.abc import Collection
+
+    from schedulers.handle import Job
 
     from .parser import Parser
 
@@ -35,11 +40,11 @@ Exits with 1 when lines are missing, because a machine that has some does not an
 def add_arguments(parser: Parser) -> None:
     parser.add_argument("job", metavar="JOB", help="an id, a unique prefix of one, or @last")
     parser.add_argument("-f", "--follow", action="store_true", help="go on until the job has ended")
-    parser.add_argument("--rank", metavar="N", type=values.whole, action="append", help="only this rank; repeatable")
+    parser.add_argument("--rank", metavar="N", type=values.count, action="append", help="only this rank; repeatable")
     parser.add_argument(
         "--since", metavar="WHEN", type=_since, help="only the last 10m, 2h, …; or what follows a cursor of --json"
     )
-    parser.add_argument("--tail", metavar="N", type=values.whole, help="only the last N lines of each rank so far")
+    parser.add_argument("--tail", metavar="N", type=values.count, help="only the last N lines of each rank so far")
     parser.add_argument("--no-prefix", action="store_true", help="never put [rank N] before a line")
     parser.add_argument("--json", action="store_true", help="answer in JSON, a line each, with cursors")
     finding.add_arguments(parser)
@@ -62,6 +67,7 @@ def run(args: Namespace) -> int:
     from .stream import LogPrinter, has_many_ranks, say_how_to_stop, why_it_waits
 
     job = finding.find("accel logs", args.job, args)
+    _check_ranks(job, args.rank or ())
     prefix = False if args.no_prefix else has_many_ranks(job, args.rank)
     since = job.cursor(args.since)
     printer = LogPrinter(prefix=prefix, json=args.json, since=since, flush=args.follow)
@@ -72,4 +78,17 @@ def run(args: Namespace) -> int:
         if args.follow:
             say_how_to_stop(job)
         return exits.INTERRUPTED
+    if args.rank and not printer.printed:
+        note(f"job {job.id}: no lines of rank {', '.join(map(str, sorted(set(args.rank))))}")
     return exits.OK if printer.complete else exits.ERROR
+
+
+def _check_ranks(job: Job, ranks: Collection[int]) -> None:
+    """Raise UsageError for a rank that the job cannot have."""
+    from .stream import most_ranks
+
+    most = most_ranks(job.spec)
+    beyond = [rank for rank in ranks if most is not None and rank >= most]
+    if beyond:
+        there = "one rank: 0" if most == 1 else f"ranks 0 to {(most or 0) - 1}"
+        raise UsageError("accel logs", f"--rank {beyond[0]}: job {job.id} has {there}")

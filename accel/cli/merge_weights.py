@@ -35,7 +35,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: Namespace) -> int:
-    if not has_torch("merge-weights"):
+    if not has_torch("accel merge-weights"):
         return exits.ERROR
     from accel.checkpoint.merging import merge_fsdp_weights
     from accel.errors import CheckpointError

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from .output import note
+import importlib.util
+import sys
+
+
+def torch_is_installed(command: str) -> bool:
+    """Return False, after a line on stderr with the remedy, where torch is not installed. Does not import it."""
+    return importlib.util.find_spec("torch") is not None or _say_missing(command)
 
 
 def has_torch(command: str) -> bool:
-    """Whether torch can be imported; if not, a line on stderr says why and what to install."""
+    """Import torch; return False, after a line on stderr that says why and what to install, where that fails."""
     try:
         import torch  # noqa: F401
-    except ModuleNotFoundError as error:
-        if error.name == "torch":
-            note(f"{command}: needs torch: pip install accel-launch[train]")
-            return False
-        why = f"{error}"
     except Exception as error:
-        why = f"{type(error).__name__}: {error}"
-    else:
-        return True
-    note(f"{command}: needs torch, which cannot be imported: {why}")
+        if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+            return _say_missing(command)
+        why = f"{error}" if isinstance(error, ModuleNotFoundError) else f"{type(error).__name__}: {error}"
+        print(f"{command}: torch cannot be imported: {' '.join(why.splitlines())}", file=sys.stderr)
+        return False
+    return True
+
+
+def _say_missing(command: str) -> bool:
+    print(f"{command}: torch is not installed: pip install 'accel-launch[train]'", file=sys.stderr)
     return False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -15,7 +14,8 @@ from .words import UsageError
 class _Formatter(argparse.RawDescriptionHelpFormatter):
     def __init__(self, prog: str, **kwargs: Any) -> None:
         # Without a width argparse imports shutil, with three compression libraries, each time an option is added.
-        super().__init__(prog, **{"width": _columns(), "max_help_position": 30} | kwargs)
+        width = words.columns() - 2
+        super().__init__(prog, **{"width": width, "max_help_position": min(30, width // 2)} | kwargs)
 
 
 class Parser(argparse.ArgumentParser):
@@ -62,11 +62,3 @@ class Parser(argparse.ArgumentParser):
 
     def _with(self, nargs: str) -> list[str]:
         return [spelling for spelling, action in self._option_string_actions.items() if action.nargs == nargs]
-
-
-def _columns() -> int:
-    try:
-        columns = int(os.environ.get("COLUMNS") or os.get_terminal_size().columns)
-    except (OSError, ValueError):
-        columns = 0
-    return max(60, min(columns or 100, 120)) - 2

@@ -33,7 +33,7 @@ A damaged record is deleted only when its JOB is named."""
 def add_arguments(parser: Parser) -> None:
     parser.add_argument("jobs", metavar="JOB", nargs="*", help="an id, a unique prefix of one, or @last")
     parser.add_argument("--older-than", metavar="TIME", type=values.duration, help="jobs submitted before: 30d, 2w")
-    parser.add_argument("--keep", metavar="N", type=values.whole, help="all but the newest N jobs")
+    parser.add_argument("--keep", metavar="N", type=values.count, help="all but the newest N jobs")
     parser.add_argument("--dry-run", action="store_true", help="print what would be deleted, and delete nothing")
     parser.add_argument("--json", action="store_true", help="answer in JSON")
 

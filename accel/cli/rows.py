@@ -45,4 +45,5 @@ def phrase(status: Status) -> str:
     if status.attempt:
         why.append(f"attempt {status.attempt + 1}")
     details = f" ({', '.join(why)})" if why else ""
-    return f"{status.state.value}{details}" + (f": {status.message}" if status.message else "")
+    message = "" if status.message == status.state.value else status.message  # cancelled: cancelled
+    return f"{status.state.value}{details}" + (f": {message}" if message else "")

@@ -34,8 +34,8 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("job", metavar="JOB", help="an id, a unique prefix of one, or @last")
     parser.add_argument("command", metavar="-- COMMAND", nargs="*", help="what to run there, instead of a shell")
     place = parser.add_mutually_exclusive_group()
-    place.add_argument("--rank", metavar="N", type=values.whole, help="where this rank runs (default: rank 0)")
-    place.add_argument("--node", metavar="N", type=values.whole, help="on this node of the job, counted from 0")
+    place.add_argument("--rank", metavar="N", type=values.count, help="where this rank runs (default: rank 0)")
+    place.add_argument("--node", metavar="N", type=values.count, help="on this node of the job, counted from 0")
     parser.add_argument("--json", action="store_true", help="answer in JSON, with what the command printed")
     finding.add_arguments(parser)
 
@@ -84,8 +84,9 @@ def _check_runs(job: Job) -> None:
     status = job.status()
     if status.state is State.RUNNING:
         return
-    why = "" if status.message in ("", None, status.state.value) else f": {status.message}"
-    raise SubmitError(f"job {job.id} does not run, it is {status.state.value}{why}")
+    why = f": {status.message}" if status.message and status.message != status.state.value else ""
+    now = f"has ended ({status.state.value}{why})" if status.state.final else f"is {status.state.value}{why}"
+    raise SubmitError(f"job {job.id} {now}; a shell needs a running job")
 
 
 def _as_json(args: Namespace, job: Job, node: int) -> int:

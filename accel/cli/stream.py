@@ -13,7 +13,7 @@ from .output import note
 
 if TYPE_CHECKING:
     from schedulers.handle import Job
-    from schedulers.job import Cursor, LogLine
+    from schedulers.job import Cursor, JobSpec, LogLine
 
 _LOOK_S = 0.75
 
@@ -25,7 +25,7 @@ class LogPrinter:
             would otherwise run into the next rank's. None: from the first line on that is not rank 0's.
     json:   all lines as JSON on stdout, each with the cursor from which reading goes on after it.
 
-    `complete` is False once a line said that others could not be had.
+    `complete` is False once a line said that others could not be had; `printed` is True once there was a line.
     """
 
     def __init__(self, *, prefix: bool | None, json: bool, since: Cursor | None, flush: bool) -> None:
@@ -37,9 +37,11 @@ class LogPrinter:
         self._cursor = Cursor.parse(str(since or ""))
         self._unended = False
         self.complete = True
+        self.printed = False
 
     def print(self, lines: Iterable[LogLine]) -> None:
         for line in lines:
+            self.printed = True
             self.complete = self.complete and line.stream != "missing"
             if self._json:
                 self._print_json(line)
@@ -94,10 +96,14 @@ def has_many_ranks(job: Job, ranks: Sequence[int] | None) -> bool | None:
     if ranks is not None:
         return len(set(ranks)) > 1
     spec = job.spec
-    nodes = spec.max_nodes or spec.nodes
-    if nodes > 1 or spec.procs_per_node or spec.resources.gpus:
-        return nodes * (spec.procs_per_node or max(1, spec.resources.gpus)) > 1
-    return None  # one for each accelerator that the job finds
+    most = most_ranks(spec)
+    return most > 1 if most is not None else (spec.max_nodes or spec.nodes) > 1 or None
+
+
+def most_ranks(spec: JobSpec) -> int | None:
+    """The largest world size of the job; None where each node starts a rank for each accelerator that it finds."""
+    each = spec.procs_per_node or spec.resources.gpus
+    return (spec.max_nodes or spec.nodes) * each if each else None
 
 
 @contextlib.contextmanager

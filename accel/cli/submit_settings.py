@@ -92,7 +92,7 @@ def _processes(path: str, options: Mapping[str, Any], machines: int) -> int | No
     if not total:
         return None
     if total % machines:
-        raise UsageError(_COMMAND, f"{path}: num_processes {total} is not so many on each of {machines} machines")
+        raise UsageError(_COMMAND, f"{path}: num_processes ({total}) is not divisible by num_machines ({machines})")
     return int(total) // machines
 
 

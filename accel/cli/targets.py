@@ -29,6 +29,8 @@ EXAMPLES = """\
 
 Names come from accel.yaml in the project (this directory or the nearest above) and in the user's config directory."""
 
+_CHECK = "accel targets check"
+
 COLUMNS = ("NAME", "KIND", "DEFINED IN", "OPTIONS")
 
 
@@ -39,7 +41,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--hosts", metavar="LIST", help="with check: these machines, as for submit")
     parser.add_argument("--hostfile", metavar="FILE", help="with check: the machines in this file")
     gpus = "with check: GPUs that each machine must have"
-    parser.add_argument("--gpus", metavar="N", type=values.whole, help=gpus)
+    parser.add_argument("--gpus", metavar="N", type=values.count, help=gpus)
     parser.add_argument("--json", action="store_true", help="answer in JSON")
 
 
@@ -70,15 +72,23 @@ def run(args: Namespace) -> int:
 
 def _check(args: Namespace) -> int:
     from schedulers.config import load_target
+    from schedulers.errors import ConfigError, nearest
     from schedulers.store import Store
     from schedulers.target import Checks
 
     word, *names = args.check
-    if word != "check" or len(names) != 1:
-        raise UsageError("accel targets", f"expects nothing, or check NAME, not {' '.join(args.check)!r}")
-    target = load_target(names[0], Store.default().jobs, overrides=finding.options_of("accel targets", args))
+    if word != "check":
+        raise UsageError("accel targets", f"unknown action {word!r}{nearest(word, ['check'])} (there is: check NAME)")
+    if not names:
+        raise UsageError(_CHECK, f"which target? {_CHECK} NAME")
+    if len(names) > 1:
+        raise UsageError(_CHECK, f"one target at a time, not {' '.join(names)!r}")
+    try:
+        target = load_target(names[0], Store.default().jobs, overrides=finding.options_of(_CHECK, args))
+    except ConfigError as error:
+        raise UsageError(_CHECK, str(error)) from None
     if not isinstance(target, Checks):
-        raise UsageError("accel targets", f"target {names[0]} has no machines that could be examined before a submit")
+        raise UsageError(_CHECK, f"target {names[0]} has no machines that can be checked before a submit")
     found = target.check(args.gpus or 0)
     if args.json:
         print_json({"name": names[0], "table": found.table, "failures": found.failures, "warnings": found.warnings})

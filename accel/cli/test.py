@@ -21,6 +21,7 @@ from accel.launch.told import Told
 from schedulers.processes import die_with_parent
 
 from . import exits, values
+from .needs import torch_is_installed
 from .output import note, print_json
 from .words import UsageError
 
@@ -45,7 +46,7 @@ _MODULE = "accel.sanity"
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.add_argument("--num_processes", metavar="N", type=values.whole, help="only on N processes")
+    parser.add_argument("--num_processes", metavar="N", type=values.count, help="only on N processes")
     parser.add_argument("--cpu", action="store_true", help="on the CPU even where there is a GPU")
     file = "with the settings of this file (default: the one that `accel config` writes, if it is there)"
     parser.add_argument("--config_file", metavar="FILE", help=file)
@@ -58,6 +59,8 @@ def run(args: Namespace) -> int:
         raise UsageError(_COMMAND, "--num_processes 0: a whole number from 1 on")
     if args.target is not None:
         return _run_there(args)
+    if not torch_is_installed(_COMMAND):
+        return exits.ERROR
     path = _file(args)
     for flags in launches(args, path):
         code = _run_here(flags, as_json=args.json)

@@ -44,6 +44,13 @@ def whole(text: str) -> int:
     return int(text)
 
 
+def count(text: str) -> int:
+    """A whole number from 0 on."""
+    if not re.fullmatch(r"\d+", text, re.ASCII):
+        raise ArgumentTypeError(f"a whole number from 0 on, not {text!r}")
+    return int(text)
+
+
 def nodes(text: str) -> tuple[int, int | None]:
     """`4`, or `2:8` for a world that may grow from the one to the other."""
     low, colon, high = text.partition(":")

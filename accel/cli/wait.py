@@ -37,10 +37,17 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: Namespace) -> int:
     from .rows import record_json
+    from .stream import say_how_to_stop
 
     jobs = finding.find_all("accel wait", args.jobs, args)
     deadline = None if args.timeout is None else time.monotonic() + args.timeout
-    codes = [_wait(job, deadline, quiet=args.json) for job in jobs]
+    codes = []
+    for job in jobs:
+        try:
+            codes.append(_wait(job, deadline, quiet=args.json))
+        except KeyboardInterrupt:
+            say_how_to_stop(job)
+            return exits.INTERRUPTED
     if args.json:
         print_json({"jobs": [record_json(job.record) for job in jobs]})
     return next((code for code in codes if code != exits.OK), exits.OK)

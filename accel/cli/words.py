@@ -6,6 +6,7 @@ script's options for its own.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 
@@ -82,3 +83,25 @@ def _next_word(command: str, known: Mapping[str, str], name: str, rest: Iterator
 def _dashed(option: str) -> str:
     """`--num_processes` and `--num-processes` are one option."""
     return option.replace("_", "-") if option.startswith("--") else option
+
+
+def columns() -> int:
+    """The width for help texts: the terminal's, from 40 to 120 columns; 100 where there is no terminal."""
+    try:
+        width = int(os.environ.get("COLUMNS") or os.get_terminal_size().columns)
+    except (OSError, ValueError):
+        width = 0
+    return max(40, min(width or 100, 120))
+
+
+def hanging(term: str, text: str, indent: int) -> str:
+    """A term with its text from column `indent` on; below the term where the terminal is too narrow for both."""
+    line = f"  {term:<{indent - 2}}{text}"
+    width = columns()
+    if len(line) <= width:
+        return line
+    import textwrap
+
+    indent = min(indent, width // 3)
+    head = f"  {term}".ljust(indent) if len(term) + 3 <= indent else f"  {term}\n{' ' * indent}"
+    return head + f"\n{' ' * indent}".join(textwrap.wrap(text, width - indent, break_on_hyphens=False))

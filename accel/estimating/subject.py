@@ -105,7 +105,7 @@ def of_factory(name: str, module: str, factory: str) -> Subject:
     for part in factory.split("."):
         found = getattr(found, part, None)  # type: ignore[assignment]
     if not callable(found):
-        raise NotFound(f"{name}: module {module} has nothing called {factory!r} that could be called")
+        raise NotFound(f"{name}: module {module} has no function or class {factory!r}")
     call: Callable[..., Any] = found
 
     def make(batch_size: int = 1, sequence_length: int = 1) -> tuple[nn.Module, Mapping[str, Any] | None]:

@@ -28,6 +28,7 @@ KINDS = {
     "switch": "yes, if given",
     "text": "text",
     "whole": "a whole number",
+    "positive": "a whole number from 1 on",
     "number": "a number",
     "seconds": "seconds",
     "yesno": "true or false",

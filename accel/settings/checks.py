@@ -75,7 +75,7 @@ def _found(options: Options, sources: Mapping[str, str]) -> Iterator[str]:
     pairs = [(ways[0], ways[1])] if len(ways) > 1 else []
     for one, other in [*pairs, *(pair for pair in PAIRS if all(is_given(name, options) for name in pair))]:
         yield f"{said(one)} and {said(other)} contradict each other: keep one"
-    for rule in (_least, _port, _gpus, _fsdp, _parallelism, _sizes, _nvme, _fp8, _keys, _variables):
+    for rule in (_precision, _port, _gpus, _fsdp, _parallelism, _sizes, _nvme, _fp8, _keys, _variables):
         yield from rule(options, said)
 
 
@@ -85,17 +85,9 @@ def is_given(name: str, options: Options) -> bool:
     return not (value is None or value is False or value == "" or (name == "gpu_ids" and value == "all"))
 
 
-# Numbers of which there cannot be none.
-_FROM_ONE = (
-    "num_cpu_threads_per_process", "gradient_accumulation_steps", "megatron_lm_tp_degree", "megatron_lm_pp_degree",
-    *(f"parallelism_config_{name}_size" for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp")),
-)  # fmt: skip
-
-
-def _least(options: Options, said: Callable[[str], str]) -> Iterator[str]:
-    for name in _FROM_ONE:
-        if options[name] == 0:
-            yield f"{said(name)}: it must be 1 or more"
+def _precision(options: Options, said: Callable[[str], str]) -> Iterator[str]:
+    if options["cpu"] and options["mixed_precision"] in ("fp16", "fp8"):
+        yield f"{said('mixed_precision')} needs a GPU and {said('cpu')} uses none: use bf16 or no"
 
 
 def _port(options: Options, said: Callable[[str], str]) -> Iterator[str]:
@@ -112,10 +104,13 @@ def _gpus(options: Options, said: Callable[[str], str]) -> Iterator[str]:
         yield f"{said('gpu_ids')}: they are numbers, or names such as GPU-8932f937, with commas between them"
 
 
+_SIZES = tuple(f"parallelism_config_{name}_size" for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp"))
+
+
 def _sizes(options: Options, said: Callable[[str], str]) -> Iterator[str]:
     if not (options["use_parallelism_config"] and options["use_fsdp"] and options["num_processes"]):
         return
-    names = [name for name in _FROM_ONE if name.startswith("parallelism_config_") and options[name] > 1]
+    names = [name for name in _SIZES if options[name] > 1]
     product = math.prod(options[name] for name in names)
     if names and product != options["num_processes"]:
         sizes = " times ".join(said(name) for name in names)

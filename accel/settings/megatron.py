@@ -16,7 +16,7 @@ MEGATRON = Group(
     "Megatron-LM",
     "With --use_megatron_lm.",
     (
-        _lm("tp_degree", "processes among which each tensor is split", "whole", 1, metavar="N"),
+        _lm("tp_degree", "processes among which each tensor is split", "positive", 1, metavar="N"),
         _lm("use_custom_fsdp", "Megatron's own fully sharded data parallelism", default=False),
         _lm("no_load_optim", "leave the optimizer's state out when loading", default=False),
         _lm("eod_mask_loss", "no loss for end-of-document tokens", default=False),
@@ -27,7 +27,7 @@ MEGATRON = Group(
         _lm("use_precision_aware_optimizer", "keep the optimizer's state in lower precision", default=False),
         _lm("decoder_last_pipeline_num_layers", "layers of the last pipeline stage (default: an equal share)", "whole",
             metavar="N"),
-        _lm("pp_degree", "pipeline stages", "whole", 1, metavar="N"),
+        _lm("pp_degree", "pipeline stages", "positive", 1, metavar="N"),
         _lm("num_micro_batches", "micro-batches in the pipeline", "whole", metavar="N"),
         _lm("sequence_parallelism", "split sequences too where tensors are split"),
         _lm("recompute_activations", "compute selected activations again in the backward pass"),

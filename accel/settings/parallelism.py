@@ -9,7 +9,7 @@ from .base import Group, Setting
 _PREFIX = "parallelism_config_"
 
 
-def _size(name: str, help: str, kind: str = "whole", default: Any = 1, **rest: Any) -> Setting:
+def _size(name: str, help: str, kind: str = "positive", default: Any = 1, **rest: Any) -> Setting:
     env = f"PARALLELISM_CONFIG_{name.upper()}"
     return Setting(_PREFIX + name, help, kind, default, env=env, used_by=("parallelism",), **rest)
 

@@ -35,6 +35,7 @@ class Question(NamedTuple):
     when:    whether it is open after these answers.
     default: the answer that is offered; None where there is no sensible one.
     own:     what it asks for, where that is no setting of a launch.
+    common:  the choices that are shown first, where there are many; the others are behind "another one".
     target:  (kind, option) of the target that the answer is about; none if it is about the launch.
     """
 
@@ -45,6 +46,7 @@ class Question(NamedTuple):
     default: Callable[[Answers, Machine], Any] | None = None
     may_be_empty: bool = False
     own: Setting | None = None
+    common: tuple[str, ...] = ()
     target: tuple[str, str] | None = None
 
     @property

@@ -25,6 +25,7 @@ _PLACES = (
     ("sagemaker", "Amazon SageMaker"),
 )
 _DEVICES = (("gpu", "GPUs"), ("cpu", "the CPU"))
+_PRECISIONS = (("no", "no (float32)"), ("bf16", "bf16"), ("fp16", "fp16"), ("fp8", "fp8"))
 _WAYS = (
     ("none", "each GPU has the whole model (DDP)"),
     ("fsdp", "FSDP: the model is sharded"),
@@ -194,8 +195,8 @@ QUESTIONS: tuple[Question, ...] = (
     ask("megatron_lm_use_distributed_optimizer", "Shard the optimizer's state?", _MEGATRON, offer=True),
     ask("megatron_lm_gradient_clipping", "The largest norm of the gradients (0: any)?", _MEGATRON),
     # processes
-    ask("num_processes", "How many processes, over all machines?", answered("place", "this", "several", "tpu"),
-        default=_count),
+    ask("num_processes", "How many processes?", answered("place", "this", "tpu"), default=_count),
+    ask("num_processes", "How many processes, over all machines?", _SEVERAL, default=_count),
     ask("num_processes", "How many processes on each machine?", answered("place", *KINDS), default=_count),
     ask("gpu_ids", "Which GPUs of this machine, such as 0,2?",
         both(answered("place", "this", "several"), both(_GPU, answered("way", "none"))), offer="all"),
@@ -226,13 +227,14 @@ QUESTIONS: tuple[Question, ...] = (
     ask("sagemaker_metrics_file", "A file with the metrics (empty: none)?", _AWS, may_be_empty=True),
     # how to compute
     ask("dynamo_backend", "Compile the model with torch.compile, and with which backend?",
-        lambda answers: not _TPU(answers), offer="no"),
+        lambda answers: not _TPU(answers), offer="no", common=("no", "inductor")),
     ask("dynamo_mode", "Its mode?", _COMPILED),
     ask("dynamo_use_fullgraph", "Only whole graphs?", _COMPILED),
     ask("dynamo_use_dynamic", "Dynamic shapes?", _COMPILED),
     ask("dynamo_use_regional_compilation", "Compile repeated blocks once?", _COMPILED),
-    ask("mixed_precision", "Which numbers does it compute in?",
-        lambda answers: not (_DEEPSPEED(answers) and answers.get("deepspeed_config_file") is not None), offer="no"),
+    ask("mixed_precision", "Mixed precision?",
+        lambda answers: not (_DEEPSPEED(answers) and answers.get("deepspeed_config_file") is not None), offer="no",
+        options=_PRECISIONS),
     ask("downcast_bf16", "Make doubles float32 and floats bfloat16?", both(_TPU, answered("mixed_precision", "bf16"))),
     ask("fp8_backend", "Which library does FP8?", _FP8, offer="te"),
     *(

@@ -10,6 +10,7 @@ _TRUE = ("true", "yes", "y", "t", "on", "1")
 _FALSE = ("false", "no", "n", "f", "off", "0")
 _SAID = {
     "whole": "a whole number from 0 on",
+    "positive": "a whole number from 1 on",
     "number": "a number from 0 on",
     "seconds": "a number of seconds",
     "yesno": "true or false",
@@ -33,7 +34,7 @@ def read(setting: Setting, raw: object) -> Any:
         raise _bad(setting, raw)
     if isinstance(raw, str) and raw.strip().lower() in setting.also:
         return raw.strip().lower()
-    if setting.kind in ("whole", "number", "seconds"):
+    if setting.kind in ("whole", "positive", "number", "seconds"):
         return _chosen_number(setting, _number(setting, raw))
     if setting.kind in ("yesno", "switch"):
         return _yesno(setting, raw)
@@ -103,8 +104,8 @@ def _text(setting: Setting, raw: object) -> str:
 
 def _number(setting: Setting, raw: object) -> int | float:
     text = raw.strip() if isinstance(raw, str) else "" if isinstance(raw, bool) else str(raw)
-    if setting.kind == "whole":
-        if text.isascii() and text.isdigit():
+    if setting.kind in ("whole", "positive"):
+        if text.isascii() and text.isdigit() and (int(text) or setting.kind == "whole"):
             return int(text)
         raise _bad(setting, raw)
     try:
@@ -153,4 +154,4 @@ def _words(setting: Setting, raw: object) -> list[str]:
 def _bad(setting: Setting, raw: object) -> BadValue:
     if setting.choices:
         return BadValue(f"{as_written(raw)} is not one of {', '.join(setting.choices)}")
-    return BadValue(f"not {expected(setting)}: {as_written(raw)}")
+    return BadValue(f"{expected(setting)}, not {as_written(raw)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import re
@@ -42,9 +43,51 @@ def test_help_lists_every_command_once(capsys: pytest.CaptureFixture[str]) -> No
     assert sorted(re.findall(r"^  ([\w-]+) +[A-Z]", shown, re.MULTILINE)) == sorted(COMMANDS)
 
 
+def test_help_of_a_command_is_what_its_option_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["help"]) == exits.OK
+    assert capsys.readouterr().out.startswith("Usage: accel COMMAND")
+    printed = []
+    for argv in (["help", "logs"], ["logs", "--help"], ["help", "launch"], ["launch", "--help"]):
+        with pytest.raises(SystemExit) as ended:
+            main(argv)
+        assert not ended.value.code
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1] != printed[2] == printed[3]
+
+
+@pytest.mark.parametrize("argv", [["--help"], [], ["logs", "--help"], ["submit", "--help"]])
+def test_help_fits_a_narrow_terminal(
+    argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def words() -> list[str]:
+        with contextlib.suppress(SystemExit):
+            main(argv)
+        shown = capsys.readouterr()
+        return (shown.out or shown.err).splitlines()
+
+    monkeypatch.setenv("COLUMNS", "100")
+    wide = words()
+    monkeypatch.setenv("COLUMNS", "40")
+    narrow = words()
+    entries = [line for line in narrow if line.startswith("  ") and "accel " not in line]
+    assert max(map(len, entries)) <= 40
+    assert sorted(" ".join(wide).split()) == sorted(" ".join(narrow).split())
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
+        (["help", "lgs"], "accel: unknown command 'lgs'; did you mean 'logs'?"),
+        (["help", "logs", "wait"], "accel help: one command at a time, not 'logs wait'"),
+        (["hepl"], "accel: unknown command 'hepl'; did you mean 'help'?"),
+        (["targets", "chek", "x"], "accel targets: unknown action 'chek'; did you mean 'check'?"),
+        (["targets", "check"], "accel targets check: which target? accel targets check NAME"),
+        (["targets", "check", "a", "b"], "accel targets check: one target at a time, not 'a b'"),
+        (["targets", "check", "nope"], "accel targets check: no target or kind 'nope' (targets: "),
+        (["logs", "--tail", "-1", "x"], "accel logs: --tail: a whole number from 0 on, not '-1'"),
+        (["logs", "--rank", "one", "x"], "accel logs: --rank: a whole number from 0 on, not 'one'"),
+        (["list", "--limit", "-1"], "accel list: --limit: a whole number from 0 on, not '-1'"),
+        (["prune", "--keep", "-1"], "accel prune: --keep: a whole number from 0 on, not '-1'"),
         (["sumbit"], "accel: unknown command 'sumbit'; did you mean 'submit'? (accel --help lists them)"),
         (["train.py"], "accel: 'train.py' is not a command; to run a script: accel submit train.py"),
         (["--target", "x"], "accel: unknown option '--target'; options follow the command: accel COMMAND [OPTIONS]"),

@@ -26,11 +26,12 @@ def said(accel: Accel, *words: str) -> list[str]:
 
 
 def test_commands(accel: Accel) -> None:
-    assert said(accel, "") == list(COMMANDS)
+    assert said(accel, "") == [*COMMANDS, "help"]
     assert said(accel, "st") == ["status"]
     assert "status\tSay where a job is\n" in accel("__complete", "st")
     assert said(accel, "nothing") == []
-    assert said(accel) == list(COMMANDS)
+    assert said(accel) == [*COMMANDS, "help"]
+    assert said(accel, "help", "st") == ["status"]
 
 
 def test_options(accel: Accel) -> None:

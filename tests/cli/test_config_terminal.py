@@ -12,12 +12,15 @@ import sys
 import termios
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from accel.cli import config_check
+from accel.cli.config_ask import OTHER, choices
 from accel.settings.file import to_document
 from accel.settings.question import Machine, Question
 from accel.settings.questions import open_question, values_of
@@ -30,15 +33,16 @@ package("prompt_toolkit.shortcuts.choice_input")
 ROOT = Path(__file__).parents[2]
 UP, DOWN, RIGHT, LEFT = "\x1b[A", "\x1b[B", "\x1b[C", "\x1b[D"
 ENTER, BACK, ERASE, CTRL_C = "\r", "\x1b[Z", "\x15", "\x03"
+HERE = Machine("cpu", 1)
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\x1b[=>]|\r")
 
 
 class Terminal:
     """`accel config` as a person sees it: what it shows is read until it shows a text, then keys are typed."""
 
-    def __init__(self, here: Path, *words: str) -> None:
+    def __init__(self, here: Path, *words: str, columns: int = 200, **env: str) -> None:
         self.fd, there = os.openpty()
-        fcntl.ioctl(there, termios.TIOCSWINSZ, struct.pack("4H", 50, 200, 0, 0))
+        fcntl.ioctl(there, termios.TIOCSWINSZ, struct.pack("4H", 50, columns, 0, 0))
 
         def own_the_terminal() -> None:
             fcntl.ioctl(0, termios.TIOCSCTTY, 0)
@@ -54,6 +58,7 @@ class Terminal:
                 "TERM": "xterm",
                 "PROMPT_TOOLKIT_NO_CPR": "1",
                 "CUDA_VISIBLE_DEVICES": "",
+                **env,
                 "LANG": "C.UTF-8",
             },
             stdin=there,
@@ -109,10 +114,9 @@ def test_a_whole_questionnaire(terminal: Terminal, tmp_path: Path) -> None:
     terminal.asks("Where will it run?", ENTER)
     terminal.asks("What will it train on?", ENTER)  # a machine without a GPU offers the CPU
     terminal.asks("How many processes", ERASE, "two", ENTER)
-    terminal.asks("not a whole number from 0 on: 'two'", ERASE, "0", ENTER)
-    terminal.asks("must be 1 o", ERASE, "2", ENTER)  # only what differs from the line before is drawn
+    terminal.asks("a whole number from 1 on, not 'two'", ERASE, "2", ENTER)
     terminal.asks("Compile the model", ENTER)
-    terminal.asks("Which numbers", DOWN, DOWN, ENTER)
+    terminal.asks("Mixed precision?", DOWN, ENTER)
     terminal.asks("Check every exchange", ENTER)
     terminal.until("mixed_precision: bf16")
     terminal.asks("Write this to x.yaml?", ENTER)
@@ -127,7 +131,7 @@ def test_what_the_file_says_is_offered(tmp_path: Path) -> None:
     )
     terminal = Terminal(tmp_path, "--config_file", "x.yaml")
     try:
-        for question in ("Where will", "What will", "How many processes", "Compile", "Which numbers", "Check every"):
+        for question in ("Where will", "What will", "How many processes", "Compile", "Mixed precision?", "Check every"):
             terminal.asks(question, ENTER)
         terminal.asks("Write this to x.yaml?", ENTER)
         assert terminal.ends() == 0
@@ -141,6 +145,7 @@ def test_what_the_file_says_is_offered(tmp_path: Path) -> None:
 # A branch of the questionnaire: the answers that are not what is offered.
 BRANCHES: dict[str, dict[str, Any]] = {
     "cpu": {"num_processes": 4, "mixed_precision": "bf16"},
+    "another compiler": {"dynamo_backend": "eager"},
     "torch.compile": {"dynamo_backend": "inductor", "dynamo_mode": "max-autotune",
                       "dynamo_use_regional_compilation": True},
     "gpus": {"device": "gpu", "num_processes": 4, "gpu_ids": "0,1,2,3", "enable_cpu_affinity": True, "debug": True},
@@ -175,41 +180,49 @@ BRANCHES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def keys(question: Question, wanted: Any, offered: Any) -> list[str]:
+def keys(question: Question, wanted: Any, offered: Any, before: dict[str, Any]) -> list[str]:
     """What a person types for an answer, one a screen."""
-    options = [value for value, _ in question.choices()]
-    if options:
-        at, to = (options.index(_word(answer, options)) for answer in (offered, wanted))
-        return [(DOWN if to > at else UP) * abs(to - at) + ENTER]
+    check = partial(config_check.check, question, before=before, machine=HERE)
+    first, rest = ([value for value, _ in options] for options in choices(question, _word(offered), check))
+    if rest:
+        first.append(OTHER)
+    if _word(wanted) in rest:
+        return [*_move(first, offered, OTHER), *_move(rest, "", wanted)]
+    if first:
+        return _move(first, offered, wanted)
     if question.many:
         return [*(word + ENTER for word in wanted or []), ENTER]
     return [ERASE + ("" if wanted is None else typed(question.setting, wanted)) + ENTER]
 
 
-def _word(answer: Any, options: list[str]) -> str:
-    word = {True: "yes", False: "no"}.get(answer, str(answer)) if isinstance(answer, bool) else str(answer)
-    return word if word in options else options[0]
+def _move(options: list[str], offered: Any, wanted: Any) -> list[str]:
+    at, to = (options.index(_word(answer)) if _word(answer) in options else 0 for answer in (offered, wanted))
+    return [(DOWN if to > at else UP) * abs(to - at) + ENTER]
+
+
+def _word(answer: Any) -> str:
+    return {True: "yes", False: "no"}.get(answer, str(answer)) if isinstance(answer, bool) else str(answer)
 
 
 @pytest.mark.parametrize("branch", BRANCHES)
 def test_every_branch(branch: str, terminal: Terminal, tmp_path: Path) -> None:
     """What is asked is what the earlier answers leave open, and the files hold what was answered."""
-    here = Machine("cpu", 1)
     answers: dict[str, Any] = {}
     said = dict(BRANCHES[branch])
     while (question := open_question(answers)) is not None:
-        offered = question.offered(answers, here)
+        offered = question.offered(answers, HERE)
+        before = dict(answers)
         answers[question.name] = said.pop(question.name, question.understood(offered) if offered is not None else None)
-        first, *more = keys(question, answers[question.name], offered)
+        first, *more = keys(question, answers[question.name], offered, before)
         terminal.asks(question.text, first)
         for word in more:
-            terminal.asks("Another one (empty: no more)?", word)
+            terminal.asks("aot_eager" if question.choices() else "Another one (empty: no more)?", word)
     assert not said  # every answer was asked for
     made = entry_of(answers)
     terminal.until("# x.yaml")
     terminal.asks("Write this to x.yaml", ENTER)
     assert terminal.ends() == 0, terminal.shown
-    assert yaml.safe_load((tmp_path / "x.yaml").read_text()) == to_document(values_of(answers, here))
+    assert yaml.safe_load((tmp_path / "x.yaml").read_text()) == to_document(values_of(answers, HERE))
     accel_yaml = tmp_path / ("accel.yaml" if answers.get("target_file") == "project" else "conf/accel.yaml")
     assert accel_yaml.exists() == (made is not None)
     if made is not None:
@@ -242,7 +255,7 @@ def test_back_and_forward(terminal: Terminal, tmp_path: Path) -> None:
     terminal.asks("What will it train on?", RIGHT)
     terminal.asks("How many processes", ENTER)
     terminal.asks("Compile the model", ENTER)
-    terminal.asks("Which numbers", ENTER)
+    terminal.asks("Mixed precision?", ENTER)
     terminal.asks("Check every exchange", ENTER)
     terminal.asks("Write this to x.yaml?", ENTER)
     assert terminal.ends() == 0
@@ -258,3 +271,39 @@ def test_leaving_writes_nothing(terminal: Terminal, tmp_path: Path, keys: tuple[
     assert terminal.ends() == 130
     assert "nothing was written" in terminal.shown
     assert not (tmp_path / "x.yaml").exists()
+
+
+def test_a_dumb_terminal_is_asked_by_numbers(tmp_path: Path) -> None:
+    terminal = Terminal(tmp_path, "--config_file", "x.yaml", TERM="dumb")
+    try:
+        terminal.asks("Amazon SageMaker\n [1]", "\n")
+        terminal.asks("the CPU\n [2]", "<\n")
+        terminal.asks("Amazon SageMaker\n [1]", "9\n")
+        terminal.asks("a number from 1 to 7, not '9'", "this\n")
+        terminal.asks("the CPU\n [2]", "\n")
+        terminal.asks("How many processes? [1]", "two\n")
+        terminal.asks("a whole number from 1 on, not 'two'", "2\n")
+        terminal.asks("another one\n [1]", "\n")
+        terminal.asks("2  bf16\n [1]", "2\n")
+        terminal.asks("Check every exchange", "\n")
+        terminal.asks("Write this to x.yaml?", "\n")
+        assert terminal.ends() == 0, terminal.shown
+        assert "\x1b" not in terminal.shown
+    finally:
+        terminal.process.kill()
+        os.close(terminal.fd)
+    found = yaml.safe_load((tmp_path / "x.yaml").read_text())
+    assert (found["use_cpu"], found["num_processes"], found["mixed_precision"]) == (True, 2, "bf16")
+
+
+def test_options_are_wrapped_where_the_terminal_is_narrow(tmp_path: Path) -> None:
+    terminal = Terminal(tmp_path, "--config_file", "x.yaml", columns=40)
+    try:
+        terminal.until("Amazon SageMaker")
+        words = " ".join(_CONTROL.sub("", terminal.shown).split())
+        assert "several machines, with `accel launch` started on each by hand" in words
+        terminal.types(CTRL_C)
+        assert terminal.ends() == 130
+    finally:
+        terminal.process.kill()
+        os.close(terminal.fd)

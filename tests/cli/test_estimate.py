@@ -210,11 +210,11 @@ def test_code_that_comes_with_a_model_runs_when_it_is_trusted(
 @pytest.mark.parametrize(
     ("package", "text", "argv", "message"),
     [
-        ("torch", "raise ImportError('none')", ["x"], "needs torch, which cannot be imported: ImportError: none"),
-        ("torch", "raise OSError('no cublas')", ["x"], "needs torch, which cannot be imported: OSError: no cublas"),
+        ("torch", "raise ImportError('none')", ["x"], "torch cannot be imported: ImportError: none"),
+        ("torch", "raise OSError('no cublas')", ["x"], "torch cannot be imported: OSError: no cublas"),
         (
             "torch", "raise ModuleNotFoundError('none', name='torch')", ["x"],
-            "needs torch: pip install accel-launch[train]",
+            "torch is not installed: pip install 'accel-launch[train]'",
         ),
         ("huggingface_hub", "raise KeyError('a')", ["x/y"], "x/y: huggingface_hub cannot be imported: KeyError: 'a'"),
         ("transformers", "raise OSError('a')", ["LLAMA"], "transformers cannot be imported: OSError: a"),

@@ -16,6 +16,7 @@ import pytest
 
 from accel.cli import exits
 from tests.needs import missing
+from tests.waiting import until
 
 from .conftest import Accel
 
@@ -106,6 +107,32 @@ def test_ctrl_c_leaves_the_job_running_and_says_how_to_cancel_it(accel: Accel, g
     gate.open("still here")
     accel("wait", job_id)
     assert accel("logs", job_id) == "ready\nstill here\n"
+
+
+def _links(directory: Path) -> list[str]:
+    links = []
+    for path in directory.iterdir():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            links.append(os.readlink(path))
+    return links
+
+
+def test_ctrl_c_of_a_wait_says_that_the_job_goes_on(accel: Accel, gate: Gate) -> None:
+    job_id = accel("submit", gate.script).strip()
+    process = accel.start("wait", job_id, PYTHONUNBUFFERED="1")
+    descriptors = Path(f"/proc/{process.pid}/fd")
+    until(lambda: "anon_inode:[pidfd]" in _links(descriptors), "it waits for the supervisor's end")
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == exits.INTERRUPTED
+    assert err.decode() == (
+        f"accel: job {job_id} goes on; follow it again: accel logs -f {job_id}; cancel it: accel cancel {job_id}\n"
+    )
+    gate.open()
+    accel("wait", job_id)
+    refused = accel.finish("logs", "--rank", "7", job_id)
+    assert (refused.returncode, refused.stdout) == (exits.OK, b"")
+    assert refused.stderr.decode() == f"accel: job {job_id}: no lines of rank 7\n"
 
 
 def test_cancel_ends_the_job_and_may_be_said_twice(accel: Accel, gate: Gate) -> None:
@@ -200,7 +227,7 @@ def test_a_full_disk_under_stdout_is_said_in_one_line(accel: Accel) -> None:
             accel.command("list"), cwd=accel.here, env=accel.env(), stdout=full, stderr=subprocess.PIPE, check=False
         )
     assert done.returncode == exits.ERROR
-    assert done.stderr.decode().startswith("accel: [Errno 28]")
+    assert done.stderr.decode().startswith("accel list: [Errno 28]")
     assert done.stderr.count(b"\n") == 1
 
 

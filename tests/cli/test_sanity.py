@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -205,3 +207,11 @@ def test_every_check_says_what_it_checks(name: str) -> None:
     check: Callable[..., None] = CHECKS[name]
     assert check.__doc__
     assert check.__doc__.count("\n") == 0
+
+
+def test_without_torch_it_is_one_line(accel: Accel) -> None:
+    done = subprocess.run(
+        [sys.executable, "-S", "-m", "accel", "test"], env=accel.env(), capture_output=True, text=True, check=False
+    )
+    said = "accel test: torch is not installed: pip install 'accel-launch[train]'\n"
+    assert (done.returncode, done.stdout, done.stderr) == (exits.ERROR, "", said)

@@ -56,7 +56,10 @@ def test_a_launch_reads_back_what_the_file_says(text: str, tmp_path: Path) -> No
         ("{compute_environment: AMAZON_SAGEMAKER, ec2_instance_type: t, iam_role_name: r}", "c.yaml is for SageMaker"),
         ("{distributed_type: XLA, num_processes: 8}", "c.yaml is for a TPU: accel launch --config_file c.yaml"),
         ("{num_machines: two}", "c.yaml: --num_machines 'two': it must be a number from 1 on, or MIN:MAX"),
-        ("{use_cpu: true, num_processes: 3, num_machines: 2}", "c.yaml: num_processes 3 is not so many on each of 2"),
+        (
+            "{use_cpu: true, num_processes: 3, num_machines: 2}",
+            "c.yaml: num_processes (3) is not divisible by num_machines (2)",
+        ),
     ],
 )
 def test_a_file_of_which_a_job_can_make_nothing(

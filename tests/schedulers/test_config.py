@@ -192,7 +192,8 @@ MISTAKES = {
     ),
     "the same key twice": (LAB + "    hosts: [b]\n", "accel.yaml:5: key 'hosts' is already on line 4"),
     "the same target twice": (LAB + "  lab: {kind: moon}\n", "accel.yaml:5: key 'lab' is already on line 2"),
-    "not YAML": ("targets:\n  lab: {kind: moon\n", "accel.yaml:3: expected ',' or '}', but got '<stream end>'"),
+    "not YAML": ("targets:\n  lab: {kind: moon\n", "accel.yaml:2: '{' is never closed"),
+    "brackets one in another": ("targets:\n  lab: {hosts: [a, b],\n    x: [1\n", "accel.yaml:3: '[' is never closed"),
     "a tab": ("targets:\n\tlab: 1\n", r"accel.yaml:2: found character '\t' that cannot start any token"),
     "a Python object": (
         "targets: !!python/object/apply:os.getcwd []\n",
@@ -246,14 +247,14 @@ def test_a_file_without_targets(project: Path, text: str) -> None:
 @pytest.mark.parametrize(
     ("option", "said"),
     [
-        ({"slots": "four"}, "option slots: expects int, got str 'four'"),
-        ({"slots": None, "hosts": 3}, "option hosts: expects array, got int 3"),
+        ({"slots": "four"}, "--option slots: expects int, got str 'four'"),
+        ({"slots": None, "hosts": 3}, "--hosts: expects array, got int 3"),
         (
             {"slot": 3},
-            "option 'slot' (--slot, --option slot=…): this kind of target has no such option; did you mean 'slots'?",
+            "--option slot: the moon target has no such option; did you mean 'slots'?",
         ),
-        ({"login": {"host": "x", "prot": 1}}, "option login: unknown key 'prot'; did you mean 'port'?"),
-        ({"size": "huge"}, "option size: expects one of 'small', 'large', got 'huge'"),
+        ({"login": {"host": "x", "prot": 1}}, "--option login: unknown key 'prot'; did you mean 'port'?"),
+        ({"size": "huge"}, "--option size: expects one of 'small', 'large', got 'huge'"),
     ],
 )
 def test_a_wrong_option_is_named_and_no_file(project: Path, option: dict[str, Any], said: str) -> None:

@@ -317,3 +317,20 @@ def test_documents_of_an_older_schema_are_brought_up_to_date(store: Store, monke
     assert store.record(record.id).name == "job"
     assert store.record(record.id).update(FINAL) == FINAL
     assert store.record(record.id).status == FINAL
+
+
+@pytest.mark.parametrize("chosen", [True, False])
+def test_a_home_that_cannot_be_created_names_the_setting(
+    chosen: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    home = tmp_path / "file/home"
+    if chosen:
+        monkeypatch.setenv("ACCEL_HOME", str(home))
+    else:
+        monkeypatch.delenv("ACCEL_HOME", raising=False)
+    remedy = "choose another directory" if chosen else "set ACCEL_HOME to another directory"
+    subject = f"ACCEL_HOME={home}" if chosen else f"the job store {home}"
+    with pytest.raises(StoreError) as raised:
+        create(Store(home))
+    assert str(raised.value) == f"{subject} cannot be created: Not a directory; {remedy}"

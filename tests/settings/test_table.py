@@ -92,7 +92,14 @@ def sample(row: Row) -> str:
         return ""
     if setting.choices:
         return setting.choices[-1]
-    kinds = {"whole": "3", "number": "0.5", "seconds": "2", "yesno": "true", "yesnos": "true,false,true"}
+    kinds = {
+        "whole": "3",
+        "positive": "3",
+        "number": "0.5",
+        "seconds": "2",
+        "yesno": "true",
+        "yesnos": "true,false,true",
+    }
     return kinds.get(setting.kind, "word")
 
 

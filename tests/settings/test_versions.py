@@ -51,7 +51,7 @@ def sample(section: str, key: str) -> Any:
     setting = setting or _SECTIONS.get(renamed, {}).get(f"{_PREFIXES.get(renamed, '')}{name}")
     if setting is None:
         return True  # of what nothing reads any more
-    numbers = {"whole": 1, "number": 0.5, "yesno": True, "switch": True, "yesnos": "(true, false, true)"}
+    numbers = {"whole": 1, "positive": 1, "number": 0.5, "yesno": True, "switch": True, "yesnos": "(true, false, true)"}
     default = setting.choices[0] if setting.choices else numbers.get(setting.kind, "word")
     return ["word"] if setting.kind == "words" else default
 

@@ -129,11 +129,11 @@ def test_a_job_that_does_not_run_is_one_line(submit: Submit) -> None:
     until(lambda: bool(job.status().message), "it is said why it waits")
     done = shell(job.id)
     assert done.returncode == 1
-    assert done.stderr.decode().startswith(f"accel: job {job.id} does not run, it is queued: ")
+    assert done.stderr.decode().startswith(f"accel shell: job {job.id} is queued: ")
     assert done.stderr.count(b"\n") == 1
     job.cancel(wait=True)
     done = shell(job.id)
-    assert done.stderr.decode().startswith(f"accel: job {job.id} does not run, it is cancelled")
+    assert done.stderr.decode().startswith(f"accel shell: job {job.id} has ended (cancelled")
 
 
 def resize(descriptor: int, lines: int, columns: int) -> None:

@@ -53,7 +53,7 @@ def test_everything_from_another_machine(submit: Submit, elsewhere: Elsewhere, h
     shutil.rmtree(home)
     unknown = elsewhere("status", job.id)
     assert unknown.returncode == exits.ERROR
-    assert unknown.stderr.startswith(f"accel: no job {job.id} here; ")
+    assert unknown.stderr.startswith(f"accel status: no job {job.id} here; ")
     assert f"accel status {job.id} --target NAME looks for it there" in unknown.stderr
     first = elsewhere("status", job.id, "--target", "lab", "--json")
     assert first.returncode == exits.OK, first.stderr
