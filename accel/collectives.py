@@ -182,6 +182,8 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_fi
     """
     state = PartialState()
     found = _tensor_leaves("pad_across_processes", tensor)
+    if any(leaf.is_nested for leaf in found):
+        warnings.warn("nested tensors cannot be padded: left as they are", CannotPadNestedTensorWarning, stacklevel=2)
     if not state.use_distributed or not found:
         return tensor
     if state.debug:
@@ -200,9 +202,6 @@ def _without_sizes(leaf: Leaf) -> Leaf:
 
 def _size_along(tensor: torch.Tensor, dim: int) -> int:
     if tensor.is_nested:
-        warnings.warn(
-            "a nested tensor cannot be padded: it is left as it is", CannotPadNestedTensorWarning, stacklevel=4
-        )
         return -1
     return tensor.shape[dim] if -tensor.ndim <= dim < tensor.ndim else -1
 

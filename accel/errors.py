@@ -14,6 +14,10 @@ class ArgumentError(AccelError, ValueError):
     """An argument, or an environment variable that stands for one, has a value that cannot be used."""
 
 
+class CallError(ArgumentError, TypeError):
+    """A function was called with an argument that it takes from elsewhere."""
+
+
 class WorldError(AccelError, RuntimeError):
     """The environment does not describe one world of processes, or that world could not be formed."""
 

@@ -20,6 +20,7 @@ class GradientState:
 
     sync_gradients: bool
     plugin: GradientAccumulationPlugin
+    _plugin_was_given: bool
     dataloader_references: list[PreparedLoader]
     _is_xla_gradients_synced: bool
 
@@ -29,8 +30,10 @@ class GradientState:
             self.sync_gradients = True
             self.dataloader_references = []
             self.plugin = GradientAccumulationPlugin()
+            self._plugin_was_given = False
         if gradient_accumulation_plugin is not None:
             self.plugin = gradient_accumulation_plugin
+            self._plugin_was_given = True
 
     @property
     def initialized(self) -> bool:
@@ -39,8 +42,10 @@ class GradientState:
 
     @property
     def plugin_kwargs(self) -> dict[str, Any]:
-        """What the plugin says that is not its default."""
-        return self.plugin.to_kwargs()
+        """What the plugin that was given says: its number of steps, and what is not its default."""
+        if not self._plugin_was_given:
+            return {}
+        return {"num_steps": self.plugin.num_steps, **self.plugin.to_kwargs()}
 
     @property
     def is_xla_gradients_synced(self) -> bool:

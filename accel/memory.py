@@ -11,7 +11,7 @@ from typing import Any, overload
 
 import torch
 
-from accel.errors import ArgumentError, StateError
+from accel.errors import CallError, StateError
 from accel.state import PartialState
 
 Function = Callable[..., Any]
@@ -102,7 +102,7 @@ def find_executable_batch_size(
     called back: it ends when that collective times out, with a `StateError` that says why. What is prepared for
     training must be made inside the function.
 
-    Raises `ArgumentError` when a batch size is passed by hand, and `StateError` when none fits.
+    Raises `CallError` (a `TypeError`) when a batch size is passed by hand, and `StateError` when none fits.
     """
     if function is None:
         return partial(
@@ -140,7 +140,7 @@ def _refuse_batch_size(function: Function, parameters: list[inspect.Parameter], 
     if len(names) >= len(args) + 1:
         return
     without = ", ".join(names[1:])
-    raise ArgumentError(
+    raise CallError(
         f"{function.__name__} takes its batch size from find_executable_batch_size: call {function.__name__}({without})"
     )
 

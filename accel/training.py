@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -93,8 +94,11 @@ class TrainingControl:
     def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
         """A region in which processes may run out of batches at different times, on every kind of device.
 
-        ``even_batches`` stands for that setting of every prepared loader inside the region.
+        ``even_batches`` stands for that setting of every prepared loader inside the region. Warns where the region has
+        no effect: in a world whose models are not data-parallel.
         """
+        if self.state.use_distributed and type(self.strategy).uneven_inputs is Strategy.uneven_inputs:
+            warnings.warn("join_uneven_inputs has no effect: it is for data-parallel training (DDP)", stacklevel=3)
         samplers = [loader if isinstance(loader, PreparedLoader) else None for loader in self._dataloaders]
         kept = [(sampler, sampler.even_batches) for sampler in samplers if sampler is not None]
         for sampler, _ in kept:

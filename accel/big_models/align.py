@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from accel.big_models.devices import META, Device, as_device
+from accel.big_models.devices import CPU, META, Device, as_device
 from accel.big_models.hooks import ModelHook, SequentialHook, not_compiled
 from accel.big_models.modules import (
     TiedParams,
@@ -21,7 +21,6 @@ from accel.big_models.modules import (
     tensor_named,
 )
 from accel.big_models.moving import device_of_first, move
-from accel.errors import ArgumentError
 
 
 class _Brought(NamedTuple):
@@ -44,7 +43,8 @@ class AlignDevicesHook(ModelHook):
     """Has a module's inputs, and the tensors that are its own, on ``execution_device`` during its forward.
 
     - ``offload``: between forwards the parameters, and with ``offload_buffers`` the persistent buffers, are on the meta
-      device; ``weights_map`` (name in the module → tensor) holds their values, by default copies on the host.
+      device; ``weights_map`` (name in the module → tensor) holds their values, by default copies on the host. Without
+      an ``execution_device`` the forward then runs on the host.
     - ``io_same_device``: the output goes to the device that the input came from.
     - ``place_submodules``: the tensors of everything below the module are taken along.
     - ``skip_keys``: named arguments, and keys of outputs, that are not moved.
@@ -94,7 +94,7 @@ class AlignDevicesHook(ModelHook):
 
     def _offload(self, module: nn.Module) -> None:
         if self.execution_device is None:
-            raise ArgumentError("AlignDevicesHook(offload=True) needs an execution_device for the forward")
+            self.execution_device = CPU  # where the weights are kept
         tensors = dict(self._tensors(module))
         self.original_devices = {name: tensor.device for name, tensor in tensors.items()}
         leaving = list(self._slots(module))

@@ -120,7 +120,7 @@ def _hooked_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _set_forward(module: Any, forward: Callable[..., Any]) -> None:
     # A traced graph compiles its forward again whenever the graph changes, which an attribute would hide.
-    target = type(module) if type(module).__name__ == "GraphModuleImpl" else module
+    target = type(module) if isinstance(module, torch.fx.GraphModule) else module
     target.forward = forward
 
 

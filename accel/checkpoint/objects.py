@@ -11,6 +11,7 @@ import torch
 from accel.checkpoint.files import draft_of, write_object
 from accel.checkpoint.random_states import numpy_types
 from accel.checkpoint.tensors import write_tensors
+from accel.checkpoint.weights import clean_state_dict_for_safetensors
 from accel.errors import ArgumentError
 from accel.state import PartialState
 
@@ -19,7 +20,8 @@ def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: 
     """Write ``obj`` to the file ``f`` on the main process, with ``save_on_each_node`` on that of every node.
 
     A file of that name is replaced whole. With ``safe_serialization`` ``obj`` must be a dict of tensors and becomes a
-    safetensors file; else it is what `torch.save` makes of it. ``f`` may be an open file, which the latter writes to.
+    safetensors file, with a warning for names that share memory, of which it holds the first; else it is what
+    `torch.save` makes of it. ``f`` may be an open file, which the latter writes to.
     """
     state = PartialState()
     if not (state.is_local_main_process if save_on_each_node else state.is_main_process):
@@ -33,7 +35,7 @@ def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: 
     draft = draft_of(place)
     try:
         if safe_serialization:
-            write_tensors(draft, _tensors(obj))
+            write_tensors(draft, clean_state_dict_for_safetensors(_tensors(obj)))
         else:
             write_object(draft, obj)
         os.replace(draft, place)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -73,9 +74,15 @@ def _memory_of(value: Any) -> Any:
 
 
 def clean_state_dict_for_safetensors(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return ``state_dict`` with tied weights under their first name only, and its tensors contiguous."""
+    """Return ``state_dict`` with tied weights under their first name only, and its tensors contiguous.
+
+    Warns of the names that are left out.
+    """
     tensors = {name: value for name, value in state_dict.items() if isinstance(value, torch.Tensor)}
     _, aliases = untie(tensors)
+    if aliases:
+        names = ", ".join(sorted(aliases))
+        logging.getLogger(__name__).warning("saved once, under another name of the same memory: %s", names)
     return {
         name: value.contiguous() if isinstance(value, torch.Tensor) else value
         for name, value in state_dict.items()

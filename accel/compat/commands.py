@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,8 @@ from accel.launch.engines import launch
 from accel.launch.errors import LaunchError
 from accel.launch.options import add_arguments
 from accel.launch.worker import Program
-from accel.settings import defaults
+from accel.settings import BY_NAME, defaults
+from accel.settings.values import typed
 
 cache_dir = default_folder()
 default_json_config_file = os.path.join(cache_dir, "default_config.json")
@@ -72,21 +75,57 @@ def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 
 
 def launch_command(args: argparse.Namespace) -> None:
-    """Run what `launch_command_parser` parsed, with `accelerate` answered by accel there too.
+    """Run what `launch_command_parser` parsed to its end, in a child process; `accelerate` is answered by accel there.
 
-    Raises `SystemExit` with the exit code of a program that failed. A single process takes this one's place.
+    Raises `ValueError` for settings that contradict each other, and `subprocess.CalledProcessError` with the exit code
+    of a program that failed; with ``quiet`` that is a `SystemExit`.
     """
-    words = [args.training_script, *args.training_script_args]
-    program = Program.of(words, module=args.module, command=args.no_python)
-    given = {name: vars(args)[name] for name, default in defaults().items() if vars(args).get(name, default) != default}
+    given = _given(args)
     try:
-        code = launch(settled(resolved({**given, "compat": True})), program)
-    except (LaunchError, UsageError) as error:
-        raise SystemExit(f"accelerate launch: {error}") from None
-    if code:
+        resolved(given)
+    except UsageError as error:
+        raise ArgumentError(str(error)) from None
+    command = [sys.executable, "-m", "accel", "launch", *_flags(given), "--"]
+    command += [args.training_script, *args.training_script_args]
+    child = subprocess.Popen(command)
+    try:
+        code = child.wait()
+    except KeyboardInterrupt:
+        child.wait()  # interrupted too, and ends its ranks
+        raise
+    if code and args.quiet:
         raise SystemExit(code)
+    if code:
+        raise subprocess.CalledProcessError(code, command)
+
+
+def _given(args: argparse.Namespace) -> dict[str, Any]:
+    """The settings that differ from their defaults."""
+    found = vars(args)
+    given = {name: found[name] for name, default in defaults().items() if found.get(name, default) != default}
+    return {**given, "compat": True}
+
+
+def _flags(given: dict[str, Any]) -> list[str]:
+    flags = []
+    for name, value in given.items():
+        setting = BY_NAME[name]
+        if setting.kind == "switch":
+            flags += [setting.shown]
+        elif setting.kind == "words":
+            flags += [f"{setting.shown}={word}" for word in value]
+        else:
+            flags += [f"{setting.shown}={typed(setting, value)}"]
+    return flags
 
 
 def main() -> None:
-    """``accelerate-launch``: parse this process's arguments and run them."""
-    launch_command(launch_command_parser().parse_args())
+    """``accelerate-launch``: parse this process's arguments and run them; a single rank takes this process's place."""
+    args = launch_command_parser().parse_args()
+    words = [args.training_script, *args.training_script_args]
+    program = Program.of(words, module=args.module, command=args.no_python)
+    try:
+        code = launch(settled(resolved(_given(args))), program)
+    except (LaunchError, UsageError) as error:
+        raise SystemExit(f"accelerate launch: {error}") from None
+    raise SystemExit(code)

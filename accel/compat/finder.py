@@ -5,6 +5,7 @@ Light on purpose: every Python process that a run starts may come through here, 
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import sys
@@ -77,4 +78,6 @@ def install() -> None:
         raise StateError(f"accelerate is already imported, from {where}: import accel.compat before it")
     if not any(type(finder).__name__ == "Finder" and type(finder).__module__ == __name__ for finder in sys.meta_path):
         sys.meta_path.insert(0, Finder())
+    # What a script says of the logger "accelerate", its level and handlers, holds for accel's.
+    logging.getLogger("accel").parent = logging.getLogger(NAME)
     os.environ.update(variables(os.environ))

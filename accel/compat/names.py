@@ -54,6 +54,24 @@ TABLE: dict[str, dict[str, str]] = {
     "accelerate.parallelism_config": {"accel.compat.unbuilt": "ParallelismConfig"},
     "accelerate.scheduler": {"accel.scheduler": "AcceleratedScheduler"},
     "accelerate.state": {"accel.state": "AcceleratorState GradientState PartialState do_nothing is_initialized"},
+    "accelerate.test_utils": {},
+    "accelerate.test_utils.testing": {
+        "accel.compat.testing":
+        "AccelerateTestCase are_the_same_tensors assert_exception capture_call_output DEFAULT_LAUNCH_COMMAND "
+        "device_count execute_subprocess_async get_backend get_launch_command get_torch_dist_unique_port "
+        "memory_allocated_func MockingTestCase pytest_xdist_worker_id require_aim require_bnb require_clearml "
+        "require_comet_ml require_cpu require_cuda require_cuda_or_hpu require_cuda_or_xpu require_datasets "
+        "require_deepspeed require_dvclive require_fp16 require_fp8 require_fsdp2 require_huggingface_suite "
+        "require_import_timer require_matplotlib require_mlflow require_mlu require_mps require_multi_device "
+        "require_multi_gpu require_multi_gpu_or_xpu require_multi_xpu require_musa require_neuron require_non_cpu "
+        "require_non_hpu require_non_torch_xla require_non_xpu require_npu require_pandas require_peft "
+        "require_pippy require_schedulefree require_sdaa require_single_device require_single_gpu "
+        "require_single_xpu require_swanlab require_tensorboard require_timm require_torch_min_version "
+        "require_torchao require_torchdata_stateful_dataloader require_torchvision require_tp require_tpu "
+        "require_trackers require_trackio require_transformer_engine require_transformer_engine_mxfp8 "
+        "require_transformers require_triton require_wandb require_xpu run_command run_first skip slow "
+        "SubprocessCallException TempDirTestCase torch_device",
+    },
     "accelerate.tracking": {
         "accel.tracking": "AimTracker ClearMLTracker CometMLTracker DVCLiveTracker filter_trackers GeneralTracker "
         "get_available_trackers LOGGER_TYPE_TO_CLASS MLflowTracker on_main_process register_tracker_class "
@@ -199,6 +217,8 @@ def names_of(module: str) -> list[str]:
     if module == "accelerate":
         return list(_TOP)
     found = [name for _, name in _homes(module)]
+    if module == "accelerate.test_utils":
+        found += names_of("accelerate.test_utils.testing")
     if module == "accelerate.utils":
         found += [name for part in TABLE if part.startswith("accelerate.utils.") for name in names_of(part)]
         found.append("ParallelismConfig")
@@ -215,7 +235,8 @@ def find(module: str, name: str) -> Home | None:
     special = SEEN_FROM.get((module, name))
     if special is not None:
         return special
-    own = next((Home(home, known) for home, known in _homes(module) if known == name), None)
+    home = "accelerate.test_utils.testing" if module == "accelerate.test_utils" else module
+    own = next((Home(place, known) for place, known in _homes(home) if known == name), None)
     if own is not None or (module in ("accelerate", "accelerate.utils") and name not in names_of(module)):
         return own
     return _everywhere().get(name)
@@ -231,6 +252,6 @@ def _everywhere() -> dict[str, Home]:
     return {
         name: Home(home, name)
         for module in TABLE
-        if not module.startswith("accelerate.commands") or module.endswith("config_args")
+        if not module.startswith(("accelerate.commands", "accelerate.test_utils")) or module.endswith("config_args")
         for home, name in _homes(module)
     }

@@ -66,7 +66,7 @@ print((len(sys.meta_path), os.environ["PYTHONPATH"]) == before)
     [
         ("from accelerate.utils import MegatronEngine", "ImportError"),
         ("from accelerate.utils.megatron_lm import GPTTrainStep", "ModuleNotFoundError"),
-        ("import accelerate.test_utils", "ModuleNotFoundError"),
+        ("import accelerate.test_utils.scripts", "ModuleNotFoundError"),
         ("from accelerate.state import PartialStat", "ImportError"),
         ("import accelerate; accelerate.utils.MegatronEngine", "AttributeError"),
     ],

@@ -267,10 +267,14 @@ def test_single_objects(tmp_path: Path) -> None:
     assert {entry.name for entry in tmp_path.iterdir()} == {"a.safetensors", "any.pkl", "c.pkl", "open.bin"}
 
 
-def test_cleaning_keeps_parts_of_one_memory_that_are_not_the_same() -> None:
+def test_cleaning_keeps_parts_of_one_memory_that_are_not_the_same(caplog: pytest.LogCaptureFixture) -> None:
     memory = torch.arange(6.0)
     state = {"a": memory[:3], "b": memory[3:], "c": memory[:3], "d": memory.reshape(2, 3).t(), "e": "text"}
-    cleaned = clean_state_dict_for_safetensors(state)
+    with caplog.at_level("WARNING"):
+        cleaned = clean_state_dict_for_safetensors(state)
+    assert [record.getMessage() for record in caplog.records] == [
+        "saved once, under another name of the same memory: c"
+    ]
     assert list(cleaned) == ["a", "b", "d", "e"]
     assert cleaned["d"].is_contiguous()
 

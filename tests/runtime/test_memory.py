@@ -10,7 +10,7 @@ from datetime import timedelta
 import pytest
 import torch
 
-from accel.errors import ArgumentError, StateError
+from accel.errors import CallError, StateError
 from accel.memory import (
     clear_device_cache,
     convert_bytes,
@@ -80,7 +80,7 @@ def test_a_batch_size_passed_by_hand_is_refused_with_the_right_call() -> None:
     def train(batch_size: int, model: str, optimizer: str) -> int:
         return batch_size
 
-    with pytest.raises(ArgumentError, match=r"takes its batch size from .*: call train\(model, optimizer\)$"):
+    with pytest.raises(CallError, match=r"takes its batch size from .*: call train\(model, optimizer\)$"):
         train(64, "model", "optimizer")
     assert train("model", optimizer="optimizer") == 128
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from accel import Accelerator
 from accel.compiling import TorchDynamoPlugin
 from accel.enums import DDPCommunicationHookType
 from accel.errors import ArgumentError
+from accel.parallel.base import Strategy
 from accel.plugins import DistributedDataParallelKwargs
 
 from .worlds import outcomes, run, run_one
@@ -221,3 +223,41 @@ def _unwrapped() -> list[Any]:
 def test_unwrapping_looks_at_the_wrappers_alone(processes: int) -> None:
     """So that it costs the same for every model, and a script may do it for every batch."""
     assert run(_unwrapped, processes=processes) == [[True, True, 0, (1, 1)]] * processes
+
+
+def _joined_by_a_strategy_that_cannot() -> list[str]:
+    accelerator = Accelerator()
+    accelerator.strategy = Strategy(accelerator.state)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with accelerator.join_uneven_inputs([]):
+            pass
+    return [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_joining_warns_where_it_has_no_effect(processes: int) -> None:
+    said = "join_uneven_inputs has no effect: it is for data-parallel training (DDP)"
+    assert run(_joined_by_a_strategy_that_cannot, processes=processes) == [[said] * (processes > 1)] * processes
+
+
+@pytest.mark.parametrize(
+    ("places", "message"),
+    [
+        ({"": "cpu"}, None),
+        ({}, None),
+        ({"": 0}, None),
+        ({"": "cuda:1"}, "is on cuda:1 and this process trains on cpu"),
+        ({"a": "cpu", "b": "disk"}, "with parts on the CPU or the disk"),
+    ],
+)
+def test_a_quantised_model_on_another_device_is_refused(places: dict[str, Any], message: str | None) -> None:
+    model: Any = nn.Linear(1, 1)
+    model.is_loaded_in_8bit = True
+    model.hf_device_map = places
+    accelerator = Accelerator(cpu=True)
+    if message is None:
+        assert accelerator.prepare(model) is model
+        return
+    with pytest.raises(ArgumentError, match=message):
+        accelerator.prepare(model)

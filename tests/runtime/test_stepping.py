@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accel import Accelerator, DataLoaderConfiguration, GradientAccumulationPlugin
 from accel.errors import AccelError
+from accel.gradient_state import GradientState
 from accel.optimizer import AcceleratedOptimizer
 from accel.plugins import GradScalerKwargs
 from accel.scheduler import AcceleratedScheduler
@@ -294,3 +295,11 @@ def _steps_from_env() -> int:
 def test_accumulation_steps_come_from_the_environment() -> None:
     assert run_one(_steps_from_env, env={"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "3"}) == 3
     assert run_one(_steps_from_env, env={"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "auto"}) == 1
+
+
+def test_the_plugins_values_are_those_that_were_given() -> None:
+    state = GradientState()
+    assert state.plugin_kwargs == {}
+    assert GradientState(GradientAccumulationPlugin(num_steps=1)).plugin_kwargs == {"num_steps": 1}
+    plugin = GradientAccumulationPlugin(num_steps=2, sync_with_dataloader=False)
+    assert GradientState(plugin).plugin_kwargs == state.plugin_kwargs == {"num_steps": 2, "sync_with_dataloader": False}

@@ -26,7 +26,6 @@ from accel.big_models import (
     remove_hook_from_submodules,
     set_module_tensor_to_device,
 )
-from accel.errors import ArgumentError
 from tests.runtime.big_models.models import TOKENS, Tower, addresses, scores, tower, twin
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -257,9 +256,31 @@ def test_one_device_for_all_blocks() -> None:
     assert torch.equal(scores(other), plain)
 
 
-def test_a_hook_that_offloads_needs_to_know_where_to_compute() -> None:
-    with pytest.raises(ArgumentError, match="needs an execution_device"):
-        add_hook_to_module(nn.Linear(1, 1), AlignDevicesHook(offload=True))
+def test_a_hook_that_offloads_computes_on_the_host_unless_told_otherwise() -> None:
+    model = tower()
+    plain = scores(model)
+    attach_align_device_hook(model, offload=True)
+    assert {param.device for param in model.parameters()} == {META}
+    assert torch.equal(scores(model), plain)
+    remove_hook_from_submodules(model)
+    assert {param.device for param in model.parameters()} == {CPU}
+
+
+def test_a_traced_graph_can_be_changed_after_its_hook_is_removed() -> None:
+    inputs = torch.randn(2, 3)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5))
+    plain = model(inputs)
+    graph = torch.fx.symbolic_trace(model)
+    add_hook_to_module(graph, Add())
+    assert not torch.equal(graph(inputs), plain)
+    remove_hook_from_module(graph, recurse=True)
+    assert torch.equal(graph(inputs), plain)
+    (output,) = (node for node in graph.graph.nodes if node.op == "output")
+    (last,) = output.all_input_nodes
+    with graph.graph.inserting_after(last):
+        output.replace_input_with(last, graph.graph.call_function(torch.sigmoid, (last,)))
+    graph.recompile()
+    assert torch.equal(graph(inputs), torch.sigmoid(plain))
 
 
 def test_hooks_can_be_made_again_from_their_attributes() -> None:

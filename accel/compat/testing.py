@@ -1,0 +1,317 @@
+"""`accelerate.test_utils.testing`: the helpers that the tests of peft, diffusers and others import."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import unittest
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, TypeVar
+
+import torch
+
+from accel import available
+from accel.collectives import gather
+from accel.environment import parse_flag_from_env
+from accel.hardware import check_cuda_fp8_capability
+from accel.state import AcceleratorState, GradientState
+from accel.versions import compare_versions, is_torch_version
+
+Test = TypeVar("Test")
+
+_MODULES = ("mlu", "sdaa", "musa", "npu", "xpu", "hpu", "neuron")
+
+
+def get_backend() -> tuple[str, int, Callable[[], int]]:
+    """The kind of device that a test runs on, how many there are, and a function that gives the bytes allocated."""
+    if available.is_torch_xla_available():
+        return "xla", torch.cuda.device_count(), torch.cuda.memory_allocated
+    if available.is_cuda_available():
+        return "cuda", torch.cuda.device_count(), torch.cuda.memory_allocated
+    if available.is_mps_available():
+        return "mps", 1, torch.mps.current_allocated_memory
+    for kind in _MODULES:
+        if getattr(available, f"is_{kind}_available")():
+            module = getattr(torch, kind)
+            return kind, module.device_count(), module.memory_allocated
+    return "cpu", 1, lambda: 0
+
+
+torch_device, device_count, memory_allocated_func = get_backend()
+
+
+def get_launch_command(**flags: Any) -> list[str]:
+    """The words of an ``accelerate launch`` with these flags: ``True`` is a flag alone, ``None`` and ``False`` none."""
+    words = ["accelerate", "launch"]
+    for name, value in flags.items():
+        if value is True:
+            words.append(f"--{name}")
+        elif value is not None and value is not False:
+            words.append(f"--{name}={value}")
+    return words
+
+
+DEFAULT_LAUNCH_COMMAND = get_launch_command(num_processes=device_count, monitor_interval=0.1)
+
+
+class _Need(NamedTuple):
+    met: Callable[[], bool]
+    reason: str
+
+
+def _packages(*names: str) -> Callable[[], bool]:
+    return lambda: all(getattr(available, f"is_{name}_available")() for name in names)
+
+
+def _is_cuda() -> bool:
+    return available.is_cuda_available() and not available.is_torch_xla_available()
+
+
+def _has_fp8() -> bool:
+    if torch.cuda.is_available() and not check_cuda_fp8_capability():
+        return False
+    return available.is_fp8_available() and not (available.is_hpu_available() and available.is_habana_gaudi1())
+
+
+def _has_trackers() -> bool:
+    known = (_packages(name)() for name in ("wandb", "tensorboard", "trackio", "swanlab"))
+    return any(known) and not available.is_comet_ml_available()
+
+
+def _has_tensor_parallel() -> bool:
+    return available.is_transformers_available() and compare_versions("transformers", ">=", "4.52.0")
+
+
+# require_NAME -> when a test that needs it runs, and the reason of the skip otherwise.
+_NEEDS: dict[str, _Need] = {
+    "cpu": _Need(lambda: torch_device == "cpu", "a machine without accelerators"),
+    "non_cpu": _Need(lambda: torch_device != "cpu", "an accelerator"),
+    "cuda": _Need(_is_cuda, "a GPU"),
+    "cuda_or_hpu": _Need(lambda: _is_cuda() or available.is_hpu_available(), "a GPU or HPU"),
+    "cuda_or_xpu": _Need(lambda: _is_cuda() or available.is_xpu_available(), "a GPU or XPU"),
+    "non_xpu": _Need(lambda: torch_device != "xpu", "a device other than an XPU"),
+    "non_hpu": _Need(lambda: torch_device != "hpu", "a device other than an HPU"),
+    "fp16": _Need(available.is_fp16_available, "fp16"),
+    "fp8": _Need(_has_fp8, "fp8"),
+    "fsdp2": _Need(lambda: is_torch_version(">=", "2.5.0"), "torch 2.5 or newer"),
+    "huggingface_suite": _Need(_packages("transformers", "datasets"), "transformers and datasets"),
+    "tpu": _Need(lambda: available.is_torch_xla_available(check_is_tpu=True), "a TPU"),
+    "non_torch_xla": _Need(lambda: not available.is_torch_xla_available(), "an environment without torch_xla"),
+    "single_device": _Need(lambda: torch_device != "cpu" and device_count == 1, "exactly one accelerator"),
+    "single_gpu": _Need(lambda: torch.cuda.device_count() == 1, "exactly one GPU"),
+    "single_xpu": _Need(lambda: torch.xpu.device_count() == 1, "exactly one XPU"),
+    "multi_device": _Need(lambda: device_count > 1, "several accelerators"),
+    "multi_gpu": _Need(lambda: torch.cuda.device_count() > 1, "several GPUs"),
+    "multi_xpu": _Need(lambda: torch.xpu.device_count() > 1, "several XPUs"),
+    "multi_gpu_or_xpu": _Need(lambda: torch_device in ("cuda", "xpu") and device_count > 1, "several GPUs or XPUs"),
+    "tp": _Need(_has_tensor_parallel, "transformers 4.52 or newer"),
+    "trackers": _Need(_has_trackers, "a tracker, and no comet_ml"),
+    "torchdata_stateful_dataloader": _Need(_packages("torchdata_stateful_dataloader"), "torchdata"),
+} | {
+    name: _Need(_packages(name), name)
+    for name in (
+        "xpu", "peft", "mlu", "sdaa", "musa", "npu", "neuron", "mps", "datasets", "transformers", "timm", "torchvision",
+        "triton", "schedulefree", "bnb", "deepspeed", "tensorboard", "wandb", "trackio", "comet_ml", "aim", "clearml",
+        "dvclive", "swanlab", "pandas", "mlflow", "pippy", "import_timer", "transformer_engine",
+        "transformer_engine_mxfp8", "torchao", "matplotlib",
+    )
+}  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    need = _NEEDS.get(name.removeprefix("require_")) if name.startswith("require_") else None
+    if need is None:
+        raise AttributeError(f"module {__name__} has no attribute {name!r}")
+    return partial(_unless, need)
+
+
+def _unless(need: _Need, test: Test) -> Test:
+    return unittest.skipUnless(need.met(), f"test requires {need.reason}")(test)  # type: ignore[type-var]
+
+
+def skip(test: Any) -> Any:
+    """Skip a test."""
+    return unittest.skip("Test was skipped")(test)
+
+
+def slow(test: Any) -> Any:
+    """Skip a test unless ``RUN_SLOW`` is set to yes."""
+    return unittest.skipUnless(parse_flag_from_env("RUN_SLOW", False), "test is slow")(test)
+
+
+def require_torch_min_version(test: Any = None, version: str | None = None) -> Any:
+    """Skip a test where torch is older than ``version``."""
+    if test is None:
+        return partial(require_torch_min_version, version=version)
+    met = is_torch_version(">=", str(version))
+    return unittest.skipUnless(met, f"test requires torch {version} or newer")(test)
+
+
+def run_first(test: Any) -> Any:
+    """Mark a test to run before others, where pytest and pytest-order are installed."""
+    if not available.is_pytest_available():
+        return test
+    import pytest
+
+    return pytest.mark.order(1)(test)
+
+
+class TempDirTestCase(unittest.TestCase):
+    """Has one temporary directory, ``tmpdir``, that each test finds empty unless ``clear_on_setup`` is False."""
+
+    clear_on_setup = True
+    tmpdir: ClassVar[Path]
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        cls.tmpdir = Path(tempfile.mkdtemp())
+
+    @classmethod
+    def tearDownClass(cls) -> None:
+        shutil.rmtree(cls.tmpdir, ignore_errors=True)
+
+    def setUp(self) -> None:
+        for path in self.tmpdir.iterdir() if self.clear_on_setup else ():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+
+
+class AccelerateTestCase(unittest.TestCase):
+    """Forgets the states that a test made."""
+
+    def tearDown(self) -> None:
+        super().tearDown()
+        AcceleratorState._reset_state(True)
+        GradientState._reset_state()
+
+
+class MockingTestCase(unittest.TestCase):
+    """Applies mocks for the length of a test."""
+
+    def add_mocks(self, mocks: Any) -> None:
+        """Start one mock or several, and stop each when the test ends."""
+        self.mocks = mocks if isinstance(mocks, (list, tuple)) else [mocks]
+        for mock in self.mocks:
+            mock.start()
+            self.addCleanup(mock.stop)
+
+
+def are_the_same_tensors(tensor: torch.Tensor) -> bool:
+    """Return True if every process has the same tensor."""
+    mine = tensor.to(AcceleratorState().device)
+    return all(torch.equal(one, mine) for one in gather(mine[None].clone()))
+
+
+class RunOutput(NamedTuple):
+    """What a command printed, as lines."""
+
+    returncode: int
+    stdout: list[str]
+    stderr: list[str]
+
+
+def execute_subprocess_async(
+    cmd: Sequence[str | Path],
+    env: Mapping[str, str] | None = None,
+    stdin: Any = None,
+    timeout: float = 180,
+    quiet: bool = False,
+    echo: bool = True,
+) -> RunOutput:
+    """Run a command and show its lines as they come, unless ``quiet``.
+
+    Raises `RuntimeError`, with what it wrote to stderr, for one that fails or is not done in ``timeout`` seconds.
+    """
+    words = [str(word) for word in cmd]
+    if echo:
+        print("\nRunning: ", " ".join(words))
+    done = asyncio.run(_stream(words, env, stdin, timeout, quiet))
+    if done.returncode:
+        stderr = "\n".join(done.stderr)
+        raise RuntimeError(f"'{' '.join(words)}' failed with returncode {done.returncode}\n\n{stderr}")
+    return done
+
+
+async def _stream(
+    words: list[str], env: Mapping[str, str] | None, stdin: Any, timeout: float, quiet: bool
+) -> RunOutput:
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(*words, env=env, stdin=stdin, stdout=pipe, stderr=pipe)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    out: list[str] = []
+    err: list[str] = []
+
+    async def show(stream: asyncio.StreamReader, lines: list[str], file: Any, label: str) -> None:
+        async for raw in stream:
+            lines.append(raw.decode(errors="replace").rstrip())
+            if not quiet:
+                print(label, lines[-1], file=file)
+
+    reading = asyncio.gather(
+        show(process.stdout, out, sys.stdout, "stdout:"), show(process.stderr, err, sys.stderr, "stderr:")
+    )
+    try:
+        await asyncio.wait_for(reading, timeout)
+    except asyncio.TimeoutError:
+        process.kill()
+        err.append(f"killed after {timeout:g} s")
+    return RunOutput(await process.wait(), out, err)
+
+
+def pytest_xdist_worker_id() -> int:
+    """The number of this pytest-xdist worker; 0 without xdist."""
+    return int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+
+
+def get_torch_dist_unique_port() -> int:
+    """A port that tests of other pytest-xdist workers do not use."""
+    return 29500 + pytest_xdist_worker_id()
+
+
+class SubprocessCallException(Exception):
+    """A command that `run_command` ran has failed."""
+
+
+def run_command(
+    command: Sequence[str | Path], return_stdout: bool = False, env: Mapping[str, str] | None = None
+) -> str | None:
+    """Run a command; return what it printed with ``return_stdout``. Raises `SubprocessCallException`."""
+    words = [str(word) for word in command]
+    done = subprocess.run(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+    printed = done.stdout.decode(errors="replace")
+    if done.returncode:
+        raise SubprocessCallException(f"Command `{' '.join(words)}` failed with the following error:\n\n{printed}")
+    return printed if return_stdout else None
+
+
+@contextlib.contextmanager
+def assert_exception(exception_class: type[BaseException], msg: str | None = None) -> Iterator[None]:
+    """Assert that the block raises this exception, with ``msg`` in its text."""
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, exception_class):
+            raise AssertionError(f"expected {exception_class}, got {type(error)}") from error
+        if msg is not None and msg not in str(error):
+            raise AssertionError(f"expected {msg!r} in {str(error)!r}") from error
+    else:
+        raise AssertionError(f"expected {exception_class}, and nothing was raised")
+
+
+def capture_call_output(func: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    """What ``func(*args, **kwargs)`` prints."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        func(*args, **kwargs)
+    return printed.getvalue()
