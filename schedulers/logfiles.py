@@ -14,13 +14,12 @@ from .remote.hostside import logs as files
 
 MOST_BYTES = 1 << 20  # of a piece, the line's ending included
 _CHUNK = 1 << 20
-_LENGTHS = ((0xF0, 4), (0xE0, 3), (0xC0, 2))  # of a character in UTF-8, by its first byte
 
 
 def read(directory: Path, since: Cursor | None, *, complete: bool) -> Iterator[LogLine]:
     """The lines that are in the files now, after the cursor.
 
-    A line ends with `\n`, `\r\n` or `\r` (a progress bar's step). One that has no end yet is held back, unless
+    A line ends with `\\n`, `\\r\\n` or `\\r` (a progress bar's step). One that has no end yet is held back, unless
     `complete` says that nobody will write to the files any more; of one that is too long for a piece, its last piece.
     """
     start = offsets(since)
@@ -61,22 +60,22 @@ def pieces(line: bytes) -> Generator[tuple[bytes, bool], None, bytes]:
 
     Where it cuts depends on the line alone, not on how much of it is known: a cursor stands at the same places.
     """
-    # A piece has no ending, and a line with the longest one fits in MOST_BYTES.
-    while len(line) > MOST_BYTES - 2 and len(line.rstrip(b"\r\n")) > MOST_BYTES - 2:
-        at = character_start(line, MOST_BYTES - 2)
+    while is_long(line):
+        at = cut_at(line)
         yield line[:at], True
         line = line[at:]
     return line
 
 
-def character_start(data: bytes, at: int) -> int:
-    """The beginning of the character that goes over the place `at`, or `at` where none does, or no UTF-8 is."""
-    for back in range(1, 4):
-        first = data[at - back]
-        if first & 0xC0 != 0x80:
-            length = next((length for least, length in _LENGTHS if first >= least), 1)
-            return at - back if length > back else at
-    return at
+def is_long(line: bytes) -> bool:
+    """Return True for a line whose text does not fit in a piece. A piece has room for an ending, and has none."""
+    return len(line) > MOST_BYTES - 2 and len(line.rstrip(b"\r\n")) > MOST_BYTES - 2
+
+
+def cut_at(line: bytes) -> int:
+    """Where the first piece of a long line ends: between characters where it is UTF-8."""
+    most = MOST_BYTES - 2
+    return next((at for at in range(most, most - 4, -1) if line[at] & 0xC0 != 0x80), most)
 
 
 def cursor_at(directory: Path, when: float) -> Cursor:
