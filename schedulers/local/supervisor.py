@@ -224,11 +224,10 @@ class Supervisor:
 
     def _refusal(self) -> Reason:
         """Why a launch failed that blames no rank: its ranks never started, or never met."""
-        events = self._files.launch_events()
-        refused = [event["reason"] for event in events if event["event"] == "refused"]
-        if refused:
-            return Reason(refused[-1])
-        return Reason.EXIT_CODE if any(event["event"] == "attempt" for event in events) else Reason.SETUP
+        refused = self._files.launch_event("refused")
+        if refused is not None:
+            return Reason(refused["reason"])
+        return Reason.EXIT_CODE if self._files.launch_event("attempt") else Reason.SETUP
 
     def _last_words(self) -> str:
         return last_line(str(self._files.logs / "node-0.log"), _LONGEST_WORDS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import itertools
+import json
 import os
 import time
 from pathlib import Path
@@ -327,3 +328,25 @@ def test_last_line(tmp_path: Path, text: str, last: str) -> None:
     (tmp_path / "node-0.log").write_text(text, encoding="utf-8")
     assert files.last_line(str(tmp_path / "node-0.log"), 9) == last
     assert files.last_line(str(tmp_path), 9) == files.last_line(str(tmp_path / "none"), 9) == ""
+
+
+def test_the_newest_event_is_found_from_the_end_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = str(tmp_path / "launch.jsonl")
+    assert files.newest_event(path, "attempt") is files.newest_attempt(path) is None
+    written = [{"event": "refused", "reason": "setup"}]
+    written += [{"event": "attempt", "attempt": number} for number in range(5000)]
+    written += [{"event": "failure", "failure": {"message": "é\n\r" * 9000}}]
+    Path(path).write_text("".join(json.dumps(event) + "\n" for event in written) + '[1]\n{"event": "attempt", "att')
+    asked: list[int] = []
+
+    class Counted(io.FileIO):
+        def read(self, size: int | None = -1) -> bytes:
+            asked.append(size or 0)
+            return super().read(size)
+
+    monkeypatch.setattr(files, "opened", Counted)
+    assert files.newest_attempt(path) == 4999
+    assert files.newest_event(path, "failure", "attempt") == written[-1]
+    assert sum(asked) < 1 << 20
+    assert files.newest_event(path, "refused") == written[0]
+    assert files.newest_event(path, "other") is None

@@ -10,6 +10,7 @@ Nothing here reads a file as a whole, and a file that cannot be read is no error
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -19,7 +20,7 @@ import time
 TYPE_CHECKING = False  # typing itself would take as long to import as all the rest
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from typing import BinaryIO
+    from typing import Any, BinaryIO
 
 LOG = re.compile(r"(?:rank-(?P<rank>\d+)\.a(?P<attempt>\d+)|node-\d+|setup|slurm)\.log\Z")
 ATTEMPT = re.compile(r"a(\d+)\Z")
@@ -27,6 +28,7 @@ NOTES = "sizes.jsonl"
 MOST_NOTES = 4 << 20  # bytes; a line more than that, and old notes are thinned out to half of it
 FINEST = 64  # of a note's age: how far from the next one it stays when notes are thinned out
 BLOCK = 1 << 16
+LONGEST_EVENT = 1 << 20
 
 _ENDING = re.compile(rb"\n|\r(?!\n)")
 
@@ -93,7 +95,7 @@ class Clock:
         self.sizes = sizes
         line = json.dumps({"schema": 1, "time": time.time(), "sizes": sizes}).encode() + b"\n"
         path = os.path.join(self._directory, NOTES)
-        if _size(path) + len(line) > MOST_NOTES:
+        if size_of(path) + len(line) > MOST_NOTES:
             _thin_out(path)
         with open(path, "ab", buffering=0) as file:
             file.write(line)
@@ -109,7 +111,8 @@ class Clock:
         return sizes
 
 
-def _size(path: str) -> int:
+def size_of(path: str) -> int:
+    """Of the file in bytes; 0 where there is none."""
     try:
         return os.stat(path).st_size
     except OSError:
@@ -194,7 +197,7 @@ def tail(path: str, start: int, count: int, complete: bool) -> tuple[int, int]:
 
     A line without an end is one only if `complete`: nobody writes to the file any more.
     """
-    size = _size(path)
+    size = size_of(path)
     if size <= start or (complete and not count):
         return 0, max(size, start)
     half = not complete and _read(path, size - 1, 1) == b"\r"  # of a `\r\n`, perhaps
@@ -248,7 +251,28 @@ def last_line(path: str, most: int) -> str:
 
     A line that does not end within the last BLOCK bytes is given from there on.
     """
-    size = _size(path)
+    size = size_of(path)
     start = max(0, size - BLOCK)
     lines = _read(path, start, size - start).decode("utf-8", "replace").strip().splitlines()
     return lines[-1].strip()[:most] if lines else ""
+
+
+def newest_event(path: str, *names: str) -> dict[str, Any] | None:
+    """The last event of one of these names in a file of events, a JSON object a line, which is read from its end."""
+    end = size_of(path)
+    for start in itertools.chain(_endings(path, 0, end), (0,)):
+        line = _read(path, start, end - start) if end - start <= LONGEST_EVENT else b""
+        end = start
+        try:
+            event = json.loads(line)
+        except ValueError:  # cut short by a crash
+            continue
+        if isinstance(event, dict) and event.get("event") in names:
+            return event
+    return None
+
+
+def newest_attempt(path: str) -> int | None:
+    """The number of the last attempt in a file of events."""
+    event = newest_event(path, "attempt")
+    return None if event is None or not isinstance(event.get("attempt"), int) else int(event["attempt"])

@@ -146,9 +146,9 @@ def _of_files(root: str, job: Step) -> dict[str, Any]:
     }  # fmt: skip
     if found is None:
         starts = documents.lines(os.path.join(directory, "slurm/attempts.jsonl"))
-        told = documents.lines(os.path.join(directory, "logs/launch.jsonl")) if starts else []
+        inside = logs.newest_attempt(os.path.join(directory, "logs/launch.jsonl")) if starts else None
         answer["started"] = bool(starts)
-        answer["attempt"] = max([int(line.get("attempt") or 0) for line in (*starts, *told)], default=0)
+        answer["attempt"] = max([inside or 0, *(int(start.get("attempt") or 0) for start in starts[-1:])])
     return answer
 
 

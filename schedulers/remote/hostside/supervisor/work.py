@@ -55,6 +55,7 @@ class Work:
         self._ending = Ending(settings["job_id"])
         self._kill_at = self._over_at = math.inf  # once it is being stopped
         self._clock = logs.Clock(self._logs)
+        self._events_from = 0
         self._noted = 0.0
         self.rank = -1
         self.state: dict[str, Any] = {
@@ -185,6 +186,7 @@ class Work:
             command = self._command(order, len(members))
             for name in ("launch.jsonl", f"node-{self._index}.log"):
                 make_room(os.path.join(self._logs, name))
+            self._events_from = logs.size_of(os.path.join(self._logs, "launch.jsonl"))
             self._process = self._run(command, f"node-{self._index}.log", {"ACCEL_ATTEMPT": str(attempt)})
             self._set("running")
         except OSError as error:
@@ -265,8 +267,10 @@ class Work:
         }
 
     def _events(self) -> Iterator[dict[str, Any]]:
+        """What this attempt's launcher has written."""
         try:
-            with open(os.path.join(self._logs, "launch.jsonl"), errors="replace") as file:
+            with open(os.path.join(self._logs, "launch.jsonl"), "rb") as file:
+                file.seek(self._events_from)
                 lines = file.read().splitlines()
         except OSError:
             return
