@@ -252,7 +252,7 @@ def test_notes_of_weeks_take_little_room_and_stay_exact_in_proportion(
     began, most = 1_000_000, 1 << 14
     now = began
     monkeypatch.setattr(files, "MOST_NOTES", most)
-    monkeypatch.setattr(files.time, "time", lambda: float(now))
+    monkeypatch.setattr(time, "time", lambda: float(now))
     path = tmp_path / "rank-0.a0.log"
     path.touch()
     clock = Clock(str(tmp_path))
@@ -283,7 +283,7 @@ def test_notes_that_cannot_be_thinned_out_are_left_alone(tmp_path: Path, monkeyp
         replaced.append(paths)
         raise OSError(errno.ENOSPC, "no space")
 
-    monkeypatch.setattr(files.os, "replace", full)
+    monkeypatch.setattr(os, "replace", full)
     path.write_bytes(b"x" * 9)
     with pytest.raises(OSError, match="no space"):
         clock.note()
