@@ -9,6 +9,7 @@ import json
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -332,8 +333,9 @@ def test_last_line(tmp_path: Path, text: str, last: str) -> None:
 
 def test_the_newest_event_is_found_from_the_end_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = str(tmp_path / "launch.jsonl")
-    assert files.newest_event(path, "attempt") is files.newest_attempt(path) is None
-    written = [{"event": "refused", "reason": "setup"}]
+    assert files.newest_event(path, "attempt") is None
+    assert files.newest_attempt(path) is None
+    written: list[dict[str, Any]] = [{"event": "refused", "reason": "setup"}]
     written += [{"event": "attempt", "attempt": number} for number in range(5000)]
     written += [{"event": "failure", "failure": {"message": "é\n\r" * 9000}}]
     Path(path).write_text("".join(json.dumps(event) + "\n" for event in written) + '[1]\n{"event": "attempt", "att')
