@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .cluster import Login
 
 # Bytes of one log, and of all, that are read at once. A log gives a line or a piece of one for each MOST_BYTES.
-_LIMIT, _MOST = 4 << 20, 32 << 20
+_LIMIT, _MOST = 4 << 20, 16 << 20
 
 
 def read(login: Login, job_id: str, since: Cursor | None, *, over: bool) -> Iterator[LogLine]:

@@ -17,7 +17,7 @@ from .native import Native
 
 # Bytes of one log, of all logs of a host, and of all hosts, that are read at once. A log gives a line or a piece of
 # one for each logfiles.MOST_BYTES.
-_LIMIT, _MOST, _MOST_OF_ALL = 4 << 20, 32 << 20, 256 << 20
+_LIMIT, _MOST, _MOST_OF_ALL = 4 << 20, 16 << 20, 64 << 20
 _SILENT = "unreachable"
 _WHEN = "since"  # of a host that could not be asked where its logs stood at a time: that time
 

@@ -35,6 +35,7 @@ _REPORTED_S = 10.0  # for srun to end once all nodes have
 _START_ALLOWANCE_S = 5.0
 _KILL_S = 5.0
 _LONGEST_WORDS = 500
+_MOST_HELD = 4096
 _ERROR = "srun: error: "
 _MARK = re.compile(r"(\d+)\.(begun|warned|json)\Z")
 # A warning that comes while the interpreter starts must not end it, which is what both do by default.
@@ -223,7 +224,7 @@ class _Words:
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._open = True
-        self._partial = b""
+        self._partial = bytearray()
         self.complaint = self.first = ""
         os.set_blocking(fd, False)
 
@@ -241,10 +242,11 @@ class _Words:
                 os.write(2, data)
             *whole, self._partial = (self._partial + data).split(b"\n")
             for line in whole:
-                text = line.decode(errors="replace").strip()
+                text = line[:_MOST_HELD].decode(errors="replace").strip()
                 self.first = self.first or text
                 if text.startswith(_ERROR) and not self.complaint:
                     self.complaint = text[len(_ERROR) :]
+            del self._partial[_MOST_HELD:]  # of a line that does not end
 
 
 def _entries(path: str) -> list[str]:
