@@ -49,7 +49,7 @@ def split(read: Callable[[int], bytes], complete: bool) -> Iterator[tuple[bytes,
         # A `\r` that is the last byte may be one half of `\r\n`.
         rest = b"" if parts[-1].endswith(b"\n") else parts.pop()
         for part in parts:
-            yield (yield from pieces(part)), False
+            yield part if len(part) < MOST_BYTES else (yield from pieces(part)), False
         rest = yield from pieces(rest)
     if rest and complete:
         yield rest, False
