@@ -21,7 +21,7 @@ from .step import Step
 
 try:
     from .. import logs
-except ImportError:  # in the file that is sent with a job
+except (ImportError, ValueError):  # in the file that is sent with a job; ValueError: Python 3.8
     import logs  # type: ignore[import-not-found, no-redef]
 
 TYPE_CHECKING = False

@@ -15,7 +15,7 @@ from .ending import Evidence
 
 try:
     from .. import logs
-except ImportError:  # in the file that is sent with a job
+except (ImportError, ValueError):  # in the file that is sent with a job; ValueError: Python 3.8
     import logs  # type: ignore[import-not-found, no-redef]
 
 TYPE_CHECKING = False

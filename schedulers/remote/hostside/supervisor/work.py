@@ -19,7 +19,7 @@ from .ending import MARKER, Ending
 
 try:
     from .. import logs
-except ImportError:  # sent to a host, with this
+except (ImportError, ValueError):  # sent to a host, with this; ValueError: Python 3.8
     import logs  # type: ignore[import-not-found, no-redef]
 
 TYPE_CHECKING = False
