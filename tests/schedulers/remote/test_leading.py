@@ -366,7 +366,7 @@ def test_the_program_is_one_file_that_older_pythons_read() -> None:
 
 @pytest.mark.parametrize("program", [supervising.program, batching.program])
 def test_a_packed_program_finds_what_is_packed_with_it(program: Callable[[], bytes]) -> None:
-    """What it looks for beyond its package, where it is installed, is an error; Python 3.8 has another name for that."""
+    """Beyond its package it finds nothing where it is installed alone, which Python 3.8 calls a ValueError."""
     with zipfile.ZipFile(io.BytesIO(program())) as archive:
         names = set(archive.namelist())
         for name in names:
