@@ -6,7 +6,7 @@ import contextlib
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
 from .errors import Unreachable
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from .handle import Job
     from .target import Target
-
-Read = Callable[[Cursor], Iterator[LogLine]]
 
 _SLICE_S = 1.0  # how long a wait on the target itself may last before stop and deadline are looked at again
 _FIRST_POLL_S, _LAST_POLL_S = 1.0, 30.0
@@ -86,10 +84,11 @@ class Pause:
     sleep = _sleep
 
 
-def read_once(read: Read, since: Cursor, ranks: Collection[int] | None, tail: int | None) -> Iterator[LogLine]:
+def read_once(job: Job, cursor: Cursor, ranks: Collection[int] | None, tail: int | None) -> Iterator[LogLine]:
     """The lines that there are now."""
-    lines = (line for line in read(since) if ranks is None or line.rank in ranks)
-    return lines if tail is None else iter(_last(lines, tail))
+    at = None if tail is None else job.tail_at(cursor, tail)
+    lines = (line for line in job.read_logs(at or cursor) if ranks is None or line.rank in ranks)
+    return lines if tail is None or at is not None else iter(_last(lines, tail))
 
 
 def follow(
@@ -97,7 +96,7 @@ def follow(
 ) -> Iterator[LogLine]:
     """The lines that there are and those to come, until the job is over and everything it wrote was given."""
     if tail is not None:
-        yield from _catch_up(job, cursor, ranks, tail)
+        yield from _catch_up(job, cursor, ranks, tail, pause)
     ask_at, idle = 0.0, _FIRST_READ_S
     status = job.status()
     if not status.state.final:  # a target that is to be told is so from the first line on, however many come
@@ -130,7 +129,20 @@ def follow(
             idle = min(_LAST_READ_S, idle * 1.5)
 
 
-def _catch_up(job: Job, cursor: Cursor, ranks: Collection[int] | None, tail: int) -> list[LogLine]:
+def _catch_up(job: Job, cursor: Cursor, ranks: Collection[int] | None, tail: int, pause: Pause) -> list[LogLine]:
+    """Moves the cursor to the last lines; those of them that it is behind already."""
+    while not pause.stopped:
+        try:
+            at = job.tail_at(cursor, tail)
+        except Unreachable as error:
+            job.record.warning = str(error)
+            pause.sleep(_LAST_READ_S)
+            continue
+        if at is None:
+            break
+        cursor.move(at)
+        return []
+
     def seen() -> Iterator[LogLine]:
         with contextlib.suppress(Unreachable):
             for line in job.read_logs(Cursor.parse(str(cursor))):
@@ -142,8 +154,14 @@ def _catch_up(job: Job, cursor: Cursor, ranks: Collection[int] | None, tail: int
 
 
 def _last(lines: Iterator[LogLine], count: int) -> list[LogLine]:
-    """The last so many lines of each rank, in the order they came."""
-    kept: dict[int | None, deque[tuple[int, LogLine]]] = {}
+    """The last so many finished lines of each rank, and what there is of the next, in the order they came."""
+    kept: dict[int | None, deque[list[tuple[int, LogLine]]]] = {}
+    going_on: dict[tuple[str, int | None], list[tuple[int, LogLine]]] = {}
     for number, line in enumerate(lines):
-        kept.setdefault(line.rank, deque(maxlen=max(0, count))).append((number, line))
-    return [line for _, line in sorted((pair for pairs in kept.values() for pair in pairs), key=lambda pair: pair[0])]
+        pieces = going_on.setdefault((line.source, line.rank), [])
+        pieces.append((number, line))
+        if not line.partial:
+            kept.setdefault(line.rank, deque(maxlen=max(0, count))).append(pieces)
+            del going_on[line.source, line.rank]
+    found = [*(pieces for some in kept.values() for pieces in some), *going_on.values()]
+    return [line for _, line in sorted((pair for pieces in found for pair in pieces), key=lambda pair: pair[0])]

@@ -380,7 +380,7 @@ class Job:
         cursor = self.cursor(since)
         if not following:
             self.record.reload()
-            return read_once(self.read_logs, cursor, ranks, tail)
+            return read_once(self, cursor, ranks, tail)
         return follow(self, cursor, ranks, tail, Pause(stop, None))
 
     def cursor(self, since: Cursor | str | float | None) -> Cursor:
@@ -399,3 +399,12 @@ class Job:
     def read_logs(self, since: Cursor) -> Iterator[LogLine]:
         target = self.waiting_target()
         return iter(()) if target is None or self.native_id is None else target.logs(self.native_id, since)
+
+    def tail_at(self, since: Cursor, count: int) -> Cursor | None:
+        """Where each rank's last lines begin; None for a target that cannot tell. Raises Unreachable."""
+        from .target import Tails
+
+        target = self.waiting_target()
+        if self.native_id is None or not isinstance(target, Tails):
+            return None
+        return target.tail_at(self.native_id, since, count)

@@ -197,6 +197,7 @@ class LogLine:
     text:     the line with its own ending (`\\n`, `\\r`, or nothing at the end of a file). Bytes that are not UTF-8
               are surrogate escapes: joining the texts and encoding with `surrogateescape` gives the exact bytes.
     source:   the log stream, and `position` the point in it just after this line: see `Cursor`.
+    partial:  a piece of a line longer than 1 MiB: it has no ending; the next one of that source and rank goes on.
     """
 
     rank: int | None
@@ -205,6 +206,7 @@ class LogLine:
     text: str
     source: str
     position: str
+    partial: bool = False
 
 
 class Cursor:
@@ -218,6 +220,14 @@ class Cursor:
 
     def advance(self, line: LogLine) -> None:
         self._positions[line.source] = line.position
+
+    def move(self, cursor: Cursor) -> None:
+        """Goes to where another cursor stands."""
+        self._positions.update(cursor._positions)
+
+    def moved(self, positions: Mapping[str, str]) -> Cursor:
+        """A cursor that stands at these places, and elsewhere where this one does."""
+        return Cursor({**self._positions, **positions})
 
     def __str__(self) -> str:
         return ",".join(f"{source}={position}" for source, position in sorted(self._positions.items()))

@@ -1,23 +1,18 @@
 """Log lines from a directory of log files: byte-exact, from a cursor, none lost, doubled or cut.
 
-rank-3.a0.log    what rank 3 wrote in attempt 0, stdout and stderr in the order they were written
-node-0.log       what the launcher of node 0 wrote
-setup.log        what the setup commands wrote
-slurm.log        what a batch script of Slurm's wrote
-sizes.jsonl      how long each of them was at what time, noted once a second while they grow
+The files are those of `schedulers.remote.hostside.logs`. A line that is longer than MOST_BYTES comes in pieces.
 """
 
 from __future__ import annotations
 
-import json
-import re
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from .job import Cursor, LogLine
+from .remote.hostside import logs as files
 
-_NAME = re.compile(r"(?:rank-(?P<rank>\d+)\.a(?P<attempt>\d+)|node-\d+|setup|slurm)\.log\Z")
+MOST_BYTES = 1 << 20  # of a piece, the line's ending included
 _CHUNK = 1 << 20
 
 
@@ -25,95 +20,116 @@ def read(directory: Path, since: Cursor | None, *, complete: bool) -> Iterator[L
     """The lines that are in the files now, after the cursor.
 
     A line ends with `\\n`, `\\r\\n` or `\\r` (a progress bar's step). One that has no end yet is held back, unless
-    `complete` says that nobody will write to the files any more.
+    `complete` says that nobody will write to the files any more; of one that is too long for a piece, its last piece.
     """
-    for path in sorted(directory.glob("*.log"), key=_order):
-        name = _NAME.match(path.name)
-        if name:
-            rank = name["rank"]
-            yield from _lines(
-                path, since, complete, rank=int(rank) if rank else None, attempt=int(name["attempt"] or 0)
-            )
+    start = offsets(since)
+    for name, rank, attempt in _files(directory):
+        file = files.opened(f"{directory}/{name}.log")
+        if file is not None:
+            with file:
+                offset = file.seek(start.get(name, 0))
+                yield from lines(file.read, complete, source=name, rank=rank, attempt=attempt, offset=offset)
 
 
-class Clock:
-    """Notes when the files grew, so that lines which carry no time can be asked for by it."""
+def lines(
+    read: Callable[[int], bytes], complete: bool, *, source: str, rank: int | None, attempt: int, offset: int
+) -> Iterator[LogLine]:
+    """The lines of one log from `offset` on, where `read` begins."""
+    for data, partial in split(read, complete):
+        offset += len(data)
+        text = data.decode("utf-8", "surrogateescape")
+        yield LogLine(rank=rank, attempt=attempt, text=text, source=source, position=str(offset), partial=partial)
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._sizes: dict[str, int] = {}
 
-    def note(self) -> None:
-        """Writes the sizes down, when one has changed. A full disk loses the note, not the job."""
-        sizes = {path.name.removesuffix(".log"): path.stat().st_size for path in self._directory.glob("*.log")}
-        if sizes == self._sizes:
-            return
-        self._sizes = sizes
-        line = json.dumps({"schema": 1, "time": time.time(), "sizes": sizes}) + "\n"
-        try:
-            with open(self._directory / "sizes.jsonl", "ab", buffering=0) as file:
-                file.write(line.encode())
-        except OSError:
-            return
+def split(read: Callable[[int], bytes], complete: bool) -> Iterator[tuple[bytes, bool]]:
+    """Lines, each with False, and pieces of lines that go on, with True."""
+    rest = b""
+    while chunk := read(_CHUNK):
+        parts = (rest + chunk).splitlines(keepends=True)
+        # A `\r` that is the last byte may be one half of `\r\n`.
+        rest = b"" if parts[-1].endswith(b"\n") else parts.pop()
+        for part in parts:
+            yield part if len(part) < MOST_BYTES else (yield from pieces(part)), False
+        rest = yield from pieces(rest)
+    if rest and complete:
+        yield rest, False
+
+
+def pieces(line: bytes) -> Generator[tuple[bytes, bool], None, bytes]:
+    """Cuts off, and gives, what is too long of a line; returns what is left of it.
+
+    Where it cuts depends on the line alone, not on how much of it is known: a cursor stands at the same places.
+    """
+    while is_long(line):
+        at = cut_at(line)
+        yield line[:at], True
+        line = line[at:]
+    return line
+
+
+def is_long(line: bytes) -> bool:
+    """Return True for a line whose text does not fit in a piece. A piece has room for an ending, and has none."""
+    return len(line) > MOST_BYTES - 2 and len(line.rstrip(b"\r\n")) > MOST_BYTES - 2
+
+
+def cut_at(line: bytes) -> int:
+    """Where the first piece of a long line ends: between characters where it is UTF-8."""
+    most = MOST_BYTES - 2
+    return next((at for at in range(most, most - 4, -1) if line[at] & 0xC0 != 0x80), most)
 
 
 def cursor_at(directory: Path, when: float) -> Cursor:
     """Where each file stood at that time, at the beginning of the line that was being written."""
-    before: dict[str, int] = {}
-    try:
-        lines = (directory / "sizes.jsonl").read_bytes().splitlines()
-    except FileNotFoundError:
-        lines = []
-    for line in lines:
-        try:
-            noted = json.loads(line)
-        except ValueError:  # cut short by a crash
-            continue
-        if noted["time"] > when:
-            break
-        before = noted["sizes"]
-    return Cursor({source: str(_line_start(directory / f"{source}.log", size)) for source, size in before.items()})
+    return Cursor({source: str(offset) for source, offset in files.stood_at(str(directory), when).items()})
 
 
-def _line_start(path: Path, offset: int) -> int:
-    """The beginning of the line that holds the byte before `offset`, or `offset` when that byte ends a line."""
-    with path.open("rb") as file:
-        while offset > 0:
-            start = max(0, offset - 4096)
-            file.seek(start)
-            found = max((block := file.read(offset - start)).rfind(b"\n"), block.rfind(b"\r"))
-            if found >= 0:
-                return start + found + 1
-            offset = start
-    return 0
+def tail_at(directory: Path, since: Cursor, count: int, *, complete: bool) -> Cursor:
+    """Where the last `count` lines of each rank begin, none before `since`.
+
+    A line without an end counts as in `read`, and one that comes in pieces once.
+    """
+
+    start = offsets(since)
+
+    def ask(counts: Mapping[str, int]) -> list[dict[str, Any]]:
+        found = []
+        for name, rank, attempt in _files(directory):
+            wanted = counts.get(name, count)
+            lines, begin = files.tail(f"{directory}/{name}.log", start.get(name, 0), wanted, complete)
+            found.append({"name": name, "rank": rank, "attempt": attempt, "lines": lines, "begin": begin})
+        return found
+
+    return since.moved(last_lines(ask, count))
 
 
-def _order(path: Path) -> tuple[float, int, str]:
-    """Attempt by attempt and rank by rank; what the launcher has to say of it comes last, as it came."""
-    name = _NAME.match(path.name)
-    if name is None or name["rank"] is None:
-        return (float("-inf") if path.name == "setup.log" else float("inf"), 0, path.name)
-    return (float(name["attempt"]), int(name["rank"]), path.name)
+def last_lines(ask: Callable[[Mapping[str, int]], list[dict[str, Any]]], count: int) -> dict[str, str]:
+    """Where the last `count` lines of each rank begin, in all its logs together.
+
+    `ask` gives for each log how many of its last lines there are and where they begin: of the last `count`, or as many
+    as its argument says for that log.
+    """
+    logs = ask({})
+    left: dict[int | None, int] = {}
+    counts: dict[str, int] = {}
+    for log in sorted(logs, key=lambda log: files.order(log["name"], log["rank"], log["attempt"]), reverse=True):
+        wanted = left.get(log["rank"], count)
+        if wanted < log["lines"]:
+            counts[log["name"]] = wanted
+        left[log["rank"]] = wanted - min(wanted, log["lines"])
+    if counts:  # lines of a rank's earlier attempts
+        logs = ask(counts)
+    return {log["name"]: str(log["begin"]) for log in logs}
 
 
-def _lines(path: Path, since: Cursor | None, complete: bool, *, rank: int | None, attempt: int) -> Iterator[LogLine]:
-    source = path.name.removesuffix(".log")
-    at = since.position(source) if since else None
-    offset = int(at) if at and at.isdigit() else 0
-    with path.open("rb") as file:
-        file.seek(offset)
-        for data in split(file.read, complete):
-            offset += len(data)
-            text = data.decode("utf-8", "surrogateescape")
-            yield LogLine(rank=rank, attempt=attempt, text=text, source=source, position=str(offset))
+def _files(directory: Path) -> list[tuple[str, int | None, int]]:
+    found = [entry for entry in files.log_files(str(directory)) if "/" not in entry[0]]
+    return sorted(found, key=lambda entry: files.order(*entry))
 
 
-def split(read: Callable[[int], bytes], complete: bool) -> Iterator[bytes]:
-    rest = b""
-    while chunk := read(_CHUNK):
-        lines = (rest + chunk).splitlines(keepends=True)
-        # A `\r` that is the last byte may be one half of `\r\n`.
-        rest = b"" if lines[-1].endswith(b"\n") else lines.pop()
-        yield from lines
-    if rest and complete:
-        yield rest
+def offsets(since: Cursor | None) -> dict[str, int]:
+    """Where the cursor stands in each file that it names."""
+    pairs = (pair.partition("=") for pair in str(since or "").split(",") if pair)
+    return {source: int(at) for source, _, at in pairs if at.isdigit()}
+
+
+__all__ = ["MOST_BYTES", "cursor_at", "last_lines", "lines", "offsets", "pieces", "read", "split", "tail_at"]

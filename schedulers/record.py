@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -129,7 +130,8 @@ class Record:
         """Records what a backend answered and returns the status in force, which is not `status` when that is
         not allowed: a final state never changes, and an older answer never takes a job back within an attempt.
 
-        Safe for many processes at once. Appends nothing when nothing but `observed_at` is new. Raises StoreError.
+        Safe for many processes at once. What is new only in its words, or in `observed_at`, is kept without an event.
+        Raises StoreError.
         """
         status = status if status.observed_at else dataclasses.replace(status, observed_at=time.time())
 
@@ -137,7 +139,7 @@ class Record:
             self._read(rows)
             new = _succession(self.status, status)
             native = native_id or self.native_id
-            if _same(new, self.status) and native == self.native_id:
+            if _same_state(new, self.status) and native == self.native_id:
                 return None
             return {"event": "status", "at": time.time(), "status": new.to_json(), "native_id": native}
 
@@ -146,8 +148,8 @@ class Record:
         rows, appended = disk.append_line(self._events, decide, durably=durably)
         if appended:
             self._read(rows)
-        elif _same(status, self.status) and not self.status.state.final:
-            self._observed(status.observed_at)
+        elif _same_state(status, self.status) and not self.status.state.final:
+            self._observed(status)
         return self.status
 
     def reload(self) -> Record:
@@ -198,16 +200,22 @@ class Record:
             if name != "warning":
                 setattr(self, name, value)
 
-    def _observed(self, at: float) -> None:
-        """Keeps the moment of an answer that brought no news as the time of an empty file, so that a waiter that asks
-        all week does not fill events.jsonl."""
-        if at <= self.status.observed_at:
+    def _observed(self, status: Status) -> None:
+        """Keeps an answer that brought no news, or only other words, in the file `seen`: its time is the answer's.
+
+        A waiter that polls all week, or a queue that moves a thousand times, does not fill events.jsonl.
+        """
+        at, same = status.observed_at, _same(status, self.status)
+        if at < self.status.observed_at or (same and at == self.status.observed_at):
             return
         path = f"{self.path}/seen"
         with contextlib.suppress(OSError):
-            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
+            if same:
+                os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
+            else:
+                disk.replace_file(path, disk.encode({"schema": disk.SCHEMA, **status.to_json()}, path))
             os.utime(path, (at, at))
-        self.status = dataclasses.replace(self.status, observed_at=at)
+        self.status = status
 
 
 def read_record(job_id: str, path: str) -> Record:
@@ -285,13 +293,19 @@ def _status(data: Mapping[str, Any]) -> Status:
 
 
 def _observation(path: str, status: Status) -> Status:
+    """The status in the words, and with the time, of the newest answer in the file `seen`, if it is of this state."""
     if status.state.final:
         return status
     try:
-        seen = os.stat(f"{path}/seen").st_mtime
-    except OSError:
+        found = os.stat(f"{path}/seen")
+        raw = disk.read_bytes(f"{path}/seen") if found.st_size else None
+    except (OSError, StoreError):
         return status
-    return dataclasses.replace(status, observed_at=seen) if seen > status.observed_at else status
+    with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+        said = Status.from_json(json.loads(raw)) if raw else status
+        if said.observed_at >= status.observed_at and _same_state(said, status):
+            status = _status(said.to_json())
+    return dataclasses.replace(status, observed_at=found.st_mtime) if found.st_mtime > status.observed_at else status
 
 
 def _text(value: object) -> str:
@@ -302,6 +316,13 @@ def _text(value: object) -> str:
 
 def _same(one: Status, other: Status) -> bool:
     return dataclasses.replace(one, observed_at=0.0) == dataclasses.replace(other, observed_at=0.0)
+
+
+def _same_state(one: Status, other: Status) -> bool:
+    """Return True if the two differ in their words at most, which a final status keeps as they are."""
+    if one.state.final:
+        return _same(one, other)
+    return _same(dataclasses.replace(one, message=other.message, native_state=other.native_state), other)
 
 
 def _succession(current: Status, new: Status) -> Status:

@@ -161,6 +161,17 @@ class Dated(Protocol):
         """Where the log streams stood `when` (seconds since the epoch), to the second."""
 
 
+@runtime_checkable
+class Tails(Protocol):
+    """A target that finds the last lines of its logs without reading the logs."""
+
+    def tail_at(self, native_id: str, since: Cursor, count: int) -> Cursor:
+        """Where the last `count` finished lines of each rank begin, none of them before `since`.
+
+        Where a log cannot be asked for now, its place is that of `since`. Raises Unreachable.
+        """
+
+
 @dataclass(frozen=True, kw_only=True)
 class Checked:
     """What was found where jobs would run: a table, its header first, and a line for each thing that is wrong."""

@@ -7,8 +7,9 @@ Where some lines cannot be had (a machine does not answer), the others are print
 and the exit code is 1. With -f that counts when the job is over; until then it is waited for.
 
 --json  a line each: {"rank", "attempt", "stream", "text", "cursor"}; "rank" is null for the launcher. A line that is
-        not UTF-8 also has "base64", its exact bytes. `--since CURSOR` goes on exactly after the line with that cursor;
-        `--since 10m` gives what was written in the last ten minutes.
+        not UTF-8 also has "base64", its exact bytes. A line of more than 1 MiB comes in pieces; all but the last have
+        "partial": true. `--since CURSOR` goes on exactly after the line, or piece, with that cursor; `--since 10m`
+        gives what was written in the last ten minutes.
 """
 
 from __future__ import annotations

@@ -36,6 +36,7 @@ class LogPrinter:
         self._flush = flush
         self._cursor = Cursor.parse(str(since or ""))
         self._unended = False
+        self._going_on: tuple[str, int] | None = None  # source and rank of the line that the last piece is of
         self.complete = True
         self.printed = False
 
@@ -48,7 +49,7 @@ class LogPrinter:
             elif line.rank is None:
                 self._print_launcher(_bytes(line))
             else:
-                self._print_rank(line.rank, _bytes(line))
+                self._print_rank(line.rank, line)
             if self._flush:
                 sys.stdout.flush()
         if self._prefix:
@@ -60,14 +61,16 @@ class LogPrinter:
         self._cursor.advance(line)
         print_json(line_json(line) | {"cursor": str(self._cursor)}, one_line=True)
 
-    def _print_rank(self, rank: int, data: bytes) -> None:
+    def _print_rank(self, rank: int, line: LogLine) -> None:
         if self._prefix is None and rank:
             self._prefix = True
-        if self._prefix:
+        data = _bytes(line)
+        if self._prefix and self._going_on != (line.source, rank):
             self._end_line()
             data = f"[rank {rank}] ".encode() + data
         sys.stdout.buffer.write(data)
         self._unended = not data.endswith((b"\n", b"\r"))
+        self._going_on = (line.source, rank) if line.partial else None
 
     def _print_launcher(self, data: bytes) -> None:
         if self._prefix:
@@ -81,14 +84,16 @@ class LogPrinter:
         if self._unended:
             sys.stdout.buffer.write(b"\n")
             self._unended = False
+            self._going_on = None
 
 
 def line_json(line: LogLine) -> dict[str, Any]:
-    """A line as JSON values. One that is not UTF-8 also has its exact bytes, in `base64`."""
+    """A line as JSON values. One that is not UTF-8 also has its exact bytes, in `base64`; a piece is `partial`."""
     data = _bytes(line)
     text = data.decode(errors="replace")
     exact = {} if text.encode() == data else {"base64": base64.b64encode(data).decode()}
-    return {"rank": line.rank, "attempt": line.attempt, "stream": line.stream, "text": text} | exact
+    partial = {"partial": True} if line.partial else {}
+    return {"rank": line.rank, "attempt": line.attempt, "stream": line.stream, "text": text} | exact | partial
 
 
 def has_many_ranks(job: Job, ranks: Sequence[int] | None) -> bool | None:

@@ -11,7 +11,11 @@ from collections.abc import Iterable
 from .errors import Refused
 
 _INTERVAL_S = 0.05
-_CHUNK = 1 << 16
+_CHUNK = 1 << 20
+_MOST = 1 << 20  # bytes of a line that are held until its end comes
+# Ends the first part of a long line where a line of another rank comes before the rest. Terminals do not show it; the
+# Kubernetes target takes it, and the newline after it, out again.
+_GOES_ON = b"\x1f\n"
 
 
 class Tee:
@@ -25,8 +29,9 @@ class Tee:
     def follow(self, logs: Iterable[tuple[int, int, str | None]]) -> None:
         """Goes on to these files, each with its local rank and its rank; the last attempt's are read to their ends."""
         self.close()
+        output = _Output()
         files = [
-            _Followed(path, b"[rank %d] " % rank)
+            _Followed(path, b"[rank %d] " % rank, output)
             for local, rank, path in logs
             if path and self._wanted.get(local, self._wanted.get(None, 0))
         ]
@@ -51,34 +56,62 @@ class Tee:
             file.print_rest()
 
 
-class _Followed:
-    """A file that grows, and whose lines are handed on whole."""
+class _Output:
+    """Standard output, and the file whose last line there has no end yet."""
 
-    def __init__(self, path: str, prefix: bytes) -> None:
-        self._path, self._prefix = path, prefix
+    def __init__(self) -> None:
+        self._unended: _Followed | None = None
+
+    def goes_on(self, file: _Followed) -> bool:
+        """Return True if what is printed next follows the beginning of that file's line."""
+        return self._unended is file
+
+    def print(self, file: _Followed, data: bytes) -> None:
+        if self._unended not in (None, file):
+            data = _GOES_ON + data
+        self._unended = None if data.endswith(b"\n") else file
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+            sys.stdout.flush()
+            rest = memoryview(data)
+            while rest:
+                rest = rest[os.write(1, rest) :]
+
+
+class _Followed:
+    """A file that grows, and whose lines are printed whole, or in pieces where they are long."""
+
+    def __init__(self, path: str, prefix: bytes, output: _Output) -> None:
+        self._path, self._prefix, self._output = path, prefix, output
         self._position = 0
-        self._partial = b""
+        self._rest = b""
 
     def print_new(self) -> None:
-        """Prints the lines that have been finished since the last call."""
+        """Prints the lines that have been finished since the last call, and what is too long of the next."""
         with contextlib.suppress(FileNotFoundError), open(self._path, "rb", buffering=0) as file:
             file.seek(self._position)
             while data := file.read(_CHUNK):
                 self._position += len(data)
-                *whole, self._partial = (self._partial + data).split(b"\n")
-                _print(b"".join(self._prefix + line + b"\n" for line in whole))
+                *whole, self._rest = (self._rest + data).split(b"\n")
+                if whole:
+                    self._print(b"".join(self._prefix + line + b"\n" for line in whole))
+                if len(self._rest) > _MOST:
+                    at = _cut_at(self._rest)
+                    self._print(self._prefix + self._rest[:at])
+                    self._rest = self._rest[at:]
 
     def print_rest(self) -> None:
         """Prints a last line that nobody finished."""
-        if self._partial:
-            _print(self._prefix + self._partial + b"\n")
+        if self._rest or self._output.goes_on(self):
+            self._print(self._prefix + self._rest + b"\n")
+
+    def _print(self, data: bytes) -> None:
+        begun = len(self._prefix) if self._output.goes_on(self) else 0
+        self._output.print(self, data[begun:])
 
 
-def _print(data: bytes) -> None:
-    with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
-        sys.stdout.flush()
-        while data:
-            data = data[os.write(1, data) :]
+def _cut_at(line: bytes) -> int:
+    """Where the first piece of a long line ends: between characters where it is UTF-8."""
+    return next((at for at in range(_MOST, _MOST - 4, -1) if line[at] & 0xC0 != 0x80), _MOST)
 
 
 def parse(spec: str) -> dict[int | None, int]:

@@ -10,14 +10,18 @@ from __future__ import annotations
 
 import datetime
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+from .. import logfiles
 from ..errors import SpecError
+from ..logfiles import MOST_BYTES
 
 _STAMP = re.compile(rb"(\d{4})-(\d\d)-(\d\d)T(\d\d):(\d\d):(\d\d)(?:[.,](\d{1,9}))?(Z|[+-]\d\d:?\d\d)\Z")
 _POSITION = re.compile(r"(?P<stamp>\d{8}T\d{6}\.\d{9}Z)/(?P<lines>\d+)/(?P<bytes>\d+)\Z")
 _HEAD = 32  # so many bytes of a line say who wrote it
 # Later than that after the place that is looked for, in the log's own order, it cannot come any more.
+_MOST_SAID, _LONGEST_SAID = 16, 500  # lines, and bytes of each, of what comes instead of a log
 _DISORDER_NS = 1_000_000_000
 
 
@@ -88,16 +92,18 @@ def _nanoseconds(stamp: str) -> int:
 
 @dataclass(frozen=True)
 class Piece:
-    """A line, or a part of one that ends with `\\r`.
+    """A line, a part of one that ends with `\\r`, or a piece of one that is too long.
 
-    head:  how the line begins, of which this is a part; `first` where it is the beginning itself.
-    after: the place just after it.
+    head:    how the line begins, of which this is a part; `first` where it is the beginning itself.
+    after:   the place just after it.
+    partial: it has no ending, and the next one goes on with it.
     """
 
     data: bytes
     head: bytes
     first: bool
     after: Position
+    partial: bool = False
 
 
 class Stamped:
@@ -114,64 +120,81 @@ class Stamped:
         self._own = own
         self._seeking = after is not None and not after.is_time
         self._held: list[Piece] = []
-        self._rest = b""
+        self._rest = bytearray()
         self._stamp = ""  # of the line before, and how many in a row bear it
         self._lines = 0
-        self._bytes = 0  # of the line that is not whole, given already
+        self._at: int | None = None  # of the line that is not whole: the bytes before `_rest`, once it has begun
+        self._head = b""
+        self._read = 0  # of that line, the bytes that were read before
         self._begun = False
         self.lost = False
         self.said: list[str] = []
 
     def feed(self, chunk: bytes) -> list[Piece]:
-        """The lines, and parts that end with `\\r`, that are whole now."""
-        *whole, self._rest = (self._rest + chunk).split(b"\n")
+        """The lines, parts that end with `\\r` and pieces that are whole now."""
+        *whole, rest = chunk.split(b"\n")
         pieces: list[Piece] = []
         for line in whole:
-            pieces += self._line(line + b"\n", complete=True)
-        if b"\r" in self._rest:
-            pieces += self._line(self._rest, complete=False)
+            pieces += self._line(bytes(self._rest) + line + b"\n", complete=True)
+            self._rest.clear()
+        self._rest += rest
+        if b"\r" in self._rest or len(self._rest) > MOST_BYTES:
+            pieces += self._line(bytes(self._rest), complete=False)
         return pieces
 
     def end(self, *, complete: bool) -> list[Piece]:
         """What is left when nothing more comes: with `complete`, the last line too, if nobody ended it."""
-        pieces = self._line(self._rest, complete=True) if complete and self._rest else []
-        self._rest = b""
+        pieces = self._line(bytes(self._rest), complete=True) if complete and self._rest else []
+        self._rest.clear()
         if self._seeking:
             return [*self._give_up(), *pieces]
         return pieces
 
     def _line(self, line: bytes, *, complete: bool) -> list[Piece]:
-        word, _, data = line.partition(b" ")
-        stamp = stamp_of(word)
-        if stamp is None:
-            if not self._stamp:
-                self.said.append(line.decode("utf-8", "replace").strip())
-                return []
-            stamp, data = self._stamp, line  # of a kubelet that splits long lines, and stamps the first part
-        if stamp != self._stamp:
-            self._stamp, self._lines, self._bytes = stamp, 0, 0
-        pieces = list(self._pieces(stamp, data, complete))
+        """The rest of a line, which `_rest` then keeps only as far as it is not given."""
+        data = line
+        if self._at is None:
+            word, _, data = line.partition(b" ")
+            stamp = stamp_of(word)
+            if stamp is None:
+                if not self._stamp:
+                    self._hear(line, complete)
+                    return []
+                stamp, data = self._stamp, line  # of a kubelet that splits long lines, and stamps the first part
+            if stamp != self._stamp:
+                self._stamp, self._lines = stamp, 0
+            self._at, self._head = 0, b""
+        self._head = (self._head[: self._at] + data[:_HEAD])[:_HEAD]
+        pieces = list(self._pieces(data, self._at, complete))
+        unread = [piece for piece in pieces if not piece.after.bytes or piece.after.bytes > self._read]
         if complete:
             self._lines += 1
-            self._bytes = 0
+            self._at, self._read = None, 0
         elif pieces:
-            self._bytes = pieces[-1].after.bytes
-        return self._unread(stamp, pieces, complete)
+            given = pieces[-1].after.bytes - self._at
+            self._rest = bytearray(data[given:])
+            self._at += given
+        else:
+            self._rest = bytearray(data)
+        return self._unread(self._stamp, unread, complete)
 
-    def _pieces(self, stamp: str, data: bytes, complete: bool) -> list[Piece]:
+    def _hear(self, line: bytes, complete: bool) -> None:
+        if complete and len(self.said) < _MOST_SAID:
+            self.said.append(line[:_LONGEST_SAID].decode("utf-8", "replace").strip())
+        elif not complete:
+            del self._rest[MOST_BYTES:]
+
+    def _pieces(self, data: bytes, at: int, complete: bool) -> Iterator[Piece]:
         parts = data.splitlines(keepends=True) or [b""]
-        if not complete:
-            # A `\r` that is the last byte may be one half of `\r\n`.
-            parts = parts[:-1]
-        found, at = [], 0
         for number, part in enumerate(parts):
-            begun, at = at, at + len(part)
-            if begun < self._bytes:
-                continue
-            ends = complete and number == len(parts) - 1
-            after = Position(stamp, self._lines + 1) if ends else Position(stamp, self._lines, at)
-            found.append(Piece(part, data[:_HEAD], begun == 0, after))
-        return found
+            last = number == len(parts) - 1
+            # A `\r` that is the last byte may be one half of `\r\n`.
+            for piece, partial in _cut(part, complete=complete or not last):
+                first = at == 0
+                at += len(piece)
+                ends = complete and last and not partial
+                after = Position(self._stamp, self._lines + 1) if ends else Position(self._stamp, self._lines, at)
+                yield Piece(piece, self._head, first, after, partial)
 
     def _unread(self, stamp: str, pieces: list[Piece], complete: bool) -> list[Piece]:
         after = self._after
@@ -186,7 +209,7 @@ class Stamped:
                     return []
                 self._seeking, self._held = False, []
                 if not complete:  # the piece before the place may not have been whole yet
-                    self._bytes = max(self._bytes, after.bytes)
+                    self._read = after.bytes
                 return [each for each in pieces if after.bytes and _beyond(each.after, after)]
             if passed < after.lines:
                 return []
@@ -202,6 +225,13 @@ class Stamped:
         self.lost = self._own
         held, self._held = self._held, []
         return held
+
+
+def _cut(part: bytes, *, complete: bool) -> Iterator[tuple[bytes, bool]]:
+    """The pieces of a part; its last one only if it is whole."""
+    rest = yield from logfiles.pieces(part)
+    if complete:
+        yield rest, False
 
 
 def _beyond(one: Position, other: Position) -> bool:

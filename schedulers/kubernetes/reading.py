@@ -7,6 +7,7 @@ more is a line of the stream "missing".
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import threading
 import time
@@ -477,14 +478,14 @@ class _Pass:
     def _made(self, source: Source, pieces: Sequence[Piece] | Iterator[Piece]) -> Iterator[LogLine]:
         said = self._job.said
         for piece in pieces:
-            rank, data = sources.rank_of(source, piece)
+            partial, data = sources.goes_on(source, piece)
+            rank, data = sources.rank_of(source, dataclasses.replace(piece, data=data))
             here = self._positions.get(source.name, "")
             if sources.is_launchers(piece, goes_on=said.get(source.name) == here):
                 rank, said[source.name] = None, str(piece.after)
             text = data.decode("utf-8", "surrogateescape")
-            yield self._line(
-                LogLine(rank=rank, attempt=source.attempt, text=text, source=source.name, position=str(piece.after))
-            )
+            place = {"source": source.name, "position": str(piece.after)}
+            yield self._line(LogLine(rank=rank, attempt=source.attempt, text=text, partial=partial, **place))
 
     def _rotated(self, source: Source) -> LogLine:
         text = f"accel: some of what {source.who()} is missing: its log was rotated before it was read\n"

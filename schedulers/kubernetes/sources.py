@@ -17,6 +17,7 @@ _OWN = "accel-"
 _RANK = re.compile(rb"\[rank (\d{1,7})\] ")
 # What the launcher says, and the lines of its report of a failure after the first: see accel/launch/report.py.
 _LAUNCHER = b"accel launch: "
+_GOES_ON = b"\x1f\n"
 _REPORT = re.compile(rb"  (\| |(error|cause|remedy|log|others): )")
 
 
@@ -102,6 +103,13 @@ def rank_of(source: Source, piece: Piece) -> tuple[int | None, bytes]:
     return int(match[1]), piece.data[match.end() :] if piece.first else piece.data
 
 
+def goes_on(source: Source, piece: Piece) -> tuple[bool, bytes]:
+    """Whether it is a part of a longer line, and the part as it was written: see `_GOES_ON` in accel/launch/tee.py."""
+    if source.tee and not piece.first and piece.data.endswith(_GOES_ON):
+        return True, piece.data[: -len(_GOES_ON)]
+    return piece.partial, piece.data
+
+
 def _of_pod(pod: Object, node: int, base: int) -> Iterator[Source]:
     status, spec = pod.get("status") or {}, pod.get("spec") or {}
     commands = {each.get("name"): each.get("command") or () for each in spec.get("containers") or []}
@@ -155,4 +163,4 @@ def _said(pod: Object) -> dict[str, str]:
     return {**(metadata.get("annotations") or {}), **(metadata.get("labels") or {})}
 
 
-__all__ = ["Source", "is_launchers", "of", "rank_of"]
+__all__ = ["Source", "goes_on", "is_launchers", "of", "rank_of"]

@@ -19,6 +19,7 @@ from .. import disk
 from ..errors import StoreError
 from ..job import Reason, State, Status
 from ..processes import Identity
+from ..remote.hostside.logs import newest_attempt, newest_event
 
 SCHEMA = 1
 
@@ -82,23 +83,17 @@ class JobFiles:
         except (StoreError, KeyError, ValueError, TypeError) as error:
             return Status(state=State.FAILED, reason=Reason.LOST, message=f"its result cannot be read: {error}")
 
-    def launch_events(self) -> list[dict[str, Any]]:
-        """What `accel launch` told, in order. A line that was cut short by a crash is left out."""
-        events = []
-        for line in (self.read("logs/launch.jsonl") or "").splitlines():
-            try:
-                events.append(json.loads(line))
-            except ValueError:
-                continue
-        return events
+    def launch_event(self, *names: str) -> dict[str, Any] | None:
+        """The last event of one of these names that `accel launch` wrote."""
+        return newest_event(str(self.logs / "launch.jsonl"), *names)
 
     def attempt(self) -> int:
-        return max((event["attempt"] for event in self.launch_events() if event["event"] == "attempt"), default=0)
+        return newest_attempt(str(self.logs / "launch.jsonl")) or 0
 
     def failure(self) -> dict[str, Any] | None:
         """The last failure that the launcher reported."""
-        reports = [event["failure"] for event in self.launch_events() if event["event"] == "failure"]
-        return reports[-1] if reports else None
+        event = self.launch_event("failure")
+        return None if event is None else event["failure"]
 
     def _identity(self, who: str) -> Identity | None:
         text = self.read(f"local/{who}.json")

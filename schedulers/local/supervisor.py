@@ -24,14 +24,15 @@ from typing import Any, NoReturn
 from .. import secrets
 from ..errors import SchedulerError
 from ..job import Reason, State, Status
-from ..logfiles import Clock
 from ..processes import Identity, adopt_orphans, descendants, die_with_parent, end_all
+from ..remote.hostside.logs import Clock, last_line
 from ..store import Store
 from .files import JobFiles
 from .slots import Slots, Want
 
 _KILL_ALLOWANCE_S = 6.0
 _NOTE_S = 1.0
+_LONGEST_WORDS = 500
 
 
 class Cancelled(Exception):
@@ -47,7 +48,7 @@ class Supervisor:
         home = files.directory.parent.parent
         self._record = Store(home).record(self._settings["job_id"])
         self._slots = Slots(home, self._settings["job_id"])
-        self._clock = Clock(files.logs)
+        self._clock = Clock(str(files.logs))
         self._cancelled = False
         self._waiting = False
         self._woken, waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -192,7 +193,8 @@ class Supervisor:
             until = kill_at if kill_at is not None else limit
             select.select([self._woken], [], [], _NOTE_S if until is None else max(0.01, min(_NOTE_S, until - now)))
             self._drain()
-            self._clock.note()
+            with contextlib.suppress(OSError):  # a full disk loses the note, not the job
+                self._clock.note()
         return code
 
     def _drain(self) -> None:
@@ -222,18 +224,13 @@ class Supervisor:
 
     def _refusal(self) -> Reason:
         """Why a launch failed that blames no rank: its ranks never started, or never met."""
-        events = self._files.launch_events()
-        refused = [event["reason"] for event in events if event["event"] == "refused"]
-        if refused:
-            return Reason(refused[-1])
-        return Reason.EXIT_CODE if any(event["event"] == "attempt" for event in events) else Reason.SETUP
+        refused = self._files.launch_event("refused")
+        if refused is not None:
+            return Reason(refused["reason"])
+        return Reason.EXIT_CODE if self._files.launch_event("attempt") else Reason.SETUP
 
     def _last_words(self) -> str:
-        try:
-            lines = (self._files.logs / "node-0.log").read_text(errors="replace").strip().splitlines()
-        except OSError:
-            return ""
-        return lines[-1][:500] if lines else ""
+        return last_line(str(self._files.logs / "node-0.log"), _LONGEST_WORDS)
 
     def _finish(self, status: Status) -> None:
         status = dataclasses.replace(status, observed_at=time.time())

@@ -15,6 +15,7 @@ from .. import logfiles, secrets
 from ..errors import SpecError, SubmitError
 from ..job import Cursor, JobSpec, LogLine, Reason, State, Status
 from ..processes import python_module
+from ..remote.hostside.logs import last_line
 from ..target import Plan, TargetContext
 from .files import SCHEMA, JobFiles
 
@@ -102,12 +103,14 @@ class LocalTarget:
 
     def logs(self, native_id: str, since: Cursor | None = None) -> Iterator[LogLine]:
         files = JobFiles(self._jobs / native_id)
-        # Asked before reading: what is written after this is read the next time.
-        complete = files.exit() is not None or not _alive(files)
-        yield from logfiles.read(files.logs, since, complete=complete)
+        yield from logfiles.read(files.logs, since, complete=_complete(files))
 
     def cursor_at(self, native_id: str, when: float) -> Cursor:
         return logfiles.cursor_at(JobFiles(self._jobs / native_id).logs, when)
+
+    def tail_at(self, native_id: str, since: Cursor, count: int) -> Cursor:
+        files = JobFiles(self._jobs / native_id)
+        return logfiles.tail_at(files.logs, since, count, complete=_complete(files))
 
     def cancel(self, native_id: str) -> None:
         """Tells the supervisor, which ends the job in order: SIGTERM, the job's grace, SIGKILL."""
@@ -166,6 +169,12 @@ class LocalTarget:
             f"its supervisor (process {supervisor.pid}) was killed, or the machine restarted, and it left no result"
         )
         return Status(state=State.FAILED, reason=Reason.LOST, message=message, attempt=files.attempt(), observed_at=now)
+
+
+def _complete(files: JobFiles) -> bool:
+    """Return True if nobody writes to the logs any more. Call it before reading: what is written after this is read
+    the next time."""
+    return files.exit() is not None or not _alive(files)
 
 
 def _alive(files: JobFiles) -> bool:
@@ -229,5 +238,5 @@ def _start_supervisor(files: JobFiles) -> None:
         )  # fmt: skip
     # The process forks the supervisor, waits until it stands, and ends.
     if process.wait() != 0:
-        said = (files.logs / "supervisor.txt").read_text(errors="replace").strip().splitlines()
-        raise SubmitError(f"the job's supervisor did not start: {said[-1] if said else 'it said nothing'}")
+        said = last_line(str(files.logs / "supervisor.txt"), 500)
+        raise SubmitError(f"the job's supervisor did not start: {said or 'it said nothing'}")

@@ -134,6 +134,20 @@ def host_program(name: str) -> bytes:
     return importlib.resources.files(_MODULE).joinpath(f"{name}.py").read_bytes()
 
 
+@functools.cache
+def host_programs(*names: str) -> bytes:
+    """Several programs as one: modules, each after those that it imports. The last one's `main` is called."""
+    sources = {name.rpartition("/")[2]: host_program(name).decode() for name in names}
+    code = (
+        "import sys, types\n"
+        f"for name, source in {sources!r}.items():\n"
+        "    module = sys.modules[name] = types.ModuleType(name)\n"
+        "    exec(compile(source, name, 'exec'), module.__dict__)\n"
+        "module.main()\n"
+    )
+    return code.encode()
+
+
 def _named(source: Path | bytes) -> str:
     return "a content" if isinstance(source, bytes) else str(source)
 

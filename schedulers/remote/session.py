@@ -24,6 +24,10 @@ _CHUNK = 1 << 18
 _PIECE = 1 << 16
 _SENT_AT_ONCE = 1 << 15  # what no server makes a client wait for
 _NOISE_SHOWN = 2000
+_MOST, _LONGEST_LINE = (
+    256 << 20,
+    16 << 20,
+)  # bytes that a command may print; and in one line, of which each is read alone
 
 
 @dataclass(frozen=True)
@@ -101,7 +105,7 @@ class Session:
     def read_line(self, timeout_s: float) -> bytes:
         """The next line of standard output, with its ending; without one, or empty, when there is no more."""
         deadline = time.monotonic() + timeout_s
-        while b"\n" not in self._out.data and self._more(deadline):
+        while b"\n" not in self._out.data and self._more(deadline, _LONGEST_LINE):
             pass
         return self._out.take(self._out.data.find(b"\n") + 1 or len(self._out.data))
 
@@ -128,14 +132,17 @@ class Session:
             self._channel.close()
             self._connection.release_session()
 
-    def _more(self, deadline: float | None) -> bool:
-        """Waits until more has come; False when nothing more can."""
+    def _more(self, deadline: float | None, most: int | None = None) -> bool:
+        """Waits until more has come; False when nothing more can. Raises RemoteError where too much has."""
         ended = self._channel.eof_received or self._channel.closed
+        left = None if deadline is None else deadline - time.monotonic()
+        if left is not None and left <= 0 and not ended:  # also where it goes on printing
+            raise self._too_long()
         if self._drain():
+            self._check_size(_MOST if most is None else most)
             return True
         if ended:
             return False
-        left = None if deadline is None else max(0.0, deadline - time.monotonic())
         poll = select.poll()
         poll.register(self._readable, select.POLLIN)
         if not poll.poll(None if left is None else left * 1000):
@@ -143,14 +150,22 @@ class Session:
         return True
 
     def _drain(self) -> bool:
+        """Takes what has come, a part of it where that is much."""
         got = False
-        while self._channel.recv_stderr_ready():
+        if self._channel.recv_stderr_ready():
             self._err.add(self._channel.recv_stderr(_CHUNK))
             got = True
-        while self._channel.recv_ready():
+        if self._channel.recv_ready():
             self._out.add(self._channel.recv(_CHUNK))
             got = True
         return got
+
+    def _check_size(self, most: int) -> None:
+        for output in (self._out, self._err):
+            if output.skipped + len(output.data) > most:
+                shown = one_line(bytes(output.data[:_NOISE_SHOWN]) or output.noise)
+                problem = f"{self._program} prints more than {most >> 20} MiB"
+                raise RemoteError(self.host, f"{problem}; it begins: {shown}")
 
     def _too_long(self) -> RemoteTimeout:
         said = f"; it last said: {one_line(bytes(self._err.data))}" if self._err.data else ""
@@ -169,23 +184,24 @@ class Session:
 
 
 class _Marked:
-    """An output of which only what follows the mark is the command's."""
+    """An output of which only what follows the mark is the command's. `skipped`: bytes before that."""
 
     def __init__(self, mark: str) -> None:
         self._mark = f"\n{mark}\n".encode()
         self.begun = False
+        self.skipped = 0
         self.noise = b""
         self.data = bytearray()
 
     def add(self, data: bytes) -> None:
         self.data += data
         if not self.begun:
-            before, found, after = bytes(self.data).partition(self._mark)
-            if found:
-                self.begun = True
-                self.noise, self.data = before[-_NOISE_SHOWN:], bytearray(after)
-            else:
-                self.noise = before[-_NOISE_SHOWN:]
+            before, mark, after = self.data.partition(self._mark)
+            self.begun = bool(mark)
+            self.noise = bytes(before[-_NOISE_SHOWN:])
+            kept = after if mark else self.data[-_NOISE_SHOWN - len(self._mark) :]
+            self.skipped += len(self.data) - len(kept)
+            self.data = bytearray(kept)
 
     def take(self, count: int) -> bytes:
         if not self.begun:

@@ -15,6 +15,8 @@ from typing import IO, Protocol
 from .errors import HostUnreachable, one_line
 from .sshconfig import Settings
 
+_SAID = 1 << 16  # bytes of what a ProxyCommand said last
+
 
 class Stream(Protocol):
     """What a connection runs over: a socket, or a channel of another connection."""
@@ -117,7 +119,7 @@ def by_proxy(settings: Settings, command: str) -> HeardStream:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
         process.wait()
-        said.seek(0)
+        said.seek(max(0, said.seek(0, os.SEEK_END) - _SAID))
         text = said.read()
         if text.strip():
             last_words = f"ProxyCommand said: {one_line(text)}"

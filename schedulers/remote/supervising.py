@@ -7,6 +7,8 @@ import importlib.resources
 import io
 import zipfile
 
+from .files import host_program
+
 PROGRAM = "supervisor.pyz"
 _PACKAGE = "supervisor"
 _CALL = "main(*sys.argv[1:])"
@@ -20,9 +22,13 @@ def program() -> bytes:
 
 
 def pack(package: str, call: str) -> bytes:
-    """A package beside the hosts' other programs as one file that Python runs; `call` is how, of its `main`."""
+    """A package beside the hosts' other programs as one file that Python runs, with `logs.py`, which it imports.
+
+    `call` is how its `main` is called.
+    """
     folder = importlib.resources.files(f"schedulers.remote.hostside.{package}")
     sources = {f"{package}/{file.name}": file.read_bytes() for file in folder.iterdir() if file.name.endswith(".py")}
+    sources["logs.py"] = host_program("logs")
     main = f"import sys\nfrom {package}.main import main\n{call}\n"
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:

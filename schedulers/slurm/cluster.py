@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import time
@@ -51,6 +50,9 @@ class Cluster(Protocol):
 
     def cursor_at(self, job_id: str, when: float) -> Cursor:
         """Where its logs stood then."""
+
+    def tail_at(self, job_id: str, since: Cursor, count: int, *, over: bool) -> Cursor:
+        """Where the last `count` lines of each rank begin."""
 
     def wait(self, native: Native, timeout_s: float) -> bool:
         """Until the job has left its result, or Slurm has ended it; False when the time is over."""
@@ -105,15 +107,23 @@ class Here:
     def read(self, job_id: str, since: Cursor | None, *, over: bool) -> Iterator[LogLine]:
         from .. import logfiles
 
-        directory = Path(self._jobs) / job_id
-        # Asked before reading: what is written after this is read the next time.
-        complete = over or (directory / "exit.json").exists()
-        yield from logfiles.read(directory / "logs", since, complete=complete)
+        complete = over or self._has_result(job_id)
+        yield from logfiles.read(Path(self._jobs) / job_id / "logs", since, complete=complete)
 
     def cursor_at(self, job_id: str, when: float) -> Cursor:
         from .. import logfiles
 
         return logfiles.cursor_at(Path(self._jobs) / job_id / "logs", when)
+
+    def tail_at(self, job_id: str, since: Cursor, count: int, *, over: bool) -> Cursor:
+        from .. import logfiles
+
+        complete = over or self._has_result(job_id)
+        return logfiles.tail_at(Path(self._jobs) / job_id / "logs", since, count, complete=complete)
+
+    def _has_result(self, job_id: str) -> bool:
+        """To be looked at before the logs are read: what is written after this is read the next time."""
+        return (Path(self._jobs) / job_id / "exit.json").exists()
 
     def wait(self, native: Native, timeout_s: float) -> bool:
         from ..remote.hostside import slurm
@@ -249,6 +259,11 @@ class Login:
         stood: dict[str, int] = self.ask([{"op": "at", "job": job_id, "when": when}])[0][0]
         return Cursor({name: str(offset) for name, offset in stood.items()})
 
+    def tail_at(self, job_id: str, since: Cursor, count: int, *, over: bool) -> Cursor:
+        from .reading import tail_at
+
+        return tail_at(self, job_id, since, count, over=over)
+
     def wait(self, native: Native, timeout_s: float) -> bool:
         if self._watch is None:
             from .watching import Watch
@@ -275,18 +290,10 @@ def login_host(options: SlurmOptions, name: str) -> Host:
     return dataclasses.replace(hosts[0], user=hosts[0].user or options.user, port=hosts[0].port or options.port)
 
 
-@functools.cache
 def host_programs() -> bytes:
     """`hostside/slurm_main.py` and what it imports, as one program for the login node's Python."""
-    from ..remote.files import host_program
+    from ..remote import files
 
-    parts = ("slurm_batch/documents", "jobs", "slurm_commands", "slurm_queue", "slurm", "slurm_main")
-    sources = {part.rpartition("/")[2]: host_program(part).decode() for part in parts}
-    code = (
-        "import sys, types\n"
-        f"for name, source in {sources!r}.items():\n"
-        "    module = sys.modules[name] = types.ModuleType(name)\n"
-        "    exec(compile(source, name, 'exec'), module.__dict__)\n"
-        "sys.modules['slurm_main'].main()\n"
+    return files.host_programs(
+        "slurm_batch/documents", "logs", "jobs", "slurm_commands", "slurm_queue", "slurm", "slurm_main"
     )
-    return code.encode()

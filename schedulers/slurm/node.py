@@ -23,6 +23,7 @@ from types import FrameType
 from typing import Any
 
 from ..processes import adopt_orphans, descendants, die_with_parent, end_all, wake_pipe
+from ..remote.hostside import logs
 from ..remote.hostside.slurm_batch import documents
 from . import network
 
@@ -279,13 +280,8 @@ class Node:
 
     def _last_words(self) -> str:
         """The last line that `accel launch` wrote of this attempt."""
-        try:
-            with open(os.path.join(self._logs, f"node-{self._rank}.log"), "rb") as file:
-                file.seek(max(0, os.fstat(file.fileno()).st_size - 4096))
-                lines = file.read().decode(errors="replace").strip().splitlines()
-        except OSError:
-            return ""
-        return lines[-1].removeprefix("accel launch: ")[:_LONGEST_WORDS] if lines else ""
+        path = os.path.join(self._logs, f"node-{self._rank}.log")
+        return logs.last_line(path, _LONGEST_WORDS).removeprefix("accel launch: ")
 
 
 def _text(path: str) -> str:

@@ -8,31 +8,42 @@ from typing import TYPE_CHECKING, Any
 
 from .. import logfiles
 from ..job import Cursor, LogLine
+from ..remote.hostside.logs import order
 
 if TYPE_CHECKING:
     from .cluster import Login
 
-_LIMIT = 1 << 20
+# Bytes of one log, and of all, that are read at once. A log gives a line or a piece of one for each MOST_BYTES.
+_LIMIT, _MOST = 4 << 20, 16 << 20
 
 
 def read(login: Login, job_id: str, since: Cursor | None, *, over: bool) -> Iterator[LogLine]:
     """The lines that there are now; their sources are named as in the job's own directory of logs."""
-    pairs = (pair.partition("=") for pair in str(since or "").split(",") if pair)
-    positions = {source: int(at) for source, _, at in pairs if at.isdigit()}
-    limit, more = _LIMIT, True
+    positions = logfiles.offsets(since)
+    step: dict[str, Any] = {"op": "logs", "job": job_id, "limit": _LIMIT, "most": _MOST, "over": over}
+    more = True
     while more:
-        step = {"op": "logs", "job": job_id, "from": positions, "limit": limit, "over": over}
-        (done,), data = login.ask([step])
-        more, stuck = False, False
-        for file, content in sorted(_contents(done["files"], data), key=lambda pair: _order(pair[0])):
-            before = positions.get(file["name"], 0)
+        (done,), data = login.ask([{**step, "from": positions}])
+        files = sorted(_contents(done["files"], data), key=lambda pair: _order(pair[0]))
+        step["only"] = []
+        for file, content in files:
             ends = file["offset"] + file["length"] >= file["size"]
             for line in _lines(file, content, complete=done["complete"] and ends):
                 positions[file["name"]] = int(line.position)
                 yield line
-            more = more or not ends
-            stuck = stuck or (not ends and positions.get(file["name"], 0) == before)
-        limit *= 4 if stuck else 1  # one line is longer than what was read
+            if not ends:
+                step["only"].append(file["name"])
+        more = bool(step["only"])
+
+
+def tail_at(login: Login, job_id: str, since: Cursor, count: int, *, over: bool) -> Cursor:
+    """Where the last lines of each rank begin."""
+    step = {"op": "tail", "job": job_id, "from": logfiles.offsets(since), "count": count, "over": over}
+
+    def ask(counts: Mapping[str, int]) -> list[dict[str, Any]]:
+        return list(login.ask([{**step, "counts": counts}])[0][0])
+
+    return since.moved(logfiles.last_lines(ask, count))
 
 
 def _contents(files: list[Mapping[str, Any]], data: bytes) -> Iterator[tuple[Mapping[str, Any], bytes]]:
@@ -43,15 +54,11 @@ def _contents(files: list[Mapping[str, Any]], data: bytes) -> Iterator[tuple[Map
 
 
 def _order(file: Mapping[str, Any]) -> tuple[float, int, str]:
-    """Attempt by attempt and rank by rank; setup comes first, and what launchers have to say of it last."""
-    if file["rank"] is None:
-        return (-1.0 if file["name"].endswith("setup") else float("inf"), 0, file["name"])
-    return (float(file["attempt"]), file["rank"], file["name"])
+    return order(file["name"], file["rank"], file["attempt"])
 
 
 def _lines(file: Mapping[str, Any], content: bytes, *, complete: bool) -> Iterator[LogLine]:
-    offset = file["offset"]
-    for data in logfiles.split(io.BytesIO(content).read, complete):
-        offset += len(data)
-        text = data.decode("utf-8", "surrogateescape")
-        yield LogLine(rank=file["rank"], attempt=file["attempt"], text=text, source=file["name"], position=str(offset))
+    return logfiles.lines(
+        io.BytesIO(content).read, complete,
+        source=file["name"], rank=file["rank"], attempt=file["attempt"], offset=file["offset"],
+    )  # fmt: skip

@@ -254,6 +254,10 @@ class SlurmTarget:
     def cursor_at(self, native_id: str, when: float) -> Cursor:
         return self._cluster.cursor_at(Native.parse(native_id).job_id, when)
 
+    def tail_at(self, native_id: str, since: Cursor, count: int) -> Cursor:
+        job_id, over = Native.parse(native_id).job_id, self._queue.is_over(native_id)
+        return self._cluster.tail_at(job_id, since, count, over=over)
+
     def cancel(self, native_id: str) -> None:
         """A job that runs is asked to end in order; one that waits is taken out of the queue. Raises Unreachable."""
         native = Native.parse(native_id)

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 from ..errors import SchedulerError
 from ..job import Reason, State, Status
 from ..remote.errors import HostUnreachable, RemoteError, one_line
-from ..remote.files import host_program, program_loader
+from ..remote.files import host_programs, program_loader
 from ..remote.hosts import Host
 from ..remote.transport import Outcome, Pool, Remote
 from .native import Native
@@ -107,7 +107,7 @@ class Hosts:
             pool.close()
 
     def _ask_one(self, remote: Remote, steps: Sequence[Step]) -> Answer:
-        program = host_program("jobs")
+        program = host_programs("logs", "jobs")
         request = json.dumps({"root": self._options.root, "do": list(steps)}).encode()
         argv = [self.python, "-I", "-S", "-c", program_loader(program)]
         said = remote.run(argv, stdin=program + request + b"\n", timeout_s=_ANSWER_S)

@@ -5,18 +5,23 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from .. import logfiles
 from ..errors import SchedulerError, Unreachable
 from ..job import Cursor, LogLine
 from ..remote.hosts import Host
+from ..remote.hostside.logs import order
 from .asking import Hosts
 from .native import Native
 
-_LIMIT = 1 << 20
+# Bytes of one log, of all logs of a host, and of all hosts, that are read at once. A log gives a line or a piece of
+# one for each logfiles.MOST_BYTES.
+_LIMIT, _MOST, _MOST_OF_ALL = 4 << 20, 16 << 20, 64 << 20
 _SILENT = "unreachable"
 _WHEN = "since"  # of a host that could not be asked where its logs stood at a time: that time
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,10 +38,7 @@ class _Piece:
 
     @property
     def order(self) -> tuple[float, int, str]:
-        """Attempt by attempt and rank by rank; setup comes first, and what launchers have to say of it last."""
-        if self.rank is None:
-            return (-1.0 if self.source.endswith("setup") else float("inf"), 0, self.source)
-        return (float(self.attempt), self.rank, self.source)
+        return order(self.source, self.rank, self.attempt)
 
 
 def read(hosts: Hosts, native: Native, since: Cursor | None) -> Iterator[LogLine]:
@@ -47,13 +49,16 @@ def read(hosts: Hosts, native: Native, since: Cursor | None) -> Iterator[LogLine
     """
     positions = _positions(since)
     numbers = {host: number for number, host in enumerate(native.hosts)}
-    asked, limits = list(native.hosts), dict.fromkeys(native.hosts, _LIMIT)
+    asked = list(native.hosts)
+    most = max(logfiles.MOST_BYTES, min(_MOST, _MOST_OF_ALL // len(native.hosts)))
+    limits = {"limit": min(_LIMIT, most), "most": most}
+    unread: dict[Host, list[str]] = {}
     errors: dict[Host, SchedulerError] = {}
     over, believe = False, True
     while asked:
-        steps = {host: [_step(native, positions, numbers[host], limits[host])] for host in asked}
+        steps = {host: [_step(native, positions, numbers[host]) | limits | _only(unread.get(host))] for host in asked}
         pieces: list[_Piece] = []
-        again: list[Host] = []
+        unread = {}
         for host, outcome in hosts.ask(steps, believe_down=believe).items():
             if outcome.error is not None or outcome.value is None:
                 errors[host] = outcome.error or Unreachable(f"{host}: no answer")
@@ -61,17 +66,14 @@ def read(hosts: Hosts, native: Native, since: Cursor | None) -> Iterator[LogLine
             over = over or bool(outcome.value.done[0]["over"])
             found = _pieces(outcome.value.done[0], outcome.value.data, numbers[host])
             pieces += found
-            if any(piece.more for piece in found):
-                again.append(host)
+            more = [piece.source.partition("/")[2] for piece in found if piece.more]
+            if more:
+                unread[host] = more
         for piece in sorted(pieces, key=lambda piece: piece.order):
-            lines = 0
             for line in _lines(piece):
                 positions[line.source] = line.position
-                lines += 1
                 yield line
-            if not lines and piece.more:  # one line is longer than what was read
-                limits[native.hosts[int(piece.source.partition("/")[0])]] *= 4
-        asked = again
+        asked = list(unread)
         if not asked and over and believe:
             # They may be back; what they do not give now is missing for good.
             believe = False
@@ -91,16 +93,49 @@ def cursor_at(hosts: Hosts, native: Native, when: float) -> Cursor:
     return Cursor(found)
 
 
+def tail_at(hosts: Hosts, native: Native, since: Cursor, count: int) -> Cursor:
+    """Where the last lines of each rank begin, whichever hosts its attempts were on; a host that cannot be asked now
+    gives all lines later."""
+    positions = _positions(since)
+    steps = {
+        host: {"op": "tail", "job": native.job_id, "from": _offsets(positions, number), "count": count}
+        for number, host in enumerate(native.hosts)
+    }
+
+    def ask(counts: Mapping[str, int]) -> list[dict[str, Any]]:
+        found = []
+        asked = {host: [{**step, "counts": _of(counts, number)}] for number, (host, step) in enumerate(steps.items())}
+        for number, outcome in enumerate(hosts.ask(asked, believe_down=True).values()):
+            logs = [] if outcome.value is None else outcome.value.done[0]
+            found += [{**log, "name": f"{number}/{log['name']}"} for log in logs]
+        return found
+
+    return since.moved(logfiles.last_lines(ask, count))
+
+
 def _positions(since: Cursor | None) -> dict[str, str]:
     pairs = (pair.partition("=") for pair in str(since or "").split(",") if pair)
     return {source: position for source, _, position in pairs}
 
 
-def _step(native: Native, positions: Mapping[str, str], number: int, limit: int) -> dict[str, Any]:
-    mine = {source.partition("/")[2]: at for source, at in positions.items() if source.startswith(f"{number}/")}
-    start = {name: int(at) for name, at in mine.items() if at.isdigit() and name != _WHEN}
-    when = {"when": float(mine[_WHEN])} if _WHEN in mine else {}
-    return {"op": "logs", "job": native.job_id, "from": start, "limit": limit, **when}
+def _step(native: Native, positions: Mapping[str, str], number: int) -> dict[str, Any]:
+    when = positions.get(f"{number}/{_WHEN}")
+    dated = {} if when is None else {"when": float(when)}
+    return {"op": "logs", "job": native.job_id, "from": _offsets(positions, number), **dated}
+
+
+def _offsets(positions: Mapping[str, str], number: int) -> dict[str, int]:
+    mine = _of(positions, number)
+    return {name: int(at) for name, at in mine.items() if at.isdigit() and name != _WHEN}
+
+
+def _of(places: Mapping[str, T], number: int) -> dict[str, T]:
+    """Those of one host, by the names that it knows."""
+    return {name.partition("/")[2]: place for name, place in places.items() if name.startswith(f"{number}/")}
+
+
+def _only(logs: list[str] | None) -> dict[str, Any]:
+    return {} if logs is None else {"only": logs}
 
 
 def _pieces(done: Mapping[str, Any], data: bytes, number: int) -> list[_Piece]:
@@ -124,11 +159,10 @@ def _pieces(done: Mapping[str, Any], data: bytes, number: int) -> list[_Piece]:
 
 
 def _lines(piece: _Piece) -> Iterator[LogLine]:
-    offset = piece.offset
-    for data in logfiles.split(io.BytesIO(piece.data).read, piece.ends):
-        offset += len(data)
-        text = data.decode("utf-8", "surrogateescape")
-        yield LogLine(rank=piece.rank, attempt=piece.attempt, text=text, source=piece.source, position=str(offset))
+    return logfiles.lines(
+        io.BytesIO(piece.data).read, piece.ends,
+        source=piece.source, rank=piece.rank, attempt=piece.attempt, offset=piece.offset,
+    )  # fmt: skip
 
 
 def _of_silence(

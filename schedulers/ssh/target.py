@@ -154,6 +154,12 @@ class SshTarget:
 
         return reading.cursor_at(self._hosts, Native.parse(native_id), when)
 
+    def tail_at(self, native_id: str, since: Cursor, count: int) -> Cursor:
+        from . import reading
+        from .native import Native
+
+        return reading.tail_at(self._hosts, Native.parse(native_id), since, count)
+
     def cancel(self, native_id: str) -> None:
         """Asks on all hosts at once for an orderly end; the one that leads hears of it from any other.
 

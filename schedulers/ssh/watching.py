@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from ..errors import SchedulerError
 from ..remote.errors import RemoteError
-from ..remote.files import host_program, program_loader
+from ..remote.files import host_programs, program_loader
 from ..remote.hosts import Host
 from ..remote.session import Session
 from .asking import Hosts
@@ -111,7 +111,7 @@ class _Conversation(threading.Thread):
             self._watch.ended(self._host, failed=failed)
 
     def _listen(self) -> None:
-        program = host_program("jobs")
+        program = host_programs("logs", "jobs")
         argv = [self._hosts.python, "-I", "-S", "-c", program_loader(program)]
         request = json.dumps({"root": self._hosts.root, "watch_s": _LIFETIME_S}).encode()
         with self._hosts.pool.on(self._host).open(argv) as session:

@@ -10,8 +10,8 @@ from accel.cli.stream import LogPrinter
 from schedulers.job import Cursor, LogLine
 
 
-def line(text: str, rank: int | None = 0, position: str = "1") -> LogLine:
-    return LogLine(rank=rank, text=text, source=f"rank{rank}", position=position)
+def line(text: str, rank: int | None = 0, position: str = "1", *, partial: bool = False) -> LogLine:
+    return LogLine(rank=rank, text=text, source=f"rank{rank}", position=position, partial=partial)
 
 
 def test_one_ranks_bytes_are_exact(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
@@ -44,6 +44,27 @@ def test_json_lines_hold_exact_bytes_and_a_cursor_to_go_on_from(capfdbinary: pyt
     assert second["base64"] == "/wo="
     assert second["text"] == "\ufffd\n"
     assert Cursor.parse(second["cursor"]) == Cursor({"rank0": "3", "rank1": "9"})
+
+
+def test_pieces_of_a_line_are_put_together_again(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    lines = [line("ab", partial=True), line("cd", partial=True), line("e\n"), line("f\n")]
+    LogPrinter(prefix=True, json=False, since=None, flush=False).print(lines)
+    LogPrinter(prefix=False, json=False, since=None, flush=False).print(lines)
+    assert capfdbinary.readouterr().out == b"[rank 0] abcde\n[rank 0] f\n" + b"abcde\nf\n"
+
+
+def test_pieces_with_another_ranks_line_between_them(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    lines = [line("ab", partial=True), line("other\n", 1), line("cd", partial=True), line("said\n", None), line("e")]
+    LogPrinter(prefix=True, json=False, since=None, flush=False).print(lines)
+    assert capfdbinary.readouterr().out == b"[rank 0] ab\n[rank 1] other\n[rank 0] cd\n[rank 0] e\n"
+
+
+def test_json_marks_pieces(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    lines = [line("ab", 0, "2", partial=True), line("c\n", 0, "4")]
+    LogPrinter(prefix=True, json=True, since=None, flush=False).print(lines)
+    first, second = (json.loads(text) for text in capfdbinary.readouterr().out.splitlines())
+    assert (first["text"], first["partial"], first["cursor"]) == ("ab", True, "rank0=2")
+    assert (second["text"], "partial" in second) == ("c\n", False)
 
 
 def test_ranks_that_nobody_announced_are_told_apart_once_there_are_two(

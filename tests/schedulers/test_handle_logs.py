@@ -5,8 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 
+from schedulers.following import _last
 from schedulers.handle import submit
-from schedulers.job import Cursor, State
+from schedulers.job import Cursor, LogLine, State
 
 from .test_handle import KINDS, Place, place, release, released, texts
 
@@ -82,3 +83,20 @@ def test_tail_then_follow_misses_nothing(place: Place) -> None:
     assert next(lines).text == "0 b\n"
     release(gate)
     assert [line.text for line in lines] == ["0 c\n"]
+
+
+def test_tail_counts_lines_and_not_their_pieces() -> None:
+    """Of targets that cannot say where the last lines begin."""
+
+    def line(text: str, rank: int = 0) -> LogLine:
+        return LogLine(rank=rank, text=text, source="s", position="1", partial=not text.endswith("\n"))
+
+    texts = ["a\n", "b1", "b2", "b3\n", "c\n", "d1", "d2"]
+    lines = [line(text, rank) for text in texts for rank in (0, 1)]
+    for count, expected in ((0, "d1d2"), (1, "c\nd1d2"), (2, "b1b2b3\nc\nd1d2"), (9, "".join(texts))):
+        for rank in (0, 1):
+            assert texts_of(_last(iter(lines), count), rank) == expected
+
+
+def texts_of(lines: list[LogLine], rank: int) -> str:
+    return texts([line for line in lines if line.rank == rank])

@@ -156,6 +156,38 @@ def test_an_older_answer_without_news_does_not_take_the_moment_back(store: Store
     assert store.record(record.id).status.observed_at == 10_000_000_020.0
 
 
+def test_other_words_for_one_state_write_no_event_and_are_remembered(store: Store) -> None:
+    record, at = create(store), time.time() + 1000
+    record.update(Status(state=State.QUEUED, message="waits", observed_at=at))
+    before = (record.directory / "events.jsonl").read_bytes()
+    for number in range(20):
+        queued = Status(state=State.QUEUED, message=f"is number {number} in the queue\udc80", observed_at=at + number)
+        assert record.update(queued) == queued == store.record(record.id).status
+    record.update(Status(state=State.QUEUED, message="an old answer", observed_at=at))
+    later = record.update(Status(state=State.QUEUED, message="is number 19 in the queue\udc80", observed_at=at + 99))
+    assert (later.message, later.observed_at) == ("is number 19 in the queue\udc80", at + 99)
+    assert store.record(record.id).status == later
+    assert (record.directory / "events.jsonl").read_bytes() == before
+    # Of another state, attempt or time, these are nobody's words.
+    for status in (
+        Status(state=State.RUNNING, observed_at=at + 100),
+        Status(state=State.QUEUED, attempt=1, message="anew", observed_at=at + 101),
+        Status(state=State.FAILED, attempt=1, message="it failed", observed_at=at + 102),
+    ):
+        assert record.update(status) == status == store.record(record.id).status
+    assert [event.name for event in record.events()] == ["submitting", *["status"] * 4]
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", "null", '{"state": "queued", "message": 5, "observed_at": 1e300}', "\udcff"]
+)
+def test_words_that_make_no_sense_are_nobodys(store: Store, text: str) -> None:
+    record, at = create(store), time.time() + 1000
+    record.update(Status(state=State.QUEUED, message="waits", observed_at=at))
+    (record.directory / "seen").write_bytes(text.encode("utf-8", "surrogateescape"))
+    assert store.record(record.id).status == Status(state=State.QUEUED, message="waits", observed_at=at)
+
+
 def test_only_what_cannot_be_asked_again_is_waited_for(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     record, synced = create(store), []
     monkeypatch.setattr(os, "fsync", lambda fd: synced.append(fd))

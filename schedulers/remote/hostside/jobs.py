@@ -1,6 +1,6 @@
 """Tells of the jobs on the host it runs on, all that is asked for in one conversation. One line of JSON comes in:
 
-    {"root": "~/.accel", "do": [{"op": "status", "job": "…"}, {"op": "logs", "job": "…", "from": {}, "limit": 1000000}]}
+    {"root": "~/.accel", "do": [{"op": "status", "job": "…"}, {"op": "logs", "job": "…", "from": {}, …}]}
 
 One line comes out, `{"done": […]}` or `{"error": "…"}`, and after it the bytes of the logs, in their order.
 
@@ -21,17 +21,18 @@ import socket
 import sys
 import time
 
+try:
+    from . import logs as files
+except ImportError:  # sent to a host, with this
+    import logs as files  # type: ignore[import-not-found, no-redef]
+
 TYPE_CHECKING = False  # typing itself would take as long to import as all the rest
 if TYPE_CHECKING:
     from typing import Any
 
     Step = dict[str, Any]
 
-LOG = re.compile(r"(?:rank-(?P<rank>\d+)\.a(?P<attempt>\d+)|node-\d+|setup|slurm)\.log\Z")
-ATTEMPT = re.compile(r"a(\d+)\Z")
 JOB = re.compile(r"[A-Za-z0-9_-]+\Z")
-AT_ONCE = 64 << 20
-BLOCK = 4096
 LOOK_S = 0.1
 LOOK_FOR_LIFE_S = 1.0
 
@@ -171,97 +172,62 @@ def alive(directory: str) -> bool:
 
 def logs(root: str, step: Step, contents: list[bytes]) -> dict[str, Any]:
     """What the log files hold from the given offsets on, where there are none from those that they had at a time
-    (`when`). `complete`: nobody writes to them any more."""
-    directory = directory_of(root, step)
-    # Asked before reading: what is written after this is read the next time.
-    over = os.path.exists(os.path.join(directory, "exit.json"))
-    complete = over or not alive(directory)
+    (`when`): of each at most `limit` bytes, of all `most`. With `only`, of these files alone.
+
+    `complete`: nobody writes to them any more.
+    """
+    directory, over, complete = _logs_of(root, step)
     start = {**at(root, step, contents), **step["from"]} if "when" in step else step["from"]
-    files = []
-    left = AT_ONCE
-    for name, rank, attempt in log_files(os.path.join(directory, "logs")):
+    found = []
+    left = int(step["most"])
+    for name, rank, attempt in files.log_files(directory):
+        if name not in step.get("only", (name,)):
+            continue
+        file = files.opened(os.path.join(directory, name + ".log"))
+        if file is None:
+            continue
         offset = int(start.get(name, 0))
-        with open(os.path.join(directory, "logs", name + ".log"), "rb") as file:
+        with file:
             size = os.fstat(file.fileno()).st_size
             file.seek(offset)
             data = file.read(min(int(step["limit"]), left)) if size > offset else b""
         left -= len(data)
         if size > offset:
-            files.append(
+            found.append(
                 {"name": name, "rank": rank, "attempt": attempt, "offset": offset, "length": len(data), "size": size}
             )
             contents.append(data)
-    return {"files": files, "complete": complete, "over": over}
+    return {"files": found, "complete": complete, "over": over}
 
 
-def log_files(directory: str) -> list[tuple[str, int | None, int]]:
-    """Name without `.log`, rank (None: the launcher's) and attempt. Later attempts have a directory each, `aN`."""
-    found = []
-    for path in ["", *sorted(entries(directory))]:
-        match = ATTEMPT.match(path) if path else None
-        if path and not match:
-            continue
-        first = int(match.group(1)) if match else 0
-        for name in sorted(entries(os.path.join(directory, path))):
-            log = LOG.match(name)
-            if log:
-                rank = int(log.group("rank")) if log.group("rank") else None
-                found.append((os.path.join(path, name[: -len(".log")]), rank, first + int(log.group("attempt") or 0)))
-    return found
-
-
-def entries(directory: str) -> list[str]:
-    try:
-        return os.listdir(directory)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
+def _logs_of(root: str, step: Step) -> tuple[str, bool, bool]:
+    """The directory of the job's logs, whether the job has ended, and whether nobody writes to them any more: `over`
+    says that where no supervisor here can."""
+    directory = directory_of(root, step)
+    # Asked before reading: what is written after this is read the next time.
+    over = os.path.exists(os.path.join(directory, "exit.json"))
+    return (
+        os.path.join(directory, "logs"),
+        over,
+        over or (bool(step["over"]) if "over" in step else not alive(directory)),
+    )
 
 
 def at(root: str, step: Step, contents: list[bytes]) -> dict[str, int]:
     """Where each log stood at a time, at the beginning of the line that was being written."""
-    directory = os.path.join(directory_of(root, step), "logs")
-    found = {}
-    for path in ["", *(name for name in sorted(entries(directory)) if ATTEMPT.match(name))]:
-        for name, size in sizes_at(os.path.join(directory, path, "sizes.jsonl"), step["when"]).items():
-            whole = os.path.join(path, name)
-            if LOG.match(os.path.basename(name) + ".log"):
-                found[whole] = line_start(os.path.join(directory, whole + ".log"), int(size))
+    return files.stood_at(os.path.join(directory_of(root, step), "logs"), step["when"])
+
+
+def tail(root: str, step: Step, contents: list[bytes]) -> list[dict[str, Any]]:
+    """How many of its last `count` lines each log has after the given offsets, and where they begin. `counts` has
+    another count for some."""
+    directory, _, complete = _logs_of(root, step)
+    found = []
+    for name, rank, attempt in files.log_files(directory):
+        count, start = step["counts"].get(name, step["count"]), int(step["from"].get(name, 0))
+        lines, begin = files.tail(os.path.join(directory, name + ".log"), start, count, complete)
+        found.append({"name": name, "rank": rank, "attempt": attempt, "lines": lines, "begin": begin})
     return found
-
-
-def sizes_at(path: str, when: float) -> dict[str, int]:
-    before: dict[str, int] = {}
-    try:
-        with open(path, "rb") as file:
-            lines = file.read().splitlines()
-    except FileNotFoundError:
-        return before
-    for line in lines:
-        try:
-            noted = json.loads(line)
-        except ValueError:  # cut short by a crash
-            continue
-        if noted["time"] > when:
-            break
-        before = noted["sizes"]
-    return before
-
-
-def line_start(path: str, offset: int) -> int:
-    try:
-        file = open(path, "rb")  # noqa: SIM115  # closed below
-    except FileNotFoundError:
-        return 0
-    with file:
-        while offset > 0:
-            start = max(0, offset - BLOCK)
-            file.seek(start)
-            block = file.read(offset - start)
-            found = max(block.rfind(b"\n"), block.rfind(b"\r"))
-            if found >= 0:
-                return start + found + 1
-            offset = start
-    return 0
 
 
 def port(root: str, step: Step, contents: list[bytes]) -> int | None:
@@ -296,7 +262,7 @@ def clear(root: str, step: Step, contents: list[bytes]) -> list[int]:
     import shutil
 
     directory = directory_of(root, step)
-    claims = [name.partition(".") for name in entries(directory + ".claims")]
+    claims = [name.partition(".") for name in files.entries(directory + ".claims")]
     others = [int(node) for token, _, node in claims if token == step["token"] and int(node) != int(step["node"])]
     if not others:
         shutil.rmtree(directory + ".claims", ignore_errors=True)
@@ -321,11 +287,9 @@ OPERATIONS = {
     "find": find,
     "logs": logs,
     "at": at,
+    "tail": tail,
     "port": port,
     "claim": claim,
     "clear": clear,
     "cancel": cancel,
 }
-
-if __name__ == "__main__":
-    main()

@@ -11,12 +11,13 @@ import shutil
 import time
 
 try:
-    from . import jobs, slurm_queue
+    from . import jobs, logs, slurm_queue
     from . import slurm_commands as commands
     from .slurm_batch import documents
 except ImportError:  # sent to a host, beside this
     import documents  # type: ignore[import-not-found, no-redef]
     import jobs  # type: ignore[import-not-found, no-redef]
+    import logs  # type: ignore[import-not-found, no-redef]
     import slurm_commands as commands  # type: ignore[import-not-found, no-redef]
     import slurm_queue  # type: ignore[import-not-found, no-redef]
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 COMMENT = "accel:"
 REFUSALS = (jobs.Refused, commands.Refused)
 LOOK_S, AFRESH_S = 0.1, 1.0
+LONGEST_WORDS = 300
 LATE_S = 30.0  # after a job's grace, before a second cancel asks Slurm alone
 
 NOT_STARTED = (
@@ -144,9 +146,9 @@ def _of_files(root: str, job: Step) -> dict[str, Any]:
     }  # fmt: skip
     if found is None:
         starts = documents.lines(os.path.join(directory, "slurm/attempts.jsonl"))
-        told = documents.lines(os.path.join(directory, "logs/launch.jsonl")) if starts else []
+        inside = logs.newest_attempt(os.path.join(directory, "logs/launch.jsonl")) if starts else None
         answer["started"] = bool(starts)
-        answer["attempt"] = max([int(line.get("attempt") or 0) for line in (*starts, *told)], default=0)
+        answer["attempt"] = max([inside or 0, *(int(start.get("attempt") or 0) for start in starts[-1:])])
     return answer
 
 
@@ -182,12 +184,8 @@ def last_words(root: str, job: Step) -> str:
     path = os.path.join(jobs.directory_of(root, job), "logs/slurm.log")
     if "_" in job["slurm"]:
         path = os.path.join(marks(root, job)[1], "slurm", job["slurm"].partition("_")[2] + ".log")
-    try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            lines = [line.strip() for line in file.read()[-4096:].splitlines() if line.strip()]
-    except OSError:
-        return ""
-    return "".join(sign if sign.isprintable() else "?" for sign in lines[-1])[:300] if lines else ""
+    words = logs.last_line(path, LONGEST_WORDS)
+    return "".join(sign if sign.isprintable() else "?" for sign in words)
 
 
 def marks(root: str, job: Step) -> tuple[str, str]:
@@ -310,13 +308,6 @@ def leave_result(directory: str, native: str) -> None:
         os.unlink(partial)
 
 
-def logs(root: str, step: Step, contents: list[bytes]) -> Any:
-    """As of any other host; nobody but a result, or who asks, can say here that no more is to come."""
-    found = jobs.logs(root, step, contents)
-    found["complete"] = found["over"] or bool(step.get("over"))
-    return found
-
-
 def forget_secrets(directory: str) -> None:
     """Of a job that will never read them."""
     try:
@@ -377,8 +368,9 @@ OPERATIONS = {
     "find": find,
     "cancel": cancel,
     "clear": clear,
-    "logs": logs,
+    "logs": jobs.logs,
     "at": jobs.at,
+    "tail": jobs.tail,
     "about": about,
     "check": check,
 }

@@ -8,8 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from schedulers import logfiles
 from schedulers.errors import SpecError
+from schedulers.kubernetes import positions
 from schedulers.kubernetes.positions import Piece, Position, Stamped, stamp_of, written
+from schedulers.logfiles import MOST_BYTES
 
 _LINES = st.lists(st.binary(max_size=12).map(lambda data: data.replace(b"\n", b"")), max_size=12)
 
@@ -145,3 +148,54 @@ def test_times_of_any_zone_are_one_kind_of_stamp(word: bytes, stamp: str | None)
 def test_a_position_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(SpecError, match="not a position in a log"):
         Position.parse(text)
+
+
+@given(
+    lines=st.lists(st.text("aé€🏖\r", max_size=70).map(str.encode), max_size=6),
+    steps=st.lists(st.sampled_from([0, 0, 1, 10**6]), max_size=4),
+    cuts=st.lists(st.integers(0, 400), max_size=9),
+    again=st.lists(st.integers(0, 400), max_size=9),
+    stop=st.integers(0, 40),
+    ended=st.booleans(),
+)
+def test_a_long_line_comes_in_pieces_wherever_a_reader_is_cut_off(
+    lines: list[bytes], steps: list[int], cuts: list[int], again: list[int], stop: int, ended: bool
+) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        for module in (logfiles, positions):
+            patched.setattr(module, "MOST_BYTES", 40)
+        log = _log(lines, steps, ended=ended)
+        first = _read(log, cuts)
+        plain = b"".join(line + b"\n" for line in lines)
+        assert _text(first) == (plain if ended else plain.removesuffix(b"\n"))
+        for piece in first:
+            assert len(piece.data) <= 40
+            piece.data.decode()  # whole characters
+            assert piece.partial == (piece is not first[-1] and not piece.data.endswith((b"\r", b"\n")))
+        kept = first[: stop % (len(first) + 1)]
+        after = Position.parse(str(kept[-1].after)) if kept else None
+        whole = [(piece.data, piece.after, piece.partial) for piece in first]
+        assert [(piece.data, piece.after, piece.partial) for piece in kept + _read(log, again, after)] == whole
+
+
+def test_what_is_held_of_a_line_without_an_end() -> None:
+    for after in (None, Position("20261121T163300.000000000Z", 0, 5 * (MOST_BYTES - 2))):
+        stamped = Stamped(after)
+        chunk = b"x" * (1 << 16)
+        fed, given = len(stamped.feed(b"2026-11-21T16:33:00Z ")), after.bytes if after else 0
+        while fed < 8 << 20:
+            given += len(_text(stamped.feed(chunk)))
+            fed += len(chunk)
+            assert max(0, fed - given) <= MOST_BYTES + len(chunk)
+            assert len(stamped._rest) <= MOST_BYTES + len(chunk)
+        given += len(_text(stamped.feed(b"\n")))
+        assert given == fed + 1
+
+
+def test_what_comes_instead_of_a_log_is_not_held_for_ever() -> None:
+    stamped = Stamped(None)
+    for _ in range(99):
+        assert stamped.feed(b"no such log" + b"!" * (1 << 16)) == []
+        assert len(stamped._rest) <= MOST_BYTES
+    assert stamped.feed(b"\n" + b"and so on\n" * 99) == []
+    assert sum(map(len, stamped.said)) < 10_000

@@ -11,9 +11,10 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from schedulers import LogLine, SchedulerError
+from schedulers import Cursor, LogLine, SchedulerError
 from schedulers.kubernetes import reading, streams
 from schedulers.kubernetes.native import Native
+from schedulers.logfiles import MOST_BYTES
 
 from .conftest import MakeApi
 from .servers import Server, reply, serving
@@ -24,24 +25,31 @@ _NATIVE = Native("job", "team", "run1", "abc")
 _DONE = condition("Complete")
 
 
-def _answering(*conditions: dict[str, Any], again: int | None = None) -> Callable[[Any], None]:
-    """An API server that has the pods of a job, each with one line. Of `again` another run has begun since."""
+def _answering(
+    *conditions: dict[str, Any],
+    again: int | None = None,
+    pods: int = _PODS,
+    log: bytes = b"",
+    flags: tuple[str, ...] = (),
+) -> Callable[[Any], None]:
+    """An API server that has the pods of a job, each with one line, or this log. Of `again` another run has begun
+    since."""
 
     def of(node: int, *, restarted: bool = False) -> dict[str, Any]:
         state = running(1) if restarted else terminated(0, "Completed") if conditions else running()
         made = pod(node, state, phase="Succeeded" if conditions else "Running")
         made["metadata"] |= {"name": f"p-{node}", "uid": f"{node:08}", "creationTimestamp": "2026-11-21T10:00:00Z"}
-        return {**made, "spec": {"containers": [{"name": "pytorch", "command": ["accel", "launch", "--"]}]}}
+        return {**made, "spec": {"containers": [{"name": "pytorch", "command": ["accel", "launch", *flags, "--"]}]}}
 
     def answer(handler: Any) -> None:
         path = urlsplit(handler.path).path
         found = re.search(r"/pods/p-(\d+)(/log)?$", path)
         if found and found[2]:
-            reply(handler, f"2026-11-21T10:00:00Z line of {found[1]}\n".encode())
+            reply(handler, log or f"2026-11-21T10:00:00Z line of {found[1]}\n".encode())
         elif found:
             reply(handler, of(int(found[1]), restarted=int(found[1]) == again))
         elif path.endswith("/pods"):
-            reply(handler, {"kind": "PodList", "items": [of(node) for node in range(_PODS)]})
+            reply(handler, {"kind": "PodList", "items": [of(node) for node in range(pods)]})
         else:
             reply(handler, workload("Job", *conditions))
 
@@ -95,3 +103,25 @@ def test_two_readers_at_one_place_do_not_take_from_one_stream(make: MakeApi) -> 
         for each in (tail, another):
             each.source, each.holder = SimpleNamespace(name="log"), None
         assert second._own_tails() == [tail]  # both would give it the same lines
+
+
+def test_long_lines_of_ranks_that_share_a_log(make: MakeApi) -> None:
+    """As `--tee` prints them: where another rank's line comes in their midst, they are marked and go on later."""
+    first, second = b"x" * (3 << 20), b"y" * (1 << 20)
+    lines = [b"[rank 0] " + first + b"\x1f", b"[rank 1] hello", b"[rank 0] " + second + b"\x1f", b"[rank 1] you"]
+    lines += [b"[rank 0] the end", b"[rank 1] \x1f"]
+    log = b"".join(b"2026-11-21T10:00:00.%dZ %s\n" % (number, line) for number, line in enumerate(lines))
+    with serving(_answering(_DONE, pods=1, log=log, flags=("--tee", "3"))) as server:
+        reader = reading.Reader(make(server.url))
+        found = list(reader.read(_NATIVE, None, None, over=True))
+        for number in (1, 3, 4, 5, 7):
+            cursor = Cursor()
+            for line in found[:number]:
+                cursor.advance(line)
+            assert list(reader.read(_NATIVE, cursor, None, over=True)) == found[number:]
+    of_rank = [[line for line in found if line.rank == rank] for rank in (0, 1)]
+    assert "".join(line.text for line in of_rank[0]).encode() == first + second + b"the end\n"
+    assert [line.partial for line in of_rank[0]] == [True] * (len(of_rank[0]) - 1) + [False]
+    assert all(len(line.text) <= MOST_BYTES for line in found)
+    assert [line.text for line in of_rank[1]] == ["hello\n", "you\n", "\x1f\n"]
+    assert [line.partial for line in of_rank[1]] == [False] * 3

@@ -205,6 +205,33 @@ def test_more_gpus_than_there_are(submit: Submit) -> None:
     assert record.status.state is State.FAILED
 
 
+def test_links_to_nothing_and_files_that_vanish_among_the_logs_end_nothing(submit: Submit, project: Path) -> None:
+    """Until the supervisor has looked at them; and a line without an end is delivered while the job runs."""
+    text = f"""if True:
+        import os, sys, time, pathlib
+        logs = pathlib.Path(os.environ['ACCEL_JOB_DIR'], 'logs')
+        (logs / 'rank-7.a0.log').symlink_to('nowhere')
+        (logs / 'rank-8.a0.log').symlink_to('rank-8.a0.log')
+        sys.stdout.write('x' * {3 << 20})
+        sys.stdout.flush()
+        while '"rank-0.a0": {3 << 20}' not in (logs / 'sizes.jsonl').read_text():
+            (logs / 'rank-9.a0.log').write_text('there')
+            (logs / 'rank-9.a0.log').unlink()
+        pathlib.Path('noted').touch()
+        while not os.path.exists('end'):
+            time.sleep(0.01)
+        print('!')
+    """
+    job = submit(text)
+    until(lambda: (project / "noted").exists() or job.status().state.final, "the logs' sizes are noted")
+    pieces = [line for line in job.logs() if line.rank == 0]
+    (project / "end").touch()
+    assert [(len(line.text), line.partial) for line in pieces] == [((1 << 20) - 2, True)] * 3
+    assert job.wait().state is State.SUCCEEDED
+    assert printed(job) == "x" * (3 << 20) + "!\n"
+    assert [line.text for line in job.logs(ranks=[0], tail=1)][-1] == "xxxxxx!\n"
+
+
 def test_the_terminal_may_close(home: Path, project: Path) -> None:
     """Submitted from a terminal of its own, which is then hung up."""
     import pty

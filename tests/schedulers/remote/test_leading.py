@@ -7,6 +7,7 @@ import io
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from schedulers.remote import supervising
 from schedulers.remote.hostside.supervisor import leading
 from schedulers.remote.hostside.supervisor.leading import Leader
+from schedulers.slurm import batching
 
 REPORT = {"failure": None, "refused": "exit_code", "words": "no luck", "ended": 1.0}
 
@@ -359,7 +361,20 @@ def test_the_program_is_one_file_that_older_pythons_read() -> None:
                 for node in ast.walk(tree)
                 if isinstance(node, ast.ImportFrom) and not node.level
             } | {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-            assert roots <= {*sys.stdlib_module_names, "supervisor"}, name
+            assert roots <= {*sys.stdlib_module_names, "supervisor", "logs"}, name
+
+
+@pytest.mark.parametrize("program", [supervising.program, batching.program])
+def test_a_packed_program_finds_what_is_packed_with_it(program: Callable[[], bytes]) -> None:
+    """Beyond its package it finds nothing where it is installed alone, which Python 3.8 calls a ValueError."""
+    with zipfile.ZipFile(io.BytesIO(program())) as archive:
+        names = set(archive.namelist())
+        for name in names:
+            for node in ast.walk(ast.parse(archive.read(name))):
+                if isinstance(node, ast.Try) and isinstance(node.body[0], ast.ImportFrom) and node.body[0].level == 2:
+                    (handler,) = node.handlers
+                    assert ast.unparse(handler.type or node) == "(ImportError, ValueError)", name
+                    assert f"{node.body[0].names[0].name}.py" in names
     assert Path(leading.__file__).name == "leading.py"
 
 

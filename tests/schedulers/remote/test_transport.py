@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from schedulers.errors import SpecError
+from schedulers.remote import session as sessions
 from schedulers.remote.connecting import Patience
 from schedulers.remote.errors import HostUnreachable, RemoteError, RemoteTimeout
 from schedulers.remote.hosts import Host, parse_hosts
@@ -111,6 +112,51 @@ def test_a_command_that_takes_too_long(pool: Pool) -> None:
         pool.on("node1").run(["sh", "-c", "echo waiting >&2; sleep 60"], timeout_s=5)
     assert time.monotonic() - began < 40
     assert pool.on("node1").run(["echo", "next"]).stdout == b"next\n"
+
+
+@pytest.mark.parametrize("words", [("yes",), ("sh", "-c", "yes >&2"), ("cat", "/dev/zero")])
+def test_a_command_that_prints_without_end_is_ended_by_its_deadline(pool: Pool, words: tuple[str, ...]) -> None:
+    """Also where more has always come by the time that the last of it was taken."""
+    with pool.on("node1").open(words) as session:
+        channel, take = session._channel, session._drain
+        ready = channel.recv_stderr_ready if "sh" in words else channel.recv_ready
+
+        def drain() -> bool:
+            until(ready, "more has come")
+            assert len(session._out.data) + len(session._err.data) < 8 << 20, "it reads on after the deadline"
+            return take()
+
+        session._drain = drain  # type: ignore[method-assign]
+        with pytest.raises(RemoteTimeout, match=r"^node1: (yes|sh|cat) takes too long"):
+            session.finish(0) if words[0] != "cat" else session.read_line(0)
+
+
+def test_a_command_that_prints_without_end_is_not_held_for_ever(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "_MOST", 1 << 20)
+    monkeypatch.setattr(sessions, "_LONGEST_LINE", 1 << 20)
+    held = []
+
+    class Counted(sessions._Marked):
+        def add(self, data: bytes) -> None:
+            super().add(data)
+            held.append(len(self.data))
+
+    monkeypatch.setattr(sessions, "_Marked", Counted)
+    for words in ("yes", "yes >&2"):
+        with pytest.raises(RemoteError, match=r"^node1: sh prints more than 1 MiB; it begins: y"):
+            pool.on("node1").run(["sh", "-c", words], timeout_s=None)
+    with pool.on("node1").open(["cat", "/dev/zero"]) as session, pytest.raises(RemoteError, match="more than 1 MiB"):
+        session.read_line(600)
+    assert max(held) <= (1 << 20) + sessions._CHUNK
+
+
+def test_a_start_up_file_that_prints_without_end(
+    pool: Pool, ssh_hosts: SshHosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sessions, "_MOST", 1 << 20)
+    ssh_hosts.home("node1").joinpath(".bashrc").write_text("yes careful\n")
+    with pytest.raises(RemoteError, match=r"^node1: true prints more than 1 MiB; it begins: (careful|y|c|l)"):
+        pool.on("node1").run(["true"], timeout_s=None)
 
 
 def test_start_up_files_may_print(pool: Pool, ssh_hosts: SshHosts) -> None:

@@ -19,6 +19,11 @@ import traceback
 from . import documents, ending, slurm
 from .step import Step
 
+try:
+    from .. import logs
+except (ImportError, ValueError):  # in the file that is sent with a job; ValueError: Python 3.8
+    import logs  # type: ignore[import-not-found, no-redef]
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, NoReturn
@@ -147,9 +152,8 @@ class Batch:
         """The number of the newest attempt that has begun; -1 when none has."""
         starts = documents.lines(self._path("attempts.jsonl"))
         self._last_start = starts[-1]["attempt"] if starts else -1
-        events = documents.lines(os.path.join(self.directory, "logs", "launch.jsonl"))
-        inside = [int(event["attempt"]) for event in events if event.get("event") == "attempt"]
-        return max([self._last_start, *(inside if starts else [])])
+        inside = logs.newest_attempt(os.path.join(self.directory, "logs", "launch.jsonl")) if starts else None
+        return max(self._last_start, -1 if inside is None else inside)
 
     def _fenced(self) -> bool:
         return documents.fenced(self._path("attempt"), self.attempt)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import select
@@ -13,6 +12,11 @@ import time
 
 from . import documents, slurm
 from .ending import Evidence
+
+try:
+    from .. import logs
+except (ImportError, ValueError):  # in the file that is sent with a job; ValueError: Python 3.8
+    import logs  # type: ignore[import-not-found, no-redef]
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -30,6 +34,8 @@ _ALLOWANCE_S = 20.0  # beyond the grace, for a node to say how it ended
 _REPORTED_S = 10.0  # for srun to end once all nodes have
 _START_ALLOWANCE_S = 5.0
 _KILL_S = 5.0
+_LONGEST_WORDS = 500
+_MOST_HELD = 4096
 _ERROR = "srun: error: "
 _MARK = re.compile(r"(\d+)\.(begun|warned|json)\Z")
 # A warning that comes while the interpreter starts must not end it, which is what both do by default.
@@ -62,7 +68,7 @@ class Step:
         self._known, self._told = known, told
         self._nodes = os.path.join(directory, "slurm", "nodes", f"a{attempt}")
         self._logs = os.path.join(directory, "logs")
-        self._sizes: dict[str, int] = {}
+        self._clock = logs.Clock(self._logs)
         self._since: dict[str, float] = {}
         self._next_look = self._next_glance = self._next_note = 0.0
         self._kill_at: float | None = None
@@ -138,9 +144,10 @@ class Step:
             if documents.fenced(self._own("attempt"), self._attempt):
                 self._mark("fence")
         if now or clock >= self._next_note:
-            self._note_sizes()
+            with contextlib.suppress(OSError):  # a full disk loses the note, not the job
+                self._clock.note()
             # Each of hundreds of logs is a question to the file server.
-            self._next_note = clock + _GLANCE_S + len(self._sizes) / 100
+            self._next_note = clock + _GLANCE_S + len(self._clock.sizes) / 100
 
     def _read_nodes(self) -> None:
         for name in _entries(self._nodes):
@@ -201,32 +208,13 @@ class Step:
         self._mark(event)
         return now - self._since[event] >= seconds
 
-    def _note_sizes(self) -> None:
-        """How long the logs are, so that lines which carry no time can be asked for by it."""
-        sizes = {}
-        for name in _entries(self._logs):
-            if name.endswith(".log"):
-                try:
-                    sizes[name[: -len(".log")]] = os.stat(os.path.join(self._logs, name)).st_size
-                except OSError:
-                    continue
-        if sizes == self._sizes:
-            return
-        self._sizes = sizes
-        line = json.dumps({"schema": 1, "time": time.time(), "sizes": sizes}) + "\n"
-        try:
-            with open(os.path.join(self._logs, "sizes.jsonl"), "ab", buffering=0) as file:
-                file.write(line.encode())
-        except OSError:  # a full disk loses the note, not the job
-            return
-
     def _last_words(self) -> str:
         """Of the first node that has ended without a report: an interpreter that was not there, a package."""
         for rank in self._known.everybody:
             if rank not in self._known.reports:
-                text = "\n".join(_tail(os.path.join(self._logs, f"node-{rank}.log")))
-                if text:
-                    return text.splitlines()[-1].strip()[:500]
+                words = logs.last_line(os.path.join(self._logs, f"node-{rank}.log"), _LONGEST_WORDS)
+                if words:
+                    return words
         return ""
 
 
@@ -236,7 +224,7 @@ class _Words:
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._open = True
-        self._partial = b""
+        self._partial = bytearray()
         self.complaint = self.first = ""
         os.set_blocking(fd, False)
 
@@ -254,23 +242,15 @@ class _Words:
                 os.write(2, data)
             *whole, self._partial = (self._partial + data).split(b"\n")
             for line in whole:
-                text = line.decode(errors="replace").strip()
+                text = line[:_MOST_HELD].decode(errors="replace").strip()
                 self.first = self.first or text
                 if text.startswith(_ERROR) and not self.complaint:
                     self.complaint = text[len(_ERROR) :]
+            del self._partial[_MOST_HELD:]  # of a line that does not end
 
 
 def _entries(path: str) -> list[str]:
     try:
         return os.listdir(path)
-    except OSError:
-        return []
-
-
-def _tail(path: str) -> list[str]:
-    try:
-        with open(path, "rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - 4096))
-            return file.read().decode(errors="replace").strip().splitlines()
     except OSError:
         return []

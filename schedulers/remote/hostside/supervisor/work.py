@@ -17,6 +17,11 @@ from . import wire
 from .documents import make_room
 from .ending import MARKER, Ending
 
+try:
+    from .. import logs
+except (ImportError, ValueError):  # sent to a host, with this; ValueError: Python 3.8
+    import logs  # type: ignore[import-not-found, no-redef]
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,7 +37,6 @@ FILES_LIMIT = resource.getrlimit(resource.RLIMIT_NOFILE)  # as it was when this 
 UMASK = os.umask(0o077)
 os.umask(UMASK)
 _LONGEST_WORDS = 500
-_TAIL = 1 << 16
 _OF_THE_SESSION = ("SSH_CLIENT", "SSH_CONNECTION", "SSH_TTY", "SSH_AUTH_SOCK", "SSH_ORIGINAL_COMMAND")
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -50,7 +54,8 @@ class Work:
         self._setup_left: list[list[str]] | None = None
         self._ending = Ending(settings["job_id"])
         self._kill_at = self._over_at = math.inf  # once it is being stopped
-        self._sizes: dict[str, int] = {}
+        self._clock = logs.Clock(self._logs)
+        self._events_from = 0
         self._noted = 0.0
         self.rank = -1
         self.state: dict[str, Any] = {
@@ -181,6 +186,7 @@ class Work:
             command = self._command(order, len(members))
             for name in ("launch.jsonl", f"node-{self._index}.log"):
                 make_room(os.path.join(self._logs, name))
+            self._events_from = logs.size_of(os.path.join(self._logs, "launch.jsonl"))
             self._process = self._run(command, f"node-{self._index}.log", {"ACCEL_ATTEMPT": str(attempt)})
             self._set("running")
         except OSError as error:
@@ -261,8 +267,10 @@ class Work:
         }
 
     def _events(self) -> Iterator[dict[str, Any]]:
+        """What this attempt's launcher has written."""
         try:
-            with open(os.path.join(self._logs, "launch.jsonl"), errors="replace") as file:
+            with open(os.path.join(self._logs, "launch.jsonl"), "rb") as file:
+                file.seek(self._events_from)
                 lines = file.read().splitlines()
         except OSError:
             return
@@ -273,13 +281,7 @@ class Work:
                 continue
 
     def _last_words(self) -> str:
-        try:
-            with open(os.path.join(self._logs, f"node-{self._index}.log"), "rb") as file:
-                file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL))
-                lines = file.read().decode(errors="replace").strip().splitlines()
-        except OSError:
-            return ""
-        words = lines[-1][:_LONGEST_WORDS] if lines else ""
+        words = logs.last_line(os.path.join(self._logs, f"node-{self._index}.log"), _LONGEST_WORDS)
         return words[len("accel launch: ") :] if words.startswith("accel launch: ") else words
 
     # Bookkeeping.
@@ -295,18 +297,8 @@ class Work:
         free = os.statvfs(self._logs)
         if free.f_bavail * free.f_frsize < FULL_BYTES:
             self._say_that_it_is_full()
-        sizes = {}
-        for entry in os.scandir(self._logs):
-            if entry.name.endswith(".log"):
-                with contextlib.suppress(FileNotFoundError):
-                    sizes[entry.name[: -len(".log")]] = entry.stat().st_size
-        if sizes == self._sizes:
-            return
-        self._sizes = sizes
-        line = json.dumps({"schema": 1, "time": time.time(), "sizes": sizes}) + "\n"
         try:
-            with open(os.path.join(self._logs, "sizes.jsonl"), "ab", buffering=0) as file:
-                file.write(line.encode())
+            self._clock.note()
         except OSError:  # a full disk loses the note, not the job
             self._say_that_it_is_full()
 

@@ -1,0 +1,278 @@
+"""The log files of a job, on the machine that has them: their names, notes of their sizes over time, their last lines.
+
+rank-3.a0.log   the output of rank 3 in attempt 0, stdout and stderr in the order they were written
+node-0.log      the output of node 0's launcher; setup.log that of the setup commands; slurm.log of a batch script
+aN/             the same of attempt N and those after it, where each start has a directory of its own
+sizes.jsonl     the sizes of the files at a time, noted once a second while they grow
+
+Nothing here reads a file as a whole, and a file that cannot be read is no error: jobs may write to their directories.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import stat
+import time
+
+TYPE_CHECKING = False  # typing itself would take as long to import as all the rest
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from typing import Any, BinaryIO
+
+LOG = re.compile(r"(?:rank-(?P<rank>\d+)\.a(?P<attempt>\d+)|node-\d+|setup|slurm)\.log\Z")
+ATTEMPT = re.compile(r"a(\d+)\Z")
+NOTES = "sizes.jsonl"
+MOST_NOTES = 4 << 20  # bytes; a line more than that, and old notes are thinned out to half of it
+FINEST = 64  # of a note's age: how far from the next one it stays when notes are thinned out
+BLOCK = 1 << 16
+LONGEST_EVENT = 1 << 20
+
+_ENDING = re.compile(rb"\n|\r(?!\n)")
+
+
+def log_files(directory: str) -> list[tuple[str, int | None, int]]:
+    """Name without `.log`, rank (None: the launcher's) and attempt of each log."""
+    found = []
+    for path in ["", *sorted(entries(directory))]:
+        match = ATTEMPT.match(path) if path else None
+        if path and not match:
+            continue
+        first = int(match.group(1)) if match else 0
+        for name in sorted(entries(os.path.join(directory, path))):
+            log = LOG.match(name)
+            if log:
+                rank = int(log.group("rank")) if log.group("rank") else None
+                found.append((os.path.join(path, name[: -len(".log")]), rank, first + int(log.group("attempt") or 0)))
+    return found
+
+
+def order(name: str, rank: int | None, attempt: int) -> tuple[float, int, str]:
+    """A key to sort logs by: attempt by attempt and rank by rank; setup comes first, launchers' reports last."""
+    if rank is None:
+        return (-1.0 if name.endswith("setup") else float("inf"), 0, name)
+    return (float(attempt), rank, name)
+
+
+def entries(directory: str) -> list[str]:
+    try:
+        return os.listdir(directory)
+    except OSError:
+        return []
+
+
+def opened(path: str) -> BinaryIO | None:
+    """The log, to be read; None for what is no file, or is one no longer."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        if os.path.isfile(path):
+            raise
+        return None
+    if stat.S_ISREG(os.fstat(fd).st_mode):
+        return open(fd, "rb")
+    os.close(fd)
+    return None
+
+
+class Clock:
+    """Notes when the log files of one directory grow, so that lines, which carry no time, can be found by it.
+
+    The notes take MOST_NOTES bytes at most: recent ones are a second apart, older ones a share of their age.
+    """
+
+    def __init__(self, directory: str) -> None:
+        self._directory = directory
+        self.sizes: dict[str, int] = {}
+
+    def note(self) -> None:
+        """Writes the sizes down if one has changed. Raises OSError when that cannot be written."""
+        sizes = self._look()
+        if sizes == self.sizes:
+            return
+        self.sizes = sizes
+        line = json.dumps({"schema": 1, "time": time.time(), "sizes": sizes}).encode() + b"\n"
+        path = os.path.join(self._directory, NOTES)
+        if size_of(path) + len(line) > MOST_NOTES:
+            _thin_out(path)
+        with open(path, "ab", buffering=0) as file:
+            file.write(line)
+
+    def _look(self) -> dict[str, int]:
+        sizes = {}
+        for entry in os.scandir(self._directory):
+            if entry.name.endswith(".log"):
+                try:
+                    sizes[entry.name[: -len(".log")]] = entry.stat().st_size
+                except OSError:  # it has vanished, or is a link to nothing
+                    continue
+        return sizes
+
+
+def size_of(path: str) -> int:
+    """Of the file in bytes; 0 where there is none."""
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return 0
+
+
+def _thin_out(path: str) -> None:
+    """Replaces the notes by fewer, whose distance grows with their age."""
+    with open(path, "rb") as file:
+        notes = [(noted[0], line) for line in file for noted in [_parse(line)] if noted is not None]
+    share: float = FINEST
+    kept = _spread(notes, share)
+    while len(kept) > 1 and sum(len(line) for line in kept) > MOST_NOTES // 2:
+        share /= 2
+        kept = _spread(notes, share) if share >= 1 else kept[::-2][::-1]
+    partial = f"{path}.{os.getpid()}"
+    try:
+        with open(partial, "wb") as file:
+            file.writelines(kept)
+        os.replace(partial, path)
+    except OSError:
+        if os.path.exists(partial):
+            os.unlink(partial)
+        raise
+
+
+def _spread(notes: list[tuple[float, bytes]], share: float) -> list[bytes]:
+    """The newest note, and before each that is kept the next one that is older by 1/share of that one's age."""
+    kept: list[bytes] = []
+    newest = newer = notes[-1][0] if notes else 0.0
+    for when, line in reversed(notes):
+        if not kept or newer - when >= (newest - newer) / share:
+            kept.append(line)
+            newer = when
+    return kept[::-1]
+
+
+def _parse(line: bytes) -> tuple[float, dict[str, int]] | None:
+    """A note's time and sizes; None for what a crash has cut short."""
+    try:
+        noted = json.loads(line)
+        return float(noted["time"]), {str(name): int(size) for name, size in noted["sizes"].items()}
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
+        return None
+
+
+def stood_at(directory: str, when: float) -> dict[str, int]:
+    """Where each log stood at a time, at the beginning of the line that was being written; a little earlier where that
+    is long ago."""
+    found = {}
+    for path in ["", *(name for name in sorted(entries(directory)) if ATTEMPT.match(name))]:
+        for name, size in _sizes_at(os.path.join(directory, path, NOTES), when).items():
+            whole = os.path.join(path, name)
+            if LOG.match(os.path.basename(name) + ".log"):
+                found[whole] = line_start(os.path.join(directory, whole + ".log"), size)
+    return found
+
+
+def _sizes_at(path: str, when: float) -> dict[str, int]:
+    before: dict[str, int] = {}
+    try:
+        with open(path, "rb") as file:
+            for line in file:
+                noted = _parse(line)
+                if noted is not None and noted[0] > when:
+                    break
+                before = before if noted is None else noted[1]
+    except OSError:
+        return before
+    return before
+
+
+def line_start(path: str, offset: int) -> int:
+    """The beginning of the line that holds the byte before `offset`, or `offset` when that byte ends a line."""
+    for end in _endings(path, 0, offset):
+        return end
+    return 0
+
+
+def tail(path: str, start: int, count: int, complete: bool) -> tuple[int, int]:
+    """How many of the last `count` lines after `start` the file has, and where the first of these begins.
+
+    A line without an end is one only if `complete`: nobody writes to the file any more.
+    """
+    size = size_of(path)
+    if size <= start or (complete and not count):
+        return 0, max(size, start)
+    half = not complete and _read(path, size - 1, 1) == b"\r"  # of a `\r\n`, perhaps
+    lines, newest = 0, True
+    for end in _endings(path, start, size):
+        if half and end == size:
+            continue
+        if newest and complete and end < size:
+            lines = 1
+        newest = False
+        if lines == count:
+            return lines, end
+        lines += 1
+    if newest and complete:
+        lines = 1
+    return lines, start
+
+
+def _endings(path: str, start: int, offset: int) -> Iterator[int]:
+    """Where the lines between two places of a file end, the last one first."""
+    file = opened(path)
+    if file is None:
+        return
+    with file:
+        offset = min(offset, os.fstat(file.fileno()).st_size)
+        file.seek(offset)
+        following = file.read(1)
+        while offset > start:
+            begin = max(start, offset - BLOCK)
+            file.seek(begin)
+            data = file.read(offset - begin)
+            ends = [found.end() for found in _ENDING.finditer(data + following) if found.end() <= len(data)]
+            for end in reversed(ends):
+                yield begin + end
+            following = data[:1]
+            offset = begin
+
+
+def _read(path: str, offset: int, count: int) -> bytes:
+    """What the file holds there; nothing where there is no file."""
+    file = opened(path)
+    if file is None:
+        return b""
+    with file:
+        file.seek(offset)
+        return file.read(count)
+
+
+def last_line(path: str, most: int) -> str:
+    """The last line that is not blank, at most so many characters of it; empty where there is none.
+
+    A line that does not end within the last BLOCK bytes is given from there on.
+    """
+    size = size_of(path)
+    start = max(0, size - BLOCK)
+    lines = _read(path, start, size - start).decode("utf-8", "replace").strip().splitlines()
+    return lines[-1].strip()[:most] if lines else ""
+
+
+def newest_event(path: str, *names: str) -> dict[str, Any] | None:
+    """The last event of one of these names in a file of events, a JSON object a line, which is read from its end."""
+    end = size_of(path)
+    for start in itertools.chain(_endings(path, 0, end), (0,)):
+        line = _read(path, start, end - start) if end - start <= LONGEST_EVENT else b""
+        end = start
+        try:
+            event = json.loads(line)
+        except ValueError:  # cut short by a crash
+            continue
+        if isinstance(event, dict) and event.get("event") in names:
+            return event
+    return None
+
+
+def newest_attempt(path: str) -> int | None:
+    """The number of the last attempt in a file of events."""
+    event = newest_event(path, "attempt")
+    return None if event is None or not isinstance(event.get("attempt"), int) else int(event["attempt"])
