@@ -273,6 +273,16 @@ def test_a_lost_node(make: Make) -> None:
     assert lost not in job.lines("slurm/attempts.jsonl")[1]["nodes"]
 
 
+def test_a_lost_node_is_no_cancellation(make: Make) -> None:
+    """The job is COMPLETING, as after scancel, when its batch script asks what has become of it."""
+    job = make(ENDS_IN_ORDER, nodes=2, max_restarts=0).submit()
+    job.await_running()
+    lost = job.lines("slurm/attempts.jsonl")[0]["nodes"][1]
+    job.slurm.run(["scontrol", "update", f"NodeName={lost}", "State=DOWN", "Reason=test"])
+    end = job.exit()
+    assert (end["state"], end["reason"], job.state()) == ("failed", "node_failure", "NODE_FAIL"), end
+
+
 def test_a_lost_first_node(make: Make) -> None:
     job = make(FIRST_THEN.format(first=WAIT), max_restarts=1).submit()
     job.await_running()
