@@ -81,6 +81,43 @@ def test_the_true_code_where_only_accounting_has_it(
     assert exit_code(Said(state=found["state"], code=found["code"], derived=found["derived"])) == said
 
 
+@pytest.mark.parametrize(
+    ("rows", "number", "state"),
+    [
+        (["74_[48-499]|CANCELLED by 0"], "74_48", "CANCELLED by 0"),
+        (["74_[48-499]|CANCELLED by 0"], "74_499", "CANCELLED by 0"),
+        (["74_[48-499]|CANCELLED by 0"], "74_47", None),
+        (["74_[4-9%2]|CANCELLED by 0"], "74_9", "CANCELLED by 0"),
+        (["74_[1,7,20-30:5]|CANCELLED by 0"], "74_25", "CANCELLED by 0"),
+        (["74_[1,7,20-30:5]|CANCELLED by 0"], "74_26", None),
+        (["74_[1,7,20-30:5]|CANCELLED by 0"], "74_7", "CANCELLED by 0"),
+        (["74|CANCELLED by 0"], "74_3", "CANCELLED by 0"),
+        (["74_[1-3]|PENDING"], "74_3", None),
+        (["74_3|COMPLETED", "74_[4-9]|CANCELLED by 0", "74|CANCELLED by 0"], "74_3", "COMPLETED"),
+        (["75_[0-9]|CANCELLED by 0"], "74_3", None),
+    ],
+)
+def test_array_elements_that_never_began_share_a_row_of_accounting(
+    rows: list[str], number: str, state: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = tmp_path / "jobs/2mxaaaaaaaa/slurm"
+    own.mkdir(parents=True)
+    lines = []
+    for text in rows:
+        given = dict(zip(("id", "state"), text.split("|"), strict=True), comment="accel:2mxaaaaaaaa")
+        lines.append(slurm_commands.SEPARATOR.join({**dict.fromkeys(slurm_commands.ACCOUNT, ""), **given}.values()))
+    (tmp_path / "rows").write_text("\n".join(lines) + "\n")
+    (tmp_path / "sacct").write_text(f"#!/bin/sh\ncat {tmp_path}/rows\n")
+    (tmp_path / "squeue").write_text("#!/bin/sh\n")
+    for name in ("sacct", "squeue"):
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    (own / "submitted.json").write_text('{"slurm": "74_0", "first": "2mxaaaaaaaa", "at": 1.0}')
+    answer = hostside.status(str(tmp_path), {"jobs": [{"job": "2mxaaaaaaaa", "slurm": number}]}, [])
+    said = answer["jobs"][0]["said"]
+    assert (said and said["state"], said and said["restarts"]) == (state, state and 0)
+
+
 def test_a_request_that_pends_for_ever_says_why() -> None:
     status = status_of(Said(state="PENDING", reason="PartitionConfig"))
     assert "can never run" in status.message
