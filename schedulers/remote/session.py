@@ -101,7 +101,8 @@ class Session:
     def read_line(self, timeout_s: float) -> bytes:
         """The next line of standard output, with its ending; without one, or empty, when there is no more."""
         deadline = time.monotonic() + timeout_s
-        while b"\n" not in self._out.data and self._more(deadline):
+        # Lines that come before the mark are of the login shell's start-up files.
+        while not (self._out.begun and b"\n" in self._out.data) and self._more(deadline):
             pass
         return self._out.take(self._out.data.find(b"\n") + 1 or len(self._out.data))
 
@@ -153,6 +154,10 @@ class Session:
         return got
 
     def _too_long(self) -> RemoteTimeout:
+        if not self._out.begun:
+            printed = self._err.noise or self._out.noise
+            noise = f"; its start-up files printed: {one_line(printed)}" if printed.strip() else ""
+            return RemoteTimeout(self.host, f"its login shell does not start {self._program}{noise}")
         said = f"; it last said: {one_line(bytes(self._err.data))}" if self._err.data else ""
         return RemoteTimeout(self.host, f"{self._program} takes too long{said}")
 
@@ -181,11 +186,8 @@ class _Marked:
         self.data += data
         if not self.begun:
             before, found, after = bytes(self.data).partition(self._mark)
-            if found:
-                self.begun = True
-                self.noise, self.data = before[-_NOISE_SHOWN:], bytearray(after)
-            else:
-                self.noise = before[-_NOISE_SHOWN:]
+            self.begun, self.noise = bool(found), before[-_NOISE_SHOWN:]
+            self.data = bytearray(after) if found else self.data[-_NOISE_SHOWN:]
 
     def take(self, count: int) -> bytes:
         if not self.begun:
