@@ -280,7 +280,8 @@ def host_programs() -> bytes:
     """`hostside/slurm_main.py` and what it imports, as one program for the login node's Python."""
     from ..remote.files import host_program
 
-    parts = ("slurm_batch/documents", "jobs", "slurm_commands", "slurm_queue", "slurm", "slurm_main")
+    batch = ("slurm_batch/documents", "slurm_batch/unanswered")
+    parts = (*batch, "jobs", "slurm_commands", "slurm_queue", "slurm", "slurm_main")
     sources = {part.rpartition("/")[2]: host_program(part).decode() for part in parts}
     code = (
         "import sys, types\n"

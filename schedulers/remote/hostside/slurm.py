@@ -270,8 +270,9 @@ def cancel(root: str, step: Step, contents: list[bytes]) -> str:
         return "asked"
     try:
         commands.call(["scancel", *commands.where(step), step["slurm"]])
-    except commands.Refused as error:
-        if "invalid job" in str(error).lower() or "already" in str(error).lower():  # it has ended meanwhile
+    except commands.Refused:
+        rows = {row["id"]: row for row in commands.queue(step)}
+        if step["slurm"] not in rows or rows[step["slurm"]]["state"] not in LIVE:  # it has ended meanwhile
             return "gone"
         raise
     slurm_queue.forget(root, step)

@@ -9,6 +9,11 @@ import os
 import re
 import subprocess
 
+try:
+    from .slurm_batch.unanswered import is_unanswered
+except ImportError:  # sent to a host, beside this
+    from unanswered import is_unanswered  # type: ignore[import-not-found, no-redef]
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -46,14 +51,6 @@ ACCOUNT = {
 # Where sites put Slurm that only a login shell's profile knows.
 _PLACES = ("/opt/slurm/bin", "/usr/local/slurm/bin", "/cm/shared/apps/slurm/current/bin", "/usr/local/bin", "/usr/bin")
 _OF_A_JOB = ("SLURM_", "SBATCH_", "SRUN_", "SQUEUE_", "SACCT_", "SCANCEL_", "SCONTROL_", "SINFO_")
-_SILENT = re.compile(
-    r"unable to contact|unable to establish|timed out|connection refused|connection failure|connect failure"
-    r"|send failure|receive failure|shutdown failure"
-    r"|transport endpoint|connection reset|connection aborted|broken pipe|unable to connect|no route to host"
-    r"|network is unreachable|zero bytes were transmitted|insane message|unexpected message"
-    r"|persistent connection|persistinit|talking to the database|temporarily unable",
-    re.IGNORECASE,
-)
 
 
 class Unanswered(Exception):
@@ -190,14 +187,9 @@ def call(argv: list[str], timeout_s: float = ANSWER_S) -> str:
     said = words_of(done.stderr.decode("utf-8", "replace"))
     if "accounting storage is disabled" in said.lower():
         raise AccountingOff
-    if cannot_be_asked(said):
+    if is_unanswered(said):
         raise Unanswered(f"{argv[0]}: {said}")
     raise Refused(f"{argv[0]}: {said}")
-
-
-def cannot_be_asked(said: str) -> bool:
-    """Whether a command complains of the way to Slurm's daemons, not of what it was asked."""
-    return _SILENT.search(said) is not None
 
 
 def words_of(stderr: str) -> str:

@@ -215,7 +215,8 @@ REFUSAL = "echo 'Requested operation is presently disabled for job 7' >&2; exit 
         ([KILLED], TAKEN.format("COMPLETING", 2), True, None, 1),  # Slurm ends it: the same
         ([KILLED, "exit 0"], TAKEN.format("RUNNING", 2), True, None, 2),  # a signal for all, before it had asked
         ([KILLED, "exit 0"], "exit 1", False, None, 2),
-        (["echo 'Job is pending execution' >&2; exit 1"], "exit 1", False, None, 1),
+        ([REFUSAL], TAKEN.format("PENDING", 2), False, None, 1),  # somebody else has asked for it
+        ([REFUSAL, "exit 0"], "exit 1", False, None, 2),  # what refuses cannot be asked now
         ([DYING, "exit 0"], "exit 1", False, None, 2),
         ([REFUSAL], TAKEN.format("RUNNING", 2), False, "Requested operation is presently disabled for job 7", 1),
         ([REFUSAL], TAKEN.format("RUNNING", 2), True, "Requested operation is presently disabled for job 7", 1),
