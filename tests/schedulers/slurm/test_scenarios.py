@@ -76,9 +76,7 @@ def test_a_sweep_of_twenty_is_cancelled_in_its_midst(slurm: Slurm, home: Path, p
     assert queued(slurm) == []
 
 
-def test_waiting_elements_of_a_sweep_are_cancelled_in_slurm(
-    slurm_accounting: Slurm, home: Path, project: Path
-) -> None:
+def test_waiting_elements_of_a_sweep_are_cancelled_in_slurm(slurm_accounting: Slurm, home: Path, project: Path) -> None:
     """Slurm's controller forgets them, and accounting has one row for all."""
     slurm = slurm_accounting
     slurm.configure(MinJobAge="2")
