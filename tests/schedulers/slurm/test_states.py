@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -162,9 +163,44 @@ def test_secrets_stay_no_longer_than_the_job(state: str, tmp_path: Path) -> None
     own = tmp_path / "jobs/2mxaaaaaaaa/slurm"
     own.mkdir(parents=True)
     (own / "secrets.json").touch()
-    answer = {"said": {"state": state}, "started": True}
+    (own / "settings.json").write_text('{"max_restarts": 0}')
+    answer = {"said": {"state": state}, "started": True, "attempt": 0, "searched": False}
     hostside._look_again(str(tmp_path), {"job": "2mxaaaaaaaa", "slurm": "7"}, answer)
     assert (own / "secrets.json").exists() is not status_of(Said(state=state)).state.final
+
+
+@pytest.mark.parametrize(
+    ("most", "attempt", "facts", "kept"),
+    [
+        (1, 0, {}, True),  # `scontrol requeue` starts it again
+        (1, 1, {}, False),  # it would be a start too many
+        (1, 0, {"started": False}, True),
+        (0, 0, {"started": False}, False),
+        (1, 0, {"searched": True}, False),  # only accounting remembers it
+        (None, 0, {}, False),
+        (1, 0, {"said": None}, True),
+    ],
+)
+def test_secrets_stay_while_slurm_can_start_the_job_again(
+    most: int | None, attempt: int, facts: dict[str, object], kept: bool, tmp_path: Path
+) -> None:
+    own = tmp_path / "jobs/2mxaaaaaaaa/slurm"
+    own.mkdir(parents=True)
+    (own / "secrets.json").touch()
+    (own / "settings.json").write_text("{" if most is None else json.dumps({"max_restarts": most}))
+    answer = {"said": {"state": "FAILED"}, "started": True, "attempt": attempt, "searched": False, **facts}
+    hostside._look_again(str(tmp_path), {"job": "2mxaaaaaaaa", "slurm": "7"}, answer)
+    assert (own / "secrets.json").exists() is kept
+
+
+def test_secrets_go_with_the_result(tmp_path: Path) -> None:
+    """The batch program removes them after it has written the result, and may be killed in between."""
+    own = tmp_path / "jobs/2mxaaaaaaaa/slurm"
+    own.mkdir(parents=True)
+    (own / "secrets.json").touch()
+    (own.parent / "exit.json").write_text("{}")
+    hostside.status(str(tmp_path), {"jobs": [{"job": "2mxaaaaaaaa", "slurm": "7"}]}, [])
+    assert not (own / "secrets.json").exists()
 
 
 def test_a_time_limit_says_what_the_script_could_do() -> None:
