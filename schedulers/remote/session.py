@@ -105,7 +105,8 @@ class Session:
     def read_line(self, timeout_s: float) -> bytes:
         """The next line of standard output, with its ending; without one, or empty, when there is no more."""
         deadline = time.monotonic() + timeout_s
-        while b"\n" not in self._out.data and self._more(deadline, _LONGEST_LINE):
+        # Lines that come before the mark are of the login shell's start-up files.
+        while not (self._out.begun and b"\n" in self._out.data) and self._more(deadline, _LONGEST_LINE):
             pass
         return self._out.take(self._out.data.find(b"\n") + 1 or len(self._out.data))
 
@@ -168,6 +169,10 @@ class Session:
                 raise RemoteError(self.host, f"{problem}; it begins: {shown}")
 
     def _too_long(self) -> RemoteTimeout:
+        if not self._out.begun:
+            printed = self._err.noise or self._out.noise
+            noise = f"; its start-up files printed: {one_line(printed)}" if printed.strip() else ""
+            return RemoteTimeout(self.host, f"its login shell does not start {self._program}{noise}")
         said = f"; it last said: {one_line(bytes(self._err.data))}" if self._err.data else ""
         return RemoteTimeout(self.host, f"{self._program} takes too long{said}")
 

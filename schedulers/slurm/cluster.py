@@ -294,6 +294,5 @@ def host_programs() -> bytes:
     """`hostside/slurm_main.py` and what it imports, as one program for the login node's Python."""
     from ..remote import files
 
-    return files.host_programs(
-        "slurm_batch/documents", "logs", "jobs", "slurm_commands", "slurm_queue", "slurm", "slurm_main"
-    )
+    batch = ("slurm_batch/documents", "slurm_batch/unanswered")
+    return files.host_programs(*batch, "logs", "jobs", "slurm_commands", "slurm_queue", "slurm", "slurm_main")

@@ -152,8 +152,6 @@ class Node:
 
     def _environment(self) -> dict[str, str]:
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(_NOT_FOR_RANKS)}
-        secrets = os.path.join(self._own, "secrets.json")
-        values: dict[str, str] = json.loads(_text(secrets)) if os.path.exists(secrets) else {}
         own = {name: os.environ[f"ACCEL_{name}"] for name in ("MASTER", "PORT", "ATTEMPT", "NODE_NAMES", "JOB_ID")}
         own |= {
             "NODE_RANK": str(self._rank),
@@ -164,7 +162,21 @@ class Node:
             "REQUEUED": "1",
         }
         named = {f"ACCEL_{name}": own[name] for name in own}
-        return {**self._over_interface, **inherited, **self._settings["env"], **values, **named}
+        return {**self._over_interface, **inherited, **self._settings["env"], **self._secrets, **named}
+
+    @functools.cached_property
+    def _secrets(self) -> dict[str, str]:
+        """The values of the secrets that the settings name. Raises Ended when one is missing."""
+        names: list[str] = self._settings.get("secrets", [])
+        path = os.path.join(self._own, "secrets.json")
+        try:
+            values: dict[str, str] = json.loads(_text(path)) if names else {}
+        except (FileNotFoundError, ValueError):
+            values = {}
+        missing = ", ".join(name for name in names if name not in values)
+        if missing:
+            raise Ended(1, f"secrets {missing}: no values in {path}. Submit the job again.", "setup")
+        return values
 
     @functools.cached_property
     def _over_interface(self) -> dict[str, str]:

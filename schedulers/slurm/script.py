@@ -127,6 +127,7 @@ def settings(
         "argv": list(spec.argv),
         "entry": spec.entry,
         "env": dict(spec.env),
+        "secrets": sorted(spec.secrets),
         "setup": [list(argv) for argv in (*options.setup, *spec.setup)],
         "directory": directory,
         "workdir": _join(code or f"{directory}/code", spec.workdir),

@@ -25,6 +25,7 @@ from ..errors import SchedulerError, SubmitError, Unreachable
 from ..remote.hostside import jobs
 from ..remote.hostside import slurm as here
 from ..remote.hostside import slurm_commands as commands
+from ..remote.hostside.slurm_batch.unanswered import is_unanswered
 from ..remote.hostside.slurm_queue import taken
 from . import batching
 
@@ -153,7 +154,7 @@ def _sbatch(script: Path, request: Mapping[str, Any], marker: str, lock: int) ->
 
 
 def _refusal(said: str) -> SchedulerError:
-    if commands.cannot_be_asked(said):
+    if is_unanswered(said):
         return Unreachable(f"sbatch: {said}")
     return SubmitError(f"sbatch: {said}")
 

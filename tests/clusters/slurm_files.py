@@ -221,7 +221,8 @@ class Files:
 
     def write_login(self, login: Machine) -> None:
         """The keys and the configurations of the login machine's server and of its clients."""
-        login.own.mkdir(exist_ok=True)
+        for directory in (login.own, Path("/run/sshd")):  # sshd does not start without the second
+            directory.mkdir(exist_ok=True, mode=0o755)
         for key, owner in ((self.box / "id_ed25519", "accel-test"), (login.own / "host_key", login.name)):
             if not key.exists():
                 call("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key, "-C", owner)

@@ -59,6 +59,8 @@ def status(root: str, step: Step, contents: list[bytes]) -> dict[str, Any]:
         "jobs": answers, "unreachable": None, "accounting": step.get("accounting", True), "age_s": 0.0
     }  # fmt: skip
     waiting = [at for at, found in enumerate(answers) if found["exit"] is None]
+    for at in set(range(len(asked))).difference(waiting):
+        forget_secrets(jobs.directory_of(root, asked[at]))  # where the job was killed before it could
     if not waiting:
         return answer
     asked_at = time.time()
@@ -101,12 +103,23 @@ def _submitted_at(root: str, job: Step) -> float:
 def _look_again(root: str, job: Step, answer: dict[str, Any]) -> None:
     """It may have left its result since it was looked for."""
     directory = jobs.directory_of(root, job)
-    if answer["said"] is not None and answer["said"]["state"].split()[0].rstrip("+") in OVER:
+    over = answer["said"] is not None and answer["said"]["state"].split()[0].rstrip("+") in OVER
+    if over and not _may_start_again(directory, answer):
         forget_secrets(directory)
     path = os.path.join(directory, "exit.json")
     answer["exit"] = jobs.document(path) if documents.exists(path) else None
     if not answer["started"]:
         answer["words"] = last_words(root, job)
+
+
+def _may_start_again(directory: str, answer: dict[str, Any]) -> bool:
+    """Return True if Slurm can start a job again that is over: `scontrol requeue` does, until the controller has
+    forgotten the job, unless it was submitted with --no-requeue."""
+    settings = jobs.document(os.path.join(directory, "slurm/settings.json"))
+    most = settings.get("max_restarts") if isinstance(settings, dict) else None
+    if answer["searched"] or not isinstance(most, int):
+        return False
+    return most > (answer["attempt"] if answer["started"] else 0)
 
 
 def ends(root: str, wanted: dict[str, Step], step: Step) -> Iterator[list[str]]:
@@ -268,8 +281,9 @@ def cancel(root: str, step: Step, contents: list[bytes]) -> str:
         return "asked"
     try:
         commands.call(["scancel", *commands.where(step), step["slurm"]])
-    except commands.Refused as error:
-        if "invalid job" in str(error).lower() or "already" in str(error).lower():  # it has ended meanwhile
+    except commands.Refused:
+        rows = {row["id"]: row for row in commands.queue(step)}
+        if step["slurm"] not in rows or rows[step["slurm"]]["state"] not in LIVE:  # it has ended meanwhile
             return "gone"
         raise
     slurm_queue.forget(root, step)
@@ -294,7 +308,6 @@ def _leave_word(directory: str) -> bool:
 
 def leave_result(directory: str, native: str) -> None:
     """Writes that the job was cancelled before it began, unless it has a result."""
-    forget_secrets(directory)
     result = {"schema": 1, "state": "cancelled", "reason": "user", "native_state": native, "observed_at": time.time()}
     path = os.path.join(directory, "exit.json")
     partial = f"{path}.{os.getpid()}.{os.urandom(4).hex()}"
@@ -306,6 +319,7 @@ def leave_result(directory: str, native: str) -> None:
         pass
     finally:
         os.unlink(partial)
+    forget_secrets(directory)
 
 
 def forget_secrets(directory: str) -> None:

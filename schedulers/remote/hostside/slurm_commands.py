@@ -9,8 +9,14 @@ import os
 import re
 import subprocess
 
+try:
+    from .slurm_batch.unanswered import is_unanswered
+except ImportError:  # sent to a host, beside this
+    from unanswered import is_unanswered  # type: ignore[import-not-found, no-redef]
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from typing import Any
 
     Step = dict[str, Any]
@@ -20,6 +26,7 @@ SEPARATOR = "\x1f"
 NO_LOGIN_NODE = "this machine is no login node of a Slurm cluster (say login: HOST in the target)"
 ANSWER_S = 30.0
 _AT_ONCE = 5000  # jobs in one argument, which may be 128 KiB long
+_SPAN = re.compile(r"(\d+)(?:-(\d+)(?::(\d+))?)?")  # of an array's elements: 7, 4-9, 0-8:2
 
 # Name here -> squeue's name and width; what is longer is cut, so that a row stays a row.
 QUEUE = {
@@ -44,14 +51,6 @@ ACCOUNT = {
 # Where sites put Slurm that only a login shell's profile knows.
 _PLACES = ("/opt/slurm/bin", "/usr/local/slurm/bin", "/cm/shared/apps/slurm/current/bin", "/usr/local/bin", "/usr/bin")
 _OF_A_JOB = ("SLURM_", "SBATCH_", "SRUN_", "SQUEUE_", "SACCT_", "SCANCEL_", "SCONTROL_", "SINFO_")
-_SILENT = re.compile(
-    r"unable to contact|unable to establish|timed out|connection refused|connection failure|connect failure"
-    r"|send failure|receive failure|shutdown failure"
-    r"|transport endpoint|connection reset|connection aborted|broken pipe|unable to connect|no route to host"
-    r"|network is unreachable|zero bytes were transmitted|insane message|unexpected message"
-    r"|persistent connection|persistinit|talking to the database|temporarily unable",
-    re.IGNORECASE,
-)
 
 
 class Unanswered(Exception):
@@ -110,7 +109,27 @@ def accounts_of(numbers: list[str], step: Step) -> list[Row]:
     rows: list[Row] = []
     for start in range(0, len(wanted), _AT_ONCE):
         rows += accounts(["-j", ",".join(wanted[start : start + _AT_ONCE])], step)
-    return rows
+    return rows + list(_of_elements(rows, numbers))
+
+
+def _of_elements(rows: list[Row], numbers: list[str]) -> Iterator[Row]:
+    """The rows of array elements that have none of their own. Those that never began share one, such as `74_[48-499]`,
+    or `74` where none of the array began."""
+    own = {row["id"] for row in rows}
+    waiting: dict[str, list[str]] = {}
+    for number in numbers:
+        array, found, _ = number.partition("_")
+        if found and number not in own:
+            waiting.setdefault(array, []).append(number)
+    for row in rows:
+        array, _, elements = row["id"].partition("_")
+        spans = _SPAN.findall(elements.partition("%")[0]) if elements.startswith("[") else []
+        if not spans and row["id"] != array:
+            continue
+        for number in waiting.get(array, ()):
+            at = int(number.partition("_")[2])
+            if not spans or any(at in range(int(a), int(b or a) + 1, int(step or 1)) for a, b, step in spans):
+                yield {**row, "id": number}
 
 
 def accounts(chosen: list[str], step: Step) -> list[Row]:
@@ -154,6 +173,7 @@ def call(argv: list[str], timeout_s: float = ANSWER_S) -> str:
         for name, value in os.environ.items()
         if name.startswith("SLURM_CONF") or not name.startswith(_OF_A_JOB)
     }
+    env["SLURM_BITSTR_LEN"] = "0"  # sacct names all elements of an array, however many
     try:
         done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, env=env, timeout=timeout_s)
     except FileNotFoundError:
@@ -167,14 +187,9 @@ def call(argv: list[str], timeout_s: float = ANSWER_S) -> str:
     said = words_of(done.stderr.decode("utf-8", "replace"))
     if "accounting storage is disabled" in said.lower():
         raise AccountingOff
-    if cannot_be_asked(said):
+    if is_unanswered(said):
         raise Unanswered(f"{argv[0]}: {said}")
     raise Refused(f"{argv[0]}: {said}")
-
-
-def cannot_be_asked(said: str) -> bool:
-    """Whether a command complains of the way to Slurm's daemons, not of what it was asked."""
-    return _SILENT.search(said) is not None
 
 
 def words_of(stderr: str) -> str:

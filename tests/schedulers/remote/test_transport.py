@@ -107,10 +107,16 @@ def test_a_status_is_kept_or_raised(pool: Pool) -> None:
 
 
 def test_a_command_that_takes_too_long(pool: Pool) -> None:
-    began = time.monotonic()
-    with pytest.raises(RemoteTimeout, match=r"^node1: sh takes too long; it last said: waiting$"):
-        pool.on("node1").run(["sh", "-c", "echo waiting >&2; sleep 60"], timeout_s=5)
-    assert time.monotonic() - began < 40
+    with pool.on("node1").open(["sh", "-c", "echo waiting >&2; exec sleep 60"]) as session:
+
+        def problem() -> str:
+            with pytest.raises(RemoteTimeout) as error:
+                session.finish(0.05)
+            return str(error.value)
+
+        until(lambda: problem() == "node1: sh takes too long; it last said: waiting", "its last words are shown")
+    with pytest.raises(RemoteTimeout, match=r"^node1: "):
+        pool.on("node1").run(["sleep", "60"], timeout_s=0.1)
     assert pool.on("node1").run(["echo", "next"]).stdout == b"next\n"
 
 
@@ -166,6 +172,28 @@ def test_start_up_files_may_print(pool: Pool, ssh_hosts: SshHosts) -> None:
     ).stdout.startswith(b"Welcome!")
     done = pool.on("node1").run(["sh", "-c", "echo out; echo err >&2"])
     assert (done.stdout, done.stderr) == (b"out\n", b"err\n")
+
+
+def test_what_start_up_files_print_is_no_line_of_a_conversation(pool: Pool, ssh_hosts: SshHosts) -> None:
+    ssh_hosts.home("node1").joinpath(".bashrc").write_text("echo Welcome; seq 100000; echo careful >&2\n")
+    with pool.on("node1").open(["cat"]) as session:
+        session.write(b"one\n")
+        assert session.read_line(60) == b"one\n"
+        session.close_stdin()
+        assert session.finish(60).stderr == b""
+
+
+def test_start_up_files_that_let_no_command_begin_are_shown(pool: Pool, ssh_hosts: SshHosts) -> None:
+    ssh_hosts.home("node1").joinpath(".bashrc").write_text("echo Welcome; exec cat > /dev/null\n")
+    with pool.on("node1").open(["true"]) as session:
+
+        def problem() -> str:
+            with pytest.raises(RemoteTimeout) as error:
+                session.read_line(0.05)
+            return str(error.value)
+
+        said = "node1: its login shell does not start true; its start-up files printed: Welcome"
+        until(lambda: problem() == said, "it is shown")
 
 
 def test_a_shell_that_ends_before_the_command_is_said(pool: Pool, ssh_hosts: SshHosts) -> None:

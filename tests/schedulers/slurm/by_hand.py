@@ -46,7 +46,7 @@ class ByHand:
         from submitit.core.utils import DelayedSubmission
 
         own = self.directory / "slurm"
-        (own / "settings.json").write_text(json.dumps(self.settings))
+        (own / "settings.json").write_text(json.dumps({**self.settings, "secrets": sorted(secret or ())}))
         (self.directory / PROGRAM).write_bytes(program())
         if secret:
             (own / "secrets.json").write_text(json.dumps(secret))

@@ -166,7 +166,7 @@ def test_training_goes_on_where_it_was(make: Make) -> None:
     ("restarts", "sbatch", "said"),
     [
         (0, "--requeue", "it is not started again without --max-restarts"),
-        (1, "--no-requeue", "Slurm did not take it back to start it again: Requested operation is presently disabled"),
+        (1, "--no-requeue", "Slurm did not take it back to start it again: "),
     ],
 )
 def test_restarts_are_bounded(make: Make, restarts: int, sbatch: str, said: str) -> None:
@@ -271,6 +271,16 @@ def test_a_lost_node(make: Make) -> None:
     end = job.exit(seconds=240)
     assert (end["state"], end["attempt"]) == ("succeeded", 1)
     assert lost not in job.lines("slurm/attempts.jsonl")[1]["nodes"]
+
+
+def test_a_lost_node_is_no_cancellation(make: Make) -> None:
+    """The job is COMPLETING, as after scancel, when its batch script asks what has become of it."""
+    job = make(ENDS_IN_ORDER, nodes=2, max_restarts=0).submit()
+    job.await_running()
+    lost = job.lines("slurm/attempts.jsonl")[0]["nodes"][1]
+    job.slurm.run(["scontrol", "update", f"NodeName={lost}", "State=DOWN", "Reason=test"])
+    end = job.exit()
+    assert (end["state"], end["reason"], job.state()) == ("failed", "node_failure", "NODE_FAIL"), end
 
 
 def test_a_lost_first_node(make: Make) -> None:

@@ -64,6 +64,9 @@ ECHO = report(1, failure=failure(0, 1, "RuntimeError: Connection closed by peer"
 UNMET = report(1, refused="rendezvous", words="of 2 nodes, node 1 (n2) did not come to n1:20001 within 60 s")
 LIMIT = {**GOING, "Reason": "TimeLimit", "TimeLimit": "00:10:00"}
 PREEMPTED = {**RUNNING, "PreemptTime": "2026-11-21T13:28:18"}
+# As in Slurm 22.05.8: the reason is set together with the state, and the batch script's SIGTERM comes after it.
+LOST = {**GOING, "Reason": "NodeDown"}
+FELLED = report(143, failure=failure(None, 143, "", "node_failure"))
 
 
 @pytest.mark.parametrize(
@@ -84,6 +87,14 @@ PREEMPTED = {**RUNNING, "PreemptTime": "2026-11-21T13:28:18"}
         (evidence(TOLD, TOLD, told=True, slurm=LIMIT), "finish", "failed", "time_limit", 143,
          "its time limit (00:10:00) was reached; no checkpoint was left: call accelerator.checkpoint_on_preemption()"),
         (evidence(SAVED, SAVED, told=True, slurm=LIMIT, restarts=1), "again", "failed", "time_limit", 85, "00:10:00"),
+        (evidence(TOLD, FELLED, told=True, slurm=LOST), "finish", "failed", "node_failure", 143,
+         "Slurm lost a node of the job (NodeDown); it is not started again without --max-restarts"),
+        (evidence(TOLD, None, told=True, slurm=LOST), "finish", "failed", "node_failure", 143, "n2 has not reported"),
+        (evidence(TOLD, None, told=True, slurm={**RUNNING, "JobState": "NODE_FAIL"}), "finish", "failed",
+         "node_failure", 143, "Slurm lost a node"),
+        (evidence(SAVED, None, told=True, slurm=LOST, restarts=1), "again", "failed", "node_failure", 85, "n2 has not"),
+        (evidence(TOLD, TOLD, told=True, slurm={**GOING, "Reason": "DeadLine"}), "leave", "failed", "exit_code", 143,
+         "ended in Slurm (DeadLine)"),
         (evidence(TOLD, TOLD, slurm=PREEMPTED, restarts=1), "again", "failed", "preempted", 143, "higher priority"),
         (evidence(TOLD, TOLD, slurm=PREEMPTED), "finish", "failed", "preempted", 143, "--max-restarts"),
         (evidence(TOLD, TOLD, told=True, slurm={**GOING, "Restarts": "1"}), "leave", "failed", "node_failure", 143,
@@ -204,7 +215,8 @@ REFUSAL = "echo 'Requested operation is presently disabled for job 7' >&2; exit 
         ([KILLED], TAKEN.format("COMPLETING", 2), True, None, 1),  # Slurm ends it: the same
         ([KILLED, "exit 0"], TAKEN.format("RUNNING", 2), True, None, 2),  # a signal for all, before it had asked
         ([KILLED, "exit 0"], "exit 1", False, None, 2),
-        (["echo 'Job is pending execution' >&2; exit 1"], "exit 1", False, None, 1),
+        ([REFUSAL], TAKEN.format("PENDING", 2), False, None, 1),  # somebody else has asked for it
+        ([REFUSAL, "exit 0"], "exit 1", False, None, 2),  # what refuses cannot be asked now
         ([DYING, "exit 0"], "exit 1", False, None, 2),
         ([REFUSAL], TAKEN.format("RUNNING", 2), False, "Requested operation is presently disabled for job 7", 1),
         ([REFUSAL], TAKEN.format("RUNNING", 2), True, "Requested operation is presently disabled for job 7", 1),

@@ -73,7 +73,9 @@ def test_a_job_runs_and_tells(laptop: FromLaptop, project: Path, slurm: Slurm, c
     assert calls.taken() == []  # none here
 
 
-def test_it_is_followed_and_its_failure_seen(laptop: FromLaptop) -> None:
+def test_it_is_followed_and_its_failure_seen(laptop: FromLaptop, slurm: Slurm) -> None:
+    """Though start-up files on the login node print."""
+    (slurm.home() / ".bashrc").write_text("echo Welcome; echo careful >&2\n")
     job = laptop("for n in 1 2 3; do echo $n; sleep 0.3; done; printf last; exit 7")
     lines: list[str] = []
 

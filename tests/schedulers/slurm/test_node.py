@@ -67,6 +67,17 @@ def run(tmp_path: Path) -> Run:
     return run
 
 
+@pytest.mark.parametrize("content", [None, "{", '{"OTHER": "x"}'])
+def test_a_secret_without_a_value_starts_nothing(run: Run, tmp_path: Path, content: str | None) -> None:
+    path = tmp_path / "slurm/secrets.json"
+    if content is not None:
+        path.write_text(content)
+    report = run("touch started", secrets=["TOKEN"])
+    assert not (tmp_path / "code/started").exists()
+    assert (report["code"], report["refused"]) == (1, "setup")
+    assert report["words"] == f"secrets TOKEN: no values in {path}. Submit the job again."
+
+
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("signum", [signal.SIGUSR1, signal.SIGTERM])
 def test_signals_are_passed_on(run: Run, tmp_path: Path, signum: signal.Signals, processes: int) -> None:

@@ -76,6 +76,22 @@ def test_a_sweep_of_twenty_is_cancelled_in_its_midst(slurm: Slurm, home: Path, p
     assert queued(slurm) == []
 
 
+def test_waiting_elements_of_a_sweep_are_cancelled_in_slurm(slurm_accounting: Slurm, home: Path, project: Path) -> None:
+    """Slurm's controller forgets them, and accounting has one row for all."""
+    slurm = slurm_accounting
+    slurm.configure(MinJobAge="2")
+    jobs = submit_sweep(specs(project, 3, "true", sbatch={"begin": "now+1hour"}), "slurm")
+    assert [job.status(refresh=True).state for job in jobs] == [State.QUEUED] * 3
+    array = number(jobs[0]).partition("_")[0]
+    slurm.run(["scancel", array])
+    until(lambda: array not in slurm.run("squeue -h -t all -o %F".split()).stdout.split(), "it is forgotten")
+    rows = ["sacct", "-n", "-X", "-o", "State", "-j", array]
+    until(lambda: "CANCELLED" in slurm.run(rows).stdout, "accounting knows of it")
+    for job in jobs:
+        status = job.wait(60)
+        assert (status.state, status.reason) == (State.CANCELLED, Reason.USER), status
+
+
 def test_a_laptop_loses_the_login_node_while_it_follows(
     slurm: Slurm, submit: Submit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -81,6 +82,43 @@ def test_the_true_code_where_only_accounting_has_it(
     assert exit_code(Said(state=found["state"], code=found["code"], derived=found["derived"])) == said
 
 
+@pytest.mark.parametrize(
+    ("rows", "number", "state"),
+    [
+        (["74_[48-499]|CANCELLED by 0"], "74_48", "CANCELLED by 0"),
+        (["74_[48-499]|CANCELLED by 0"], "74_499", "CANCELLED by 0"),
+        (["74_[48-499]|CANCELLED by 0"], "74_47", None),
+        (["74_[4-9%2]|CANCELLED by 0"], "74_9", "CANCELLED by 0"),
+        (["74_[1,7,20-30:5]|CANCELLED by 0"], "74_25", "CANCELLED by 0"),
+        (["74_[1,7,20-30:5]|CANCELLED by 0"], "74_26", None),
+        (["74_[1,7,20-30:5]|CANCELLED by 0"], "74_7", "CANCELLED by 0"),
+        (["74|CANCELLED by 0"], "74_3", "CANCELLED by 0"),
+        (["74_[1-3]|PENDING"], "74_3", None),
+        (["74_3|COMPLETED", "74_[4-9]|CANCELLED by 0", "74|CANCELLED by 0"], "74_3", "COMPLETED"),
+        (["75_[0-9]|CANCELLED by 0"], "74_3", None),
+    ],
+)
+def test_array_elements_that_never_began_share_a_row_of_accounting(
+    rows: list[str], number: str, state: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = tmp_path / "jobs/2mxaaaaaaaa/slurm"
+    own.mkdir(parents=True)
+    lines = []
+    for text in rows:
+        given = dict(zip(("id", "state"), text.split("|"), strict=True), comment="accel:2mxaaaaaaaa")
+        lines.append(slurm_commands.SEPARATOR.join({**dict.fromkeys(slurm_commands.ACCOUNT, ""), **given}.values()))
+    (tmp_path / "rows").write_text("\n".join(lines) + "\n")
+    (tmp_path / "sacct").write_text(f"#!/bin/sh\ncat {tmp_path}/rows\n")
+    (tmp_path / "squeue").write_text("#!/bin/sh\n")
+    for name in ("sacct", "squeue"):
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    (own / "submitted.json").write_text('{"slurm": "74_0", "first": "2mxaaaaaaaa", "at": 1.0}')
+    answer = hostside.status(str(tmp_path), {"jobs": [{"job": "2mxaaaaaaaa", "slurm": number}]}, [])
+    said = answer["jobs"][0]["said"]
+    assert (said and said["state"], said and said["restarts"]) == (state, state and 0)
+
+
 def test_a_request_that_pends_for_ever_says_why() -> None:
     status = status_of(Said(state="PENDING", reason="PartitionConfig"))
     assert "can never run" in status.message
@@ -125,9 +163,44 @@ def test_secrets_stay_no_longer_than_the_job(state: str, tmp_path: Path) -> None
     own = tmp_path / "jobs/2mxaaaaaaaa/slurm"
     own.mkdir(parents=True)
     (own / "secrets.json").touch()
-    answer = {"said": {"state": state}, "started": True}
+    (own / "settings.json").write_text('{"max_restarts": 0}')
+    answer = {"said": {"state": state}, "started": True, "attempt": 0, "searched": False}
     hostside._look_again(str(tmp_path), {"job": "2mxaaaaaaaa", "slurm": "7"}, answer)
     assert (own / "secrets.json").exists() is not status_of(Said(state=state)).state.final
+
+
+@pytest.mark.parametrize(
+    ("most", "attempt", "facts", "kept"),
+    [
+        (1, 0, {}, True),  # `scontrol requeue` starts it again
+        (1, 1, {}, False),  # it would be a start too many
+        (1, 0, {"started": False}, True),
+        (0, 0, {"started": False}, False),
+        (1, 0, {"searched": True}, False),  # only accounting remembers it
+        (None, 0, {}, False),
+        (1, 0, {"said": None}, True),
+    ],
+)
+def test_secrets_stay_while_slurm_can_start_the_job_again(
+    most: int | None, attempt: int, facts: dict[str, object], kept: bool, tmp_path: Path
+) -> None:
+    own = tmp_path / "jobs/2mxaaaaaaaa/slurm"
+    own.mkdir(parents=True)
+    (own / "secrets.json").touch()
+    (own / "settings.json").write_text("{" if most is None else json.dumps({"max_restarts": most}))
+    answer = {"said": {"state": "FAILED"}, "started": True, "attempt": attempt, "searched": False, **facts}
+    hostside._look_again(str(tmp_path), {"job": "2mxaaaaaaaa", "slurm": "7"}, answer)
+    assert (own / "secrets.json").exists() is kept
+
+
+def test_secrets_go_with_the_result(tmp_path: Path) -> None:
+    """The batch program removes them after it has written the result, and may be killed in between."""
+    own = tmp_path / "jobs/2mxaaaaaaaa/slurm"
+    own.mkdir(parents=True)
+    (own / "secrets.json").touch()
+    (own.parent / "exit.json").write_text("{}")
+    hostside.status(str(tmp_path), {"jobs": [{"job": "2mxaaaaaaaa", "slurm": "7"}]}, [])
+    assert not (own / "secrets.json").exists()
 
 
 def test_a_time_limit_says_what_the_script_could_do() -> None:

@@ -16,6 +16,7 @@ import pytest
 from schedulers import Reason, State, SubmitError, find, list_jobs
 from schedulers.polling import restore
 from schedulers.remote import supervising
+from schedulers.target import Checks, Clears
 from tests.clusters.ssh import SshHosts
 from tests.waiting import until
 
@@ -37,6 +38,23 @@ def test_a_job_on_two_hosts(submit: Submit, ssh_hosts: SshHosts, project: Path) 
         code = f"{ssh_hosts.box}/home/root/.accel/jobs/{job.id}/code"
         assert printed(job, rank) == f"rank {rank} of 2 on {node}\n{code}\n{words}"
     assert job.native_id == f"node1,node2/{job.id}"
+
+
+def test_start_up_files_that_print_are_in_nobodys_way(submit: Submit, ssh_hosts: SshHosts) -> None:
+    """From the preflight to the removal of the job's files."""
+    for machine in ssh_hosts.machines:
+        ssh_hosts.home(machine.name).joinpath(".bashrc").write_text("echo Welcome; echo '{}'; echo careful >&2\n")
+    job = submit("echo on; sleep 300 & wait", hosts="node[1-2]")
+    until(lambda: printed(job).count("on\n") == 2, "both ranks run")
+    assert job.cancel().state is State.CANCELLED
+    assert printed(job) == "on\non\n"
+    target = restore(job.record)
+    assert isinstance(target, Checks)
+    assert target.check().failures == ()
+    assert isinstance(target, Clears)
+    assert target.clear({job.id: job.native_id}) == []
+    assert not job_files(ssh_hosts, "node1", job.id).exists()
+    target.close()  # type: ignore[attr-defined]
 
 
 def test_another_machine_with_the_native_id_can_follow_and_cancel(submit: Submit) -> None:

@@ -1,6 +1,7 @@
 """Files in a job's directory on the shared file system: whole whenever they are read, and told apart from none.
 
-slurm/settings.json    what to run; slurm/secrets.json values for the ranks' environment, removed when the job is over
+slurm/settings.json    what to run; slurm/secrets.json values for the ranks' environment, removed when the job cannot be
+                       started again
 slurm/attempts.jsonl   a line for each start of the batch script; slurm/ends.jsonl one for each that was not the last
 slurm/attempt          the number of the newest start: whoever belongs to an earlier one is to stop (the fence)
 slurm/nodes/aN/R.begun node R has begun in the start numbered N; R.ready it has done its setup; R.warned it has passed a

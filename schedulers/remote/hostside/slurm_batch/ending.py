@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 REQUEUE = 85
 _TOLD = 143
+# Slurm's reasons for ending a running job whose node it has lost.
+# https://slurm.schedmd.com/job_reason_codes.html
+_NODE_LOST = ("NodeDown", "SystemFailure")
 # What a rank says when another one has gone: with a node that has fallen silent, that node is the cause.
 _ECHO = re.compile(r"connection (closed|reset) by peer|broken pipe|socket|nccl|timed? ?out|node 0", re.IGNORECASE)
 
@@ -132,13 +135,30 @@ def _told(known: Evidence) -> Conclusion:
         if saved:
             return _again(known, "time_limit", limit + words, code)
         return Conclusion("finish", _status(known, "failed", "time_limit", limit + words, code))
+    if facts.get("Reason") in _NODE_LOST or facts.get("JobState") == "NODE_FAIL":
+        return _again(known, "node_failure", _lost_node(known, facts), code)
     if saved and facts.get("JobState") == "RUNNING":
         return _again(known, "preempted", words, code)
     if facts.get("JobState") in ("COMPLETING", "CANCELLED"):
-        return Conclusion("finish", _status(known, "cancelled", "user", "cancelled in Slurm (scancel)", code))
+        return _ended_in_slurm(known, facts, code)
     status = _failed(known)
     status["message"] = "its ranks were told to end by SIGTERM, and not by this program; " + status["message"]
     return Conclusion("finish", status)
+
+
+def _ended_in_slurm(known: Evidence, facts: dict[str, str], code: int | None) -> Conclusion:
+    """A job is COMPLETING whatever ended it, and scancel alone gives no reason. With another reason, Slurm's final
+    state, which comes after this program, tells more."""
+    reason = facts.get("Reason", "None")
+    if reason in ("None", "(null)"):
+        return Conclusion("finish", _status(known, "cancelled", "user", "cancelled in Slurm (scancel)", code))
+    return Conclusion("leave", _status(known, "failed", "exit_code", f"ended in Slurm ({reason})", code))
+
+
+def _lost_node(known: Evidence, facts: dict[str, str]) -> str:
+    silent = [known.name(rank) for rank in known.everybody if rank not in known.reports]
+    names = f"; {', '.join(silent)} has not reported" if silent else ""
+    return "Slurm lost a node of the job ({}){}".format(facts.get("Reason", "NODE_FAIL"), names)
 
 
 def _told_on_a_node(known: Evidence) -> bool:

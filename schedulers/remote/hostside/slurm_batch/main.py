@@ -137,11 +137,11 @@ class Batch:
     def _finish(self, status: Document) -> int:
         """Writes how the job ended, once and for all. The exit code of this program."""
         path = os.path.join(self.directory, "exit.json")
-        with contextlib.suppress(OSError):
-            os.unlink(self._path("secrets.json"))
         problem = documents.write_once(path, dict(status, observed_at=time.time()), self._path("spare"))
-        with contextlib.suppress(OSError):
-            os.unlink(self._path("spare"))
+        # Without a result Slurm may start the job again, and its ranks need their secrets.
+        for name in ("spare", *(() if problem else ("secrets.json",))):
+            with contextlib.suppress(OSError):
+                os.unlink(self._path(name))
         state, message = status["state"], status["message"] or "all ranks ended with 0"
         slurm.say(problem or (state if message == state else f"{state}: {message}"))
         if status["state"] == "cancelled" and not self.told and slurm.cancel(self.job):

@@ -13,6 +13,7 @@ import sys
 import time
 
 from .ending import started_again
+from .unanswered import is_unanswered
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -23,12 +24,6 @@ _ASK_S = 5.0
 _PAUSES_S = (1, 2, 4, 8, 16, 30, 60, 60, 60, 0)
 _END_S = 30.0
 _SIOCGIFADDR = 0x8915
-# What is said of the way to the controller, which may be dying or starting at that moment: slurm_errno.c, errno(3).
-_WORTH_TRYING_AGAIN = re.compile(
-    r"unable to contact|timed out|(connect|connection|send|receive|shutdown) failure|resource temporarily|socket"
-    r"|transport endpoint|connection (refused|reset|aborted)|broken pipe|zero bytes were transmitted|no route to host",
-    re.IGNORECASE,
-)
 _FACT = re.compile(r"\b(JobState|Reason|Restarts|PreemptTime|TimeLimit)=(\S+)")
 
 
@@ -130,15 +125,16 @@ def requeue(job: str, runs_before: int, told: Callable[[], bool]) -> str | None:
     words = ""
     for pause in _PAUSES_S:
         done = _call("scontrol", "requeue", job)
-        if done is not None and (done.returncode == 0 or "pending" in done.stderr):  # it has been done
+        if done is not None and done.returncode == 0:
+            return None
+        now = facts(job)
+        if now is not None and started_again(now, runs_before):
             return None
         words = done.stderr.strip() if done is not None and done.returncode > 0 else ""
         if not words:
-            now = facts(job)
-            ends = told() if now is None else now["JobState"] != "RUNNING"
-            if ends or (now is not None and started_again(now, runs_before)):
+            if told() if now is None else now["JobState"] != "RUNNING":
                 return None
-        elif told() or not _WORTH_TRYING_AGAIN.search(words):
+        elif told() or (now is not None and not is_unanswered(words)):
             break
         time.sleep(pause)
     return (words or "slurmctld does not answer").splitlines()[-1]
