@@ -27,6 +27,12 @@ def shell(script: str) -> list[str]:
     return ["/bin/sh", "-c", f"rank=$4\n{told}\n{script}", "launch"]
 
 
+def queue(**job: Any) -> dict[str, Any]:
+    """What a job takes of each host, as the ssh target says it: a place of so many, and what else is given."""
+    devices = {"kind": "cpu", "ids": ["cpu"], "cpus": 2}
+    return {"gpus": 0, "cpus": None, "procs_per_node": None, "cpu_only": True, "devices": devices, **job}
+
+
 class Job:
     """A job on the first `nodes` hosts, with `spares` more."""
 
@@ -47,7 +53,7 @@ class Job:
             "spares": everyone[nodes:], "procs_per_node": None, "command": list(command), "workdir": ".",
             "env": {"PYTHONPATH": str(ROOT)}, "setup": [], "grace_s": 2.0, "time_limit_s": None,
             "heartbeat_s": HEARTBEAT_S, "start_timeout_s": 30.0, "max_restarts": 0, "master_port": port + 1,
-            "ports": [port + 1, port + 9], **settings,
+            "ports": [port + 1, port + 9], "queue": queue(concurrency=99), **settings,
         }  # fmt: skip
 
     def start(self, *names: str, secret: dict[str, str] | None = None) -> Job:

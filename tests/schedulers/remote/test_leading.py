@@ -40,7 +40,7 @@ class Play:
 
     def _state(self, phase: str, **facts: Any) -> dict[str, Any]:
         return {"phase": phase, "attempt": 0, "port": 0, "code": None, "report": None, "message": "", "cancel": False,
-                **facts}  # fmt: skip
+                "queue": "", "holds": False, "waits": "", **facts}  # fmt: skip
 
     def lose(self, host: int) -> None:
         """This one is heard of no more; if it led, the next one does."""
@@ -53,22 +53,37 @@ class Play:
     def go(self, seconds: float = 200) -> dict[str, Any]:
         """Plays until the job has ended everywhere, for so long at most. The last order."""
         until = self.now + seconds
-        while self.now < until:
-            order = self.leader.order()
-            for index, state in self.hosts.items():
-                self._obey(index, state, order)
-                self.leader.hear(index, dict(state), self.now)
-            if self.leader.step(self.now):
-                break
-            if self.leader.do == "go" and (self.leader.attempt, self.leader.members) not in self.started:
-                self.started.append((self.leader.attempt, list(self.leader.members)))
+        while self.now < until and not self.turn():
             self.now += 0.5
         return self.leader.order()
+
+    def turn(self) -> bool:
+        """One exchange of states and orders. True when the job has ended everywhere."""
+        order = self.leader.order()
+        for index, state in self.hosts.items():
+            self._obey(index, state, order)
+            self.leader.hear(index, dict(state), self.now)
+        if self.leader.step(self.now):
+            return True
+        if self.leader.do == "go" and (self.leader.attempt, self.leader.members) not in self.started:
+            self.started.append((self.leader.attempt, list(self.leader.members)))
+        return False
+
+    def _queue(self, index: int, state: dict[str, Any], my_turn: bool) -> None:
+        state["holds"] = state["holds"] or my_turn
+
+    def _release(self, index: int, state: dict[str, Any]) -> None:
+        state["holds"] = False
 
     def _obey(self, index: int, state: dict[str, Any], order: dict[str, Any]) -> None:
         do, phase, attempt = order["do"], state["phase"], order["attempt"]
         mine = index in order["members"]
-        if do == "end":
+        if index in order["release"]:
+            self._release(index, state)
+        if do == "queue":
+            self._queue(index, state, order["turn"] == index)
+        elif do == "end":
+            self._release(index, state)
             state["phase"] = "ended"
         elif do == "stop":
             state.update(phase="stopped", attempt=attempt)
@@ -370,3 +385,111 @@ def test_a_directory_without_instructions_is_refused(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert done.stderr.startswith(f"{tmp_path}/settings.json cannot be read:")
     assert done.stderr.count("\n") == 1
+
+
+class Machine:
+    """What the jobs on one host share: its slots, and the tickets of those that wait."""
+
+    def __init__(self, number: int, slots: int) -> None:
+        self.number, self.free = number, slots
+        self.tickets: set[int] = set()
+
+
+class Queued(Play):
+    """A job whose hosts are machines that other jobs have too."""
+
+    def __init__(self, number: int, machines: list[Machine], nodes: int) -> None:
+        super().__init__(nodes, len(machines) - nodes, max_restarts=2)
+        self.number, self.machines = number, machines
+        for index, state in self.hosts.items():
+            state["queue"] = str(machines[index].number)
+
+    def _queue(self, index: int, state: dict[str, Any], my_turn: bool) -> None:
+        machine = self.machines[index]
+        if not my_turn:
+            machine.tickets.discard(self.number)
+            state["waits"] = ""
+        elif not state["holds"]:
+            machine.tickets.add(self.number)
+            state["waits"] = "for its turn"
+            if min(machine.tickets) == self.number and machine.free:
+                machine.free -= 1
+                machine.tickets.discard(self.number)
+                state.update(holds=True, waits="")
+
+    def _release(self, index: int, state: dict[str, Any]) -> None:
+        self.machines[index].tickets.discard(self.number)
+        self.machines[index].free += state["holds"]
+        state["holds"] = False
+
+    def _obey(self, index: int, state: dict[str, Any], order: dict[str, Any]) -> None:
+        if order["do"] != "queue":
+            self.machines[index].tickets.discard(self.number)
+            state["waits"] = ""
+        super()._obey(index, state, order)
+        if state["phase"] == "running":
+            assert state["holds"], "it runs where it has no slots"
+
+    def lose(self, host: int) -> None:
+        self._release(host, self.hosts[host])
+        super().lose(host)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_jobs_on_the_same_hosts_never_wait_for_each_other_in_a_circle(data: st.DataObject) -> None:
+    """Any jobs over any of the hosts in any order, exchanging messages in any order, and losing hosts to restarts."""
+    count = data.draw(st.integers(2, 4), "hosts")
+    machines = [Machine(number, data.draw(st.integers(1, 2), "slots")) for number in range(count)]
+    jobs = []
+    for number in range(data.draw(st.integers(2, 5), "jobs")):
+        order = data.draw(st.permutations(machines), "of hosts")
+        size = data.draw(st.integers(1, count), "size")
+        jobs.append(Queued(number, order[:size], data.draw(st.integers(1, size), "nodes")))
+    alive = list(jobs)
+    losses = 3
+    for _ in range(400):
+        for job in data.draw(st.permutations(alive)) if len(alive) > 1 and _ < 40 else list(alive):
+            job.now += 0.5
+            if losses and len(job.hosts) > 1 and _ < 40 and data.draw(st.integers(0, 9), "loss") == 0:
+                losses -= 1
+                job.lose(data.draw(st.sampled_from(sorted(job.hosts)), "lost"))
+            job.codes = {(attempt, index): 0 for attempt in range(4) for index in range(count)}
+            if job.turn():
+                alive.remove(job)
+        if not alive:
+            break
+    assert not alive, [(job.number, job.leader.order()) for job in alive]
+    assert all(job.leader.order()["status"] is not None for job in jobs)
+
+
+def test_a_restart_keeps_its_slots_and_a_spare_waits_for_its_own() -> None:
+    machines = [Machine(0, 1), Machine(1, 1), Machine(2, 1)]
+    job = Queued(1, [machines[1], machines[2], machines[0]], nodes=2)
+    job.go(20)
+    assert [machine.free for machine in machines] == [1, 0, 0]
+    job.codes = {(0, 0): 1}
+    job.go(20)
+    assert (job.leader.attempt, [machine.free for machine in machines]) == (1, [1, 0, 0])
+    machines[0].free = 0  # another job has what the spare needs
+    job.lose(1)
+    order = job.go(20)
+    assert (order["do"], order["members"], order["turn"]) == ("queue", [0, 2], 2)
+    assert machines[1].free == 1  # of a later queue: nobody may wait for it because of this job
+    machines[0].free = 1
+    job.codes = {(2, index): 0 for index in range(3)}
+    assert _ended(job.go()) == ("succeeded", "none", 2)
+
+
+def test_a_job_that_waits_in_a_queue_can_be_cancelled_and_fails_with_its_host() -> None:
+    machine = Machine(0, 0)
+    job = Queued(1, [machine], nodes=1)
+    order = job.go(20)
+    assert (order["do"], order["waits"]) == ("queue", "for its turn")
+    job.hosts[0]["cancel"] = True
+    assert _ended(job.go()) == ("cancelled", "user", 0)
+    two = Queued(2, [Machine(0, 1), machine], nodes=2)
+    two.go(20)
+    two.lose(1)
+    assert _ended(two.go())[:2] == ("failed", "node_failure")
+    assert two.machines[0].free == 1

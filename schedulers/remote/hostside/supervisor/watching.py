@@ -36,8 +36,14 @@ class Supervisor:
     """One host's supervisor, from the first call to the leader to `exit.json`."""
 
     def __init__(
-        self, settings: Settings, directory: str, secrets: dict[str, str], server: socket.socket, result: Document
+        self,
+        settings: Settings,
+        directory: str,
+        secrets: dict[str, str],
+        server: socket.socket | None,
+        result: Document,
     ) -> None:
+        """`server` takes the other hosts' calls; None where there is no other."""
         self._settings = settings
         self._directory = directory
         self._own = int(settings["node"])
@@ -46,6 +52,7 @@ class Supervisor:
         self._heartbeat_s = float(settings["heartbeat_s"])
         self._beat_s = self._heartbeat_s / BEATS
         self._work = Work(settings, directory, secrets)
+        self._server = server
         self._calls = wire.Calls(server, self._party, MOST_STRANGERS + len(self._hosts))
         self._result = result
         self._state = Document(os.path.join(directory, "state.json"), STATE_ROOM + HOST_ROOM * len(self._hosts))
@@ -97,8 +104,8 @@ class Supervisor:
         patience = _ENDING_TICK_S if self._work.state["phase"] == "stopping" else min(TICK_S, self._beat_s / 2)
         poller = select.poll()  # no select(): a thousand hosts have higher numbers than it takes
         poller.register(self._woken, select.POLLIN)
-        if time.monotonic() >= self._deaf_until:
-            poller.register(self._calls, select.POLLIN)
+        if self._server is not None and time.monotonic() >= self._deaf_until:
+            poller.register(self._server, select.POLLIN)
         links = {
             link.fileno(): link for link in [*self._calls.links, self._uplink] if link is not None and not link.closed
         }
@@ -274,6 +281,7 @@ class Supervisor:
                 self._write_next = now + RETRY_S
                 return
         self._written_at = now
+        self._work.release()
         self._work.state = {**self._work.state, "phase": "ended"}
 
     def _ended(self) -> bool:
@@ -301,7 +309,8 @@ class Supervisor:
         """Writes state.json, when there is something new to say or the last one has become old."""
         phase, order = self._work.state["phase"], self._order or {}
         attempt = order.get("attempt", 0)
-        shown = (phase, attempt, self._leader, order.get("do"))
+        message = self._message(phase)
+        shown = (phase, attempt, self._leader, order.get("do"), message)
         if shown == self._noted[1] and now - self._noted[0] < min(STATE_S, 2 * self._beat_s):
             return
         if self._noted[1] is None or shown[0] != self._noted[1][0]:  # type: ignore[index]
@@ -317,7 +326,8 @@ class Supervisor:
             "members": order.get("members", []),
             "since": self._since,
             "heard": heard,
-            "message": self._message(phase),
+            "message": message,
+            "queued": order.get("do") == "queue",
             "leader": self._leader,
             "pid": os.getpid(),
             "boot": self._boot,
@@ -329,6 +339,8 @@ class Supervisor:
     _since = 0.0
 
     def _message(self, phase: str) -> str:
+        if (self._order or {}).get("do") == "queue":
+            return str(self._order["waits"])  # type: ignore[index]
         if phase == "waiting" and self._leading is not None:
             heard = self._leading.ages(time.monotonic())
             missing = [host["name"] for index, host in enumerate(self._hosts) if str(index) not in heard]

@@ -196,17 +196,15 @@ class Calls:
     strangers goes: silent connections crowd out each other, and a host that calls has the time of a handshake.
     """
 
-    def __init__(self, server: socket.socket, party: Party, most: int) -> None:
+    def __init__(self, server: socket.socket | None, party: Party, most: int) -> None:
         self._server = server
         self._party = party
         self._most = most
         self.links: list[Link] = []
 
-    def fileno(self) -> int:
-        return self._server.fileno()
-
     def accept(self) -> bool:
         """All who call: when a job starts, its hosts do so at once. False when there is no room for more files."""
+        assert self._server is not None  # somebody called
         room = True
         for _ in range(self._most):
             try:
