@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import platform
 import re
 import signal
 import socket
@@ -64,7 +65,9 @@ def facts(request: Request) -> dict[str, Any]:
         "files": max(-1, nofile),
         "gpus": gpus(),
         "addresses": addresses(),
+        "queue": queue(os.path.expanduser(request["root"])),
     }
+    found["devices"] = devices(found["gpus"])
     found["time"] = time.time()  # last: how old it is when it arrives is what the caller can tell best
     return found
 
@@ -186,6 +189,52 @@ def amd_gpus() -> int | str:
     except OSError:
         return ""
     return count
+
+
+def devices(counted: dict[str, Any]) -> dict[str, Any]:
+    """As `accel launch` finds them, where accel is installed; else, and where it knows no such GPUs, by number."""
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        from accel.launch.devices import find
+
+        found = find()
+        kind, ids = found.kind, list(found.ids)
+    except Exception:  # whatever is installed there: what is wrong with it is another line's business
+        kind, ids = "cpu", ["cpu"]
+    if kind == "cpu" and counted["count"] and (counted["how"] != "nvml" or "accel" not in sys.modules):
+        kind, ids = "cuda", [str(number) for number in range(counted["count"])]
+    return {"kind": kind, "ids": ids, "cpus": processors}
+
+
+def queue(root: str) -> dict[str, Any]:
+    """Which slots are held, and how many jobs wait. Whoever looks at a lock holds it for a moment."""
+    top = os.path.join(root, "local", platform.node() or "this-machine")
+    held = [name for name in names(os.path.join(top, "slots")) if locked(os.path.join(top, "slots", name))]
+    waiting = [name for name in names(os.path.join(top, "queue")) if locked(os.path.join(top, "queue", name))]
+    return {"held": held, "waiting": len(waiting)}
+
+
+def names(directory: str) -> list[str]:
+    try:
+        return os.listdir(directory)
+    except OSError:
+        return []
+
+
+def locked(path: str) -> bool:
+    import fcntl
+
+    try:
+        lock = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(lock)
+    return False
 
 
 def addresses() -> list[dict[str, Any]]:

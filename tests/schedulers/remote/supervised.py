@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from schedulers.remote.files import Files
-from schedulers.remote.supervising import PROGRAM, program, start_command
+from schedulers.remote.supervising import PROGRAM, program
 from schedulers.remote.transport import Pool
 from tests.clusters.netns import wait_until
 from tests.clusters.ssh import SshHosts
@@ -19,6 +19,15 @@ from tests.clusters.ssh import SshHosts
 ROOT = Path(__file__).parents[3]
 ACCEL = [sys.executable, "-m", "accel", "launch"]
 HEARTBEAT_S = 5.0
+
+
+def start_command(python: str, directory: str, node: int) -> list[str]:
+    """Starts a supervisor by hand; `directory` may begin with `~/`."""
+    code = (
+        "import os,sys,runpy;"
+        f"runpy.run_path(os.path.join(os.path.expanduser(sys.argv[1]),{PROGRAM!r}),run_name='__main__')"
+    )
+    return [python, "-I", "-c", code, directory, str(node)]
 
 
 def shell(script: str) -> list[str]:

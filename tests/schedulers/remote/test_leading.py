@@ -20,6 +20,8 @@ from schedulers.remote import supervising
 from schedulers.remote.hostside.supervisor import leading
 from schedulers.remote.hostside.supervisor.leading import Leader
 
+from .supervised import start_command
+
 REPORT = {"failure": None, "refused": "exit_code", "words": "no luck", "ended": 1.0}
 
 
@@ -384,7 +386,7 @@ def test_the_program_is_one_file_that_older_pythons_read() -> None:
 
 def test_a_directory_without_instructions_is_refused(tmp_path: Path) -> None:
     (tmp_path / supervising.PROGRAM).write_bytes(supervising.program())
-    argv = supervising.start_command(sys.executable, str(tmp_path), 0)
+    argv = start_command(sys.executable, str(tmp_path), 0)
     done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert done.stderr.startswith(f"{tmp_path}/settings.json cannot be read:")
@@ -478,6 +480,16 @@ def test_a_restart_keeps_its_slots_and_a_spare_waits_for_its_own() -> None:
     order = job.go(20)
     assert (order["do"], order["members"], order["turn"]) == ("queue", [0, 2], 2)
     assert machines[1].free == 1  # of a later queue: nobody may wait for it because of this job
+    stale = Leader(job.settings, 0, 0.0)  # one that has told host 0 to release and hears of the spare first
+    stale.do, stale.members = "queue", [0, 2]
+    for index, queue in ((0, "1"), (2, "0")):
+        state = {**job.hosts[index], "phase": "waiting", "queue": queue, "waits": "x" * index}
+        stale.hear(index, {**state, "holds": not index}, 0.0)
+    stale.step(0.0)
+    assert (stale.order()["turn"], stale.order()["release"]) == (2, [0])
+    stale.hear(2, {**state, "holds": True, "waits": ""}, 0.0)
+    stale.step(0.0)
+    assert (stale.order()["do"], stale.order()["turn"], stale.order()["release"]) == ("queue", 0, [0])
     machines[0].free = 1
     job.codes = {(2, index): 0 for index in range(3)}
     assert _ended(job.go()) == ("succeeded", "none", 2)

@@ -17,14 +17,13 @@ import pytest
 
 from schedulers.job import Reason, State, Status
 from schedulers.remote.errors import RemoteError
-from schedulers.remote.supervising import start_command
 from schedulers.remote.transport import Pool
 from schedulers.ssh.asking import Hosts
 from schedulers.ssh.clearing import clear
 from schedulers.ssh.options import SshOptions
 from tests.clusters.ssh import SshHosts
 
-from .supervised import ACCEL, HEARTBEAT_S, Job, shell
+from .supervised import ACCEL, HEARTBEAT_S, Job, shell, start_command
 
 Make = Callable[..., Job]
 FOREVER = shell("sleep 1000 & echo pid $$; wait")
