@@ -79,9 +79,12 @@ class Files:
 
     def install(self, blob: Blob, paths: Sequence[str], files: Mapping[str, bytes], *, mode: int = FILE_MODE) -> bool:
         """`unpack` to each of `paths`, then `put`, in one command."""
-        content = {"op": "blob", "digest": blob.digest, "size": blob.size, "unused_s": self._unused_s}
-        steps = [content, *({"op": "unpack", "digest": blob.digest, "path": path} for path in paths)]
-        return bool(self._do([*steps, *_puts(files, mode)], list(files.values()), blob=blob)[0])
+        steps = [
+            {"op": "blob", "digest": blob.digest, "size": blob.size, "unused_s": self._unused_s},
+            *({"op": "unpack", "digest": blob.digest, "path": path} for path in paths),
+            *_puts(files, mode),
+        ]
+        return bool(self._do(steps, list(files.values()), blob=blob)[0])
 
     def remove(self, *paths: str) -> list[bool]:
         """Removes files, and directories with everything in them; for each, whether it was there."""

@@ -137,6 +137,8 @@ def place(
     """
     together = nodes + options.spares > 1
     wanted = Wanted(gpus=queue["gpus"], leads=min(len(named), _MOST_LEADS) if together else 0)
+    if len(job_ids) > 1:
+        progress.info("examining %s for %d jobs", f"{len(named)} host{'s' if len(named) > 1 else ''}", len(job_ids))
     report = examined(hosts, options, name, named, wanted, python=python)
     failures = [str(finding) for finding in report.findings if finding.severity == "fails"]
     facts = {row.host: row.seen.facts for row in report.rows if row.seen is not None}

@@ -20,7 +20,7 @@ from ..remote.transport import Outcome, Remote
 from .asking import Hosts, tell_all
 from .clearing import remove, unused_s
 from .options import SshOptions, port_range
-from .placing import Placement
+from .placing import Placement, progress
 from .rooms import queue_settings
 
 _PORTS_TRIED = 16
@@ -86,6 +86,8 @@ def ship(
 
     problems = _cleared(hosts, options, on)
     if not problems:
+        if len(placements) > 1:
+            progress.info("sending %d jobs to %s", len(placements), f"{len(on)} host{'s' if len(on) > 1 else ''}")
         if options.fan_out and fanout.worthwhile(len(on), code):
             _pass_on(hosts, options, on, code)
         problems = _problems(hosts.pool.map(one, list(on)))

@@ -49,6 +49,7 @@ def facts(request: Request) -> dict[str, Any]:
     nproc, nofile = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_NPROC, resource.RLIMIT_NOFILE))
 
     disk, disk_free, writable = disk_of(os.path.expanduser(request["root"]))
+    counted = gpus()
     found = {
         "name": socket.gethostname(),
         "machine": machine(),
@@ -63,11 +64,11 @@ def facts(request: Request) -> dict[str, Any]:
         "shm_free": disk_of("/dev/shm")[1],
         "processes": max(-1, nproc),
         "files": max(-1, nofile),
-        "gpus": gpus(),
+        "gpus": counted,
+        "devices": devices(counted),
         "addresses": addresses(),
         "queue": queue(os.path.expanduser(request["root"])),
     }
-    found["devices"] = devices(found["gpus"])
     found["time"] = time.time()  # last: how old it is when it arrives is what the caller can tell best
     return found
 

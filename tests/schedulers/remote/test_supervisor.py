@@ -113,7 +113,7 @@ def test_a_setup_command_that_fails_on_one_host_ends_the_job_on_all(make: Make) 
 def test_cancel_ends_everything_wherever_it_is_asked_for(make: Make, asked_on: str) -> None:
     job = make(shell("trap 'echo told; exit 0' TERM; setsid sleep 1000 & echo pid; wait"), nodes=3).start()
     for node, name in enumerate(job.names):  # it runs, and has set its trap
-        job.until(f"{name} prints", lambda node=node, name=name: job.log(name, f"node-{node}.log"))
+        job.until(f"{name} prints", partial(job.log, name, f"node-{node}.log"))
     (job.directory(asked_on) / "cancel").touch()
     for node, result in enumerate(job.exits()):
         assert (result["state"], result["reason"], result["message"]) == ("cancelled", "user", "cancelled")
