@@ -328,7 +328,7 @@ class SshTarget:
                 else []
             ),
             ("examine", meaning.candidates(options, f"target {self.name}: hosts")),
-            ("take", f"the {count} of them with the most free slots"),
+            ("take", f"the {'one' if count == 1 else count} of them with the most free slots"),
             ("send", spec.code, "to", f"{job}/code", "where it is lacking"),
             ("put", f"{job}/settings.json", f"{job}/{PROGRAM}"),
             (

@@ -194,17 +194,20 @@ def amd_gpus() -> int | str:
 
 def devices(counted: dict[str, Any]) -> dict[str, Any]:
     """As `accel launch` finds them, where accel is installed; else, and where it knows no such GPUs, by number."""
-    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        from accel.launch.devices import find
+    import subprocess
 
-        found = find()
-        kind, ids = found.kind, list(found.ids)
-    except Exception:  # whatever is installed there: what is wrong with it is another line's business
-        kind, ids = "cpu", ["cpu"]
-    if kind == "cpu" and counted["count"] and (counted["how"] != "nvml" or "accel" not in sys.modules):
-        kind, ids = "cuda", [str(number) for number in range(counted["count"])]
-    return {"kind": kind, "ids": ids, "cpus": processors}
+    code = "import runpy,sys;sys.path[:]=[p for p in sys.path if p];runpy.run_module(sys.argv[1],None,'__main__')"
+    found: dict[str, Any] | None = None
+    with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
+        argv, null = [sys.executable, "-c", code, "accel.launch.devices"], subprocess.DEVNULL
+        found = json.loads(subprocess.run(argv, stdin=null, stdout=subprocess.PIPE, stderr=null, timeout=20).stdout)
+    known = found is not None and (found["kind"] != "cpu" or counted["how"] in ("", "nvml"))
+    if found is None:
+        cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        found = {"kind": "cpu", "ids": ["cpu"], "cpus": cpus}
+    if counted["count"] and not known:
+        found = {**found, "kind": "cuda", "ids": [str(number) for number in range(counted["count"])]}
+    return {name: found[name] for name in ("kind", "ids", "cpus")}
 
 
 def queue(root: str) -> dict[str, Any]:
