@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 
 def note(text: str) -> None:
     """One line for people, on stderr."""
     print(f"accel: {' '.join(text.splitlines())}", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def progress() -> Iterator[None]:
+    """Meanwhile what takes long reports how far it is, on stderr."""
+    import logging
+
+    class Notes(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            note(record.getMessage())
+
+    logger, notes = logging.getLogger("schedulers.progress"), Notes()
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    logger.addHandler(notes)
+    try:
+        yield
+    finally:
+        logger.removeHandler(notes)
 
 
 def print_json(document: Any, *, one_line: bool = False) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from . import exits
-from .output import counted, note, print_json
+from .output import counted, note, print_json, progress
 from .words import UsageError
 
 if TYPE_CHECKING:
@@ -114,7 +114,8 @@ def _show_plans(jobs: Sequence[JobSpec], args: Namespace) -> int:
 def _submit_sweep(specs: Sequence[JobSpec], args: Namespace) -> int:
     from schedulers import sweeps
 
-    jobs = sweeps.submit_sweep(specs, args.target)
+    with progress():
+        jobs = sweeps.submit_sweep(specs, args.target)
     _say_warnings(jobs[0].record.plan().warnings)
     if args.json:
         print_json([_summary(job) for job in jobs])
@@ -127,7 +128,8 @@ def _submit_sweep(specs: Sequence[JobSpec], args: Namespace) -> int:
 def _submit(spec: JobSpec, args: Namespace) -> int:
     from schedulers.handle import submit_spec
 
-    job = submit_spec(spec, args.target)
+    with progress():
+        job = submit_spec(spec, args.target)
     _say_warnings(job.record.plan().warnings)
     if args.json:
         print_json(_summary(job), one_line=args.follow)

@@ -26,9 +26,9 @@ from ..errors import SchedulerError
 from ..job import Reason, State, Status
 from ..processes import Identity, adopt_orphans, descendants, die_with_parent, end_all
 from ..remote.hostside.logs import Clock, last_line
+from ..remote.hostside.supervisor.slots import Slots, TooMany, visible, wanted
 from ..store import Store
 from .files import JobFiles
-from .slots import Slots, Want
 
 _KILL_ALLOWANCE_S = 6.0
 _NOTE_S = 1.0
@@ -120,16 +120,12 @@ class Supervisor:
         wants = wanted(self._settings, devices)
         try:
             got = self._slots.acquire(wants, lambda why: self._say(State.QUEUED, why, Reason.NO_CAPACITY))
-        except SchedulerError as error:
+        except TooMany as error:
             raise _NotStarted(Status(state=State.FAILED, reason=Reason.NO_CAPACITY, message=str(error))) from None
-        gpus = next((names for want, names in zip(wants, got, strict=True) if want.what == "GPUs"), [])
-        if not gpus:
-            return {}
-        variable = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}[devices["kind"]]
-        return {variable: ",".join(name.removeprefix("gpu-") for name in gpus)}
+        return visible(got, devices)
 
-    def _environment(self, visible: dict[str, str]) -> dict[str, str]:
-        env = {**os.environ, **visible, **self._settings["env"], **secrets.values(self._settings["secrets"])}
+    def _environment(self, devices: dict[str, str]) -> dict[str, str]:
+        env = {**os.environ, **devices, **self._settings["env"], **secrets.values(self._settings["secrets"])}
         env["ACCEL_JOB_ID"] = self._settings["job_id"]
         env["ACCEL_JOB_DIR"] = str(self._files.directory)
         return env
@@ -146,9 +142,9 @@ class Supervisor:
             snapshot.unpack(Path(packed), code)
         return code / str(self._settings["workdir"])
 
-    def _set_up(self, visible: dict[str, str]) -> Status | None:
+    def _set_up(self, devices: dict[str, str]) -> Status | None:
         """Runs the setup commands; the final status if one fails."""
-        env = self._environment(visible)
+        env = self._environment(devices)
         for argv in self._settings["setup"]:
             with open(self._files.logs / "setup.log", "ab") as log:
                 command = subprocess.Popen(
@@ -160,9 +156,9 @@ class Supervisor:
                 return Status(state=State.FAILED, reason=Reason.SETUP, exit_code=_as_exit_code(ended), message=message)
         return None
 
-    def _launch(self, visible: dict[str, str]) -> Status:
+    def _launch(self, devices: dict[str, str]) -> Status:
         command = self._settings["command"]
-        directory, env, own_pid = self._directory, self._environment(visible), os.getpid()
+        directory, env, own_pid = self._directory, self._environment(devices), os.getpid()
         with open(self._files.logs / "node-0.log", "ab") as log:
             launcher = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=directory, env=env,
@@ -244,31 +240,6 @@ class _NotStarted(Exception):
     def __init__(self, status: Status) -> None:
         super().__init__(status.message)
         self.status = status
-
-
-def wanted(settings: dict[str, Any], devices: dict[str, Any]) -> list[Want]:
-    """The slots that a job takes: its GPUs, or a processor for each process; and a place, where places are counted.
-
-    On a machine with GPUs a job that names no number of them, nor of processes, takes all, as `accel launch` would.
-    """
-    wants = []
-    on_gpus = devices["kind"] in ("cuda", "xpu") and not settings["cpu_only"]
-    if on_gpus or settings["gpus"]:
-        here = [f"gpu-{name}" for name in devices["ids"]] if on_gpus else []
-        count = settings["gpus"] or settings["procs_per_node"] or len(here)
-        wants.append(Want(what="GPUs", count=count, of=here))
-    processors = [f"cpu-{number}" for number in range(devices["cpus"])]
-    if settings["cpus"] is not None:
-        wants.append(Want(what="processors", count=settings["cpus"], of=processors))
-    elif not wants and settings["concurrency"] is None:
-        # More processes than processors is slow and not wrong: such a job takes the whole machine.
-        wants.append(
-            Want(what="processors", count=min(settings["procs_per_node"] or 1, len(processors)), of=processors)
-        )
-    if settings["concurrency"] is not None:
-        places = [f"place-{number}" for number in range(settings["concurrency"])]
-        wants.append(Want(what="places", count=1, of=places))
-    return wants
 
 
 def _message(failure: dict[str, Any]) -> str:

@@ -28,6 +28,23 @@ class Gpus:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Devices:
+    """What `accel launch` would use there: the kind of devices, what names each, and how many processors."""
+
+    kind: str = "cpu"
+    ids: tuple[str, ...] = ()
+    cpus: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Queue:
+    """The host's queue: the names of the slots that jobs hold, and how many jobs wait."""
+
+    held: tuple[str, ...] = ()
+    waiting: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Facts:
     """What `hostside/probe.py` found. Sizes are in bytes; limits are -1 when there is none.
 
@@ -35,6 +52,7 @@ class Facts:
     packages: a package's name -> its version in the Python that was asked, None when it is not there.
     disk:     the nearest directory that exists of the one that will be written to.
     time:     the host's clock, in seconds since the epoch.
+    queue:    as it was when the host was asked.
     """
 
     name: str
@@ -53,6 +71,8 @@ class Facts:
     gpus: Gpus
     addresses: tuple[Address, ...]
     time: float
+    devices: Devices = Devices()
+    queue: Queue = Queue()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +100,8 @@ class Wanted:
     packages:  a package's name -> the module by which it is found where it was not installed as a package.
     interface: the network interface (a name or its beginning) whose address node 0 should have.
     ports:     of which the first one that is free on node 0 is taken; 0 is any.
-    leads:     of so many hosts, node 0 first, the others must be able to reach an address: those after it may lead.
+    leads:     of so many hosts, node 0 first, the others must be able to reach an address: those after it may lead;
+               0: each host runs jobs of its own, and needs to reach no other.
     """
 
     gpus: int = 0

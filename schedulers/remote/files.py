@@ -67,8 +67,7 @@ class Files:
 
     def put(self, files: Mapping[str, bytes], *, mode: int = FILE_MODE) -> None:
         """Writes files, each replaced in one step and on the disk when this returns."""
-        steps = [{"op": "put", "path": path, "size": len(data), "mode": mode} for path, data in files.items()]
-        self._do(steps, list(files.values()))
+        self._do(_puts(files, mode), list(files.values()))
 
     def unpack(self, blob: Blob, path: str) -> bool:
         """Has the tar file's content there as the directory `path`, which is whole or not there.
@@ -76,8 +75,16 @@ class Files:
         The content is kept under its digest, verified there, and sent only when it is lacking: True when it was sent.
         Where it is unpacked already, nothing is done.
         """
-        content = {"op": "blob", "digest": blob.digest, "size": blob.size, "unused_s": self._unused_s}
-        return bool(self._do([content, {"op": "unpack", "digest": blob.digest, "path": path}], blob=blob)[0])
+        return self.install(blob, [path], {})
+
+    def install(self, blob: Blob, paths: Sequence[str], files: Mapping[str, bytes], *, mode: int = FILE_MODE) -> bool:
+        """`unpack` to each of `paths`, then `put`, in one command."""
+        steps = [
+            {"op": "blob", "digest": blob.digest, "size": blob.size, "unused_s": self._unused_s},
+            *({"op": "unpack", "digest": blob.digest, "path": path} for path in paths),
+            *_puts(files, mode),
+        ]
+        return bool(self._do(steps, list(files.values()), blob=blob)[0])
 
     def remove(self, *paths: str) -> list[bool]:
         """Removes files, and directories with everything in them; for each, whether it was there."""
@@ -120,6 +127,10 @@ class Files:
         if "error" in answer:
             raise RemoteError(self._remote.name, one_line(str(answer["error"])))
         return answer
+
+
+def _puts(files: Mapping[str, bytes], mode: int) -> list[dict[str, Any]]:
+    return [{"op": "put", "path": path, "size": len(data), "mode": mode} for path, data in files.items()]
 
 
 def program_loader(program: bytes) -> str:

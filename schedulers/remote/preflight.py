@@ -47,7 +47,7 @@ class Report:
     """What was found, in the order in which the hosts were given.
 
     usable: the hosts that nothing speaks against; the first of them is node 0 and has `master` and `port`.
-    master: the address of node 0 that every other usable host reached, None where there is none.
+    master: the address of node 0 that every other usable host reached, None where there is none, or none was asked for.
     reach:  for each other host and each address of node 0 that was tried, None or why it was not reached.
     leads:  the address that the others reached of each host that was tried so, node 0 first.
     """
@@ -77,15 +77,22 @@ def examine(
     *,
     python: str | Callable[[Remote], str] = "python3",
     root: str = ROOT,
+    told: Callable[[Host], None] = lambda host: None,
 ) -> Report:
     """Asks all hosts at once. A host that cannot be asked is a finding, and so is everything else that is wrong.
 
     `python` is the interpreter, or what says which one a host has; the error that it raises is that host's finding.
+    `told` is called, in any thread, for each host that has answered or cannot be asked.
     """
     wanted = wanted or Wanted()
-    probes = pool.map(
-        lambda remote: _Probe(remote, python if isinstance(python, str) else python(remote), root, wanted), hosts
-    )
+
+    def probe(remote: Remote) -> _Probe:
+        try:
+            return _Probe(remote, python if isinstance(python, str) else python(remote), root, wanted)
+        finally:
+            told(remote.host)
+
+    probes = pool.map(probe, hosts)
     try:
         return _judged(pool, hosts, probes, wanted)
     finally:
@@ -188,7 +195,7 @@ class _Listening:
 
 def _try(pool: Pool, fit: Sequence[tuple[Host, _Probe]], wanted: Wanted) -> _Tried:
     """Those that may lead listen, every other host connects to each of their addresses."""
-    if not fit:
+    if not fit or not wanted.leads:
         return _Tried()
     first = fit[0][0]
     probes = dict(fit)

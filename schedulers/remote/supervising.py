@@ -5,13 +5,20 @@ from __future__ import annotations
 import functools
 import importlib.resources
 import io
+import json
 import zipfile
+from collections.abc import Mapping
+
+from .errors import RemoteError, one_line
+from .files import host_program, program_loader
+from .transport import Remote
 
 from .files import host_program
 
 PROGRAM = "supervisor.pyz"
 _PACKAGE = "supervisor"
 _CALL = "main(*sys.argv[1:])"
+_START_S = 60.0
 _DATE = (1980, 1, 1, 0, 0, 0)
 
 
@@ -37,16 +44,18 @@ def pack(package: str, call: str) -> bytes:
     return packed.getvalue()
 
 
-def start_command(python: str, directory: str, node: int) -> list[str]:
-    """Leaves host number `node` of the job with a supervisor, unless it has one or the job has ended there.
+def start(remote: Remote, *, root: str, python: str, nodes: Mapping[str, int], secrets: Mapping[str, str]) -> None:
+    """Leaves each of these jobs with a supervisor on a host, unless it has one or the job has ended there.
 
-    `directory` is the job's on that host, with `PROGRAM` and `settings.json` in it; absolute, or from `~/` on. Ends
-    with 0 at once; with another status and one line on standard error when there can be no supervisor. Its standard
-    input has the values of the secrets that the settings name (`secrets`), as JSON.
+    `nodes`: job id -> which node of the job the host is. The job's directory there has `PROGRAM` and `settings.json`.
+    `secrets` has the values of those that the settings name; they go over standard input. Raises HostUnreachable, and
+    RemoteError with a line for each job that cannot have one.
     """
-    # The shell's tilde is not to be had: an argv is data.
-    code = (
-        "import os,sys,runpy;"
-        f"runpy.run_path(os.path.join(os.path.expanduser(sys.argv[1]),{PROGRAM!r}),run_name='__main__')"
-    )
-    return [python, "-I", "-c", code, directory, str(node)]
+    code = host_program("jobs")
+    request = {"root": root, "do": [{"op": "start", "nodes": dict(nodes), "secrets": dict(secrets)}]}
+    argv = [python, "-I", "-S", "-c", program_loader(code)]
+    timeout_s = _START_S + len(nodes)
+    answer = json.loads(remote.run(argv, stdin=code + json.dumps(request).encode() + b"\n", timeout_s=timeout_s).stdout)
+    problems = [answer["error"]] if "error" in answer else answer["done"][0]
+    if problems:
+        raise RemoteError(remote.name, "; ".join(one_line(str(problem)) for problem in dict.fromkeys(problems)))

@@ -249,6 +249,7 @@ def _progress(document: Any) -> Status:
     message = str(state.get("message") or ("" if phase == "running" else phase))
     return Status(
         state=_PHASES.get(phase, State.RUNNING),
+        reason=Reason.NO_CAPACITY if state.get("queued") and message else Reason.NONE,
         attempt=int(state.get("attempt") or 0),
         message=message,
         native_state=phase,

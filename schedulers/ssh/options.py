@@ -13,6 +13,7 @@ _LEAST_HEARTBEAT_S = 5.0
 _LAST_PORT = 65535
 _LEAST_PORTS = 2  # node 0 has one for the ranks' rendezvous and one for its supervisor
 _LEAST_UNUSED_DAYS = 1.0
+_SHOWN = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +27,7 @@ class SshOptions:
     interface:       the network interface (a name or its beginning) over which the hosts, and their ranks, talk to each
                      other.
     ports:           from which ports on the hosts may be taken, as `29500-29599`.
+    concurrency:     how many jobs may run at once on each host; without it, as many as its GPUs and processors allow.
     spares:          so many of the hosts, beyond those the job asks for, stand in for bad ones.
     python:          the interpreter on the hosts that has accel and torch; `venv` is a virtual environment with one.
     requirements:    a requirements file of pip: a virtual environment is made of it on each host, once for the same
@@ -48,6 +50,7 @@ class SshOptions:
     port: int | None = None
     interface: str | None = None
     ports: str | None = None
+    concurrency: int | None = None
     spares: int = 0
     python: str | None = None
     venv: str | None = None
@@ -75,6 +78,8 @@ def check(options: SshOptions, name: str) -> None:
             raise SpecError(f"{where}: {key} must be more than 0, not {getattr(options, key):g}")
     if not options.unused_days >= _LEAST_UNUSED_DAYS:
         raise SpecError(f"{where}: unused_days must be {_LEAST_UNUSED_DAYS:g} or more, not {options.unused_days:g}")
+    if options.concurrency is not None and options.concurrency < 1:
+        raise SpecError(f"{where}: concurrency must be 1 or more, not {options.concurrency}")
     if options.spares < 0:
         raise SpecError(f"{where}: spares must be 0 or more, not {options.spares}")
     if options.port is not None and not 0 < options.port <= _LAST_PORT:
@@ -122,6 +127,18 @@ def known_hosts_count(options: SshOptions, source: str) -> int | None:
     return len(parse_hosts(text, source=source))
 
 
+def candidates(options: SshOptions, source: str) -> str:
+    """The hosts that a job may run on, for people; without reading a file. Raises SpecError."""
+    text = hosts_text(options)
+    if options.hostfile is not None:
+        return f"hostfile {options.hostfile}"
+    if text is None or "*" in text or "?" in text:
+        return str(text)
+    hosts = [str(host) for host in parse_hosts(text, source=source)]
+    more = f", … ({len(hosts)} hosts)" if len(hosts) > _SHOWN else ""
+    return f"{', '.join(hosts[:_SHOWN])}{more}"
+
+
 def named_hosts(options: SshOptions, name: str, code: str) -> list[Host]:
     """The hosts, in their order; reads the hostfile or the SSH configuration. Raises SpecError, ConfigError."""
     text = hosts_text(options)
@@ -144,6 +161,7 @@ def _aliases(options: SshOptions, text: str) -> list[str]:
 
 __all__ = [
     "SshOptions",
+    "candidates",
     "check",
     "hosts_text",
     "known_hosts_count",

@@ -1,10 +1,13 @@
-"""Which hosts run a job, who of them is node 0, and on which addresses and ports they talk to each other."""
+"""Which hosts run which jobs, which of them is node 0, and their addresses and ports."""
 
 from __future__ import annotations
 
+import logging
 import os
 import random
-from collections.abc import Callable, Sequence
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,8 +21,14 @@ from ..remote.transport import Remote
 from .asking import Hosts, Step
 from .clearing import remove
 from .options import SshOptions, port_range
+from .rooms import Room, choose, room
 
 _PORTS_TRIED = 16
+_MOST_LEADS = 16  # so many hosts are tried as node 0 by all others
+_PROGRESS_S = 1.0
+
+logger = logging.getLogger(__name__)
+progress = logging.getLogger("schedulers.progress")
 
 
 class NotPlaced(SubmitError):
@@ -30,7 +39,7 @@ class NotPlaced(SubmitError):
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """A host of a job. `address` and `port` are where its supervisor answers the others."""
+    """A host of a job. `address` and `port` are where its supervisor answers the others; no port where it is alone."""
 
     host: Host
     facts: Facts
@@ -44,17 +53,17 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """members: in the order of their ranks, the first one node 0. `warnings`: one line each.
+    """Where one job runs. members: in the order of their ranks, the first one node 0.
 
     claim: what tells the claims that were laid to the hosts' directories on the way here from those of an earlier
            submit of the same job, whose client was killed.
     """
 
+    job_id: str
     members: tuple[Node, ...]
     spares: tuple[Node, ...]
-    master_port: int
+    master_port: int | None
     claim: str
-    warnings: tuple[str, ...] = ()
 
     @property
     def nodes(self) -> tuple[Node, ...]:
@@ -66,120 +75,177 @@ def examined(
     options: SshOptions,
     name: str,
     chosen: Sequence[Host],
-    gpus: int,
+    wanted: Wanted,
     *,
     python: Callable[[Remote], str] | None = None,
-    packages: bool = True,
 ) -> Report:
-    """What the hosts say of themselves, and whether they can run a job together.
+    """What the hosts say of themselves, and whether they can run jobs that want this.
 
-    `python` says which interpreter the ranks get on a host, where it is not the target's; without `packages` nobody
-    asks what is installed there.
+    `python` says which interpreter the ranks get on a host, where it is not the target's.
     """
-    wanted = Wanted(
-        gpus=gpus,
+    wanted = replace(
+        wanted,
         disk_bytes=int(options.disk_gb * 1_000_000_000),
         interface=options.interface,
-        ports=_some_ports(options, name),
+        ports=_some_ports(options, name, 1),
     )
-    if not packages:
-        wanted = replace(wanted, packages={})
-    return examine(hosts.pool, chosen, wanted, python=python or hosts.python, root=options.root)
+    told = _Progress(len(chosen)).told
+    return examine(hosts.pool, chosen, wanted, python=python or hosts.python, root=options.root, told=told)
 
 
-def enough(named: Sequence[Host], nodes: int, spares: int, name: str) -> list[Host]:
-    """The hosts that are asked: as many as the job needs, and its spares. Raises SpecError."""
+class _Progress:
+    """Reports how many hosts have answered, once that takes longer than a moment."""
+
+    def __init__(self, count: int) -> None:
+        self._lock = threading.Lock()
+        self._count, self._done = count, 0
+        self._next = time.monotonic() + _PROGRESS_S
+
+    def told(self, host: Host) -> None:
+        with self._lock:
+            self._done += 1
+            if time.monotonic() >= self._next:
+                self._next = time.monotonic() + _PROGRESS_S
+                progress.info("examined %d of %d hosts", self._done, self._count)
+
+
+def enough(named: Sequence[Host], nodes: int, spares: int, name: str) -> None:
+    """Raises SpecError for a target with fewer hosts than the job needs."""
     if len(named) < nodes + spares:
         extra = f" and {spares} spare{'s' if spares > 1 else ''}" if spares else ""
         raise SpecError(
             f"target {name}: {nodes} node{'s' if nodes > 1 else ''}{extra} asked for, and there "
             f"{'is' if len(named) == 1 else 'are'} {len(named)} host{'s' if len(named) > 1 else ''}"
         )
-    return list(named[: nodes + spares])
 
 
 def place(
     hosts: Hosts,
     options: SshOptions,
     name: str,
-    job_id: str,
-    chosen: Sequence[Host],
+    job_ids: Sequence[str],
+    named: Sequence[Host],
     nodes: int,
-    gpus: int,
+    queue: Mapping[str, Any],
     *,
     python: Callable[[Remote], str] | None = None,
-) -> Placement:
-    """Takes the first `nodes` hosts that nothing speaks against; what is left over of them is spare.
+) -> list[Placement]:
+    """Examines the hosts once, and spreads the jobs over those that can take part, by their free slots.
 
-    Raises NotPlaced, with a line for each failure, when there are fewer.
+    `queue` is what each job takes of each host. Hosts that are left out, and warnings, are logged. Raises NotPlaced,
+    with a line for each failure, when there are fewer than a job needs.
     """
-    report = examined(hosts, options, name, chosen, gpus, python=python)
+    together = nodes + options.spares > 1
+    wanted = Wanted(gpus=queue["gpus"], leads=min(len(named), _MOST_LEADS) if together else 0)
+    if len(job_ids) > 1:
+        progress.info("examining %s for %d jobs", f"{len(named)} host{'s' if len(named) > 1 else ''}", len(job_ids))
+    report = examined(hosts, options, name, named, wanted, python=python)
     failures = [str(finding) for finding in report.findings if finding.severity == "fails"]
-    if len(report.usable) < nodes or report.master is None or report.port is None:
-        lines = "; ".join(failures)
-        raise NotPlaced(f"{len(report.usable)} of {len(chosen)} hosts can take part, {nodes} are needed: {lines}")
     facts = {row.host: row.seen.facts for row in report.rows if row.seen is not None}
+    rooms: list[Room] = []
+    for host in report.usable:
+        found = room(queue, host, facts[host])
+        if isinstance(found, str):
+            failures.append(found)
+        else:
+            rooms.append(found)
+    if len(rooms) < nodes or (together and (report.master is None or report.port is None)):
+        lines = "; ".join(failures)
+        raise NotPlaced(f"{len(rooms)} of {len(named)} hosts can take part, {nodes} are needed: {lines}")
+    chosen = choose(rooms, len(job_ids), nodes, options.spares)
+    doubtful = {finding.host for finding in report.findings if finding.check == "reach"}
+    chosen = [(sorted(members, key=lambda host: str(host) in doubtful), spares) for members, spares in chosen]
     addresses = _addresses(hosts, options, report, facts)
     claim = os.urandom(8).hex()
-    ports = _control_ports(hosts, options, name, job_id, report, claim)
-    made = [Node(host=host, facts=facts[host], address=addresses[host], port=ports[host]) for host in report.usable]
-    warnings = [str(finding) for finding in report.findings if finding.severity == "warns"]
-    left_out = [f"left out: {line}" for line in failures]
-    return Placement(
-        members=tuple(made[:nodes]),
-        spares=tuple(made[nodes:]),
-        master_port=report.port,
-        claim=claim,
-        warnings=(*left_out, *warnings),
-    )
+    jobs = {job_id: [*members, *spares] for job_id, (members, spares) in zip(job_ids, chosen, strict=True)}
+    ports = _prepared(hosts, options, name, jobs, report.port, claim)
+    _log(report, failures, {str(host) for members in jobs.values() for host in members})
+
+    def node(job_id: str, host: Host) -> Node:
+        return Node(host=host, facts=facts[host], address=addresses[host], port=ports[job_id, host])
+
+    return [
+        Placement(
+            job_id=job_id,
+            members=tuple(node(job_id, host) for host in members),
+            spares=tuple(node(job_id, host) for host in spares),
+            master_port=report.port,
+            claim=claim,
+        )
+        for job_id, (members, spares) in zip(job_ids, chosen, strict=True)
+    ]
 
 
-def _some_ports(options: SshOptions, name: str) -> tuple[int, ...]:
+def _log(report: Report, failures: Sequence[str], used: set[str]) -> None:
+    for line in failures:
+        logger.warning("left out: %s", line)
+    for finding in report.findings:
+        if finding.severity == "warns" and finding.host in used:
+            logger.warning("%s", finding)
+
+
+def _some_ports(options: SshOptions, name: str, jobs: int) -> tuple[int, ...]:
     """By chance, so that two submits at once do not both take the first that is free."""
     ports = port_range(options, name)
-    return tuple(random.sample(ports, min(_PORTS_TRIED, len(ports))))
+    return tuple(random.sample(ports, min(_PORTS_TRIED * jobs, len(ports))))
 
 
-def _addresses(hosts: Hosts, options: SshOptions, report: Report, facts: dict[Host, Facts]) -> dict[Host, str]:
-    """Node 0's, and those of the next few, are the ones that all others reached; the others' are on the interface of
-    the same name, if there is one. They matter when another host has to take the lead.
+def _addresses(hosts: Hosts, options: SshOptions, report: Report, facts: Mapping[Host, Facts]) -> dict[Host, str]:
+    """Those that all others reached, where they were tried. The others' are on the interface of the same name as node
+    0's, if there is one. They matter when another host has to take the lead.
     """
-    first = report.usable[0]
-    assert report.master is not None  # looked at by the caller
-    interface = next((a.interface for a in facts[first].addresses if a.address == report.master), None)
+    interface = None
+    if report.master is not None:
+        first = report.usable[0]
+        interface = next((a.interface for a in facts[first].addresses if a.address == report.master), None)
     found = {host: report.leads[host] for host in report.usable if host in report.leads}
     for host in report.usable:
         if host in found:
             continue
         same = [a.address for a in facts[host].addresses if a.interface == interface]
-        kind = [address for address in same if (":" in address) == (":" in report.master)]
+        kind = [address for address in same if (":" in address) == (":" in (report.master or ""))]
         ranked, _ = candidates(facts[host].addresses, hosts.pool.settings(host).hostname, options.interface)
         found[host] = (kind or ranked or [hosts.pool.settings(host).hostname])[0]
     return found
 
 
-def _control_ports(
-    hosts: Hosts, options: SshOptions, name: str, job_id: str, report: Report, claim: str
-) -> dict[Host, int]:
-    """A free port on each host, which on the way lays its claim to the job's directory."""
-    some = _some_ports(options, name)
-    wanted = dict.fromkeys(report.usable, some)
-    wanted[report.usable[0]] = tuple(port for port in some if port != report.port)
-    asked: dict[Host, list[Step]] = {
-        host: [{"op": "port", "ports": wanted[host]}, {"op": "claim", "job": job_id, "node": number, "token": claim}]
-        for number, host in enumerate(report.usable)
-    }
-    found, problems = {}, []
+def _prepared(
+    hosts: Hosts,
+    options: SshOptions,
+    name: str,
+    jobs: Mapping[str, Sequence[Host]],
+    master_port: int | None,
+    claim: str,
+) -> dict[tuple[str, Host], int]:
+    """Lays each job's claim to its directory on each of its hosts. A free port there, for jobs with several hosts."""
+    on: dict[Host, list[str]] = {}
+    for job_id, its in jobs.items():
+        for host in its:
+            on.setdefault(host, []).append(job_id)
+    asked: dict[Host, list[Step]] = {}
+    for host, ids in on.items():
+        ports = [port for port in _some_ports(options, name, len(ids)) if port != master_port]
+        asked[host] = []
+        for number, job_id in enumerate(ids):
+            of_its_own = ports[number :: len(ids)]  # no two jobs are offered the same
+            node = jobs[job_id].index(host)
+            asked[host] += [
+                {"op": "port", "ports": of_its_own if len(jobs[job_id]) > 1 else [0]},
+                {"op": "claim", "job": job_id, "node": node, "token": claim},
+            ]
+    found: dict[tuple[str, Host], int] = {}
+    problems = []
     for host, outcome in hosts.ask(asked).items():
-        port = None if outcome.value is None else outcome.value.done[0]
         if outcome.value is None:
             problems.append(str(outcome.error))
-        elif port is None:
-            taken = ", ".join(map(str, wanted[host]))
-            problems.append(f"{host}: none of its ports {taken} is free; name others (ports: in accel.yaml)")
-        else:
-            found[host] = int(port)
+            continue
+        for job_id, step, port in zip(on[host], asked[host][::2], outcome.value.done[::2], strict=True):
+            if port is None:
+                taken = ", ".join(map(str, step["ports"]))
+                problems.append(f"{host}: none of its ports {taken} is free; name others (ports: in accel.yaml)")
+                break
+            found[job_id, host] = int(port) if len(jobs[job_id]) > 1 else 0
     if problems:
-        remove(hosts, options, [f"jobs/{job_id}.claims"], list(asked))
+        remove(hosts, options, [f"jobs/{job_id}.claims" for job_id in jobs], list(asked))
         raise NotPlaced(f"{'; '.join(problems)}; nothing was started")
     return found

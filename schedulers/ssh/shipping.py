@@ -7,21 +7,22 @@ import os
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from .. import snapshot
-from ..errors import SubmitError
+from ..errors import SubmitError, Unreachable
 from ..job import Reason
 from ..remote import fanout, supervising
+from ..remote.errors import HostUnreachable
 from ..remote.files import Blob, Files
 from ..remote.hosts import Host
 from ..remote.transport import Outcome, Remote
 from .asking import Hosts, tell_all
 from .clearing import remove, unused_s
 from .options import SshOptions, port_range
-from .placing import Node, Placement
+from .placing import Placement, progress
+from .rooms import queue_settings
 
-_START_S = 60.0
 _PORTS_TRIED = 16
 
 
@@ -41,15 +42,16 @@ def settings_of(template: Mapping[str, Any], placement: Placement, number: int, 
 
     `number` counts members first, then spares.
     """
-    facts = placement.nodes[number].facts
+    node = placement.nodes[number]
     settings = dict(template)
     settings["token"] = token
     settings["node"] = number
     settings["nodes"] = [node.to_json() for node in placement.members]
     settings["spares"] = [node.to_json() for node in placement.spares]
     settings["master_port"] = placement.master_port
-    settings["workdir"] = absolute(settings["workdir"], facts.home)
-    settings["command"] = [facts.executable, *settings["command"][1:]]
+    settings["workdir"] = absolute(settings["workdir"], node.facts.home)
+    settings["command"] = [node.facts.executable, *settings["command"][1:]]
+    settings["queue"] = queue_settings(settings["queue"], node.host, node.facts)
     return settings
 
 
@@ -60,83 +62,110 @@ def absolute(path: str, home: str) -> str:
 def ship(
     hosts: Hosts,
     options: SshOptions,
-    job_id: str,
-    template: Mapping[str, Any],
-    placement: Placement,
+    templates: Mapping[str, Mapping[str, Any]],
+    placements: Sequence[Placement],
     *,
     code: Blob,
 ) -> None:
     """Puts everything but secrets on every host, at once; only the code that a host lacks is sent.
 
-    Raises NotStarted, with nothing of the job left on the hosts that can be reached.
+    Raises NotStarted, with nothing of the jobs left on the hosts that can be reached.
     """
-    token = os.urandom(32).hex()
-    numbers = {node.host: number for number, node in enumerate(placement.nodes)}
-    program = {f"jobs/{job_id}/{supervising.PROGRAM}": supervising.program()}
+    tokens = {placement.job_id: os.urandom(32).hex() for placement in placements}
+    on = _by_host(placements)
 
     def one(remote: Remote) -> None:
         files = Files(remote, root=options.root, python=hosts.python, unused_s=unused_s(options))
-        files.unpack(code, f"jobs/{job_id}/code")
-        settings = settings_of(template, placement, numbers[remote.host], token)
-        files.put({**program, f"jobs/{job_id}/settings.json": json.dumps(settings).encode()})
+        contents: dict[str, bytes] = {}
+        for placement, number in on[remote.host]:
+            job_id = placement.job_id
+            settings = settings_of(templates[job_id], placement, number, tokens[job_id])
+            contents[f"jobs/{job_id}/{supervising.PROGRAM}"] = supervising.program()
+            contents[f"jobs/{job_id}/settings.json"] = json.dumps(settings).encode()
+        files.install(code, [f"jobs/{placement.job_id}/code" for placement, _ in on[remote.host]], contents)
 
-    problems = _cleared(hosts, options, job_id, numbers, placement.claim)
+    problems = _cleared(hosts, options, on)
     if not problems:
-        if options.fan_out and fanout.worthwhile(len(numbers), code):
-            _pass_on(hosts, options, placement, code)
-        problems = _problems(hosts.pool.map(one, numbers))
+        if len(placements) > 1:
+            progress.info("sending %d jobs to %s", len(placements), f"{len(on)} host{'s' if len(on) > 1 else ''}")
+        if options.fan_out and fanout.worthwhile(len(on), code):
+            _pass_on(hosts, options, on, code)
+        problems = _problems(hosts.pool.map(one, list(on)))
     if problems:
-        remove(hosts, options, [f"jobs/{job_id}", f"jobs/{job_id}.claims"], list(numbers))
+        paths = [path for placement in placements for path in _paths(placement.job_id)]
+        remove(hosts, options, paths, list(on))
         raise NotStarted(f"{'; '.join(problems)}; nothing was started")
 
 
-def _pass_on(hosts: Hosts, options: SshOptions, placement: Placement, code: Blob) -> None:
+OnHost: TypeAlias = "Mapping[Host, Sequence[tuple[Placement, int]]]"
+
+
+def _by_host(placements: Sequence[Placement]) -> OnHost:
+    """The jobs of each host, and which of a job's nodes it is."""
+    on: dict[Host, list[tuple[Placement, int]]] = {}
+    for placement in placements:
+        for number, node in enumerate(placement.nodes):
+            on.setdefault(node.host, []).append((placement, number))
+    return on
+
+
+def _paths(job_id: str) -> list[str]:
+    return [f"jobs/{job_id}", f"jobs/{job_id}.claims"]
+
+
+def _pass_on(hosts: Hosts, options: SshOptions, on: OnHost, code: Blob) -> None:
     """Has the code on as many of the hosts as get it from each other, on ports that their supervisors do not want."""
     some = random.sample(ports := port_range(options, ""), min(_PORTS_TRIED, len(ports)))
+    taken = {
+        host: {port for placement, number in jobs for port in (placement.nodes[number].port, placement.master_port)}
+        for host, jobs in on.items()
+    }
     fanout.spread(
         hosts.pool,
-        {node.host: node.address for node in placement.nodes},
+        {host: jobs[0][0].nodes[jobs[0][1]].address for host, jobs in on.items()},
         code,
         root=options.root,
         python=hosts.python,
-        ports={n.host: [port for port in some if port not in (n.port, placement.master_port)] for n in placement.nodes},
+        ports={host: [port for port in some if port not in taken[host]] for host in on},
     )
 
 
-def _cleared(hosts: Hosts, options: SshOptions, job_id: str, numbers: Mapping[Host, int], claim: str) -> list[str]:
-    """Room for the job on every host; or what is wrong, as when hosts have one directory between them."""
-    by_number = {number: host for host, number in numbers.items()}
-    step = {"op": "clear", "job": job_id, "token": claim}
-    asked = {host: [{**step, "node": number}] for host, number in numbers.items()}
+def _cleared(hosts: Hosts, options: SshOptions, on: OnHost) -> list[str]:
+    """Room for the jobs on every host; or what is wrong, as when hosts have one directory between them."""
+    asked = {
+        host: [{"op": "clear", "job": p.job_id, "token": p.claim, "node": number} for p, number in jobs]
+        for host, jobs in on.items()
+    }
     for host, outcome in hosts.ask(asked).items():
         if outcome.value is None:
             return [str(outcome.error)]
-        if outcome.value.done[0]:
-            other = by_number.get(outcome.value.done[0][0], "another host")
-            remedy = "name one that each host has for itself (root: in accel.yaml)"
-            return [f"{host} and {other} share the directory {options.root}: {remedy}"]
+        for (placement, _), others in zip(on[host], outcome.value.done, strict=True):
+            if others:
+                other = placement.nodes[others[0]].host if others[0] < len(placement.nodes) else "another host"
+                remedy = "name one that each host has for itself (root: in accel.yaml)"
+                return [f"{host} and {other} share the directory {options.root}: {remedy}"]
     return []
 
 
-def start(hosts: Hosts, options: SshOptions, job_id: str, nodes: Sequence[Node], *, secrets: Mapping[str, str]) -> None:
+def start(hosts: Hosts, options: SshOptions, placements: Sequence[Placement], *, secrets: Mapping[str, str]) -> None:
     """Starts the supervisors, all at once, and gives each the secrets, which are written nowhere.
 
-    When one does not start, the others are told to end, and would end by themselves: they wait for all before any
-    rank runs. Raises NotStarted.
+    When one does not start, the others are told to end; those of the same job would end by themselves, for they wait
+    for all before any rank runs. Raises NotStarted; and Unreachable when a host was lost that may now run a job alone.
     """
-    numbers = {node.host: number for number, node in enumerate(nodes)}
-    homes = {node.host: node.facts.home for node in nodes}
-    values = json.dumps(dict(secrets)).encode()
+    on = _by_host(placements)
 
     def one(remote: Remote) -> None:
-        directory = f"{absolute(options.root, homes[remote.host])}/jobs/{job_id}"
-        command = supervising.start_command(hosts.python, directory, numbers[remote.host])
-        remote.run(command, stdin=values, timeout_s=_START_S)
+        nodes = {placement.job_id: number for placement, number in on[remote.host]}
+        supervising.start(remote, root=options.root, python=hosts.python, nodes=nodes, secrets=secrets)
 
-    outcomes = hosts.pool.map(one, numbers)
+    outcomes = hosts.pool.map(one, list(on))
     problems = _problems(outcomes)
+    lost = {outcome.host for outcome in outcomes if isinstance(outcome.error, HostUnreachable)}
+    if any(placement.nodes[0].host in lost and len(placement.nodes) == 1 for placement in placements):
+        raise Unreachable("; ".join(problems))
     if problems:
-        cancel(hosts, job_id, [outcome.host for outcome in outcomes if outcome.error is None])
+        hosts.ask({host: [{"op": "cancel", "job": p.job_id} for p, _ in on[host]] for host in on if host not in lost})
         raise NotStarted(f"{'; '.join(problems)}; no host runs the job")
 
 

@@ -79,6 +79,13 @@ class SshTarget:
             "max_restarts": spec.retry.max_restarts,
             "master_port": _UNKNOWN,
             "ports": [ports[0], ports[-1]],
+            "queue": {
+                "gpus": spec.resources.gpus,
+                "cpus": spec.resources.cpus,
+                "procs_per_node": spec.procs_per_node,
+                "cpu_only": options.cpu,
+                "concurrency": options.concurrency,
+            },
             "spec": spec.to_json(),  # for machines that did not submit the job, and follow it
         }
         return Plan(
@@ -96,38 +103,56 @@ class SshTarget:
             warnings=_warnings(spec),
         )
 
+    def plan_many(self, specs: Sequence[JobSpec], job_ids: Sequence[str]) -> list[Plan]:
+        """A plan for each. Raises SpecError."""
+        return [self.plan(spec, job_id) for spec, job_id in zip(specs, job_ids, strict=True)]
+
     def submit(self, plan: Plan) -> str:
-        """Examines the hosts, puts everything on them and starts their supervisors.
+        """Raises what `submit_many` raises."""
+        return self.submit_many([plan])[0]
+
+    def submit_many(self, plans: Sequence[Plan]) -> list[str]:
+        """Examines the hosts, puts everything on those that get the jobs and starts their supervisors.
 
         Which hosts they are is on this disk before any is started: a submit that is repeated asks those first. Raises
         SubmitError with a line for each host that fails, SpecError, ConfigError, and Unreachable when hosts that may
-        run the job from an earlier submit cannot be asked.
+        run a job from an earlier submit cannot be asked.
         """
+        found = {plan.job_id: self._earlier(plan.job_id) for plan in plans}
+        fresh = [plan for plan in plans if found[plan.job_id] is None]
+        if fresh:
+            found.update(self._submit(fresh))
+        return [str(found[plan.job_id]) for plan in plans]
+
+    def _submit(self, plans: Sequence[Plan]) -> dict[str, str]:
+        """Native ids of jobs that differ in their arguments and names only."""
         from . import placing, shipping
         from .native import Native
 
-        earlier = self._earlier(plan.job_id)
-        if earlier is not None:
-            return earlier
-        values = secrets.values(plan.settings["secrets"])
-        environments = self._environments(plan.settings["code"])
-        template = json.loads(plan.files[_SETTINGS])
-        named = meaning.named_hosts(self._options, self.name, plan.settings["code"])
-        chosen = placing.enough(named, plan.settings["nodes"], self._options.spares, self.name)
-        if template["procs_per_node"] is None:
-            template = {**template, "procs_per_node": _slots(chosen)}
-        code = shipping.pack(plan.settings["code"], self._jobs.parent)
-        placement = placing.place(
-            self._hosts, self._options, self.name, plan.job_id, chosen, plan.settings["nodes"], plan.settings["gpus"],
-            python=environments.made if environments is not None else None,
+        common = plans[0].settings
+        values = secrets.values(common["secrets"])
+        environments = self._environments(common["code"])
+        templates = {plan.job_id: json.loads(plan.files[_SETTINGS]) for plan in plans}
+        named = meaning.named_hosts(self._options, self.name, common["code"])
+        placing.enough(named, common["nodes"], self._options.spares, self.name)
+        code = shipping.pack(common["code"], self._jobs.parent)
+        placements = placing.place(
+            self._hosts, self._options, self.name, list(templates), named, common["nodes"],
+            templates[plans[0].job_id]["queue"], python=environments.made if environments is not None else None,
         )  # fmt: skip
-        for warning in placement.warnings:
-            logger.warning("%s", warning)
-        shipping.ship(self._hosts, self._options, plan.job_id, template, placement, code=code)
-        native = Native.of(plan.job_id, [node.host for node in placement.nodes])
-        disk.write_document(self._placed(plan.job_id), {"native_id": str(native), "nodes": plan.settings["nodes"]})
-        shipping.start(self._hosts, self._options, plan.job_id, placement.nodes, secrets=values)
-        return str(native)
+        for placement in placements:
+            template = templates[placement.job_id]
+            if template["procs_per_node"] is None:
+                template["procs_per_node"] = _slots([node.host for node in placement.nodes])
+        shipping.ship(self._hosts, self._options, templates, placements, code=code)
+        found = {}
+        for placement in placements:
+            native = str(Native.of(placement.job_id, [node.host for node in placement.nodes]))
+            document = {"native_id": native, "nodes": common["nodes"]}
+            disk.write_document(self._placed(placement.job_id), document)
+            found[placement.job_id] = native
+        shipping.start(self._hosts, self._options, placements, secrets=values)
+        return found
 
     def poll(self, native_ids: Sequence[str]) -> Mapping[str, Status]:
         """Asks the jobs' hosts, each once, until one tells of each job. A job that none of its hosts knows is missing.
@@ -206,15 +231,16 @@ class SshTarget:
 
         Raises SchedulerError when there are none to ask.
         """
+        from ..remote.facts import Wanted
         from . import placing
 
         named = meaning.named_hosts(self._options, self.name, ".")
         environments = self._environments(".")
         lacking = environments.lacking(self._hosts.pool, named) if environments is not None else []
+        wanted = Wanted(gpus=gpus, packages={}) if lacking else Wanted(gpus=gpus)
         report: Report = placing.examined(
-            self._hosts, self._options, self.name, named, gpus,
+            self._hosts, self._options, self.name, named, wanted,
             python=environments.made if environments is not None and not lacking else None,
-            packages=not lacking,
         )  # fmt: skip
         lines = {
             severity: [str(f) for f in report.findings if f.severity == severity] for severity in ("fails", "warns")
@@ -299,7 +325,6 @@ class SshTarget:
 
     def _actions(self, spec: JobSpec, job_id: str, command: Sequence[str]) -> tuple[tuple[str, ...], ...]:
         options = self._options
-        hosts = f"hostfile {options.hostfile}" if options.hostfile else str(meaning.hosts_text(options))
         count = spec.nodes + options.spares
         job = _join(options.root, "jobs", job_id)
         return (
@@ -308,14 +333,15 @@ class SshTarget:
                 if options.requirements
                 else []
             ),
-            ("examine", hosts, f"the first {count}"),
+            ("examine", meaning.candidates(options, f"target {self.name}: hosts")),
+            ("take", f"the {'one' if count == 1 else count} of them with the most free slots"),
             ("send", spec.code, "to", f"{job}/code", "where it is lacking"),
             ("put", f"{job}/settings.json", f"{job}/{PROGRAM}"),
             (
                 "start",
                 meaning.python_of(options),
                 f"{job}/{PROGRAM}",
-                "on each",
+                "on each, in its queue",
                 *(["with the secrets on its standard input"] if spec.secrets else []),
             ),
             tuple(command),
@@ -336,5 +362,5 @@ def _join(root: str, *parts: str) -> str:
 
 
 def _warnings(spec: JobSpec) -> tuple[str, ...]:
-    unkept = [name for name in ("cpus", "memory_gb", "shm_gb") if getattr(spec.resources, name) is not None]
+    unkept = [name for name in ("memory_gb", "shm_gb") if getattr(spec.resources, name) is not None]
     return tuple(f"{name} is not enforced on an ssh target" for name in unkept)

@@ -28,25 +28,26 @@ def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("words", "nodes", "examined"),
+    ("words", "nodes", "candidates", "taken"),
     [
-        (["--target", "ssh", "--hosts", "gpu[01-04]"], 4, ["gpu[01-04]", "the first 4"]),
-        (["--target", "ssh", "--hosts", "a,b,c", "--spares", "1"], 2, ["a,b,c", "the first 3"]),
-        (["--target", "ssh", "--hosts", "gpu*", "--nodes", "3"], 3, ["gpu*", "the first 3"]),
-        (["--target", "lab"], 1, ["x,y[1-3]", "the first 1"]),
-        (["--target", "lab", "--nodes", "3", "--spares", "1"], 3, ["x,y[1-3]", "the first 4"]),
-        (["--target", "lab", "--hosts", "a,b"], 2, ["a,b", "the first 2"]),
-        (["--target", "spared", "--hosts", "a,b,c"], 2, ["a,b,c", "the first 3"]),
-        (["--target", "spared", "--hosts", "a,b,c", "--option", "spares=2"], 1, ["a,b,c", "the first 3"]),
-        (["--target", "spared", "--hosts", "a,b,c", "--spares", "0"], 3, ["a,b,c", "the first 3"]),
+        (["--target", "ssh", "--hosts", "gpu[01-04]"], 4, "gpu01, gpu02, gpu03, gpu04", 4),
+        (["--target", "ssh", "--hosts", "a,b,c", "--spares", "1"], 2, "a, b, c", 3),
+        (["--target", "ssh", "--hosts", "gpu*", "--nodes", "3"], 3, "gpu*", 3),
+        (["--target", "lab"], 1, "x, y1, y2, y3", 1),
+        (["--target", "lab", "--nodes", "3", "--spares", "1"], 3, "x, y1, y2, y3", 4),
+        (["--target", "lab", "--hosts", "a,b"], 2, "a, b", 2),
+        (["--target", "spared", "--hosts", "a,b,c"], 2, "a, b, c", 3),
+        (["--target", "spared", "--hosts", "a,b,c", "--option", "spares=2"], 1, "a, b, c", 3),
+        (["--target", "spared", "--hosts", "a,b,c", "--spares", "0"], 3, "a, b, c", 3),
     ],
 )
 def test_machines_on_the_line(
-    words: list[str], nodes: int, examined: list[str], capsys: pytest.CaptureFixture[str]
+    words: list[str], nodes: int, candidates: str, taken: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan = planned(capsys, *words)
     assert plan["settings"]["nodes"] == nodes
-    assert plan["actions"][0] == ["examine", *examined]
+    count = "one" if taken == 1 else taken
+    assert plan["actions"][:2] == [["examine", candidates], ["take", f"the {count} of them with the most free slots"]]
 
 
 def test_a_hostfile_is_found_from_here_and_replaces_the_targets_hosts(
@@ -54,7 +55,7 @@ def test_a_hostfile_is_found_from_here_and_replaces_the_targets_hosts(
 ) -> None:
     plan = planned(capsys, "--target", "lab", "--hostfile", "hosts")
     assert plan["settings"]["nodes"] == 3
-    assert plan["actions"][0] == ["examine", f"hostfile {tmp_path / 'hosts'}", "the first 3"]
+    assert plan["actions"][0] == ["examine", f"hostfile {tmp_path / 'hosts'}"]
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 JOB = re.compile(r"[A-Za-z0-9_-]+\Z")
 LOOK_S = 0.1
 LOOK_FOR_LIFE_S = 1.0
+STARTED_AT_ONCE = 8
+LOGIN_UMASK = os.umask(0o077)
 
 
 class Refused(Exception):
@@ -42,7 +44,6 @@ class Refused(Exception):
 
 
 def main() -> None:
-    os.umask(0o077)
     contents: list[bytes] = []
     try:
         request = json.loads(sys.stdin.buffer.readline())
@@ -230,6 +231,30 @@ def tail(root: str, step: Step, contents: list[bytes]) -> list[dict[str, Any]]:
     return found
 
 
+def start(root: str, step: Step, contents: list[bytes]) -> list[str]:
+    """Starts supervisors, several at a time; why some could not be, a line each."""
+    import subprocess
+
+    own = os.umask(LOGIN_UMASK)  # what the ranks get
+    secrets = json.dumps(step["secrets"]).encode()
+    problems = []
+    jobs = list(step["nodes"].items())
+    while jobs:
+        started = []
+        for job, node in jobs[:STARTED_AT_ONCE]:
+            directory = directory_of(root, {"job": job})
+            argv = [sys.executable, "-I", os.path.join(directory, "supervisor.pyz"), directory, str(node)]
+            pipe, null = subprocess.PIPE, subprocess.DEVNULL
+            started.append(subprocess.Popen(argv, stdin=pipe, stdout=null, stderr=pipe))
+        for process in started:
+            said = process.communicate(secrets)[1]
+            if process.returncode != 0:
+                problems.append(said.decode("utf-8", "replace").strip() or f"status {process.returncode}")
+        del jobs[:STARTED_AT_ONCE]
+    os.umask(own)
+    return problems
+
+
 def port(root: str, step: Step, contents: list[bytes]) -> int | None:
     """The first of the ports that is free here; None when none is."""
     for number in step["ports"]:
@@ -289,6 +314,7 @@ OPERATIONS = {
     "at": at,
     "tail": tail,
     "port": port,
+    "start": start,
     "claim": claim,
     "clear": clear,
     "cancel": cancel,

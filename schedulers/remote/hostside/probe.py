@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import platform
 import re
 import signal
 import socket
@@ -48,6 +49,7 @@ def facts(request: Request) -> dict[str, Any]:
     nproc, nofile = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_NPROC, resource.RLIMIT_NOFILE))
 
     disk, disk_free, writable = disk_of(os.path.expanduser(request["root"]))
+    counted = gpus()
     found = {
         "name": socket.gethostname(),
         "machine": machine(),
@@ -62,8 +64,10 @@ def facts(request: Request) -> dict[str, Any]:
         "shm_free": disk_of("/dev/shm")[1],
         "processes": max(-1, nproc),
         "files": max(-1, nofile),
-        "gpus": gpus(),
+        "gpus": counted,
+        "devices": devices(counted),
         "addresses": addresses(),
+        "queue": queue(os.path.expanduser(request["root"])),
     }
     found["time"] = time.time()  # last: how old it is when it arrives is what the caller can tell best
     return found
@@ -186,6 +190,55 @@ def amd_gpus() -> int | str:
     except OSError:
         return ""
     return count
+
+
+def devices(counted: dict[str, Any]) -> dict[str, Any]:
+    """As `accel launch` finds them, where accel is installed; else, and where it knows no such GPUs, by number."""
+    import subprocess
+
+    code = "import runpy,sys;sys.path[:]=[p for p in sys.path if p];runpy.run_module(sys.argv[1],None,'__main__')"
+    found: dict[str, Any] | None = None
+    with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
+        argv, null = [sys.executable, "-c", code, "accel.launch.devices"], subprocess.DEVNULL
+        found = json.loads(subprocess.run(argv, stdin=null, stdout=subprocess.PIPE, stderr=null, timeout=20).stdout)
+    known = found is not None and (found["kind"] != "cpu" or counted["how"] in ("", "nvml"))
+    if found is None:
+        cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        found = {"kind": "cpu", "ids": ["cpu"], "cpus": cpus}
+    if counted["count"] and not known:
+        found = {**found, "kind": "cuda", "ids": [str(number) for number in range(counted["count"])]}
+    return {name: found[name] for name in ("kind", "ids", "cpus")}
+
+
+def queue(root: str) -> dict[str, Any]:
+    """Which slots are held, and how many jobs wait. Whoever looks at a lock holds it for a moment."""
+    top = os.path.join(root, "local", platform.node() or "this-machine")
+    held = [name for name in names(os.path.join(top, "slots")) if locked(os.path.join(top, "slots", name))]
+    waiting = [name for name in names(os.path.join(top, "queue")) if locked(os.path.join(top, "queue", name))]
+    return {"held": held, "waiting": len(waiting)}
+
+
+def names(directory: str) -> list[str]:
+    try:
+        return os.listdir(directory)
+    except OSError:
+        return []
+
+
+def locked(path: str) -> bool:
+    import fcntl
+
+    try:
+        lock = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(lock)
+    return False
 
 
 def addresses() -> list[dict[str, Any]]:

@@ -13,8 +13,7 @@ import pytest
 
 from schedulers import Job, Reason, State
 from schedulers.local.files import JobFiles
-from schedulers.local.slots import Slots, Want
-from schedulers.local.supervisor import wanted
+from schedulers.remote.hostside.supervisor.slots import Slots, Want, wanted
 from tests.nvml import fake_gpus
 from tests.waiting import until
 
@@ -62,12 +61,12 @@ def test_slots_are_held_by_one_and_come_back(tmp_path: Path) -> None:
 
     wants = [Want(what="processors", count=2, of=["cpu-0", "cpu-1", "cpu-2"])]
     first, second = Slots(tmp_path, "a"), Slots(tmp_path, "b")
-    assert first.acquire(wants, give_up) == [["cpu-0", "cpu-1"]]
+    assert first.acquire(wants, give_up) == ["cpu-0", "cpu-1"]
     with pytest.raises(TimeoutError, match="waits for 2 of this machine's 3 processors"):
         second.acquire(wants, give_up)
-    assert Slots(tmp_path, "c").acquire([Want(what="processors", count=1, of=wants[0].of)], give_up) == [["cpu-2"]]
+    assert Slots(tmp_path, "c").acquire([Want(what="processors", count=1, of=wants[0].of)], give_up) == ["cpu-2"]
     first.release()
-    assert second.acquire(wants, give_up) == [["cpu-0", "cpu-1"]]
+    assert second.acquire(wants, give_up) == ["cpu-0", "cpu-1"]
 
 
 def test_what_is_written_while_the_status_is_read_is_newer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,9 +85,9 @@ def test_who_came_first_is_first_however_late_it_asks(tmp_path: Path) -> None:
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(second.acquire, want, said.append)
         until(lambda: said, "the second waits")
-        assert first.acquire(want, said.append) == [["place-0"]]
+        assert first.acquire(want, said.append) == ["place-0"]
         first.release()
-        assert other.result(60) == [["place-0"]]
+        assert other.result(60) == ["place-0"]
     assert said[0] == "waits for its turn behind job a"
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from schedulers.remote.files import Files
-from schedulers.remote.supervising import PROGRAM, program, start_command
+from schedulers.remote.supervising import PROGRAM, program
 from schedulers.remote.transport import Pool
 from tests.clusters.netns import wait_until
 from tests.clusters.ssh import SshHosts
@@ -21,10 +21,25 @@ ACCEL = [sys.executable, "-m", "accel", "launch"]
 HEARTBEAT_S = 5.0
 
 
+def start_command(python: str, directory: str, node: int) -> list[str]:
+    """Starts a supervisor by hand; `directory` may begin with `~/`."""
+    code = (
+        "import os,sys,runpy;"
+        f"runpy.run_path(os.path.join(os.path.expanduser(sys.argv[1]),{PROGRAM!r}),run_name='__main__')"
+    )
+    return [python, "-I", "-c", code, directory, str(node)]
+
+
 def shell(script: str) -> list[str]:
     """A command in the place of `accel launch`: the flags that it is given are `$@`, its machine rank is `$rank`."""
     told = """echo "{\\"event\\": \\"attempt\\", \\"attempt\\": $ACCEL_ATTEMPT}" >>"${10}/launch.jsonl" """
     return ["/bin/sh", "-c", f"rank=$4\n{told}\n{script}", "launch"]
+
+
+def queue(**job: Any) -> dict[str, Any]:
+    """What a job takes of each host, as the ssh target says it: a place of so many, and what else is given."""
+    devices = {"kind": "cpu", "ids": ["cpu"], "cpus": 2}
+    return {"gpus": 0, "cpus": None, "procs_per_node": None, "cpu_only": True, "devices": devices, **job}
 
 
 class Job:
@@ -47,7 +62,7 @@ class Job:
             "spares": everyone[nodes:], "procs_per_node": None, "command": list(command), "workdir": ".",
             "env": {"PYTHONPATH": str(ROOT)}, "setup": [], "grace_s": 2.0, "time_limit_s": None,
             "heartbeat_s": HEARTBEAT_S, "start_timeout_s": 30.0, "max_restarts": 0, "master_port": port + 1,
-            "ports": [port + 1, port + 9], **settings,
+            "ports": [port + 1, port + 9], "queue": queue(concurrency=99), **settings,
         }  # fmt: skip
 
     def start(self, *names: str, secret: dict[str, str] | None = None) -> Job:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import io
+import random
 import subprocess
 import sys
 import zipfile
@@ -19,6 +20,8 @@ from schedulers.remote import supervising
 from schedulers.remote.hostside.supervisor import leading
 from schedulers.remote.hostside.supervisor.leading import Leader
 from schedulers.slurm import batching
+
+from .supervised import start_command
 
 REPORT = {"failure": None, "refused": "exit_code", "words": "no luck", "ended": 1.0}
 
@@ -42,7 +45,7 @@ class Play:
 
     def _state(self, phase: str, **facts: Any) -> dict[str, Any]:
         return {"phase": phase, "attempt": 0, "port": 0, "code": None, "report": None, "message": "", "cancel": False,
-                **facts}  # fmt: skip
+                "queue": "", "holds": False, "waits": "", **facts}  # fmt: skip
 
     def lose(self, host: int) -> None:
         """This one is heard of no more; if it led, the next one does."""
@@ -55,22 +58,39 @@ class Play:
     def go(self, seconds: float = 200) -> dict[str, Any]:
         """Plays until the job has ended everywhere, for so long at most. The last order."""
         until = self.now + seconds
-        while self.now < until:
-            order = self.leader.order()
-            for index, state in self.hosts.items():
-                self._obey(index, state, order)
-                self.leader.hear(index, dict(state), self.now)
-            if self.leader.step(self.now):
-                break
-            if self.leader.do == "go" and (self.leader.attempt, self.leader.members) not in self.started:
-                self.started.append((self.leader.attempt, list(self.leader.members)))
+        while self.now < until and not self.turn():
             self.now += 0.5
         return self.leader.order()
+
+    def turn(self, late: Callable[[], bool] = lambda: False) -> bool:
+        """One exchange of states and orders. True when the job has ended everywhere. A state that is `late` is heard
+        of at the next one."""
+        order = self.leader.order()
+        for index, state in self.hosts.items():
+            self._obey(index, state, order)
+            if not late():
+                self.leader.hear(index, dict(state), self.now)
+        if self.leader.step(self.now):
+            return True
+        if self.leader.do == "go" and (self.leader.attempt, self.leader.members) not in self.started:
+            self.started.append((self.leader.attempt, list(self.leader.members)))
+        return False
+
+    def _queue(self, index: int, state: dict[str, Any], my_turn: bool) -> None:
+        state["holds"] = state["holds"] or my_turn
+
+    def _release(self, index: int, state: dict[str, Any]) -> None:
+        state["holds"] = False
 
     def _obey(self, index: int, state: dict[str, Any], order: dict[str, Any]) -> None:
         do, phase, attempt = order["do"], state["phase"], order["attempt"]
         mine = index in order["members"]
-        if do == "end":
+        if index in order["release"]:
+            self._release(index, state)
+        if do == "queue":
+            self._queue(index, state, order["turn"] == index)
+        elif do == "end":
+            self._release(index, state)
             state["phase"] = "ended"
         elif do == "stop":
             state.update(phase="stopped", attempt=attempt)
@@ -380,8 +400,124 @@ def test_a_packed_program_finds_what_is_packed_with_it(program: Callable[[], byt
 
 def test_a_directory_without_instructions_is_refused(tmp_path: Path) -> None:
     (tmp_path / supervising.PROGRAM).write_bytes(supervising.program())
-    argv = supervising.start_command(sys.executable, str(tmp_path), 0)
+    argv = start_command(sys.executable, str(tmp_path), 0)
     done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert done.stderr.startswith(f"{tmp_path}/settings.json cannot be read:")
     assert done.stderr.count("\n") == 1
+
+
+class Machine:
+    """What the jobs on one host share: its slots, and the tickets of those that wait."""
+
+    def __init__(self, number: int, slots: int) -> None:
+        self.number, self.free = number, slots
+        self.tickets: set[int] = set()
+
+
+class Queued(Play):
+    """A job whose hosts are machines that other jobs have too."""
+
+    def __init__(self, number: int, machines: list[Machine], nodes: int) -> None:
+        super().__init__(nodes, len(machines) - nodes, max_restarts=2)
+        self.number, self.machines = number, machines
+        for index, state in self.hosts.items():
+            state["queue"] = str(machines[index].number)
+
+    def _queue(self, index: int, state: dict[str, Any], my_turn: bool) -> None:
+        machine = self.machines[index]
+        if not my_turn:
+            machine.tickets.discard(self.number)
+            state["waits"] = ""
+        elif not state["holds"]:
+            machine.tickets.add(self.number)
+            state["waits"] = "for its turn"
+            if min(machine.tickets) == self.number and machine.free:
+                machine.free -= 1
+                machine.tickets.discard(self.number)
+                state.update(holds=True, waits="")
+
+    def _release(self, index: int, state: dict[str, Any]) -> None:
+        self.machines[index].tickets.discard(self.number)
+        self.machines[index].free += state["holds"]
+        state["holds"] = False
+
+    def _obey(self, index: int, state: dict[str, Any], order: dict[str, Any]) -> None:
+        if order["do"] != "queue":
+            self.machines[index].tickets.discard(self.number)
+            state["waits"] = ""
+        super()._obey(index, state, order)
+        if state["phase"] == "running":
+            assert state["holds"], "it runs where it has no slots"
+
+    def lose(self, host: int) -> None:
+        self._release(host, self.hosts[host])
+        super().lose(host)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(0, 2**32))
+def test_jobs_on_the_same_hosts_never_wait_for_each_other_in_a_circle(seed: int) -> None:
+    """Any jobs over any of the hosts in any order, exchanging messages in any order, and losing hosts to restarts."""
+    chance = random.Random(seed)
+    count = chance.randint(2, 4)
+    machines = [Machine(number, chance.randint(1, 2)) for number in range(count)]
+    jobs = []
+    for number in range(chance.randint(2, 5)):
+        size = chance.randint(1, count)
+        jobs.append(Queued(number, chance.sample(machines, size), chance.randint(1, size)))
+    alive, losses = list(jobs), 3
+    for turn in range(400):
+        for job in chance.sample(alive, len(alive)):
+            job.now += 0.5
+            if losses and len(job.hosts) > 1 and chance.random() < 0.05:
+                losses -= 1
+                job.lose(chance.choice(sorted(job.hosts)))
+            if turn > 40 or chance.random() < 0.05:
+                job.codes = {(attempt, index): 0 for attempt in range(4) for index in range(count)}
+            if job.turn(late=lambda: chance.random() < 0.3):
+                alive.remove(job)
+    assert not alive, [(job.number, job.leader.order()) for job in alive]
+    assert all(job.leader.order()["status"] is not None for job in jobs)
+
+
+def test_a_restart_keeps_its_slots_and_a_spare_waits_for_its_own() -> None:
+    machines = [Machine(0, 1), Machine(1, 1), Machine(2, 1)]
+    job = Queued(1, [machines[1], machines[2], machines[0]], nodes=2)
+    job.go(20)
+    assert [machine.free for machine in machines] == [1, 0, 0]
+    job.codes = {(0, 0): 1}
+    job.go(20)
+    assert (job.leader.attempt, [machine.free for machine in machines]) == (1, [1, 0, 0])
+    machines[0].free = 0  # another job has what the spare needs
+    job.lose(1)
+    order = job.go(20)
+    assert (order["do"], order["members"], order["turn"]) == ("queue", [0, 2], 2)
+    assert machines[1].free == 1  # of a later queue: nobody may wait for it because of this job
+    stale = Leader(job.settings, 0, 0.0)  # one that has told host 0 to release and hears of the spare first
+    stale.do, stale.members = "queue", [0, 2]
+    for index, queue in ((0, "1"), (2, "0")):
+        state = {**job.hosts[index], "phase": "waiting", "queue": queue, "waits": "x" * index}
+        stale.hear(index, {**state, "holds": not index}, 0.0)
+    stale.step(0.0)
+    assert (stale.order()["turn"], stale.order()["release"]) == (2, [0])
+    stale.hear(2, {**state, "holds": True, "waits": ""}, 0.0)
+    stale.step(0.0)
+    assert (stale.order()["do"], stale.order()["turn"], stale.order()["release"]) == ("queue", 0, [0])
+    machines[0].free = 1
+    job.codes = {(2, index): 0 for index in range(3)}
+    assert _ended(job.go()) == ("succeeded", "none", 2)
+
+
+def test_a_job_that_waits_in_a_queue_can_be_cancelled_and_fails_with_its_host() -> None:
+    machine = Machine(0, 0)
+    job = Queued(1, [machine], nodes=1)
+    order = job.go(20)
+    assert (order["do"], order["waits"]) == ("queue", "for its turn")
+    job.hosts[0]["cancel"] = True
+    assert _ended(job.go()) == ("cancelled", "user", 0)
+    two = Queued(2, [Machine(0, 1), machine], nodes=2)
+    two.go(20)
+    two.lose(1)
+    assert _ended(two.go())[:2] == ("failed", "node_failure")
+    assert two.machines[0].free == 1

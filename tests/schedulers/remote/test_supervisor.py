@@ -17,14 +17,13 @@ import pytest
 
 from schedulers.job import Reason, State, Status
 from schedulers.remote.errors import RemoteError
-from schedulers.remote.supervising import start_command
 from schedulers.remote.transport import Pool
 from schedulers.ssh.asking import Hosts
 from schedulers.ssh.clearing import clear
 from schedulers.ssh.options import SshOptions
 from tests.clusters.ssh import SshHosts
 
-from .supervised import ACCEL, HEARTBEAT_S, Job, shell
+from .supervised import ACCEL, HEARTBEAT_S, Job, shell, start_command
 
 Make = Callable[..., Job]
 FOREVER = shell("sleep 1000 & echo pid $$; wait")
@@ -113,7 +112,8 @@ def test_a_setup_command_that_fails_on_one_host_ends_the_job_on_all(make: Make) 
 @pytest.mark.parametrize("asked_on", ["node1", "node2"])
 def test_cancel_ends_everything_wherever_it_is_asked_for(make: Make, asked_on: str) -> None:
     job = make(shell("trap 'echo told; exit 0' TERM; setsid sleep 1000 & echo pid; wait"), nodes=3).start()
-    job.await_phase("running")
+    for node, name in enumerate(job.names):  # it runs, and has set its trap
+        job.until(f"{name} prints", partial(job.log, name, f"node-{node}.log"))
     (job.directory(asked_on) / "cancel").touch()
     for node, result in enumerate(job.exits()):
         assert (result["state"], result["reason"], result["message"]) == ("cancelled", "user", "cancelled")

@@ -10,12 +10,13 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from schedulers import Reason, State, SubmitError, find, list_jobs
 from schedulers.polling import restore
-from schedulers.remote import supervising
+from schedulers.ssh import shipping
 from schedulers.target import Checks, Clears
 from tests.clusters.ssh import SshHosts
 from tests.waiting import until
@@ -108,7 +109,10 @@ def test_two_jobs_at_once_on_the_same_hosts_over_a_slow_network(submit: Submit, 
     for job, count in zip(jobs, (2, 3), strict=True):
         status = job.wait(90)
         assert status.state is State.SUCCEEDED, status
-        assert sorted(printed(job).splitlines()) == [f"rank {i} of {count} on node{i + 1}" for i in range(count)]
+        assert job.native_id is not None
+        hosts = job.native_id.partition("/")[0].split(",")  # by the slots that were free just then
+        assert len(set(hosts)) == count
+        assert sorted(printed(job).splitlines()) == [f"rank {i} of {count} on {hosts[i]}" for i in range(count)]
 
 
 def test_a_host_whose_key_has_changed_gets_nothing(submit: Submit, ssh_hosts: SshHosts) -> None:
@@ -122,13 +126,14 @@ def test_a_supervisor_that_cannot_start_leaves_no_job_and_no_secret(
     submit: Submit, ssh_hosts: SshHosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TOKEN_HERE", "hush-hush")
-    start = supervising.start_command
+    right = shipping.settings_of
 
-    def wrong(python: str, directory: str, node: int) -> list[str]:
-        return start(python, directory, node) if node == 0 else ["false"]
+    def wrong(*args: Any) -> dict[str, Any]:
+        return {**right(*args), "schema": 1 if args[2] == 0 else 0}
 
-    monkeypatch.setattr(supervising, "start_command", wrong)
-    with pytest.raises(SubmitError, match=re.escape("node2: false failed (status 1): it said nothing; no host runs")):
+    monkeypatch.setattr(shipping, "settings_of", wrong)
+    line = "node2: settings.json is of schema 0, and this supervisor knows 1; no host runs the job"
+    with pytest.raises(SubmitError, match=re.escape(line)):
         submit(SAY, secrets={"TOKEN": "env:TOKEN_HERE"})
     (record,) = list_jobs(refresh=False)
     for node in ("node1", "node2"):

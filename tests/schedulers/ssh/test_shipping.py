@@ -25,7 +25,7 @@ from schedulers.remote.errors import RemoteError
 from schedulers.remote.fanout import Spread, spread
 from schedulers.remote.files import Blob, Files, host_program, program_loader
 from schedulers.remote.hosts import parse_hosts
-from schedulers.remote.supervising import PROGRAM, program, start_command
+from schedulers.remote.supervising import PROGRAM, program
 from schedulers.remote.transport import Pool
 from schedulers.snapshot import pack
 from tests.clusters.netns import answers
@@ -139,7 +139,9 @@ def test_a_supervisor_starts_only_with_all_its_secrets(pool: Pool, ssh_hosts: Ss
     files = {"settings.json": json.dumps(settings).encode(), PROGRAM: program()}
     Files(pool.on("node1")).put({f"jobs/t-1/{name}": data for name, data in files.items()})
     with pytest.raises(RemoteError, match=r"node1: .*the values of secrets did not come: TOKEN$"):
-        pool.on("node1").run(start_command("python3", "~/.accel/jobs/t-1", 0), stdin=said)
+        pool.on("node1").run(
+            ["sh", "-c", "exec python3 -I ~/.accel/jobs/t-1/supervisor.pyz ~/.accel/jobs/t-1 0"], stdin=said
+        )
     assert not (job_files(ssh_hosts, "node1", "t-1") / "state.json").exists()
 
 

@@ -3,11 +3,19 @@
 Pure: no clock, no socket and no process here. Hosts tell their whole state (`hear`), the leader its whole order
 (`order`), and both are sent again and again.
 
-A host's state: {"phase", "attempt", "port", "code", "report", "message", "warning", "cancel"}, where `phase` is one of
-waiting, setup, ready, failed, armed, running, done, stopped, ended.
+A host's state: {"phase", "attempt", "port", "code", "report", "message", "warning", "cancel", "queue", "holds",
+"waits"}, where `phase` is one of waiting, setup, ready, failed, armed, running, done, stopped, ended. `queue`: which
+queue the host has; `holds`: the job has its slots there; `waits`: why not yet.
 An order: {"do", "attempt", "members", "address", "port", "leader", "lost", "restarts_left", "cause", "status",
-"at_once"}, where `do` is one of wait, setup, arm, go, stop, end; `cause` is why it is stop. `at_once`: what runs has no
-grace then, for the other hosts may go on without these.
+"at_once", "turn", "release", "waits"}, where `do` is one of wait, queue, setup, arm, go, stop, end; `cause` is why it
+is stop. `at_once`: what runs has no grace then, for the other hosts may go on without these. `turn`: the host that
+acquires its slots; `release`: the hosts that give theirs up meanwhile; `waits`: what the job waits for.
+
+Why jobs on several hosts cannot deadlock: a job acquires its slots on one host after another in the order of the
+queues' ids, which is the same for all jobs, and releases what it holds at later hosts before it waits at an earlier
+one (a restart on a spare). So a job that waits at a host holds slots and a place in the queue at this and earlier hosts
+only. Take the last host, in that order, at which any job waits: whoever holds slots there waits nowhere, so it runs and
+ends, and the first in its queue goes on. The queue orders jobs by their ids, so each gets its turn.
 """
 
 from __future__ import annotations
@@ -43,7 +51,17 @@ class Leader:
         self._lost_end_at = now  # from then on nothing runs any more on the hosts that were lost
         self._cause: dict[str, Any] | None = None
         self._first_failure: float | None = None
-        self._stages = {"wait": self._wait, "setup": self._setup, "arm": self._arm, "go": self._go, "stop": self._stop}
+        self._stages = {
+            "wait": self._wait,
+            "queue": self._queue,
+            "setup": self._setup,
+            "arm": self._arm,
+            "go": self._go,
+            "stop": self._stop,
+        }
+        self._turn: int | None = None
+        self._releasing: set[int] = set()  # told to, and not yet known to have done so
+        self._waits = ""
         self.do = "wait"
         self.attempt = 0
         self.members: list[int] = []
@@ -74,6 +92,9 @@ class Leader:
             "cause": self._cause,
             "status": self.status,
             "at_once": not self._quorum(),
+            "turn": self._turn,
+            "release": sorted(self._releasing),
+            "waits": self._waits,
         }
 
     def ages(self, now: float) -> dict[str, float]:
@@ -102,11 +123,25 @@ class Leader:
         late = now - self._began >= self._settings["start_timeout_s"]
         if all(index in self._states for index in named) or (late and len(present) >= self._needed):
             self.members = present[: self._needed]
-            self._enter("setup", now)
+            self._enter("queue", now)
         elif late:
             missing = ", ".join(self._name(index) for index in named if index not in self._states)
             self._conclude("failed", "node_failure", f"{missing} did not come within "
                       f"{self._settings['start_timeout_s']:g} s: the job did not start", now)  # fmt: skip
+
+    def _queue(self, now: float) -> None:
+        """One host after another, in the order of their queues (see above)."""
+        order = sorted(self.members, key=lambda index: (self._states[index]["queue"], index))
+        self._releasing = {index for index in self._releasing if self._states[index]["holds"]}
+        lacking = [i for i in order if not self._states[i]["holds"] or i in self._releasing]
+        if not lacking:
+            self._enter("setup", now)
+            return
+        self._turn = lacking[0]
+        self._waits = self._states[self._turn]["waits"]
+        if self._waits:
+            later = order[order.index(self._turn) + 1 :]
+            self._releasing |= {index for index in later if self._states[index]["holds"]}
 
     def _setup(self, now: float) -> None:
         if self._all("ready"):
@@ -152,7 +187,7 @@ class Leader:
             # Spares have the highest indices, and so the last ranks: as many as can be stay as they are.
             self.members = usable[: self._needed]
             self._cause = None
-            self._enter("setup", now)
+            self._enter("queue", now)
             return
         if again and not self._quorum():
             cause["message"] += f"; only {len(usable)} of the {len(self._hosts)} hosts are left here, too few to go on"
@@ -192,7 +227,7 @@ class Leader:
                 self._stop_for(cancelled, now)
         for index in self.members:
             state = self._states.get(index)
-            if state is not None and state["phase"] == "failed" and self.do in ("setup", "arm"):
+            if state is not None and state["phase"] == "failed" and self.do in ("queue", "setup", "arm"):
                 said = f"{self._name(index)}: {state['message']}"
                 self._stop_for(_status("failed", "setup", said, exit_code=state["code"]), now)
 
@@ -219,6 +254,8 @@ class Leader:
 
     def _enter(self, do: str, now: float) -> None:
         self.do, self.since, self._first_failure = do, now, None
+        if do != "queue":
+            self._turn, self._waits, self._releasing = None, "", set()
 
     def _failed_since(self, now: float) -> float:
         if self._first_failure is None:

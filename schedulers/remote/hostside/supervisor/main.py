@@ -140,14 +140,15 @@ def become_supervisor(directory: str, node: int, telling: int, said: bytes) -> N
     secrets = check_secrets(settings, said)
     host = own_host(settings)
     try:
-        server = wire.listen(host["control_port"])
+        server = wire.listen(host["control_port"]) if len(settings["nodes"] + settings["spares"]) > 1 else None
     except OSError as error:
         raise Problem(f"port {host['control_port']} of {host['name']} cannot be had: {error.strerror}") from None
     leave_session(directory)
     result = Document(os.path.join(directory, "exit.json"), RESULT_ROOM)
     child = os.fork()
     if child:
-        server.close()
+        if server is not None:
+            server.close()
         os.close(telling)
         guard(child, settings, directory, result)
     adopt_orphans()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import math
 import os
 import select
@@ -37,22 +36,28 @@ class Supervisor:
     """One host's supervisor, from the first call to the leader to `exit.json`."""
 
     def __init__(
-        self, settings: Settings, directory: str, secrets: dict[str, str], server: socket.socket, result: Document
+        self,
+        settings: Settings,
+        directory: str,
+        secrets: dict[str, str],
+        server: socket.socket | None,
+        result: Document,
     ) -> None:
+        """`server` takes the other hosts' calls; None where there is no other."""
         self._settings = settings
         self._directory = directory
         self._own = int(settings["node"])
         self._hosts = settings["nodes"] + settings["spares"]
-        self._token = str(settings["token"]).encode()
+        self._party = wire.Party(str(settings["job_id"]), str(settings["token"]).encode(), self._own)
         self._heartbeat_s = float(settings["heartbeat_s"])
         self._beat_s = self._heartbeat_s / BEATS
         self._work = Work(settings, directory, secrets)
         self._server = server
+        self._calls = wire.Calls(server, self._party, MOST_STRANGERS + len(self._hosts))
         self._result = result
         self._state = Document(os.path.join(directory, "state.json"), STATE_ROOM + HOST_ROOM * len(self._hosts))
         self._boot = _boot_id()
         self._turned = _awake()
-        self._links: list[wire.Link] = []  # those that called
         self._uplink: wire.Link | None = None
         self._began = time.monotonic()
         self._leader = 0
@@ -99,9 +104,11 @@ class Supervisor:
         patience = _ENDING_TICK_S if self._work.state["phase"] == "stopping" else min(TICK_S, self._beat_s / 2)
         poller = select.poll()  # no select(): a thousand hosts have higher numbers than it takes
         poller.register(self._woken, select.POLLIN)
-        if time.monotonic() >= self._deaf_until:
+        if self._server is not None and time.monotonic() >= self._deaf_until:
             poller.register(self._server, select.POLLIN)
-        links = {link.fileno(): link for link in [*self._links, self._uplink] if link is not None and not link.closed}
+        links = {
+            link.fileno(): link for link in [*self._calls.links, self._uplink] if link is not None and not link.closed
+        }
         for number, link in links.items():
             poller.register(number, select.POLLIN | (select.POLLOUT if link.wants_to_write else 0))
         for number, events in poller.poll(patience * 1000 if wait else 0):
@@ -110,9 +117,9 @@ class Supervisor:
             elif number == self._woken:
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._woken, 4096)
-            else:
-                self._accept()
-        self._drop_dead_links(time.monotonic())
+            elif not self._calls.accept():
+                self._deaf_until = time.monotonic() + RETRY_S
+        self._calls.drop_dead(time.monotonic(), self._heartbeat_s)
 
     def _serve(self, link: wire.Link, events: int) -> None:
         broken = events & ~(select.POLLIN | select.POLLOUT)
@@ -121,29 +128,6 @@ class Supervisor:
         if (events & select.POLLIN or broken) and not link.closed:
             for message in link.receive():
                 self._take(link, message)
-
-    def _accept(self) -> None:
-        """All who call: when a job starts, its hosts do so at once."""
-        strangers = sum(link.peer is None for link in self._links)
-        while True:
-            try:
-                connected, _ = self._server.accept()
-            except OSError as error:
-                if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-                    self._deaf_until = time.monotonic() + RETRY_S
-                return
-            strangers += 1
-            if strangers > MOST_STRANGERS + len(self._hosts):
-                connected.close()
-            else:
-                self._links.append(wire.Link(connected, self._token, self._own))
-
-    def _drop_dead_links(self, now: float) -> None:
-        for link in self._links:
-            patience = wire.PROOF_S if link.peer is None else self._heartbeat_s
-            if not link.closed and now - link.heard > patience:
-                link.close()
-        self._links = [link for link in self._links if not link.closed]
 
     def _take(self, link: wire.Link, message: dict[str, Any]) -> None:
         assert link.peer is not None
@@ -155,7 +139,7 @@ class Supervisor:
                 self._leading.hear(link.peer, message, now)
                 if not link.greeted:
                     link.greeted = True
-                    for former in self._links:  # what is still on its way there is old
+                    for former in self._calls.links:  # what is still on its way there is old
                         if former is not link and former.peer == link.peer:
                             former.close()
                     link.send(self._leading.order())
@@ -217,7 +201,7 @@ class Supervisor:
         if (link is None or link.closed) and now >= self._next_call:
             self._next_call = now + min(1.0, self._beat_s)
             host = self._hosts[self._leader]
-            self._uplink = wire.call(host["address"], host["control_port"], self._token, self._own, self._leader)
+            self._uplink = wire.call(host["address"], host["control_port"], self._party, self._leader)
             if self._uplink is not None:
                 self._uplink.send(self._work.state)
 
@@ -297,6 +281,7 @@ class Supervisor:
                 self._write_next = now + RETRY_S
                 return
         self._written_at = now
+        self._work.release()
         self._work.state = {**self._work.state, "phase": "ended"}
 
     def _ended(self) -> bool:
@@ -315,7 +300,7 @@ class Supervisor:
             return
         self._sent = (now, told)
         if self._leading is not None:
-            for link in self._links:
+            for link in self._calls.links:
                 link.send(told)
         elif self._uplink is not None and not self._uplink.closed:
             self._uplink.send(told)
@@ -324,7 +309,8 @@ class Supervisor:
         """Writes state.json, when there is something new to say or the last one has become old."""
         phase, order = self._work.state["phase"], self._order or {}
         attempt = order.get("attempt", 0)
-        shown = (phase, attempt, self._leader, order.get("do"))
+        message = self._message(phase)
+        shown = (phase, attempt, self._leader, order.get("do"), message)
         if shown == self._noted[1] and now - self._noted[0] < min(STATE_S, 2 * self._beat_s):
             return
         if self._noted[1] is None or shown[0] != self._noted[1][0]:  # type: ignore[index]
@@ -340,7 +326,8 @@ class Supervisor:
             "members": order.get("members", []),
             "since": self._since,
             "heard": heard,
-            "message": self._message(phase),
+            "message": message,
+            "queued": order.get("do") == "queue",
             "leader": self._leader,
             "pid": os.getpid(),
             "boot": self._boot,
@@ -352,6 +339,8 @@ class Supervisor:
     _since = 0.0
 
     def _message(self, phase: str) -> str:
+        if (self._order or {}).get("do") == "queue":
+            return str(self._order["waits"])  # type: ignore[index]
         if phase == "waiting" and self._leading is not None:
             heard = self._leading.ages(time.monotonic())
             missing = [host["name"] for index, host in enumerate(self._hosts) if str(index) not in heard]

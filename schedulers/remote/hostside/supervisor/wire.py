@@ -1,4 +1,8 @@
-"""Lines of JSON between the supervisors of one job, once both ends have proved that they know the job's token.
+"""Lines of JSON between the supervisors of one job, authenticated by the job's token.
+
+Each proof names the job, both ends and both random numbers, so that a proof relayed to another host fails there. Each
+message has a MAC over its content and its number, with a key for this connection and this direction: one that was
+changed, repeated, reordered or left out ends the connection.
 
 Every message tells a whole state, and is sent again with every beat: one that is lost with its connection is no harm.
 """
@@ -25,28 +29,48 @@ LONGEST_LINE = 1 << 20
 LONGEST_PROOF = 1024
 PROOF_S = 10.0
 _CHUNK = 1 << 16
+_MAPPED = bytes(10) + b"\xff\xff"  # the first bytes of an IPv4 address in IPv6's form
+
+
+class Party:
+    """This end of every link: the host's index in the job, the job's id and its token."""
+
+    def __init__(self, job: str, token: bytes, own: int) -> None:
+        self.job, self.token, self.own = job, token, own
+
+    def derived(self, purpose: str, caller: int, called: int, nonces: tuple[str, str]) -> bytes:
+        """A value that only those who know the token can compute, and that no other link shares."""
+        bound = json.dumps([purpose, self.job, caller, called, *nonces])
+        return hmac.new(self.token, bound.encode(), hashlib.sha256).digest()
 
 
 class Link:
-    """One connection. `peer` is the index of the host at its other end, from when that is proved on.
+    """One connection. `peer` is the index of the host at its other end once it has proved that.
 
-    heard: when the last byte came, by the monotonic clock.
+    heard:  when the last byte came, by the monotonic clock.
+    origin: what strangers are counted by (see `origin`).
     """
 
-    def __init__(self, connected: socket.socket, token: bytes, own: int, expected: int | None = None) -> None:
+    def __init__(
+        self, connected: socket.socket, party: Party, expected: int | None = None, origin: bytes = b""
+    ) -> None:
+        """`expected` is the host that this end called; None: this end was called."""
         self.socket = connected
         self.peer: int | None = None
         self.closed = False
         self.greeted = False  # for its owner: whether the other end has been told anything
         self.heard = self.opened = time.monotonic()
-        self._token = token
-        self._own = own
-        self._expected = expected  # whom this end called; None: it was called
+        self.origin = origin
+        self._party = party
+        self._expected = expected
         self._connecting = expected is not None
-        self._nonce, self._other = os.urandom(16).hex(), ""
+        self._nonce = os.urandom(16).hex()
         self._read = b""
         self._unsent = b""
-        self._held = b""  # until the proof
+        self._held: list[Message] = []  # until the proof
+        self._proof_due = ""  # what the called end has to answer
+        self._keys = (b"", b"")  # for what is sent, and for what comes
+        self._counts = [0, 0]
         connected.setblocking(False)
         if expected is None:
             self._write({"nonce": self._nonce})
@@ -61,9 +85,10 @@ class Link:
     def send(self, message: Message) -> None:
         """Sends as soon as the other end has proved itself."""
         if self.peer is None:
-            self._held += _line(message)
-        else:
-            self._write(message)
+            self._held.append(message)
+            return
+        data = json.dumps(message).encode()
+        self._put(self._mac(0, data) + b" " + data + b"\n")
 
     def flush(self) -> None:
         if self._connecting:
@@ -81,7 +106,7 @@ class Link:
         return None
 
     def receive(self) -> list[Message]:
-        """The messages that have come. A link that has ended, or whose other end lacks the token, is closed."""
+        """The messages that have come. A link that has ended, or that carries a wrong proof or MAC, is closed."""
         try:
             data = self.socket.recv(_CHUNK)
         except BlockingIOError:
@@ -99,11 +124,10 @@ class Link:
         while b"\n" in self._read and not self.closed:
             line, _, self._read = self._read.partition(b"\n")
             try:
-                message = json.loads(line)
                 if self.peer is None:
-                    self._prove(message)
+                    self._prove(json.loads(line))
                 else:
-                    messages.append(message)
+                    messages.append(self._checked(line))
             except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
                 self.close()
         if self.peer is not None:
@@ -115,39 +139,110 @@ class Link:
         self.socket.close()
 
     def _prove(self, message: Message) -> None:
-        if self._expected is not None and "proof" not in message:
-            self._other = str(message["nonce"])
-            self._write({"nonce": self._nonce, "from": self._own, "proof": self._proof("calls", self._own)})
-            return
-        if self._expected is not None:
-            self._check(message["proof"], "called", self._expected)
-            self.peer = self._expected
-        else:
+        """Goes on with the handshake: the called end sends a number, the caller one and its proof, then the called end
+        its own."""
+        if self._expected is None:
             caller = int(message["from"])
-            self._other = str(message["nonce"])
-            self._check(message["proof"], "calls", caller)
-            self.peer = caller
-            self._write({"proof": self._proof("called", self._own)})
-        self._unsent += self._held
-        self._held = b""
-        self.flush()
+            proof, due = self._derive(caller, self._party.own, (str(message["nonce"]), self._nonce))
+            _compare(message["proof"], proof)
+            self._write({"proof": due})
+            self._admit(caller)
+        elif not self._proof_due:
+            nonces = (self._nonce, str(message["nonce"]))
+            proof, self._proof_due = self._derive(self._party.own, self._expected, nonces)
+            self._write({"nonce": self._nonce, "from": self._party.own, "proof": proof})
+        else:
+            _compare(message["proof"], self._proof_due)
+            self._admit(self._expected)
 
-    def _proof(self, who: str, index: int) -> str:
-        mine, other = self._nonce, self._other
-        nonces = mine + other if self._expected is not None else other + mine
-        return hmac.new(self._token, f"{who} {index} {nonces}".encode(), hashlib.sha256).hexdigest()
+    def _derive(self, caller: int, called: int, nonces: tuple[str, str]) -> tuple[str, str]:
+        """The proofs of the caller and of the called end; keeps the keys that belong to them."""
+        keys = [self._party.derived(f"{who} key", caller, called, nonces) for who in ("caller", "called")]
+        self._keys = (keys[0], keys[1]) if self._expected is not None else (keys[1], keys[0])
+        proofs = [self._party.derived(f"{who} proof", caller, called, nonces).hex() for who in ("caller", "called")]
+        return proofs[0], proofs[1]
 
-    def _check(self, proof: object, who: str, index: int) -> None:
-        if not hmac.compare_digest(str(proof).encode(), self._proof(who, index).encode()):
+    def _admit(self, peer: int) -> None:
+        self.peer = peer
+        held, self._held = self._held, []
+        for message in held:
+            self.send(message)
+
+    def _mac(self, way: int, data: bytes) -> bytes:
+        """Of the next message that is sent (0) or that comes (1)."""
+        count, self._counts[way] = self._counts[way], self._counts[way] + 1
+        return hmac.new(self._keys[way], count.to_bytes(8, "big") + data, hashlib.sha256).hexdigest().encode()
+
+    def _checked(self, line: bytes) -> Message:
+        mac, _, data = line.partition(b" ")
+        if not hmac.compare_digest(mac, self._mac(1, data)):
             raise ValueError
+        message: Message = json.loads(data)
+        return message
 
     def _write(self, message: Message) -> None:
-        self._unsent += _line(message)
+        self._put(json.dumps(message).encode() + b"\n")
+
+    def _put(self, data: bytes) -> None:
+        self._unsent += data
         if not self._connecting:
             self.flush()
 
 
-def call(address: str, port: int, token: bytes, own: int, peer: int) -> Link | None:
+class Calls:
+    """The links of those that call, and how many strangers among them there may be.
+
+    A stranger has yet to prove who it is. Where there are more than `most`, the oldest of the address with the most
+    strangers goes: silent connections crowd out each other, and a host that calls has the time of a handshake.
+    """
+
+    def __init__(self, server: socket.socket | None, party: Party, most: int) -> None:
+        self._server = server
+        self._party = party
+        self._most = most
+        self.links: list[Link] = []
+
+    def accept(self) -> bool:
+        """All who call: when a job starts, its hosts do so at once. False when there is no room for more files."""
+        assert self._server is not None  # somebody called
+        room = True
+        for _ in range(self._most):
+            try:
+                connected, address = self._server.accept()
+            except OSError as error:
+                room = error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+                break
+            self.links.append(Link(connected, self._party, origin=origin(str(address[0]))))
+        strangers: dict[bytes, list[Link]] = {}
+        for link in self.links:
+            if link.peer is None and not link.closed:
+                strangers.setdefault(link.origin, []).append(link)
+        for _ in range(sum(map(len, strangers.values())) - self._most):
+            max(strangers.values(), key=len).pop(0).close()
+        return room
+
+    def drop_dead(self, now: float, silence_s: float) -> None:
+        for link in self.links:
+            if not link.closed and now - link.heard > (PROOF_S if link.peer is None else silence_s):
+                link.close()
+        self.links = [link for link in self.links if not link.closed]
+
+
+def origin(address: str) -> bytes:
+    """What one machine cannot have many of: an IPv4 address, or a network of 64 bits of IPv6."""
+    try:
+        packed = socket.inet_pton(socket.AF_INET6, address.partition("%")[0])
+    except OSError:
+        return address.encode()
+    return socket.inet_ntoa(packed[12:]).encode() if packed.startswith(_MAPPED) else packed[:8]
+
+
+def _compare(proof: object, right: str) -> None:
+    if not hmac.compare_digest(str(proof).encode(), right.encode()):
+        raise ValueError
+
+
+def call(address: str, port: int, party: Party, peer: int) -> Link | None:
     """A link that is being made to the supervisor of host `peer`; None when that cannot even begin."""
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
@@ -158,7 +253,7 @@ def call(address: str, port: int, token: bytes, own: int, peer: int) -> Link | N
     if caller.connect_ex(where) not in (0, errno.EINPROGRESS):
         caller.close()
         return None
-    return Link(caller, token, own, peer)
+    return Link(caller, party, peer)
 
 
 def listen(port: int) -> socket.socket:
@@ -179,7 +274,3 @@ def free_port(wanted: int | None, first: int, last: int) -> int:
         with contextlib.suppress(OSError), listen(port):
             return port
     return 0
-
-
-def _line(message: Message) -> bytes:
-    return json.dumps(message).encode() + b"\n"

@@ -16,6 +16,7 @@ import time
 from . import wire
 from .documents import make_room
 from .ending import MARKER, Ending
+from .slots import Slots, TooMany, visible, wanted
 
 try:
     from .. import logs
@@ -31,6 +32,7 @@ PR_SET_PDEATHSIG = 1
 ALLOWANCE_S = 6.0  # for `accel launch` to end its ranks after their grace
 LEFTOVER_GRACE_S = 1.0
 NOTE_S = 1.0
+QUEUE_S, QUEUE_MOST_S = 0.2, 1.0  # between two looks at the queue: the first in it looks oftener than the others
 FULL_BYTES = 1 << 16
 FULL = "its disk was full: lines of its logs are missing"
 FILES_LIMIT = resource.getrlimit(resource.RLIMIT_NOFILE)  # as it was when this program began, and
@@ -58,15 +60,26 @@ class Work:
         self._events_from = 0
         self._noted = 0.0
         self.rank = -1
+        root = os.path.dirname(os.path.dirname(directory))
+        host = (settings["nodes"] + settings["spares"])[self._index]["name"]
+        self._slots = Slots(root, settings["job_id"], host)
+        self._visible: dict[str, str] = {}
+        self._my_turn = False
+        self._look_at = 0.0
         self.state: dict[str, Any] = {
             "phase": "waiting", "attempt": 0, "port": 0, "code": None, "report": None, "message": "", "warning": "",
-            "cancel": False,
+            "cancel": False, "queue": self._slots.id, "holds": False, "waits": "",
         }  # fmt: skip
 
     def obey(self, order: dict[str, Any]) -> None:
         """Begins what an order asks for; the same one may come any number of times."""
         do, phase, attempt = order["do"], self.state["phase"], int(order["attempt"])
         mine = self._index in order["members"]
+        self._my_turn = do == "queue" and order["turn"] == self._index and phase != "failed"
+        if not self._my_turn:
+            self._step_out()
+        if self._index in order["release"]:
+            self.release()
         if do in ("stop", "end"):
             self.stop(attempt, 0.0 if order["at_once"] else math.inf)
         elif do in ("setup", "arm", "go") and phase == "waiting":
@@ -87,6 +100,7 @@ class Work:
         if self.stopped and self.state["attempt"] >= attempt:
             return
         self._attempt_stopped = attempt
+        self._step_out()
         now = time.monotonic()
         if self.state["phase"] != "stopping":
             self._set("stopping")
@@ -94,6 +108,19 @@ class Work:
             if within_s > 0 and self._process is not None and self._process.poll() is None:
                 self._process.terminate()
         self._over_at = min(self._over_at, now + within_s)
+
+    def release(self) -> None:
+        """Gives up this host's slots and the job's place in its queue."""
+        self._step_out()
+        self._slots.release()
+        if self.state["holds"]:
+            self.state = {**self.state, "holds": False}
+
+    def _step_out(self) -> None:
+        self._my_turn = False
+        self._slots.step_out()
+        if self.state["waits"]:
+            self.state = {**self.state, "waits": ""}
 
     @property
     def stopped(self) -> bool:
@@ -103,6 +130,8 @@ class Work:
         """Looks at what runs. To be called after every change of a child, and now and then."""
         self._collect_adopted()
         self._note_sizes()
+        if self._my_turn and not self.state["holds"] and time.monotonic() >= self._look_at:
+            self._queue()
         phase = self.state["phase"]
         if phase == "setup":
             self._go_on_with_setup()
@@ -132,6 +161,18 @@ class Work:
                 if ended is None or (self._process is not None and ended.si_pid == self._process.pid):
                     return  # that one is asked after by its owner
                 os.waitpid(ended.si_pid, os.WNOHANG)
+
+    def _queue(self) -> None:
+        """Looks whether the slots are free and it is this job's turn."""
+        job = self._settings["queue"]
+        try:
+            slots, why = self._slots.attempt(wanted(job, job["devices"]))
+        except (TooMany, OSError) as error:
+            self._fail(1, str(error))
+            return
+        self._look_at = time.monotonic() + min(QUEUE_S * (1 + self._slots.ahead), QUEUE_MOST_S)
+        self._visible = visible(slots, job["devices"])
+        self.state = {**self.state, "holds": not why, "waits": why}
 
     # Setup.
 
@@ -230,6 +271,7 @@ class Work:
         env.update(_of_interpreter(self._settings["command"][0], env.get("PATH") or os.defpath))
         for name, value in self._network().items():
             env.setdefault(name, value)
+        env.update(self._visible)
         env.update(self._settings["env"])
         env.update(self._secrets)
         env.update({MARKER: self._settings["job_id"], "ACCEL_JOB_DIR": self._directory})

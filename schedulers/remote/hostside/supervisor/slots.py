@@ -1,0 +1,225 @@
+"""The queue of one machine: first come, first served, over lock files that the kernel releases when a holder dies.
+
+    queue/<job id>    locked by a job that waits; the next in line waits for it
+    slots/<name>      locked by the job that has that GPU, processor or place
+    id                tells this queue from any other
+
+Locks are per machine (a home directory may be shared by several), so nothing is to be cleaned up after a crash.
+The local target uses this module in its supervisor, the ssh target on its hosts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import platform
+import time
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from typing import Any
+
+_POLL_S = 0.05
+# The variable that shows a process some of the machine's devices only, by the kind of these.
+VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
+
+
+class TooMany(Exception):
+    """More slots than this machine has; one line for people."""
+
+
+class Want:
+    """So many of these slots, whichever are free."""
+
+    def __init__(self, *, what: str, count: int, of: Sequence[str]) -> None:
+        self.what, self.count, self.of = what, count, of
+
+
+def wanted(job: Mapping[str, Any], devices: Mapping[str, Any]) -> list[Want]:
+    """The slots that a job takes: its GPUs, or a processor for each process; and a place, where places are counted.
+
+    On a machine with GPUs a job that names no number of them, nor of processes, takes all, as `accel launch` would.
+    """
+    wants = []
+    on_gpus = devices["kind"] in VISIBLE and not job["cpu_only"]
+    if on_gpus or job["gpus"]:
+        here = [f"gpu-{name}" for name in devices["ids"]] if on_gpus else []
+        wants.append(Want(what="GPUs", count=job["gpus"] or job["procs_per_node"] or len(here), of=here))
+    processors = [f"cpu-{number}" for number in range(devices["cpus"])]
+    if job["cpus"] is not None:
+        wants.append(Want(what="processors", count=job["cpus"], of=processors))
+    elif not wants and job["concurrency"] is None:
+        # More processes than processors is slow and not wrong: such a job takes the whole machine.
+        wants.append(Want(what="processors", count=min(job["procs_per_node"] or 1, len(processors)), of=processors))
+    if job["concurrency"] is not None:
+        wants.append(Want(what="places", count=1, of=[f"place-{number}" for number in range(job["concurrency"])]))
+    return wants
+
+
+def visible(slots: Sequence[str], devices: Mapping[str, Any]) -> dict[str, str]:
+    """The environment that shows a job the GPUs among its slots and no other; empty where it has none."""
+    gpus = [name[len("gpu-") :] for name in slots if name.startswith("gpu-")]
+    return {VISIBLE[devices["kind"]]: ",".join(gpus)} if gpus else {}
+
+
+class Slots:
+    """The slots of this machine that one job waits for and then holds, until `release` or the end of its process."""
+
+    def __init__(self, home: str | os.PathLike[str], job_id: str, host: str = "") -> None:
+        """`host` names this machine in messages to people elsewhere."""
+        self._root = os.path.join(os.fspath(home), "local", platform.node() or "this-machine")
+        self._queue, self._slots = (os.path.join(self._root, name) for name in ("queue", "slots"))
+        for directory in (self._queue, self._slots):
+            os.makedirs(directory, exist_ok=True)
+        self._job_id = job_id
+        self._host = host
+        self._held: list[int] = []
+        self._ticket: int | None = None
+        self.ahead = 0  # so many jobs were before this one when it last looked
+
+    @property
+    def id(self) -> str:
+        """The same for all who share this queue, for as long as it exists."""
+        path = os.path.join(self._root, "id")
+        if not os.path.exists(path):
+            new = f"{path}.{os.urandom(8).hex()}"
+            with open(new, "w") as file:
+                file.write(os.urandom(16).hex())
+            with contextlib.suppress(FileExistsError):
+                os.link(new, path)  # whole, and of several at once the first
+            os.unlink(new)
+        with open(path) as file:
+            return file.read()
+
+    def line_up(self) -> None:
+        """Takes the job's place in the queue, unless it has it. Raises OSError."""
+        path = os.path.join(self._queue, self._job_id)
+        while self._ticket is None:
+            fd = _lock(path, wait=True)
+            assert fd is not None  # it has waited
+            self._ticket = fd
+            if not _is_at(fd, path):  # taken for a dead job's, and removed, before it was locked
+                self._ticket = None
+                os.close(fd)
+
+    def acquire(self, wants: Sequence[Want], waiting: Callable[[str], None]) -> list[str]:
+        """Waits for its turn and for the slots, and returns their names.
+
+        `waiting` is called whenever the reason for waiting changes, and may raise to give up. Raises TooMany.
+        """
+        _check(wants)
+        self.line_up()
+        try:
+            while before := self._before():
+                waiting(self._behind(before))
+                self._void(before, wait=True)
+            while True:
+                names, why = self._take(wants)
+                if not why:
+                    return names
+                waiting(why)
+                time.sleep(_POLL_S)
+        finally:
+            self.step_out()
+
+    def attempt(self, wants: Sequence[Want]) -> tuple[list[str], str]:
+        """The names of the slots, when it is this job's turn and they are free; else none, and why not.
+
+        Never waits for another job; the job's place in the queue is kept meanwhile. Raises TooMany, OSError.
+        """
+        _check(wants)
+        self.line_up()
+        while before := self._before():
+            if not self._void(before, wait=False):
+                return [], self._behind(before)
+        names, why = self._take(wants)
+        if not why:
+            self.step_out()
+        return names, why
+
+    def step_out(self) -> None:
+        """Gives up the job's place in the queue, where it has one."""
+        if self._ticket is not None:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(os.path.join(self._queue, self._job_id))
+            os.close(self._ticket)
+            self._ticket = None
+
+    def release(self) -> None:
+        for fd in self._held:
+            os.close(fd)
+        self._held.clear()
+
+    def _before(self) -> str | None:
+        """The ticket just before ours. Job ids sort by time."""
+        earlier = [name for name in os.listdir(self._queue) if name < self._job_id]
+        self.ahead = len(earlier)
+        return max(earlier) if earlier else None
+
+    def _void(self, ticket: str, *, wait: bool) -> bool:
+        """Removes the ticket of a job that has gone on or died. False while it waits."""
+        path = os.path.join(self._queue, ticket)
+        fd = _lock(path, wait=wait)
+        if fd is None:
+            return False
+        if _is_at(fd, path):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+        os.close(fd)
+        return True
+
+    def _take(self, wants: Sequence[Want]) -> tuple[list[str], str]:
+        """All or none."""
+        names: list[str] = []
+        for want in wants:
+            got = self._try(want)
+            if len(got) < want.count:
+                self.release()
+                machine = f"{self._host}'s" if self._host else "this machine's"
+                return [], f"waits for {want.count} of {machine} {len(want.of)} {want.what}"
+            names += got
+        return names, ""
+
+    def _try(self, want: Want) -> list[str]:
+        names: list[str] = []
+        for name in want.of:
+            if len(names) == want.count:
+                break
+            fd = _lock(os.path.join(self._slots, name.replace("/", "_")), wait=False)
+            if fd is not None:
+                self._held.append(fd)
+                names.append(name)
+        return names
+
+    def _behind(self, ticket: str) -> str:
+        return f"waits for its turn{f' on {self._host}' if self._host else ''} behind job {ticket}"
+
+
+def _check(wants: Sequence[Want]) -> None:
+    for want in wants:
+        if want.count > len(want.of):
+            raise TooMany(f"{want.count} {want.what} asked for, and this machine has {len(want.of)}")
+
+
+def _is_at(fd: int, path: str) -> bool:
+    """Whether the open file is the one of this name."""
+    try:
+        return os.fstat(fd).st_ino == os.stat(path).st_ino
+    except FileNotFoundError:
+        return False
+
+
+def _lock(path: str, *, wait: bool) -> int | None:
+    """An exclusive lock on the file, as its descriptor; None when it is held and `wait` is false."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        os.close(fd)
+        return None
+    except BaseException:  # told to stop while it waited
+        os.close(fd)
+        raise
+    return fd
