@@ -168,6 +168,7 @@ def _unknown(name: str) -> UsageError:
 def _report(error: Exception) -> int:
     """Says what went wrong and returns the exit code; what is not a mistake of the user's goes on as a traceback."""
     from schedulers.errors import SchedulerError
+    from schedulers.printable import one_line
 
     if os.environ.get("ACCEL_DEBUG") == "1" or not isinstance(error, (UsageError, SchedulerError, OSError)):
         raise error
@@ -176,7 +177,7 @@ def _report(error: Exception) -> int:
         sys.stdout.flush()
     except OSError:
         _forget_output()
-    print(f"{where}: {' '.join(str(error).splitlines())}", file=sys.stderr)
+    print(f"{where}: {one_line(str(error))}", file=sys.stderr)
     return code
 
 

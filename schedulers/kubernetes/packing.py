@@ -8,6 +8,7 @@ from pathlib import Path
 from .. import snapshot
 from ..errors import SubmitError
 from ..job import JobSpec
+from ..printable import one_line
 from . import code as coding
 from .api import Api
 from .options import KubernetesOptions
@@ -27,7 +28,7 @@ def pack(spec: JobSpec, options: KubernetesOptions, home: Path, earlier: str | N
         return earlier, _read(kept)
     packed = snapshot.pack(Path(spec.code), home)
     for warning in packed.warnings:
-        logger.warning("%s", warning)
+        logger.warning("%s", one_line(warning))
     return packed.digest, _read(packed.path)
 
 

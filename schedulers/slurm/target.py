@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from .. import disk, secrets
 from ..errors import SpecError, SubmitError, Unreachable
 from ..job import Cursor, JobSpec, LogLine, Reason, Status
+from ..printable import one_line
 from ..target import Checked, Found, Plan, TargetContext
 from . import options as meaning
 from . import script
@@ -215,7 +216,7 @@ class SlurmTarget:
 
         packed = snapshot.pack(Path(specs[0].code), self._jobs.parent)
         for warning in packed.warnings:
-            logger.warning("%s", warning)
+            logger.warning("%s", one_line(warning))
         for plan in plans:
             self._cluster.unpack(packed.path, plan.job_id)
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 from .. import disk, secrets
 from ..errors import SpecError, Unreachable
 from ..job import Cursor, JobSpec, LogLine, Status
+from ..printable import one_line
 from ..remote.supervising import PROGRAM
 from ..target import Checked, Found, Plan, TargetContext
 from . import options as meaning
@@ -122,7 +123,7 @@ class SshTarget:
             python=environments.made if environments is not None else None,
         )  # fmt: skip
         for warning in placement.warnings:
-            logger.warning("%s", warning)
+            logger.warning("%s", one_line(warning))
         shipping.ship(self._hosts, self._options, plan.job_id, template, placement, code=code)
         native = Native.of(plan.job_id, [node.host for node in placement.nodes])
         disk.write_document(self._placed(plan.job_id), {"native_id": str(native), "nodes": plan.settings["nodes"]})
