@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from .. import disk, secrets
 from ..errors import SpecError, SubmitError, Unreachable
 from ..job import Cursor, JobSpec, LogLine, Reason, Status
-from ..printable import one_line
 from ..target import Checked, Found, Plan, TargetContext
 from . import options as meaning
 from . import script
@@ -25,8 +23,6 @@ if TYPE_CHECKING:
 
 KIND = "slurm"
 _SCRIPT, _SETTINGS = "slurm/script.sh", "slurm/settings.json"
-
-logger = logging.getLogger(__name__)
 
 
 class SlurmTarget:
@@ -215,8 +211,6 @@ class SlurmTarget:
         from .. import snapshot
 
         packed = snapshot.pack(Path(specs[0].code), self._jobs.parent)
-        for warning in packed.warnings:
-            logger.warning("%s", one_line(warning))
         for plan in plans:
             self._cluster.unpack(packed.path, plan.job_id)
 
