@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -54,7 +55,7 @@ def _adopted(
         record = store.create(
             job_id,
             found.spec,
-            found.plan,
+            dataclasses.replace(found.plan, source=resolved.source),
             target=resolved.name,
             kind=resolved.kind,
             options=resolved.options,

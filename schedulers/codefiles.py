@@ -1,4 +1,4 @@
-"""Which files of a code directory belong to the program: what git would track, or what `.accelignore` leaves."""
+"""Which files of a code directory belong to the program: what git would track, less what `leftout` leaves out."""
 
 from __future__ import annotations
 
@@ -8,21 +8,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from . import leftout, places
 from .errors import SnapshotError
+from .leftout import IGNORE_FILE, Rules
 
-IGNORE_FILE = ".accelignore"
-
-# Never code, so left out where there is no git; `!name` in .accelignore takes one back in.
-_NEVER_CODE = (
-    ".git",
-    ".hg/",
-    ".svn/",
-    "__pycache__/",
-    "*.pyc",
-    ".ipynb_checkpoints/",
-    ".mypy_cache/",
-    ".pytest_cache/",
-)
+# What accel makes in ACCEL_HOME.
+_IN_HOME = ("jobs", "snapshots", "local")
 
 _GIT_VARIABLES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_COMMON_DIR", "GIT_NAMESPACE")
 
@@ -39,26 +30,53 @@ class Entry:
     link: str = ""
 
 
-def list_code(top: str, leave_out: tuple[str, ...]) -> tuple[list[Entry], list[str]]:
-    """What is to be packed, by path, and warnings. Nothing in the directories `leave_out` is.
+@dataclass(frozen=True)
+class _Path:
+    """A path to ship unless a rule leaves it out."""
+
+    path: str
+    tracked: bool = False
+
+
+def list_code(top: str, home: str | None = None, *, image: bool = False) -> tuple[list[Entry], list[str]]:
+    """Return what is to be packed, by path, and warnings. What accel itself keeps is left out, whether in `home` or in
+    the store of this user; for an `image`, what `.dockerignore` names as well.
 
     Raises SnapshotError for a link that leads outside, a directory that cannot be read, or a git that refuses.
     """
     warnings: list[str] = []
-    paths = _git_files(top, warnings)
-    if paths is None:
-        paths = _walk(top, leave_out, warnings)
-    left_out = tuple(directory + os.sep for directory in leave_out)
+    own = _own_directories(top, {os.path.realpath(each) for each in (home, places.data_home()) if each is not None})
+    git = _git_files(top, warnings)
+    rules = leftout.read(top, git=git is not None, image=image)
+    secrets: list[str] = []
+    paths = _walk(top, own, rules, warnings, secrets) if git is None else git
+    below_own = tuple(directory + os.sep for directory in own)
     entries = []
+    tracked_secrets = []
     real_directory = _real_directories(top)
-    for path in sorted(set(paths), key=os.fsencode):
-        whole = os.path.join(top, path)
-        if whole.startswith(left_out) or not real_directory(os.path.dirname(path)):
+    for each in sorted(set(paths), key=lambda each: os.fsencode(each.path)):
+        path = each.path
+        if os.path.join(top, path).startswith(below_own) or not real_directory(os.path.dirname(path)):
+            continue
+        if git is not None and rules.ignored(path):
+            continue
+        secret = rules.secret(path)
+        if secret and not each.tracked:
+            secrets.append(path)
             continue
         entry = _entry(top, path, warnings)
         if entry is not None:
             entries.append(entry)
-    return entries, warnings
+            tracked_secrets += [path] if secret else []
+    return entries, warnings + leftout.warnings(secrets, tracked_secrets)
+
+
+def _own_directories(top: str, homes: Iterable[str]) -> tuple[str, ...]:
+    """Return what accel itself keeps inside the code directory, where a home of its jobs is in it."""
+    own = []
+    for home in homes:
+        own += [os.path.join(home, name) for name in _IN_HOME] if home == top else [home]
+    return tuple(directory for directory in own if directory.startswith(top.rstrip(os.sep) + os.sep))
 
 
 def _entry(top: str, path: str, warnings: list[str]) -> Entry | None:
@@ -105,30 +123,34 @@ def _real_directories(top: str) -> Callable[[str], bool]:
     return real
 
 
-def _git_files(top: str, warnings: list[str]) -> list[str] | None:
+def _git_files(top: str, warnings: list[str]) -> list[_Path] | None:
     """The files that git tracks or would track, submodules and nested repositories included; None without git."""
     if not _in_repository(top):
         return None
-    listed = _git(top, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
-    paths = [os.fsdecode(path) for path in listed.split(b"\0") if path]
-    if not paths and _is_ignored(top):
+    listed = [(path, True) for path in _listed(top, "--cached")]
+    listed += [(path, False) for path in _listed(top, "--others", "--exclude-standard")]
+    if not listed and _is_ignored(top):
         return None  # a project that lies, ignored, in somebody else's repository
-    found: list[str] = []
-    for path in paths:
+    found: list[_Path] = []
+    for path, tracked in listed:
         whole = os.path.join(top, path)
         if os.path.isdir(whole) and not os.path.islink(whole.rstrip("/")):
             found += _nested(top, path.rstrip("/"), warnings)
         else:
-            found.append(path)
+            found.append(_Path(path, tracked))
     return found
 
 
-def _nested(top: str, path: str, warnings: list[str]) -> Iterator[str]:
+def _listed(top: str, *which: str) -> list[str]:
+    return [os.fsdecode(path) for path in _git(top, "ls-files", "-z", *which).split(b"\0") if path]
+
+
+def _nested(top: str, path: str, warnings: list[str]) -> Iterator[_Path]:
     """A submodule, or a repository inside this one: git names it and nothing in it."""
     whole = os.path.join(top, path)
     if os.path.lexists(os.path.join(whole, ".git")):
         for inner in _git_files(whole, warnings) or ():
-            yield f"{path}/{inner}"
+            yield _Path(f"{path}/{inner.path}", inner.tracked)
     elif not os.listdir(whole):
         warnings.append(
             f"{path!r} is an empty directory: is it a submodule to check out (git submodule update --init)?"
@@ -179,10 +201,10 @@ def git_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in _GIT_VARIABLES} | {"LC_ALL": "C"}
 
 
-def _walk(top: str, leave_out: tuple[str, ...], warnings: list[str]) -> list[str]:
-    """All files, links and empty directories that are not ignored."""
-    ignored = _ignored(top)
-    found: list[str] = []
+def _walk(top: str, own: tuple[str, ...], rules: Rules, warnings: list[str], secrets: list[str]) -> list[_Path]:
+    """All files, links and empty directories that are not left out; directories that look like secrets are added to
+    `secrets`."""
+    found: list[_Path] = []
     waiting = [""]
     while waiting:
         directory = waiting.pop()
@@ -190,17 +212,19 @@ def _walk(top: str, leave_out: tuple[str, ...], warnings: list[str]) -> list[str
         for entry in _scan(top, directory):
             path = f"{directory}/{entry.name}" if directory else entry.name
             is_directory = entry.is_dir(follow_symlinks=False)
-            if entry.path in leave_out or ignored(f"{path}/" if is_directory else path):
+            if entry.path in own or rules.ignored(f"{path}/" if is_directory else path):
                 continue
             kept += 1
             if not is_directory:
-                found.append(path)
+                found.append(_Path(path))
+            elif rules.secret(f"{path}/"):
+                secrets.append(path)
             elif os.path.exists(os.path.join(entry.path, "pyvenv.cfg")):
                 warnings.append(f"{path!r} is left out: it is a virtual environment")
             else:
                 waiting.append(path)
         if directory and not kept:
-            found.append(directory)
+            found.append(_Path(directory))
     return found
 
 
@@ -211,23 +235,3 @@ def _scan(top: str, directory: str) -> Iterable[os.DirEntry[str]]:
             return list(entries)
     except OSError as error:
         raise SnapshotError(f"cannot read the directory {whole!r}: {error.strerror}") from error
-
-
-def _ignored(top: str) -> Callable[[str], bool]:
-    """Whether `.accelignore` (the syntax of .gitignore) leaves a path out; a directory's ends with `/`."""
-    import pathspec
-
-    path = os.path.join(top, IGNORE_FILE)
-    lines: list[str] = []
-    try:
-        with open(path, encoding="utf-8", errors="surrogateescape") as file:
-            lines = file.read().splitlines()
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        raise SnapshotError(f"cannot read {path!r}: {error.strerror}") from error
-    try:
-        spec = pathspec.GitIgnoreSpec.from_lines([*_NEVER_CODE, *lines])
-    except ValueError as error:
-        raise SnapshotError(f"{path}: {error}") from None
-    return lambda name: bool(spec.match_file(name))

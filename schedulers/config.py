@@ -10,21 +10,24 @@ A target's class says with one dataclass, its `Options`, which keys there may be
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from . import places
+from . import places, projectfile
 from .errors import ConfigError, UnknownTarget, nearest
 from .options import make_options
 from .target import BUILT_IN, Target, TargetContext, kinds, load_kind
 
 if TYPE_CHECKING:
+    from .job import JobSpec
+    from .target import Plan
     from .yamlfile import YamlFile
 
-FILE = "accel.yaml"
+FILE = projectfile.FILE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,12 +43,29 @@ class NamedTarget:
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedTarget:
-    """A target, made, with the options it was made from: plain JSON values, enough to make it again anywhere."""
+    """A target, made, with the options it was made from: plain JSON values, enough to make it again anywhere.
+
+    source: `file:line` of its description, the path absolute; "" for a kind that no file describes.
+    """
 
     name: str
     kind: str
     options: Mapping[str, Any]
     target: Target
+    source: str = ""
+
+    def plan(self, spec: JobSpec, job_id: str) -> Plan:
+        """Return the target's plan, with the place that describes the target. Raises SpecError."""
+        return dataclasses.replace(self.target.plan(spec, job_id), source=self.source)
+
+    def plan_many(self, specs: Sequence[JobSpec], job_ids: Sequence[str]) -> list[Plan]:
+        """Return the plans of a sweep, in order. Raises SpecError."""
+        from .target import Sweeps
+
+        if isinstance(self.target, Sweeps):
+            plans = self.target.plan_many(specs, job_ids)
+            return [dataclasses.replace(plan, source=self.source) for plan in plans]
+        return [self.plan(spec, job_id) for spec, job_id in zip(specs, job_ids, strict=True)]
 
 
 def load_target(
@@ -90,21 +110,17 @@ def config_files(start: Path | str | None = None) -> list[str]:
     """The files that are read, the one that wins last."""
     user = os.path.join(places.config_home(), FILE)
     found = [user] if os.path.isfile(user) else []
-    project = _upward(os.path.abspath(start or os.getcwd()))
+    project, skipped = projectfile.find(os.path.abspath(start or os.getcwd()))
+    if skipped:
+        projectfile.warn(skipped)
     if project is not None and not (found and os.path.samefile(project, user)):
         found.append(project)
     return found
 
 
-def _upward(directory: str) -> str | None:
-    while True:
-        path = os.path.join(directory, FILE)
-        if os.path.isfile(path):
-            return path
-        parent = os.path.dirname(directory)
-        if parent == directory:
-            return None
-        directory = parent
+def skipped_files(start: Path | str | None = None) -> list[str]:
+    """A warning for each `accel.yaml` that is not read because another user could have written it."""
+    return projectfile.find(os.path.abspath(start or os.getcwd()))[1]
 
 
 def _files(start: Path | str | None) -> dict[str, NamedTarget]:
@@ -170,7 +186,8 @@ def _make(named: NamedTarget, jobs: Path, overrides: Mapping[str, Any]) -> Resol
     options, plain = make_options(kind.Options, named.options, overrides, place, kind=named.kind)
     context = TargetContext(name=named.name, options=options, jobs=Path(jobs))
     target = cast(Target, kind(context))
-    return ResolvedTarget(name=named.name, kind=named.kind, options=plain, target=target)
+    source = "" if file is None else f"{os.path.abspath(file.path)}:{named.source.rpartition(':')[2]}"
+    return ResolvedTarget(name=named.name, kind=named.kind, options=plain, target=target, source=source)
 
 
 def _unknown(name: str, start: Path | str | None) -> UnknownTarget:

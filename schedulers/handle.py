@@ -89,7 +89,7 @@ def submit_spec(spec: JobSpec, target_name: str, store: Store | None = None, *, 
     store = store or Store.default()
     resolved, spec = prepare(spec, target_name, store, start)
     job_id = store.new_id()
-    plan = resolved.target.plan(spec, job_id)
+    plan = resolved.plan(spec, job_id)
     record = store.create(job_id, spec, plan, target=resolved.name, kind=resolved.kind, options=resolved.options)
     with record.submission():
         send(record, resolved.target, plan)
@@ -101,7 +101,7 @@ def dry_run(
 ) -> Plan:
     """The plan that `submit_spec` would carry out. Writes nothing, asks nobody. Raises SpecError, ConfigError."""
     resolved, spec = prepare(spec, target_name, store or Store.default(), start)
-    return resolved.target.plan(spec, job_id)
+    return resolved.plan(spec, job_id)
 
 
 def find(
@@ -302,6 +302,7 @@ class Job:
             "spec": record.spec().to_json(),
             "plan": plan.to_json(),
             "options": record.options() or {},
+            "source": plan.source,
             "exit": record.read_exit(),
             "events": [{"event": event.name, "at": event.at, **event.data} for event in record.events()],
         }

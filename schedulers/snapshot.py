@@ -14,8 +14,10 @@ from typing import IO, TYPE_CHECKING
 from . import disk
 from .codefiles import Entry, list_code
 from .errors import SnapshotError
+from .printable import one_line
 
 if TYPE_CHECKING:
+    import logging
     import tarfile
 
 _LARGE_BYTES = 100_000_000
@@ -45,8 +47,9 @@ class _ChangedError(Exception):
 
 
 def pack(code: Path, home: Path) -> Snapshot:
-    """Packs what git tracks or would track in `code` (uncommitted work included), or, without git, everything that
-    `.accelignore` does not name. A tree that is packed already is not packed again.
+    """Packs what git tracks or would track in `code` (uncommitted work included), or, without git, everything; less
+    what `.accelignore` names and untracked files that look like secrets. A tree that is packed already is not packed
+    again. Warnings are logged.
 
     Links are kept as links and permissions as they are. Raises SnapshotError, naming the path, for a link that leads
     outside `code`, a file that cannot be read, files that keep changing, and a disk that cannot take it.
@@ -56,8 +59,17 @@ def pack(code: Path, home: Path) -> Snapshot:
         raise SnapshotError(f"no code directory {top}")
     for _ in range(_ATTEMPTS):
         with contextlib.suppress(_ChangedError):
-            return _pack(top, os.path.realpath(home))
+            packed = _pack(top, os.path.realpath(home))
+            for warning in packed.warnings:
+                _logger().warning("%s", one_line(warning))
+            return packed
     raise SnapshotError(f"the files in {top} change while they are packed: try again when nothing writes to them")
+
+
+def _logger() -> logging.Logger:
+    import logging
+
+    return logging.getLogger(__name__)
 
 
 def unpack(snapshot: Path, destination: Path) -> None:
@@ -112,7 +124,7 @@ def alone(directory: str) -> Iterator[None]:
 
 
 def _pack(top: str, home: str) -> Snapshot:
-    entries, warnings = list_code(top, _own_directories(top, home))
+    entries, warnings = list_code(top, home)
     hashes = [_content_hash(top, entry) for entry in entries]
     digest = _digest(zip(entries, hashes, strict=True))
     directory = os.path.join(home, "snapshots")
@@ -129,12 +141,6 @@ def _pack(top: str, home: str) -> Snapshot:
         bytes=sum(entry.size for entry in entries),
         warnings=(*warnings, *_size_warning(top, entries)),
     )
-
-
-def _own_directories(top: str, home: str) -> tuple[str, ...]:
-    """What accel itself keeps inside the code directory, where ACCEL_HOME is in it."""
-    own = [os.path.join(home, name) for name in ("jobs", "snapshots", "local")] if home == top else [home]
-    return tuple(directory for directory in own if directory.startswith(top.rstrip(os.sep) + os.sep))
 
 
 def _digest(entries: Iterable[tuple[Entry, bytes]]) -> str:
@@ -253,7 +259,8 @@ def _extract(snapshot: Path, top: str, digest: str) -> None:
     damaged = f"the snapshot {snapshot} is damaged; delete it and submit again"
     try:
         with tarfile.open(snapshot, "r:", encoding="utf-8", errors="surrogateescape") as tar:
-            entries = [(entry, _member(tar, info, entry, top)) for info, entry in _members(tar)]
+            most = os.path.getsize(snapshot)
+            entries = [(entry, _member(tar, info, entry, top)) for info, entry in _members(tar, most)]
     except FileNotFoundError:
         raise SnapshotError(f"the snapshot {snapshot} is not there") from None
     except (tarfile.TarError, EOFError) as error:
@@ -273,12 +280,22 @@ def _extract(snapshot: Path, top: str, digest: str) -> None:
             raise SnapshotError(f"the snapshot {snapshot} has a link that leads outside: {entry.path!r}")
 
 
-def _members(tar: tarfile.TarFile) -> Iterable[tuple[tarfile.TarInfo, Entry]]:
+def _members(tar: tarfile.TarFile, most: int) -> Iterable[tuple[tarfile.TarInfo, Entry]]:
+    """Yield the members. Raises SnapshotError for one that `pack` does not write, such as a sparse file, which can be
+    larger than the archive; ReadError for files of more than `most` bytes together."""
+    import tarfile
+
+    left = most
     for info in tar:
         parts = info.name.split("/")
         if info.name.startswith("/") or not all(parts) or ".." in parts or "." in parts:
             raise SnapshotError(f"a snapshot must not write outside its directory: {info.name!r}")
         mode = info.mode & 0o777
+        left -= info.size
+        if info.issparse():
+            raise SnapshotError(f"a snapshot must not hold a sparse file: {info.name!r}")
+        if info.size < 0 or left < 0:
+            raise tarfile.ReadError(f"{info.name!r} is larger than the archive")
         if info.isreg():
             yield info, Entry(info.name, "file", mode, info.size)
         elif info.issym():

@@ -85,7 +85,7 @@ class Store:
         files: dict[str, dict[str, Any]] = {
             "spec.json": {"spec": spec.to_json()},
             "plan.json": {"plan": plan.to_json()},
-            "target.json": {"name": target, "kind": kind, "options": dict(options or {})},
+            "target.json": {"name": target, "kind": kind, "options": dict(options or {}), "source": plan.source},
             "events.jsonl": first_row(spec, target=target, kind=kind)
             if native_id is None
             else adopted_row(spec, target=target, kind=kind, native_id=native_id, created_at=created_at(job_id)),

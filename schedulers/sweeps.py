@@ -90,7 +90,7 @@ def submit_sweep(
         return done
     ready = [dataclasses.replace(spec, code=first.code, after=first.after) for spec in jobs]
     ids = [store.new_id() for _ in ready]
-    plans = resolved.target.plan_many(ready, ids)
+    plans = resolved.plan_many(ready, ids)
 
     def create(job: tuple[str, JobSpec, Plan]) -> Record:
         job_id, spec, plan = job
@@ -111,14 +111,11 @@ def plans(
 ) -> list[Plan]:
     """What `submit_sweep` would do. Writes nothing, asks nobody. Raises SpecError, ConfigError."""
     from .submitting import prepare
-    from .target import Sweeps
 
     store = store or Store.default()
     resolved, first = prepare(jobs[0], target_name, store, start)
     ready = [dataclasses.replace(spec, code=first.code, after=first.after) for spec in jobs]
-    if isinstance(resolved.target, Sweeps):
-        return resolved.target.plan_many(ready, ids)
-    return [resolved.target.plan(spec, job_id) for spec, job_id in zip(ready, ids, strict=True)]
+    return resolved.plan_many(ready, ids)
 
 
 def _arguments(argv: Sequence[str], point: Point) -> tuple[str, ...]:

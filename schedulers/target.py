@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 from .converting import convert
 from .errors import ConfigError, UnknownTarget, nearest
 from .job import Cursor, JobSpec, LogLine, Status
+from .printable import one_line
 
 ENTRY_POINT_GROUP = "accel.targets"
 
@@ -30,6 +31,7 @@ class Plan:
     files:    path inside the job's directory -> text, written before any action.
     actions:  what is run, each an argv (or, for an API, the call in words that begin with its verb).
     settings: what the target's own `submit` needs beside them; plain JSON values.
+    source:   `file:line` of the target's description; "" for a kind that no file describes.
     """
 
     target: str
@@ -39,6 +41,7 @@ class Plan:
     actions: tuple[tuple[str, ...], ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+    source: str = ""
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -55,6 +58,7 @@ class Plan:
 
     def __str__(self) -> str:
         lines = [f"# job {self.job_id} on target {self.target} ({self.kind})"]
+        lines += [f"# target defined in {one_line(self.source)}"] if self.source else []
         lines += [f"# warning: {warning}" for warning in self.warnings]
         for path, text in self.files.items():
             lines += [f"# file {path}", text.rstrip("\n")]

@@ -24,6 +24,7 @@ class YamlFile:
     def __init__(self, path: str) -> None:
         import yaml
 
+        self.path = path
         self.shown = shown(path)
         text = read_text(path)
         loader = yaml.SafeLoader("")

@@ -104,6 +104,9 @@ def _indexed(path: Path) -> CheckpointFiles:
         file_of = {str(name): path.parent / file for name, file in weight_map.items()}
     except (OSError, ValueError, AttributeError, TypeError) as error:
         raise CheckpointError(f"{path} is no index of a checkpoint: {error}") from error
+    outside = next((file for file in weight_map.values() if os.path.basename(file) != file), None)
+    if outside is not None:
+        raise CheckpointError(f"{path} names {outside!r}, which is not in its folder")
     paths = sorted(set(file_of.values()))
     absent = [file.name for file in paths if not file.is_file()]
     if absent:

@@ -173,6 +173,7 @@ def _unknown(name: str) -> UsageError:
 def _report(error: Exception, command: str) -> int:
     """Print what went wrong as one line and return the exit code. Re-raise what is not a user's mistake."""
     from schedulers.errors import SchedulerError
+    from schedulers.printable import one_line
 
     if os.environ.get("ACCEL_DEBUG") == "1" or not isinstance(error, (UsageError, SchedulerError, OSError)):
         raise error
@@ -183,7 +184,7 @@ def _report(error: Exception, command: str) -> int:
         sys.stdout.flush()
     except OSError:
         _forget_output()
-    print(f"{where}: {' '.join(str(error).splitlines())}", file=sys.stderr)
+    print(f"{where}: {one_line(str(error))}", file=sys.stderr)
     return code
 
 

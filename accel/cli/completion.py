@@ -98,8 +98,10 @@ def run(args: Namespace) -> int:
 def complete(words: Sequence[str]) -> int:
     """Prints the candidates for the last of ``words``. Says nothing on stderr and never fails: a shell is waiting."""
     try:
+        from schedulers.printable import one_line
+
         for value, meaning in candidates(list(words) or [""]):
-            sys.stdout.write(f"{value}\t{' '.join(meaning.split())}\n" if meaning else f"{value}\n")
+            sys.stdout.write(f"{value}\t{' '.join(one_line(meaning).split())}\n" if meaning else f"{value}\n")
         sys.stdout.flush()
     except Exception:
         return exits.ERROR

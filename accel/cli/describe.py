@@ -1,8 +1,9 @@
 """`accel describe JOB`: all that is known about a job.
 
 --json  {"id", "name", "target", "kind", "native_id", "directory", "created_at", "started_at", "ended_at", "status",
-        "warning", "spec", "plan", "options", "exit", "events"}: "options" are the target's as they were at the submit,
-        "events" is [{"event", "at", …}], the oldest first, and "exit" is what the job left when it ended, or null.
+        "warning", "spec", "plan", "options", "source", "exit", "events"}: "options" are the target's as they were at
+        the submit, "source" is the file and line that described it, "events" is [{"event", "at", …}], the oldest first,
+        and "exit" is what the job left when it ended, or null.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import json
 import shlex
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+from schedulers.printable import one_line, printable
 
 from . import exits, finding
 from .output import moment, print_fields, print_json
@@ -47,11 +50,20 @@ def run(args: Namespace) -> int:
 def _print(record: Record) -> None:
     from .rows import phrase
 
-    print_fields([("job", f"{record.id} ({record.name})"), ("state", phrase(record.status)), ("files", record.path)])
+    plan = record.plan()
+    target = record.target if record.target == record.kind else f"{record.target} ({record.kind})"
+    print_fields(
+        [
+            ("job", f"{record.id} ({record.name})"),
+            ("state", phrase(record.status)),
+            ("target", target + (f", defined in {one_line(plan.source)}" if plan.source else "")),
+            ("files", record.path),
+        ]
+    )
     print("\nspec")
     print_fields(_indented(_spec_fields(record.spec())))
     print("\nplan")
-    print("".join(f"  {line}" for line in str(record.plan()).splitlines(keepends=True)), end="")
+    print("".join(f"  {line}" for line in printable(str(plan)).splitlines(keepends=True)), end="")
     print("\nevents")
     print_fields(_indented(_event_fields(record.events())))
     ended = record.read_exit()

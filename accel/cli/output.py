@@ -1,4 +1,8 @@
-"""How commands print: JSON for machines, a table on a terminal, tab-separated lines in a pipe, notes on stderr."""
+"""How commands print: JSON for machines, a table on a terminal, tab-separated lines in a pipe, notes on stderr.
+
+Names and messages come from programs, hosts and servers, so all text but JSON, which is ASCII, passes `printable`: no
+terminal escape reaches the terminal. Only the lines of `accel logs` keep their bytes.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +11,12 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from schedulers.printable import one_line, printable
+
 
 def note(text: str) -> None:
     """One line for people, on stderr."""
-    print(f"accel: {' '.join(text.splitlines())}", file=sys.stderr)
+    print(f"accel: {one_line(text)}", file=sys.stderr)
 
 
 @contextlib.contextmanager
@@ -48,15 +54,15 @@ def print_json(document: Any, *, one_line: bool = False) -> None:
 def print_rows(columns: Sequence[str], rows: Iterable[Sequence[str]], *, on_terminal: Iterable[Sequence[str]]) -> None:
     """Rows as tab-separated lines without a heading, or `on_terminal` as a table where people look."""
     if sys.stdout.isatty():
-        _print_table(columns, on_terminal)
+        _print_table(columns, [[printable(cell) for cell in row] for row in on_terminal])
         return
     for row in rows:
-        print("\t".join(" ".join(cell.split()) for cell in row))
+        print("\t".join(" ".join(printable(cell).split()) for cell in row))
 
 
 def print_fields(fields: Iterable[tuple[str, str]]) -> None:
     """`name   value` lines, without the empty ones; further lines of a value are indented under its first."""
-    shown = [(name, value) for name, value in fields if value]
+    shown = [(printable(name), printable(value)) for name, value in fields if value]
     width = max((len(name) for name, _ in shown), default=0) + 2
     for name, value in shown:
         print(f"{name:<{width}}" + value.replace("\n", "\n" + " " * width))

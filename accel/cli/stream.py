@@ -9,6 +9,8 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from schedulers.printable import printable
+
 from .output import note
 
 if TYPE_CHECKING:
@@ -141,4 +143,6 @@ def say_how_to_stop(job: Job) -> None:
 
 
 def _bytes(line: LogLine) -> bytes:
-    return line.text.encode("utf-8", "surrogateescape")
+    """The line as it was printed. A message of the target's own is no output of the job's, and is made printable."""
+    text = printable(line.text) if line.stream == "missing" else line.text
+    return text.encode("utf-8", "surrogateescape")

@@ -3,8 +3,8 @@
 stdout holds the job's id alone; with --follow, the job's output instead (and the id is on stderr).
 
 --json            {"id", "name", "target", "kind", "native_id"}; of a sweep, a list of these
---dry-run --json  the plan: {"target", "kind", "job_id", "files", "actions", "settings", "warnings"}; with =server also
-                  "refused": a line for each thing that the target would refuse
+--dry-run --json  the plan: {"target", "kind", "job_id", "files", "actions", "settings", "warnings", "source"};
+                  with =server also "refused": a line for each thing that the target would refuse
 --follow --json   a line each: the first of these, the lines of `accel logs --json`, then that of `accel status --json`
 """
 
@@ -70,7 +70,7 @@ def _show_plan(spec: JobSpec, args: Namespace) -> int:
     from schedulers.submitting import prepare
 
     resolved, spec = prepare(spec, args.target, Store.default(), start=None)
-    plan = resolved.target.plan(spec, DRY_RUN_ID)
+    plan = resolved.plan(spec, DRY_RUN_ID)
     refused = _review(resolved, plan) if args.dry_run == "server" else None
     if args.json:
         print_json(plan.to_json() | ({} if refused is None else {"refused": refused}))

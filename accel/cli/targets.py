@@ -3,8 +3,9 @@
 Piped, a line for each without a heading, and between tabs: name, kind, where it is defined, its options.
 
 --json  {"targets": [{"name", "kind", "options", "source"}], "ignored": […]}: `ignored` has a line for each installed
-        plug-in that tried to take a built-in name. With `check`: {"name", "table", "failures", "warnings"}, the table
-        as rows of text under a header. `check` exits with 1 when there is a failure.
+        plug-in that tried to take a built-in name, and for each accel.yaml that was skipped. With `check`:
+        {"name", "table", "failures", "warnings"}, the table as rows of text under a header. `check` exits with 1 when
+        there is a failure.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ EXAMPLES = """\
   accel targets check lab
   accel targets check ssh --hosts gpu[1-4] --gpus 8
 
-Names come from accel.yaml in the project (this directory or the nearest above) and in the user's config directory."""
+Names come from accel.yaml in the project (this directory or the nearest above, up to the project's root) and in the
+user's config directory."""
 
 _CHECK = "accel targets check"
 
@@ -50,7 +52,7 @@ def run(args: Namespace) -> int:
         return _check(args)
     if args.option or args.hosts or args.hostfile or args.gpus is not None:
         raise UsageError("accel targets", "--option, --hosts, --hostfile and --gpus go with check NAME")
-    from schedulers.config import known_targets
+    from schedulers.config import known_targets, skipped_files
     from schedulers.target import refused_entry_points
 
     targets = known_targets()
@@ -61,7 +63,7 @@ def run(args: Namespace) -> int:
             {"name": t.name, "kind": t.kind, "options": o, "source": t.source}
             for t, o in zip(targets, options, strict=True)
         ]
-        print_json({"targets": shown, "ignored": ignored})
+        print_json({"targets": shown, "ignored": [*ignored, *skipped_files()]})
         return exits.OK
     rows = [(t.name, t.kind, t.source, _words(o)) for t, o in zip(targets, options, strict=True)]
     print_rows(COLUMNS, rows, on_terminal=rows)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import Unreachable
 from ..job import Reason, State, Status
+from ..printable import one_line
 from . import names, states, watching
 from .errors import Forbidden, NotFound
 from .native import Native
@@ -144,7 +145,7 @@ def _warnings(api: Api, namespace: str, jobs: dict[Native, list[Object]]) -> dic
             for each in listed(api, path, query):
                 events.setdefault(str((each.get("involvedObject") or {}).get("name")), []).append(each)
     except Forbidden as error:
-        logger.warning("%s; why a job waits or stands still may be left out", error)
+        logger.warning("%s; why a job waits or stands still may be left out", one_line(str(error)))
     return {native: [event for name in mine for event in events.get(name, [])] for native, mine in about.items()}
 
 

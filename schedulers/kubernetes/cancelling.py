@@ -6,6 +6,7 @@ import contextlib
 import logging
 from pathlib import Path
 
+from ..printable import one_line
 from .api import Api
 from .errors import NotFound
 from .native import Native
@@ -20,7 +21,7 @@ def cancel(api: Api, native: Native, directory: Path) -> None:
 
     warning = keep(api, native, directory)
     if warning:
-        logger.warning("%s", warning)
+        logger.warning("%s", one_line(warning))
     path = api.path(native.api_version, native.plural, native.name, namespace=native.namespace)
     with contextlib.suppress(NotFound):
         api.call("DELETE", path, query={"propagationPolicy": "Foreground"})

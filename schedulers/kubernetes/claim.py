@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import SchedulerError, SubmitError, Unreachable
+from ..printable import one_line
 from . import reasons, submitting
 from .api import Api
 from .code import Code, Object
@@ -137,7 +138,7 @@ class _Delay:
         said = self.told(there, "it has not started yet")
         if said != self._said:
             self._said = said
-            logger.warning("%s%s", _about(self._api, self._pod), said)
+            logger.warning("%s", one_line(_about(self._api, self._pod) + said))
 
     def told(self, there: Mapping[str, Any], what: str) -> str:
         """With the words of the scheduler, the kubelet or, where they have none, their events."""

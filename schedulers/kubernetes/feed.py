@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..errors import SchedulerError, Unreachable
+from ..printable import one_line
 from .errors import ApiError, Forbidden, Gone
 
 if TYPE_CHECKING:
@@ -175,7 +176,7 @@ class Feed:
     def _refuse(self, error: SchedulerError) -> None:
         self.live = False
         if self.refused is None and isinstance(error, Forbidden):
-            logger.warning("%s; it is asked for again and again instead", error)
+            logger.warning("%s; it is asked for again and again instead", one_line(str(error)))
         self.refused = error
         self.settled.set()
         self._sink.troubled()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 from .. import snapshot
@@ -11,8 +10,6 @@ from ..job import JobSpec
 from . import code as coding
 from .api import Api
 from .options import KubernetesOptions
-
-logger = logging.getLogger(__name__)
 
 
 def pack(spec: JobSpec, options: KubernetesOptions, home: Path, earlier: str | None) -> tuple[str | None, bytes | None]:
@@ -26,8 +23,6 @@ def pack(spec: JobSpec, options: KubernetesOptions, home: Path, earlier: str | N
     if kept is not None and kept.exists():
         return earlier, _read(kept)
     packed = snapshot.pack(Path(spec.code), home)
-    for warning in packed.warnings:
-        logger.warning("%s", warning)
     return packed.digest, _read(packed.path)
 
 

@@ -20,6 +20,8 @@ _HEADER = ["what", "found"]
 _REVIEWS = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
 _AT_ONCE = 8
 _NAME = "accel-check"
+# Opening a WebSocket is a GET; Kubernetes 1.35 and later ask for create too.
+_EXEC = ("get", "create")
 
 
 @dataclass
@@ -71,7 +73,8 @@ def _namespace(api: Api, report: _Report) -> None:
 
 
 def needed(options: KubernetesOptions) -> dict[tuple[str, str], tuple[str, ...]]:
-    """(API group, resource) -> the verbs that submitting, following and removing jobs of this target take."""
+    """(API group, resource) -> the verbs that submitting, following and removing jobs of this target take; see also
+    `for_shell`."""
     builder = BUILDERS[options.workload]
     found: dict[tuple[str, str], tuple[str, ...]] = {
         (_group(builder.API_VERSION), builder.PLURAL): ("create", "get", "list", "watch", "delete"),
@@ -84,7 +87,7 @@ def needed(options: KubernetesOptions) -> dict[tuple[str, str], tuple[str, ...]]
         found["", "configmaps"] = made
     if options.code_claim is not None:
         found["", "pods"] += ("create", "delete")
-        found["", "pods/exec"] = ("get", "create")
+        found["", "pods/exec"] = _EXEC
         found["", "persistentvolumeclaims"] = ("get",)
     if options.workload == "job":
         found["", "services"] = made
@@ -95,12 +98,18 @@ def needed(options: KubernetesOptions) -> dict[tuple[str, str], tuple[str, ...]]
     return found
 
 
+def for_shell(options: KubernetesOptions) -> dict[tuple[str, str], tuple[str, ...]]:
+    """(API group, resource) -> the verbs that `accel shell` takes beside `needed`."""
+    return {} if ("", "pods/exec") in needed(options) else {("", "pods/exec"): _EXEC}
+
+
 def _group(api_version: str) -> str:
     return api_version.rpartition("/")[0]
 
 
 def _permissions(api: Api, options: KubernetesOptions, report: _Report) -> None:
-    wanted = needed(options)
+    optional = for_shell(options)
+    wanted = needed(options) | optional
     asked = [(group, resource, verb) for (group, resource), verbs in wanted.items() for verb in verbs]
 
     def allowed(one: tuple[str, str, str]) -> bool:
@@ -124,7 +133,11 @@ def _permissions(api: Api, options: KubernetesOptions, report: _Report) -> None:
         report.rows.append([f"may use {called}", f"not {', '.join(lacking)}" if lacking else ", ".join(verbs)])
         if lacking:
             what = f"{', '.join(lacking)} {called} in namespace {api.namespace}"
-            report.failures.append(f"{api.where}: {api.access.who} may not {what}: no Role of it allows that")
+            said = f"{api.where}: {api.access.who} may not {what}: no Role of it allows that"
+            if (group, resource) in optional:
+                report.warnings.append(f"{said}. Only `accel shell` needs it")
+            else:
+                report.failures.append(said)
 
 
 def _claim(api: Api, options: KubernetesOptions, report: _Report) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from ..errors import ConfigError, SchedulerError, SubmitError, Unreachable
 from ..job import JobSpec, Reason, State
+from ..printable import one_line
 from . import manifests, names
 from .api import Api
 from .code import Code, Object
@@ -93,7 +94,7 @@ def _all(api: Api, made: manifests.Manifests, workload: Object) -> Mapping[str, 
         refusal = refused(error) if isinstance(error, ApiError) else error
         earlier = None if new else _earlier(api, workload)
         if earlier is not None and _has_begun(api, earlier):
-            logger.warning("%s; the job runs since an earlier submit, and is left as it is", refusal)
+            logger.warning("%s; the job runs since an earlier submit, and is left as it is", one_line(str(refusal)))
             return earlier
         left = _remove(api, done if earlier is None else [*done, workload])
         if left:

@@ -13,8 +13,6 @@ from .errors import RemoteError, one_line
 from .files import host_program, program_loader
 from .transport import Remote
 
-from .files import host_program
-
 PROGRAM = "supervisor.pyz"
 _PACKAGE = "supervisor"
 _CALL = "main(*sys.argv[1:])"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
 
 KIND = "slurm"
 _SCRIPT, _SETTINGS = "slurm/script.sh", "slurm/settings.json"
-
-logger = logging.getLogger(__name__)
 
 
 class SlurmTarget:
@@ -214,8 +211,6 @@ class SlurmTarget:
         from .. import snapshot
 
         packed = snapshot.pack(Path(specs[0].code), self._jobs.parent)
-        for warning in packed.warnings:
-            logger.warning("%s", warning)
         for plan in plans:
             self._cluster.unpack(packed.path, plan.job_id)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from ..errors import SpecError, SubmitError
 from ..job import Reason
+from ..printable import one_line
 from ..remote.facts import Facts, Wanted
 from ..remote.hosts import Host
 from ..remote.preflight import Report, examine
@@ -178,10 +179,10 @@ def place(
 
 def _log(report: Report, failures: Sequence[str], used: set[str]) -> None:
     for line in failures:
-        logger.warning("left out: %s", line)
+        logger.warning("left out: %s", one_line(line))
     for finding in report.findings:
         if finding.severity == "warns" and finding.host in used:
-            logger.warning("%s", finding)
+            logger.warning("%s", one_line(str(finding)))
 
 
 def _some_ports(options: SshOptions, name: str, jobs: int) -> tuple[int, ...]:

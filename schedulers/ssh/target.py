@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -28,8 +27,6 @@ _SETTINGS = "settings.json"
 _UNKNOWN = "{when the hosts have been examined}"
 # Whatever a program's directory holds, `accel` is the installed package.
 _ACCEL = "import sys; sys.path[:] = [p for p in sys.path if p]; from accel.cli import main; sys.exit(main())"
-
-logger = logging.getLogger(__name__)
 
 
 class SshTarget:

@@ -16,7 +16,7 @@ import yaml
 
 from accel import __version__
 from accel.cli import exits
-from accel.cli.image import builders, dockerfile, kaniko, wheel, writing
+from accel.cli.image import builders, context, dockerfile, kaniko, wheel, writing
 
 from ..helm import checking
 from ..needs import missing
@@ -94,6 +94,23 @@ def test_an_image_is_built_pushed_and_pinned(project: Accel, shop: Workshop, bas
     text = (project.here / "accel.yaml").read_text()
     assert text.startswith("targets:\n  # ours\n  cluster:\n    kind: kubernetes  # for now\n")
     assert image in project("submit", "--target", "cluster", "--dry-run", "train.py")
+
+
+def test_the_context_holds_no_secret_and_nothing_that_accel_keeps(
+    accel: Accel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for path in ("train.py", ".env", "left/out.txt", "runs/accel/jobs/1/secrets.json"):
+        (accel.here / path).parent.mkdir(parents=True, exist_ok=True)
+        (accel.here / path).write_text("x")
+    (accel.here / ".dockerignore").write_text("left\n")
+    monkeypatch.setenv("ACCEL_HOME", str(accel.here / "runs/accel"))
+    project = context.Project(code=accel.here, requirements=None, with_code=True, on_base=True)
+    made = tmp_path / "context"
+    made.mkdir()
+    warnings = context.make(made, project, None)
+    files = (path.relative_to(made / dockerfile.CODE) for path in (made / dockerfile.CODE).rglob("*") if path.is_file())
+    assert sorted(map(str, files)) == [".dockerignore", "train.py"]
+    assert [warning.partition(":")[0] for warning in warnings] == ["'.env'"]
 
 
 def test_a_base_without_torch_fails_the_build(project: Accel, shop: Workshop, base: str) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from accel.cli import exits
+from schedulers.printable import one_line
 from tests.needs import missing
 from tests.waiting import until
 
@@ -301,16 +302,23 @@ def test_prune_deletes_packed_code_that_no_job_uses(accel: Accel) -> None:
 
 def test_describe_tells_all(accel: Accel) -> None:
     accel.script("raise ValueError('no such luck')")
-    accel("submit", "--follow", "--env", "SEED=1", "train.py", "--lr", "1", code=1)
+    (accel.here / "accel.yaml").write_text("targets:\n  small: {kind: local, concurrency: 1}\n")
+    accel("submit", "--target", "small", "--follow", "--env", "SEED=1", "train.py", "--lr", "1", code=1)
     told = json.loads(accel("describe", "--json", "@last"))
     assert told["spec"]["argv"] == ["train.py", "--lr", "1"]
-    assert told["plan"]["target"] == "local"
+    assert told["plan"]["target"] == "small"
+    assert told["source"] == f"{accel.here}/accel.yaml:2"
+    recorded = json.loads(Path(told["directory"], "target.json").read_text())
+    assert (recorded["source"], recorded["options"]) == (told["source"], {"concurrency": 1})
     assert told["events"][0]["event"] == "submitting"
     assert told["status"]["state"] == "failed"
     shown = accel("describe", "@last")
     assert "train.py --lr 1" in shown
     assert "SEED=1" in shown
     assert "no such luck" in shown
+    defined = one_line(told["source"])
+    assert f"small (local), defined in {defined}\n" in shown
+    assert f"# target defined in {defined}\n" in shown
 
 
 def test_targets_says_where_each_is_defined(accel: Accel) -> None:

@@ -33,11 +33,12 @@ def test_the_role_is_the_least(helm: helms.Helm) -> None:
         "batch/jobs": job,
         "/pods": {"get", "list", "watch"},
         "/pods/log": {"get"},
-        "/pods/exec": {"get", "create"},
         "/events": {"list", "watch"},
         "/configmaps": made,
         "/services": made,
     }
+    shell = helms.named(helm.render(CHART, {"rbac": {"shell": True}}), "Role")
+    assert rules(shell) == rules(role) | {"/pods/exec": {"get", "create"}}
 
 
 def test_what_is_not_wanted_is_not_allowed(helm: helms.Helm) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import tarfile
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from schedulers.codefiles import list_code
 from schedulers.errors import SnapshotError
 from schedulers.snapshot import Snapshot, pack, unpack
 
@@ -197,6 +199,69 @@ def test_a_virtual_environment_is_left_out_and_said(code: Path, home: Path) -> N
     snapshot = pack(code, home)
     assert names(snapshot) == ["a.py"]
     assert snapshot.warnings == ("'env' is left out: it is a virtual environment",)
+
+
+SECRETS = [".env", ".netrc", ".ssh/config", ".aws/credentials", "a/b/.env", "my key.pem", "id_rsa", "id_rsa.pub",
+           "sub/id_ecdsa_sk", "id_ed25519", "id_dsa"]  # fmt: skip
+HARMLESS = [".environment", "env", "x.env", "a.pem.txt", "pem", "my_id_rsa", ".sshrc", "aws/credentials"]
+
+
+def test_what_looks_like_a_secret_is_left_out_with_one_warning(
+    code: Path, home: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for path in [*SECRETS, *HARMLESS]:
+        write(code, path)
+    snapshot = pack(code, home)
+    assert names(snapshot) == sorted(HARMLESS)
+    assert len(snapshot.warnings) == 1
+    assert re.fullmatch(
+        r"'\.aws', '\.env', .* and \d more: left out, named like secrets\. To ship one, add `!NAME` to \.accelignore",
+        snapshot.warnings[0],
+    )
+    assert caplog.messages == list(snapshot.warnings)
+
+
+def test_a_secret_may_be_taken_back(code: Path, home: Path) -> None:
+    write(code, ".accelignore", "!.env\n!/keys/*.pem\n!.ssh/\nid_rsa\n")
+    for path in (".env", "sub/.env", "keys/ca.pem", "other.pem", ".ssh/config", "id_rsa"):
+        write(code, path)
+    snapshot = pack(code, home)
+    assert names(snapshot) == [".accelignore", ".env", ".ssh/config", "keys/ca.pem", "sub/.env"]
+    assert len(snapshot.warnings) == 1  # what is ignored by name needs none
+    assert snapshot.warnings[0].startswith("'other.pem': left out, ")
+
+
+@pytest.mark.parametrize(
+    ("text", "shipped"),
+    [
+        ("# data\n\ndata\n", ["a.py", "sub/a.py", "sub/b.txt", "sub/data/x", "sub/deep/c.txt"]),
+        ("/data/\nsub/data\n", ["a.py", "sub/a.py", "sub/b.txt", "sub/deep/c.txt"]),
+        ("*.txt\ndata\n", ["a.py", "sub/a.py", "sub/b.txt", "sub/data/x", "sub/deep/c.txt"]),  # at the top alone
+        ("**/*.txt\ndata\n", ["a.py", "sub/a.py", "sub/data/x"]),
+        ("*\n!a.py\n!sub/deep/c.txt\n", ["a.py", "sub/deep/c.txt"]),  # below a directory that is left out
+        ("!sub\n*\n", []),  # the last that matches
+        ("./sub/../data\n sub \n", ["a.py"]),
+    ],
+)
+@pytest.mark.parametrize("git", [False, True])
+def test_dockerignore_counts_for_an_image_alone(
+    code: Path, home: Path, text: str, shipped: list[str], git: bool
+) -> None:
+    if git:
+        subprocess.run(["git", "init", "-q", code], check=True, capture_output=True)
+    everything = ["a.py", "data/x", "sub/a.py", "sub/b.txt", "sub/data/x", "sub/deep/c.txt"]
+    for path in everything:
+        write(code, path)
+    write(code, ".dockerignore", text)
+
+    def listed(image: bool) -> list[str]:
+        entries, warnings = list_code(os.path.realpath(code), image=image)
+        assert warnings == []
+        found = [entry.path for entry in entries if entry.type == "file" and entry.path != ".dockerignore"]
+        return sorted(found)
+
+    assert listed(image=True) == shipped
+    assert listed(image=False) == everything
 
 
 def test_what_accel_keeps_itself_is_left_out(code: Path) -> None:

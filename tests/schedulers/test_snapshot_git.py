@@ -145,3 +145,56 @@ def test_a_missing_git_is_said(repository: Path, home: Path, monkeypatch: pytest
     monkeypatch.setenv("PATH", str(home))
     with pytest.raises(SnapshotError, match="install git"):
         pack(repository, home)
+
+
+def test_an_untracked_secret_is_left_out_and_a_tracked_one_shipped_both_with_a_warning(
+    repository: Path, home: Path
+) -> None:
+    write(repository, "keys/ca.pem")
+    git(repository, "add", ".")
+    for path in ("a.py", ".env", ".ssh/config", "sub/id_rsa"):
+        write(repository, path)
+    snapshot = pack(repository, home)
+    assert names(snapshot) == ["a.py", "keys/ca.pem"]
+    assert snapshot.warnings == (
+        "'.env', '.ssh/config', 'sub/id_rsa': left out, named like secrets. To ship one, add `!NAME` to .accelignore",
+        "'keys/ca.pem': named like secrets, and shipped, as git tracks them. "
+        "To leave one out, add its name to .accelignore",
+    )
+
+
+def test_accelignore_counts_in_git_too(repository: Path, home: Path) -> None:
+    write(repository, ".gitignore", "*.log\n")
+    write(repository, "weights/large.bin")
+    write(repository, "keys/ca.pem")
+    write(repository, "keys/old.pem")
+    git(repository, "add", ".")
+    write(repository, ".accelignore", "weights/\nnotes.txt\n!.env\n!ca.pem\nold.pem\n")
+    for path in ("a.py", "notes.txt", ".env", "run.log"):
+        write(repository, path)
+    snapshot = pack(repository, home)
+    assert names(snapshot) == [".accelignore", ".env", ".gitignore", "a.py", "keys/ca.pem"]
+    assert snapshot.warnings == ()
+
+
+def test_a_secret_in_a_nested_repository(repository: Path, home: Path) -> None:
+    write(repository, "nested/lib.py")
+    write(repository, "nested/known.pem")
+    git(repository / "nested", "init", "-q")
+    git(repository / "nested", "add", ".")
+    write(repository, "nested/.env")
+    snapshot = pack(repository, home)
+    assert names(snapshot) == ["nested/known.pem", "nested/lib.py"]
+    assert ["nested/.env" in snapshot.warnings[0], "nested/known.pem" in snapshot.warnings[1]] == [True, True]
+
+
+def test_what_accel_keeps_itself_is_never_shipped(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(repository, "runs/accel/jobs/1/secrets.json")
+    write(repository, "a.py")
+    git(repository, "add", ".")  # whatever git has to say
+    assert names(pack(repository, repository / "runs/accel")) == ["a.py"]
+    (repository / "link").symlink_to("runs/accel")
+    monkeypatch.setenv("ACCEL_HOME", str(repository / "link"))
+    assert names(pack(repository, tmp_path / "another home")) == ["a.py", "link"]

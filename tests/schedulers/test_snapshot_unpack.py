@@ -12,6 +12,7 @@ import pytest
 
 from schedulers.codefiles import Entry
 from schedulers.errors import SnapshotError
+from schedulers.remote.hostside.files import Refused, extract
 from schedulers.snapshot import _digest, pack, unpack
 
 from .test_snapshot import code, home, write
@@ -51,6 +52,45 @@ def member(name: str, type: bytes = tarfile.REGTYPE, link: str = "", content: by
     info = tarfile.TarInfo(name)
     info.type, info.linkname, info.size = type, link, len(content)
     return info
+
+
+def sparse(path: Path, kind: str, name: str = "a", size: int = 300_000_000) -> None:
+    """Write an archive of one member that holds no data and claims a size: GNU's form, or one of PAX."""
+    headers = {
+        "pax 0.1": {"GNU.sparse.size": f"{size}", "GNU.sparse.numblocks": "1", "GNU.sparse.map": f"{size},0"},
+        "pax 1.0": {"GNU.sparse.major": "1", "GNU.sparse.minor": "0", "GNU.sparse.realsize": f"{size}"},
+    }
+    info = tarfile.TarInfo(name)
+    if kind == "pax 1.0":
+        info.pax_headers, info.size = {**headers[kind], "GNU.sparse.name": name}, 512
+        data = f"1\n{size}\n0\n".encode().ljust(512, b"\0")
+        path.write_bytes(info.tobuf(tarfile.PAX_FORMAT) + data + bytes(1024))
+    elif kind == "pax 0.1":
+        info.pax_headers = headers[kind]
+        path.write_bytes(info.tobuf(tarfile.PAX_FORMAT) + bytes(1024))
+    else:
+        info.type = tarfile.GNUTYPE_SPARSE
+        block = bytearray(info.tobuf(tarfile.GNU_FORMAT))
+        block[386:410] = b"%011o\0%011o\0" % (size, 0)  # one piece, without data, at the end
+        block[483:495] = b"%011o\0" % size
+        block[148:156] = b"        "
+        block[148:156] = b"%06o\0 " % sum(block)
+        path.write_bytes(bytes(block) + bytes(1024))
+
+
+@pytest.mark.parametrize("kind", ["gnu", "pax 0.1", "pax 1.0"])
+def test_an_archive_cannot_write_more_than_it_holds(tmp_path: Path, kind: str) -> None:
+    archive = tmp_path / "made.tar"
+    sparse(archive, kind)
+    with tarfile.open(archive) as tar:  # it is what it is meant to be
+        assert [(info.size, info.issparse()) for info in tar] == [(300_000_000, True)]
+    with pytest.raises(SnapshotError, match="must not hold a sparse file: 'a'"):
+        unpack(archive, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "host").mkdir()
+    with pytest.raises(Refused, match="would write more than the archive holds"):
+        extract(str(archive), str(tmp_path / "host"))
+    assert not any((tmp_path / "host").iterdir())
 
 
 HOSTILE_MEMBERS = {

@@ -106,7 +106,7 @@ def _torch() -> str:
 
 def _copy(code: Path, destination: Path) -> list[str]:
     top = os.path.realpath(code)
-    entries, warnings = list_code(top, ())
+    entries, warnings = list_code(top, image=True)
     destination.mkdir()
     for entry in entries:
         made = destination / entry.path

@@ -252,9 +252,13 @@ def extract(source: str, top: str) -> None:
     import tarfile
 
     links = []
+    left = os.path.getsize(source)
     with tarfile.open(source, "r:", encoding="utf-8", errors="surrogateescape") as tar:
         for member in tar:
             whole = place(top, member.name)
+            left -= member.size
+            if member.issparse() or member.size < 0 or left < 0:  # a sparse one can be larger than the archive
+                raise Refused(f"{member.name!r} in {source} would write more than the archive holds")
             if member.isdir():
                 os.makedirs(whole, mode=0o700, exist_ok=True)
                 os.chmod(whole, (member.mode & 0o777) | 0o700)

@@ -228,6 +228,12 @@ def damaged(folder: Path, how: str) -> tuple[Path, str]:
     if how == "no index":
         index.write_text("[1, 2]")
         return checkpoint, "is no index of a checkpoint"
+    if how in ("upward", "absolute", "a number"):
+        outside = folder.with_name(f"{folder.name}-outside.safetensors")
+        save_file({"gain": torch.ones(6)}, outside)  # there, and good
+        name = {"upward": f"../{outside.name}", "absolute": str(outside), "a number": 5}[how]
+        index.write_text(json.dumps({"weight_map": {"gain": name}}))
+        return checkpoint, "is no index of a checkpoint" if how == "a number" else f"names {name!r}, which is not in its"
     if how == "nothing":
         return folder / "nowhere", "does not exist"
     if how == "empty folder":
@@ -258,7 +264,7 @@ def damaged(folder: Path, how: str) -> tuple[Path, str]:
 
 
 HOW = (
-    "missing shard,short shard,no shard,damaged header,lacking shard,no index,nothing,empty folder,two indexes,"
+    "missing shard,short shard,no shard,damaged header,lacking shard,no index,upward,absolute,a number,nothing,empty folder,two indexes,"
     "other names,other shape,other library,code,no tensors,no pickle"
 ).split(",")
 

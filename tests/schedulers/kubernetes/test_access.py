@@ -147,7 +147,7 @@ def test_check(kubernetes: Kubernetes, namespace: str, home: Path, monkeypatch: 
 
     found = check(8)
     rows = dict(found.table[1:])
-    assert found.failures == ()
+    assert (found.failures, found.warnings) == ((), ())
     assert rows["Kubernetes"].startswith("v1.")
     assert rows["API server"] == f"{kubernetes.server}, as context test"
     assert rows["workloads"] == "pytorchjob, jobset, job, trainjob"
@@ -163,9 +163,10 @@ def test_check(kubernetes: Kubernetes, namespace: str, home: Path, monkeypatch: 
     verbs = needed(options("pytorchjob"))
     verbs["", "pods"] = ("get",)
     monkeypatch.setenv("KUBECONFIG", str(allow(kubernetes, namespace, verbs)))
-    assert check().failures == (
-        f"target kubernetes: context test may not list, watch pods in namespace {namespace}: no Role of it allows that",
-    )
+    found = check()
+    may_not = "target kubernetes: context test may not {} in namespace " + f"{namespace}: no Role of it allows that"
+    assert found.failures == (may_not.format("list, watch pods"),)
+    assert found.warnings == (may_not.format("get, create pods/exec") + ". Only `accel shell` needs it",)
 
 
 def test_a_quota_in_check(kubernetes: Kubernetes, namespace: str, home: Path) -> None:

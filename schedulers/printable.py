@@ -1,0 +1,38 @@
+"""Text from programs, hosts and servers, made safe to print: no terminal escapes, no control characters."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import re
+
+# ECMA-48: control sequences (ESC [ …), strings (ESC ] … and four others, up to BEL or ST), other escapes; the same
+# with the single characters of C1. A string without its end is left to _CONTROL: it would swallow the rest of the text.
+_ESCAPE = (
+    r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]"
+    r"|(?:\x1b[PX\]^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x9c]*(?:\x07|\x1b\\|\x9c)"
+    r"|\x1b[ -/]*[0-OQ-WYZ\\`-~]"
+)
+# C0 and C1 but for line feed and tab; the separators of lines and the marks of direction that Unicode adds, by which
+# a terminal shows text in another order than it stands in.
+_CONTROL = "[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]"
+
+
+def printable(text: str) -> str:
+    """Return the text without terminal escapes; other control characters but line feed and tab become `\\xNN`."""
+    if text.isascii() and text.isprintable():
+        return text
+    import re  # compiled when needed: most text is plain, and a command starts without
+
+    return re.sub(_CONTROL, _escaped, re.sub(_ESCAPE, "", text.replace("\r\n", "\n")))
+
+
+def one_line(text: str) -> str:
+    """Return the printable text with its lines joined by spaces."""
+    return " ".join(printable(text).splitlines())
+
+
+def _escaped(match: re.Match[str]) -> str:
+    code = ord(match[0])
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"

@@ -1,0 +1,44 @@
+"""No escape of a program's, a host's or a server's reaches the terminal."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schedulers.printable import one_line, printable
+
+HARMFUL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("ValueError: no such luck", "ValueError: no such luck"),
+        ("é… 日本 \U0001f600\n\tindented", "é… 日本 \U0001f600\n\tindented"),
+        ("\x1b[1;31mValueError\x1b[0m: x", "ValueError: x"),
+        ("a\x1b[2J\x1b[1;1Hb\x9b31mc", "abc"),  # clear, move; C1's form
+        ("a\x1b]0;title\x07b\x1b]52;c;ZXZpbA==\x1b\\c\x9d0;t\x9cd", "abcd"),  # the title; the clipboard
+        ("a\x1bP1$r0m\x1b\\b\x1b^x\x1b\\c\x1b_y\x1b\\d", "abcd"),
+        ("a\x1b(0b\x1bcd\x1b7e", "abde"),  # the character set, the reset, the cursor
+        ("a\x1b]0;without end", "a\\x1b]0;without end"),
+        ("half\x1b[", "half\\x1b["),
+        ("progress 10%\rprogress 99%", "progress 10%\\x0dprogress 99%"),
+        ("one\r\ntwo", "one\ntwo"),
+        ("bell\x07 back\x08 nul\x00 del\x7f c1\x85", "bell\\x07 back\\x08 nul\\x00 del\\x7f c1\\x85"),
+        ("a\u202eb\u2066c\u2028d", "a\\u202eb\\u2066c\\u2028d"),
+        ("raw bytes \udcff", "raw bytes \udcff"),  # as the command line has them; whoever prints escapes them
+    ],
+)
+def test_escapes_go_and_other_control_characters_are_shown(text: str, shown: str) -> None:
+    assert printable(text) == shown
+    assert one_line(text) == shown.replace("\n", " ")
+
+
+@given(st.text(alphabet=st.one_of(st.characters(), st.sampled_from("\x1b[]0;mP\\\x07\x9b\x9c\r\n")), max_size=40))
+def test_whatever_the_text_nothing_harmful_is_left(text: str) -> None:
+    assert not HARMFUL.search(printable(text))
+    assert "\n" not in one_line(text)
+    assert printable(printable(text)) == printable(text)
