@@ -124,8 +124,9 @@ def test_the_controller_comes_back_and_finds_the_job_that_ran_on(slurm: Slurm, t
     job = _sbatch(slurm, tmp_path, body)
     wait_until("it runs", (tmp_path / "started").exists)
     # As one that runs: one that was saved while it waited would be started a second time.
-    slurm.run(["scontrol", "update", f"JobId={job}", "Comment=it-runs"])
-    wait_until("it is saved", lambda: b"it-runs" in _saved(slurm))
+    mark = f"runs {tmp_path}"
+    slurm.run(["scontrol", "update", f"JobId={job}", f"Comment={mark}"])
+    wait_until("it is saved", lambda: mark.encode() in _saved(slurm))
     slurm.kill_controller()
     assert slurm.run(["squeue"], check=False).returncode != 0
     (tmp_path / "end").touch()
