@@ -79,7 +79,7 @@ class Files:
 
     def install(self, blob: Blob, paths: Sequence[str], files: Mapping[str, bytes], *, mode: int = FILE_MODE) -> bool:
         """`unpack` to each of `paths`, then `put`, in one command."""
-        steps = [
+        steps: list[Mapping[str, Any]] = [
             {"op": "blob", "digest": blob.digest, "size": blob.size, "unused_s": self._unused_s},
             *({"op": "unpack", "digest": blob.digest, "path": path} for path in paths),
             *_puts(files, mode),

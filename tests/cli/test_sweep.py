@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 
 import pytest
 
+from accel.cli.output import progress
 from tests.cli.conftest import Accel
 
 
@@ -47,3 +49,11 @@ def test_refused_in_one_line(accel: Accel, words: list[str], code: int, message:
     assert done.returncode == code
     assert message in done.stderr.decode()
     assert len(done.stderr.decode().strip().splitlines()) == 1
+
+
+def test_how_far_a_submit_is_goes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    told = logging.getLogger("schedulers.progress")
+    with progress():
+        told.info("examined %d of %d hosts", 1, 4)
+    told.info("not asked for any more")
+    assert capsys.readouterr() == ("", "accel: examined 1 of 4 hosts\n")

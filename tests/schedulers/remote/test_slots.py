@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from schedulers.remote.files import host_program, program_loader
+from schedulers.remote.hostside import probe
 from schedulers.remote.hostside.supervisor.slots import Slots, TooMany, Want, visible
 
 TWO = [Want(what="processors", count=2, of=["cpu-0", "cpu-1", "cpu-2"])]
@@ -101,3 +102,25 @@ def test_the_examination_of_a_host_sees_its_queue(tmp_path: Path) -> None:
     holder.release()
     waiter.step_out()
     assert seen()["queue"] == {"held": [], "waiting": 0}
+
+
+@pytest.mark.parametrize(
+    ("counted", "kind", "ids"),
+    [
+        ({"count": 2, "how": "kfd"}, "cuda", ["0", "1"]),  # AMD's, which accel does not name
+        ({"count": 2, "how": "nvml"}, "cpu", ["cpu"]),  # hidden by CUDA_VISIBLE_DEVICES
+        ({"count": 0, "how": ""}, "cpu", ["cpu"]),
+    ],
+)
+def test_gpus_without_a_name_are_numbered(
+    monkeypatch: pytest.MonkeyPatch, counted: dict[str, Any], kind: str, ids: list[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    found = probe.devices(counted)
+    assert (found["kind"], found["ids"]) == (kind, ids)
+
+
+def test_a_python_without_accel_has_its_gpus_numbered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    found = probe.devices({"count": 2, "how": "nvml"})
+    assert found == {"kind": "cuda", "ids": ["0", "1"], "cpus": len(os.sched_getaffinity(0))}
