@@ -136,11 +136,14 @@ def find_all(
     return jobs
 
 
-def list_jobs(refresh: bool = True, store: Store | None = None) -> list[Record | Damaged]:
-    """All jobs, newest first. `refresh` asks every target once for all its jobs that are not over; one that cannot
-    be asked leaves their status as it was and says so in `Record.warning`. Raises StoreError."""
+def list_jobs(
+    refresh: bool = True, store: Store | None = None, *, ids: Sequence[str] | None = None
+) -> list[Record | Damaged]:
+    """All jobs, newest first; with `ids` only these are read and polled. `refresh` polls every target once for all its
+    jobs that are not over; one that cannot be polled leaves their status as it was and says so in `Record.warning`.
+    Raises StoreError."""
     store = store or Store.default()
-    records = store.records()
+    records = store.records(ids)
     if refresh:
         live = [r for r in records if isinstance(r, Record) and not r.status.state.final]
         if live:
