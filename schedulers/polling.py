@@ -169,7 +169,7 @@ def _result(record: Record) -> Status | None:
         return None
     try:
         status = Status.from_json(document)
-    except (ValueError, TypeError) as error:
+    except ValueError as error:
         raise StoreError(f"{record.path}/exit.json is damaged: {error}") from None
     return status if status.state.final else None
 

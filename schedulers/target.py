@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 from .converting import convert
-from .errors import ConfigError, UnknownTarget, nearest
+from .errors import ConfigError, SchedulerError, UnknownTarget, nearest
 from .job import Cursor, JobSpec, LogLine, Status
+
+T = TypeVar("T")
 
 ENTRY_POINT_GROUP = "accel.targets"
 
@@ -60,6 +62,18 @@ class Plan:
             lines += [f"# file {path}", text.rstrip("\n")]
         lines += [f"$ {shlex.join(action)}" for action in self.actions]
         return "\n".join(lines) + "\n"
+
+
+def parse_ids(parse: Callable[[str], T], native_ids: Sequence[str]) -> tuple[dict[str, T], dict[str, str]]:
+    """What `parse` makes of each native id; and why, of those that it refuses: damage to one job is no other's."""
+    parsed: dict[str, T] = {}
+    refused: dict[str, str] = {}
+    for native_id in native_ids:
+        try:
+            parsed[native_id] = parse(native_id)
+        except SchedulerError as error:
+            refused[native_id] = str(error)
+    return parsed, refused
 
 
 class Target(Protocol):

@@ -12,13 +12,17 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from .. import disk
+from ..converting import as_text, parse_json
 from ..errors import StoreError
 from ..job import Reason, State, Status
 from ..processes import Identity
+
+T = TypeVar("T")
 
 SCHEMA = 1
 
@@ -43,7 +47,7 @@ class JobFiles:
 
     def read(self, name: str) -> str | None:
         try:
-            return (self.directory / name).read_text()
+            return (self.directory / name).read_text(errors="replace")
         except FileNotFoundError:
             return None
 
@@ -67,8 +71,7 @@ class JobFiles:
         import time
 
         asked_at = time.time()  # what is written while it is read is newer
-        text = self.read("local/progress.json")
-        status = Status.from_json(json.loads(text)) if text else Status(state=State.QUEUED)
+        status = self._decoded("local/progress.json", Status.from_json) or Status(state=State.QUEUED)
         return dataclasses.replace(status, attempt=self.attempt(), observed_at=asked_at)
 
     def set_progress(self, status: Status) -> None:
@@ -79,7 +82,7 @@ class JobFiles:
         try:
             document = disk.read_document(str(self.directory / "exit.json"))
             return None if document is None else Status.from_json(document)
-        except (StoreError, KeyError, ValueError, TypeError) as error:
+        except (StoreError, ValueError) as error:
             return Status(state=State.FAILED, reason=Reason.LOST, message=f"its result cannot be read: {error}")
 
     def launch_events(self) -> list[dict[str, Any]]:
@@ -87,19 +90,32 @@ class JobFiles:
         events = []
         for line in (self.read("logs/launch.jsonl") or "").splitlines():
             try:
-                events.append(json.loads(line))
+                event = parse_json(line)
             except ValueError:
                 continue
+            if isinstance(event, dict) and "event" in event:
+                events.append(event)
         return events
 
     def attempt(self) -> int:
-        return max((event["attempt"] for event in self.launch_events() if event["event"] == "attempt"), default=0)
+        attempts = [event.get("attempt") for event in self.launch_events() if event["event"] == "attempt"]
+        return max((attempt for attempt in attempts if isinstance(attempt, int)), default=0)
 
     def failure(self) -> dict[str, Any] | None:
         """The last failure that the launcher reported."""
-        reports = [event["failure"] for event in self.launch_events() if event["event"] == "failure"]
+        reports = [event.get("failure") for event in self.launch_events() if event["event"] == "failure"]
         return reports[-1] if reports else None
 
     def _identity(self, who: str) -> Identity | None:
-        text = self.read(f"local/{who}.json")
-        return Identity.parse(json.loads(text)["process"]) if text else None
+        return self._decoded(f"local/{who}.json", lambda document: Identity.parse(as_text(document["process"], who)))
+
+    def _decoded(self, name: str, decode: Callable[[dict[str, Any]], T]) -> T | None:
+        """What `decode` makes of the JSON object in the file; None when there is none. Raises StoreError."""
+        text = self.read(name)
+        if not text:
+            return None
+        try:
+            document = parse_json(text)
+            return decode(document if isinstance(document, dict) else {})
+        except (ValueError, KeyError) as error:
+            raise StoreError(f"{self.directory / name} is damaged: {error}") from None

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from .. import logfiles, secrets
-from ..errors import SpecError, SubmitError
+from ..errors import SpecError, StoreError, SubmitError, Unreachable
 from ..job import Cursor, JobSpec, LogLine, Reason, State, Status
 from ..processes import python_module
-from ..target import Plan, TargetContext
+from ..target import Plan, TargetContext, parse_ids
 from .files import SCHEMA, JobFiles
 
 
@@ -96,9 +96,13 @@ class LocalTarget:
         return plan.job_id
 
     def poll(self, native_ids: Sequence[str]) -> Mapping[str, Status]:
-        """Asks the job directories; a supervisor that died without a result left a lost job."""
-        found = {native_id: self._status(JobFiles(self._jobs / native_id)) for native_id in native_ids}
-        return {native_id: status for native_id, status in found.items() if status is not None}
+        """Reads the job directories; a supervisor that died without a result left a lost job. Raises Unreachable,
+        which has the answers that there were, for jobs whose files are damaged."""
+        found, silent = parse_ids(self._status_of, native_ids)
+        answers = {native_id: status for native_id, status in found.items() if status is not None}
+        if silent:
+            raise Unreachable("; ".join(silent.values()), answers=answers, silent=silent)
+        return answers
 
     def logs(self, native_id: str, since: Cursor | None = None) -> Iterator[LogLine]:
         files = JobFiles(self._jobs / native_id)
@@ -144,6 +148,12 @@ class LocalTarget:
 
         packed = snapshot.pack(Path(code), self._jobs.parent)
         files.write("local/snapshot", str(packed.path))
+
+    def _status_of(self, native_id: str) -> Status | None:
+        try:
+            return self._status(JobFiles(self._jobs / native_id))
+        except (OSError, ValueError) as error:  # a native id that is no file name is one of the reasons
+            raise StoreError(f"the files of job {native_id!r} cannot be read: {error}") from None
 
     def _status(self, files: JobFiles) -> Status | None:
         supervisor = files.supervisor()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from .. import disk, secrets
 from ..errors import SpecError, SubmitError, Unreachable
 from ..job import Cursor, JobSpec, LogLine, Reason, Status
-from ..target import Checked, Found, Plan, TargetContext
+from ..target import Checked, Found, Plan, TargetContext, parse_ids
 from . import options as meaning
 from . import script
 from .native import Native
@@ -66,7 +66,8 @@ class SlurmTarget:
     def asked_with(options: Mapping[str, Any]) -> list[object]:
         """The login node and the clusters: Slurm tells of all jobs at once, whatever was said of each."""
         where = [options.get(key) for key in ("login", "user", "port", "ssh_config", "root", "python")]
-        return [*(where if options.get("login") else ()), (options.get("sbatch") or {}).get("clusters")]
+        sbatch = options.get("sbatch")  # as it was stored, and perhaps damaged
+        return [*(where if options.get("login") else ()), sbatch.get("clusters") if isinstance(sbatch, dict) else None]
 
     def plan(self, spec: JobSpec, job_id: str) -> Plan:
         """The batch script and what the nodes read; numbers that only Slurm knows are left open. Raises SpecError."""
@@ -243,7 +244,9 @@ class SlurmTarget:
 
         Raises Unreachable, which has the answers that there were, when Slurm cannot be asked about the others.
         """
-        found, silent = self._queue.statuses(native_ids)
+        natives, refused = parse_ids(Native.parse, native_ids)
+        found, silent = self._queue.statuses(list(natives)) if natives else ({}, {})
+        silent |= refused
         if silent:
             raise Unreachable("; ".join(dict.fromkeys(silent.values())), answers=found, silent=silent)
         return found

@@ -93,7 +93,13 @@ def _queue(root: str, waiting: list[Step], step: Step) -> slurm_queue.Answer:
 
 def _submitted_at(root: str, job: Step) -> float:
     noted = jobs.document(os.path.join(jobs.directory_of(root, job), "slurm/submitted.json"))
-    return float(noted.get("at", 0.0)) if isinstance(noted, dict) else 0.0
+    at = noted.get("at") if isinstance(noted, dict) else None
+    return at if isinstance(at, (int, float)) else 0.0
+
+
+def _whole(value: Any) -> int:
+    """The number, of files that may be damaged; 0 for what is none."""
+    return value if isinstance(value, int) and value > 0 else 0
 
 
 def _look_again(root: str, job: Step, answer: dict[str, Any]) -> None:
@@ -146,7 +152,7 @@ def _of_files(root: str, job: Step) -> dict[str, Any]:
         starts = documents.lines(os.path.join(directory, "slurm/attempts.jsonl"))
         told = documents.lines(os.path.join(directory, "logs/launch.jsonl")) if starts else []
         answer["started"] = bool(starts)
-        answer["attempt"] = max([int(line.get("attempt") or 0) for line in (*starts, *told)], default=0)
+        answer["attempt"] = max([_whole(line.get("attempt")) for line in (*starts, *told)], default=0)
     return answer
 
 
@@ -209,7 +215,7 @@ def earlier(root: str, job: str, *, array: bool, clusters: str | None = None) ->
     directory = os.path.join(jobs.directory_of(root, {"job": job}), "slurm")
     noted = jobs.document(os.path.join(directory, "submitted.json"))
     if isinstance(noted, dict):
-        return str(noted["slurm"]).partition("_")[0]
+        return str(noted.get("slurm")).partition("_")[0]
     try:
         began = os.stat(os.path.join(directory, "submitting")).st_mtime
     except FileNotFoundError:
@@ -239,7 +245,7 @@ def find(root: str, step: Step, contents: list[bytes]) -> Any:
     if not isinstance(spec, dict):
         return None
     noted = jobs.document(os.path.join(directory, "slurm/submitted.json"))
-    slurm = noted["slurm"] if isinstance(noted, dict) else earlier(root, step["job"], array=False)
+    slurm = str(noted.get("slurm")) if isinstance(noted, dict) else earlier(root, step["job"], array=False)
     return {"spec": spec, "slurm": slurm}
 
 
