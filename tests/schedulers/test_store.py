@@ -70,6 +70,33 @@ def test_a_new_record_is_whole_on_the_disk(store: Store) -> None:
         assert json.loads((read.directory / file).read_text())["schema"] == 1
 
 
+def test_what_is_written_is_on_the_disk_before_it_has_its_name(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A crash of the machine must not leave a record, or a result, whose name is there and whose text is not."""
+    flushed: dict[int, int] = {}  # inode -> its size when it was last flushed
+    fsync, rename, replace = os.fsync, os.rename, os.replace
+
+    def noting(fd: int) -> None:
+        fsync(fd)
+        flushed[os.fstat(fd).st_ino] = os.fstat(fd).st_size
+
+    def check(source: str) -> None:
+        files = (
+            [Path(source)] if os.path.isfile(source) else [path for path in Path(source).iterdir() if path.is_file()]
+        )
+        assert files
+        assert {path.name: flushed.get(path.stat().st_ino) for path in files} == {
+            path.name: path.stat().st_size for path in files
+        }
+
+    monkeypatch.setattr(os, "fsync", noting)
+    monkeypatch.setattr(os, "rename", lambda source, to: (check(source), rename(source, to)))
+    monkeypatch.setattr(os, "replace", lambda source, to: (check(source), replace(source, to)))
+    record = create(store)
+    record.write_exit({"state": "succeeded"})
+    for path in (store.jobs, record.directory, record.directory / "exit.json"):
+        assert path.stat().st_ino in flushed, path
+
+
 def test_nobody_else_may_read_a_record(store: Store) -> None:
     directory = create(store).directory
     assert directory.stat().st_mode & 0o077 == 0
