@@ -12,7 +12,7 @@ from .following import Pause, follow, read_once
 from .job import Cursor, JobSpec, LogLine, Resources, Retry, State, Status
 from .polling import absorb, cut_off, group, poll_all, restore
 from .store import Damaged, Record, Store
-from .submitting import default_name, places, prepare, send
+from .submitting import admit, default_name, places, prepare, send
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -90,6 +90,7 @@ def submit_spec(spec: JobSpec, target_name: str, store: Store | None = None, *, 
     resolved, spec = prepare(spec, target_name, store, start)
     job_id = store.new_id()
     plan = resolved.target.plan(spec, job_id)
+    admit(resolved.target, [spec])
     record = store.create(job_id, spec, plan, target=resolved.name, kind=resolved.kind, options=resolved.options)
     with record.submission():
         send(record, resolved.target, plan)

@@ -105,6 +105,17 @@ class Target(Protocol):
 
 
 @runtime_checkable
+class Admits(Protocol):
+    """A target that can tell before a job is recorded that it cannot run it. Every other target admits all jobs."""
+
+    def admit(self, spec: JobSpec) -> None:
+        """Between `plan` and the record: looks at this machine and at nothing else, and changes nothing.
+
+        Raises SpecError for a job that could only fail: no job is recorded then.
+        """
+
+
+@runtime_checkable
 class Waits(Protocol):
     """A target that is told when a job ends, instead of asking again and again."""
 

@@ -167,11 +167,12 @@ def _unknown(name: str) -> UsageError:
 
 def _report(error: Exception) -> int:
     """Says what went wrong and returns the exit code; what is not a mistake of the user's goes on as a traceback."""
-    from schedulers.errors import SchedulerError
+    from schedulers.errors import ConfigError, SchedulerError, SpecError
 
     if os.environ.get("ACCEL_DEBUG") == "1" or not isinstance(error, (UsageError, SchedulerError, OSError)):
         raise error
-    where, code = (error.command, exits.USAGE) if isinstance(error, UsageError) else ("accel", exits.ERROR)
+    where = error.command if isinstance(error, UsageError) else "accel"
+    code = exits.USAGE if isinstance(error, (UsageError, SpecError, ConfigError)) else exits.ERROR
     try:
         sys.stdout.flush()
     except OSError:

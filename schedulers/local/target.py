@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from .. import logfiles, secrets
 from ..errors import SpecError, StoreError, SubmitError, Unreachable
-from ..job import Cursor, JobSpec, LogLine, Reason, State, Status
+from ..job import Cursor, JobSpec, LogLine, Reason, Resources, State, Status
 from ..processes import python_module
 from ..target import Plan, TargetContext, parse_ids
 from .files import SCHEMA, JobFiles
@@ -81,6 +81,12 @@ class LocalTarget:
             warnings=_warnings(spec),
         )
 
+    def admit(self, spec: JobSpec) -> None:
+        """Refuses secrets that are not set, and more GPUs or processors than this machine has."""
+        secrets.values(spec.secrets)
+        if spec.resources.gpus or spec.resources.cpus:
+            _check_machine(spec.resources)
+
     def submit(self, plan: Plan) -> str:
         """Starts the supervisor, unless this job has one or has had one. Raises SubmitError."""
         files = JobFiles(self._jobs / plan.job_id)
@@ -88,8 +94,6 @@ class LocalTarget:
             for path, text in plan.files.items():
                 files.write(path, text)
             settings = json.loads(plan.files["local/settings.json"])
-            if settings["gpus"]:
-                _check_gpus(settings["gpus"])
             if settings["snapshot"]:
                 self._pack(settings["code"], files)
             _start_supervisor(files)
@@ -209,11 +213,15 @@ def _warnings(spec: JobSpec) -> tuple[str, ...]:
     return tuple(f"{name} is not enforced on the local target" for name in unkept)
 
 
-def _check_gpus(wanted: int) -> None:
+def _check_machine(wanted: Resources) -> None:
     devices = find_devices()
-    here = len(devices["ids"]) if devices["kind"] != "cpu" else 0
-    if wanted > here:
-        raise SubmitError(f"--gpus {wanted}: this machine shows {here}")
+    gpus = len(devices["ids"]) if devices["kind"] in ("cuda", "xpu") else 0
+    if wanted.gpus > gpus:
+        there = f"{gpus} GPU{'s' if gpus > 1 else ''}" if gpus else "no GPU"
+        raise SpecError(f"--gpus {wanted.gpus}: this machine has {there} (nvidia-smi lists them)")
+    if (wanted.cpus or 0) > devices["cpus"]:
+        there = f"{devices['cpus']} processor{'s' if devices['cpus'] > 1 else ''}"
+        raise SpecError(f"--cpus {wanted.cpus}: this process may use {there} (nproc counts them)")
 
 
 def find_devices() -> dict[str, Any]:

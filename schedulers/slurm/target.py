@@ -143,6 +143,10 @@ class SlurmTarget:
         """The directory that the job runs in place in; None for a copy of it."""
         return None if self._options.snapshot or self._options.login is not None else spec.code
 
+    def admit(self, spec: JobSpec) -> None:
+        """Refuses secrets that are not set here, where they are read."""
+        secrets.values(spec.secrets)
+
     def submit(self, plan: Plan) -> str:
         """Has the job with Slurm, once. Raises SubmitError, SpecError, and Unreachable when that cannot be told."""
         sweep = plan.settings.get("sweep")

@@ -97,6 +97,10 @@ class SshTarget:
             warnings=_warnings(spec),
         )
 
+    def admit(self, spec: JobSpec) -> None:
+        """Refuses secrets that are not set here, where they are read."""
+        secrets.values(spec.secrets)
+
     def submit(self, plan: Plan) -> str:
         """Examines the hosts, puts everything on them and starts their supervisors.
 

@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -88,9 +90,13 @@ def test_what_is_written_is_on_the_disk_before_it_has_its_name(store: Store, mon
             path.name: path.stat().st_size for path in files
         }
 
+    def checked(move: Callable[[str, str], None], source: str, to: str) -> None:
+        check(source)
+        move(source, to)
+
     monkeypatch.setattr(os, "fsync", noting)
-    monkeypatch.setattr(os, "rename", lambda source, to: (check(source), rename(source, to)))
-    monkeypatch.setattr(os, "replace", lambda source, to: (check(source), replace(source, to)))
+    monkeypatch.setattr(os, "rename", partial(checked, rename))
+    monkeypatch.setattr(os, "replace", partial(checked, replace))
     record = create(store)
     record.write_exit({"state": "succeeded"})
     for path in (store.jobs, record.directory, record.directory / "exit.json"):
