@@ -59,6 +59,7 @@ class Record:
     absent_since: when the backend first said that it does not know the job; None while it does.
     submitter:    (host, process id) that wrote the intent.
     adopted:      another machine submitted the job, and it was found on its target.
+    cancel_asked: somebody asked accel to cancel the job.
     warning:      why `status` may be old; never stored.
     """
 
@@ -78,6 +79,7 @@ class Record:
     ended_at: float | None
     absent_since: float | None
     adopted: bool = False
+    cancel_asked: bool = False
     warning: str = ""
 
     @property
@@ -248,6 +250,7 @@ def _fold(job_id: str, path: str, rows: list[dict[str, Any]]) -> Record:
         raise StoreError(f"{path}/events.jsonl is damaged: it holds no record")
     first, last = rows[0], rows[0]
     started = ended = absent = None
+    cancel_asked = False
     status = Status.from_json(first["status"])
     for row in rows:
         event, at = as_text(row["event"], "event"), as_moment(row["at"], "at")
@@ -255,6 +258,8 @@ def _fold(job_id: str, path: str, rows: list[dict[str, Any]]) -> Record:
             absent = at if absent is None else absent
         elif event == "present":
             absent = None
+        elif event == "cancel":
+            cancel_asked = True
         elif "status" in row:
             last, absent = row, None
             status = Status.from_json(row["status"])
@@ -282,6 +287,7 @@ def _fold(job_id: str, path: str, rows: list[dict[str, Any]]) -> Record:
         ended_at=ended,
         absent_since=absent,
         adopted=first["event"] == _ADOPTED,
+        cancel_asked=cancel_asked,
     )
 
 

@@ -90,6 +90,9 @@ def send_many(records: Sequence[Record], target: Sweeps, plans: Sequence[Plan]) 
             raise
         queued = Status(state=State.QUEUED, observed_at=asked_at)
         for_each(lambda pair: pair[0].update(queued, pair[1]), list(zip(records, native_ids, strict=True)))
+        for record in records:
+            if record.cancel_asked and record.native_id is not None:
+                target.cancel(record.native_id)
 
 
 def for_each(act: Callable[[Item], Made], items: Iterable[Item]) -> list[Made]:
@@ -117,4 +120,6 @@ def send(record: Record, target: Target, plan: Plan) -> None:
         record.update(Status(state=State.FAILED, reason=reason, message=str(error), observed_at=time.time()))
         raise
     # As old as the question: what the job itself has told since then is newer, and stands.
-    record.update(Status(state=State.QUEUED, observed_at=asked_at), native_id)
+    status = record.update(Status(state=State.QUEUED, observed_at=asked_at), native_id)
+    if record.cancel_asked and not status.state.final:
+        target.cancel(native_id)  # somebody did not wait for the submit's end

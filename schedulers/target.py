@@ -132,11 +132,13 @@ class Found:
 
     spec: as it was submitted, as far as the backend can tell; paths in it are that machine's.
     plan: what was done, as far as it can be told.
+    whole: False where something that belongs to the job may be missing, which only its submit makes.
     """
 
     native_id: str
     spec: JobSpec
     plan: Plan
+    whole: bool = True
 
 
 @runtime_checkable

@@ -157,10 +157,10 @@ class KubernetesTarget:
         return reviewing.review(self._cluster(None).api, spec, self._options, plan.job_id)
 
     def find(self, job_id: str) -> Found | None:
-        """A job that another machine sent to the same namespace."""
-        from . import finding
+        """A job that another machine sent to the same namespace, or this one, wherever it did."""
+        from . import finding, placing
 
-        return finding.find(self._cluster(None).api, self._options, job_id)
+        return finding.find(self._cluster(placing.read(self._jobs, job_id)).api, self._options, job_id)
 
     def check(self, gpus: int = 0) -> Checked:
         """Asks the API server what it has, and what we may do there. Raises Unreachable, SchedulerError."""

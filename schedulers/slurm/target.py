@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from .. import disk, secrets
-from ..errors import SpecError, SubmitError, Unreachable
+from ..errors import SpecError, StoreError, SubmitError, Unreachable
 from ..job import Cursor, JobSpec, LogLine, Reason, Status
 from ..target import Checked, Found, Plan, TargetContext, parse_ids
 from . import options as meaning
@@ -272,10 +272,21 @@ class SlurmTarget:
         return self._cluster.wait(Native.parse(native_id), timeout_s)
 
     def find(self, job_id: str) -> Found | None:
-        """A job that another machine sent to the same root through the same login node."""
+        """A job that this machine, or another one, sent to the same root through the same login node."""
         from .finding import find
 
-        return find(self._cluster, self.name, job_id)
+        return find(self._cluster, self.name, job_id, self._in_sweep(job_id))
+
+    def _in_sweep(self, job_id: str) -> dict[str, Any]:
+        """The first job of the sweep that this one is of, and its number in it; nothing of any other job."""
+        try:
+            sweep = self._plan_of(job_id).settings.get("sweep")
+        except StoreError:  # another machine submitted it
+            return {}
+        if sweep is None:
+            return {}
+        ids: list[str] = sweep.get("ids") or self._plan_of(sweep["first"]).settings["sweep"]["ids"]
+        return {"first": sweep["first"], "at": ids.index(job_id)}
 
     def check(self, gpus: int = 0) -> Checked:
         """Asks Slurm for its version and partitions, and looks at what the login node has for us.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -184,12 +185,20 @@ class SshTarget:
         return self._watch.wait(Native.parse(native_id), timeout_s)
 
     def find(self, job_id: str) -> Found | None:
-        """Looks for a job that another machine submitted on all hosts of the target, at once.
+        """Looks for a job on the hosts where this machine has placed it; for one that another machine submitted, on all
+        hosts of the target, at once.
 
         Raises Unreachable when only hosts that cannot be asked may have it, SpecError when there are none to ask.
         """
         from . import finding
 
+        placed = self._placed_as(job_id)
+        if placed is not None:
+            from .native import Native
+
+            return finding.find(self._hosts, Native.parse(placed).hosts, job_id, self.name)
+        if os.path.isdir(os.path.dirname(self._placed(job_id))):
+            return None  # this machine submits it, and has started nothing
         named = meaning.named_hosts(self._options, self.name, ".")
         return finding.find(self._hosts, named, job_id, self.name)
 

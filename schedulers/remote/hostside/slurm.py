@@ -239,14 +239,19 @@ def earlier(root: str, job: str, *, array: bool, clusters: str | None = None) ->
 
 
 def find(root: str, step: Step, contents: list[bytes]) -> Any:
-    """The job as it was submitted and its number; None when there is no such job here."""
+    """The job as it was submitted and its number; None when there is no such job here. Of a job of an array, `first` is
+    the id of the first one and `at` its own place."""
     directory = jobs.directory_of(root, step)
     spec = jobs.document(os.path.join(directory, "slurm/spec.json"))
     if not isinstance(spec, dict):
         return None
     noted = jobs.document(os.path.join(directory, "slurm/submitted.json"))
-    slurm = str(noted.get("slurm")) if isinstance(noted, dict) else earlier(root, step["job"], array=False)
-    return {"spec": spec, "slurm": slurm}
+    if isinstance(noted, dict):
+        return {"spec": spec, "slurm": str(noted.get("slurm"))}
+    if "first" not in step:
+        return {"spec": spec, "slurm": earlier(root, step["job"], array=False)}
+    number = earlier(root, step["first"], array=True)
+    return {"spec": spec, "slurm": None if number is None else "{}_{}".format(number, step["at"])}
 
 
 def cancel(root: str, step: Step, contents: list[bytes]) -> str:
