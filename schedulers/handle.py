@@ -343,7 +343,7 @@ class Job:
         target = self._target()
         if not self.record.cancel_asked or not isinstance(target, Finds):
             return False
-        find_submitted(self.record, target)
+        find_submitted(self.record, target, target.find)
         return True
 
     def describe(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from .errors import SchedulerError, UnknownJob
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from .record import Record
-    from .target import Finds, Target
+    from .target import Found, Target
 
 
 class SubmitCancelled(KeyboardInterrupt):
@@ -42,7 +42,7 @@ def recover(record: Record, target: Target) -> None:
             record.warning = _hint(record)
             return
         try:
-            known = find_submitted(record, target)
+            known = find_submitted(record, target, target.find)
         except (SchedulerError, OSError) as error:
             record.warning = str(error)
             return
@@ -50,28 +50,28 @@ def recover(record: Record, target: Target) -> None:
             record.warning = _hint(record)
 
 
-def find_submitted(record: Record, target: Finds) -> bool:
-    """Looks for the job on its target and records its state; one that somebody has cancelled is ended there.
+def find_submitted(record: Record, target: Target, find: Callable[[str], Found | None]) -> bool:
+    """Looks for the job on its target, with `find`, and records its state. One that somebody has cancelled is ended.
 
     False when the target does not have it: a cancelled job is over when that is still so a minute later. To be called
     with the submission's lock held. Raises what asking the target raises, and StoreError.
     """
     asked_at = time.time()
     try:
-        found = target.find(record.id)
+        found = find(record.id)
     except UnknownJob:  # put there and not started
         found = None
     if found is None:
         if record.cancel_asked:
             absorb(record, None, asked_at)
         return False
-    answer = target.poll([found.native_id]).get(found.native_id)  # type: ignore[attr-defined]  # every target polls
+    answer = target.poll([found.native_id]).get(found.native_id)
     status = answer or Status(state=State.QUEUED, observed_at=asked_at)
     # Where something may be missing, the submit is still to be carried out; not if the job is over, or to end.
     complete = found.whole or status.state.final or record.cancel_asked
     absorb(record, status, asked_at, found.native_id if complete else None)
     if record.cancel_asked and not record.status.state.final:
-        target.cancel(found.native_id)  # type: ignore[attr-defined]
+        target.cancel(found.native_id)
     return True
 
 

@@ -90,9 +90,6 @@ def send_many(records: Sequence[Record], target: Sweeps, plans: Sequence[Plan]) 
             raise
         queued = Status(state=State.QUEUED, observed_at=asked_at)
         for_each(lambda pair: pair[0].update(queued, pair[1]), list(zip(records, native_ids, strict=True)))
-        for record in records:
-            if record.cancel_asked and record.native_id is not None:
-                target.cancel(record.native_id)
 
 
 def for_each(act: Callable[[Item], Made], items: Iterable[Item]) -> list[Made]:

@@ -99,6 +99,9 @@ def submit_sweep(
 
     records = for_each(create, zip(ids, ready, plans, strict=True))
     send_many(records, resolved.target, plans)
+    for record in records:
+        if record.cancel_asked and record.native_id is not None:
+            resolved.target.cancel(record.native_id)  # somebody did not wait for the submit's end
     return [Job(record, target=resolved.target) for record in records]
 
 
