@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from .converting import parse_json
 from .errors import SpecError, StoreError
 
 SCHEMA = 1
@@ -87,8 +88,8 @@ def read_document(path: str) -> dict[str, Any] | None:
     if raw is None:
         return None
     try:
-        parsed = json.loads(raw)
-    except (ValueError, RecursionError) as error:
+        parsed = parse_json(raw)
+    except ValueError as error:
         raise StoreError(f"{path} is damaged: {error}") from None
     document = migrate(parsed, path)
     return {key: value for key, value in document.items() if key != "schema"}
@@ -120,9 +121,10 @@ def _read_all(fd: int) -> bytes:
 def encode(data: Mapping[str, Any], path: str) -> bytes:
     """One line of ASCII, without its ending; lone surrogates survive. Raises SpecError for what JSON cannot hold."""
     try:
-        return json.dumps(data, separators=(",", ":")).encode("ascii")
+        return json.dumps(data, separators=(",", ":"), allow_nan=False).encode("ascii")
     except (TypeError, ValueError, RecursionError) as error:
-        raise SpecError(f"{os.path.basename(path)} can hold only text, numbers, lists and mappings: {error}") from None
+        name = os.path.basename(path)
+        raise SpecError(f"{name} can hold only text, finite numbers, lists and mappings: {error}") from None
 
 
 def create_file(path: str, data: bytes) -> None:
@@ -207,8 +209,8 @@ def _parse_line(line: str) -> dict[str, Any] | None:
     if not line.isascii():
         return None
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
+        row = parse_json(line)
+    except ValueError:
         return None
     return row if isinstance(row, dict) else None
 

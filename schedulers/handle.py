@@ -12,7 +12,7 @@ from .following import Pause, follow, read_once
 from .job import Cursor, JobSpec, LogLine, Resources, Retry, State, Status
 from .polling import absorb, cut_off, group, poll_all, restore
 from .store import Damaged, Record, Store
-from .submitting import default_name, places, prepare, send
+from .submitting import admit, default_name, places, prepare, send
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -59,7 +59,7 @@ def submit(
     spec = JobSpec(
         argv=(os.fspath(script), *args),
         entry=entry,
-        name=name or default_name(os.fspath(script), entry),
+        name=default_name(os.fspath(script), entry) if name is None else name,
         nodes=nodes,
         procs_per_node=procs_per_node,
         resources=Resources(gpus=gpus, cpus=cpus, memory_gb=memory_gb),
@@ -83,17 +83,43 @@ async def submit_async(script: str | os.PathLike[str], args: Sequence[str] = (),
     return await asyncio.to_thread(submit, script, args, **options)
 
 
-def submit_spec(spec: JobSpec, target_name: str, store: Store | None = None, *, start: str | Path | None = None) -> Job:
+def submit_spec(
+    spec: JobSpec,
+    target_name: str,
+    store: Store | None = None,
+    *,
+    start: str | Path | None = None,
+    own_process: bool = False,
+) -> Job:
     """Every submit ends here. The intent is on the disk before the target is called, so that a crash between the
-    two loses no job and starts none twice. Raises what `submit` raises."""
+    two loses no job and starts none twice. Raises what `submit` raises.
+
+    own_process: this process does nothing but submit: `cancel` may end it (SIGTERM), which is a SubmitError here.
+    """
     store = store or Store.default()
     resolved, spec = prepare(spec, target_name, store, start)
     job_id = store.new_id()
     plan = resolved.plan(spec, job_id)
+    admit(resolved.target, [spec])
     record = store.create(job_id, spec, plan, target=resolved.name, kind=resolved.kind, options=resolved.options)
     with record.submission():
-        send(record, resolved.target, plan)
+        if own_process:
+            _send_interruptibly(record, resolved.target, plan)
+        else:
+            send(record, resolved.target, plan)
     return Job(record, target=resolved.target)
+
+
+def _send_interruptibly(record: Record, target: Target, plan: Plan) -> None:
+    from .recovery import SubmitCancelled, interruptible
+
+    try:
+        with interruptible(record):
+            send(record, target, plan)
+    except SubmitCancelled:
+        raise SubmitError(
+            f"job {record.id} was cancelled while it was submitted; `accel status {record.id}` shows what became of it"
+        ) from None
 
 
 def dry_run(
@@ -136,11 +162,14 @@ def find_all(
     return jobs
 
 
-def list_jobs(refresh: bool = True, store: Store | None = None) -> list[Record | Damaged]:
-    """All jobs, newest first. `refresh` asks every target once for all its jobs that are not over; one that cannot
-    be asked leaves their status as it was and says so in `Record.warning`. Raises StoreError."""
+def list_jobs(
+    refresh: bool = True, store: Store | None = None, *, ids: Sequence[str] | None = None
+) -> list[Record | Damaged]:
+    """All jobs, newest first; with `ids` only these are read and polled. `refresh` polls every target once for all its
+    jobs that are not over; one that cannot be polled leaves their status as it was and says so in `Record.warning`.
+    Raises StoreError."""
     store = store or Store.default()
-    records = store.records()
+    records = store.records(ids)
     if refresh:
         live = [r for r in records if isinstance(r, Record) and not r.status.state.final]
         if live:
@@ -232,23 +261,44 @@ class Job:
         """Asks for an orderly end: a warning, the job's grace, the kill. A job that is over stays as it is.
 
         With `wait`, returns when the job is over, or its status when it is not a minute after its grace.
+        A submit that goes on on this machine is ended, where it is a process of its own; of one that goes on elsewhere,
+        or was cut off, the job is cancelled as soon as its target has it.
+
         Raises Unreachable when the backend cannot be asked, and what `status` raises.
         """
-        status = self.status()
-        if status.state is State.SUBMITTING:
-            # Another process is submitting it this moment; it lets go when the backend has answered.
-            with self.record.submission():
-                status = self.status()
-        if status.state.final or self.record.native_id is None:
+        status = self.status(refresh=self.record.native_id is not None)
+        if status.state.final:
             return status
         self.record.append("cancel", host=os.uname().nodename, pid=os.getpid())
-        self._target().cancel(self.record.native_id)
+        if self.record.native_id is None:
+            status = self._cancel_submit()
+        if not status.state.final and self.record.native_id is not None:
+            self._target().cancel(self.record.native_id)
         if not wait:
             return self.status()
         try:
             return self.wait(self.spec.grace_s + _CANCEL_ALLOWANCE_S)
         except TimeoutError:
             return self.record.status
+
+    def _cancel_submit(self) -> Status:
+        """After the cancel was recorded: ends the submit, or waits for its end, where it goes on on this machine."""
+        from .recovery import interrupt
+
+        here = self.record.submitter[0] == os.uname().nodename
+        ended = here and interrupt(self.record)
+        with self.record.submission(blocking=here) as ours:
+            status = self.record.reload().status
+            if ended and self.record.native_id is None and not status.state.final:
+                try:
+                    self._find_cancelled()
+                except Unreachable as error:
+                    self.record.warning = str(error)
+        status = self.status()
+        if status.state is State.SUBMITTING and not self.record.warning:
+            where = "" if ours else f" by a process on {self.record.submitter[0]}"
+            self.record.warning = f"it is being submitted{where}: it is cancelled once target {self.target} has it"
+        return status
 
     def shell(self, node: int, argv: Sequence[str] = (), *, terminal: bool = False) -> int:
         """Runs `argv`, or a shell, on a node of the running job, with this process's streams; returns its exit code.
@@ -276,12 +326,25 @@ class Job:
             if not ours or status.state.final or self.record.native_id is not None or not cut_off(self.record):
                 return status
             try:
-                send(self.record, self._target(), self.record.plan())
+                if not self._find_cancelled():
+                    send(self.record, self._target(), self.record.plan())
             except Unreachable as error:
                 self.record.warning = str(error)
             except SubmitError:
                 pass  # the status says it
             return self.record.status
+
+    def _find_cancelled(self) -> bool:
+        """Looks for a job that was cancelled before its target had confirmed it. False for any other job, and where the
+        target can only be asked by submitting again."""
+        from .recovery import find_submitted
+        from .target import Finds
+
+        target = self._target()
+        if not self.record.cancel_asked or not isinstance(target, Finds):
+            return False
+        find_submitted(self.record, target, target.find)
+        return True
 
     def describe(self) -> dict[str, Any]:
         """All that the store knows, in plain JSON values. Asks no backend. Raises StoreError."""

@@ -9,11 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from .converting import convert
+from .converting import as_moment, as_text, as_whole, convert
 from .errors import SpecError
 
 Entry = Literal["script", "module", "command"]
 
+_LARGEST_CODE = 2**31
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 
 
@@ -179,11 +180,20 @@ class Status:
         return dataclasses.asdict(self) | {"state": self.state.value, "reason": self.reason.value}
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Status:
-        """Reads what `to_json` gave and ignores keys that it does not know. Raises ValueError or KeyError."""
-        known = {f.name for f in dataclasses.fields(cls)} - {"state", "reason"}
-        rest = {key: value for key, value in data.items() if key in known}
-        return cls(state=State(data["state"]), reason=Reason(data.get("reason", "none")), **rest)
+    def from_json(cls, data: object) -> Status:
+        """The status that `to_json` gave; keys that are not known are ignored. Raises ValueError for anything else."""
+        if not isinstance(data, dict) or "state" not in data:
+            raise ValueError("a status is an object with a state")
+        code = data.get("exit_code")
+        return cls(
+            state=State(data["state"]),
+            reason=Reason(data.get("reason", "none")),
+            exit_code=None if code is None else as_whole(code, "exit_code", least=-_LARGEST_CODE),
+            attempt=as_whole(data.get("attempt", 0), "attempt"),
+            message=as_text(data.get("message", ""), "message"),
+            native_state=as_text(data.get("native_state", ""), "native_state"),
+            observed_at=as_moment(data.get("observed_at", 0.0), "observed_at"),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,14 +36,12 @@ def restore(record: Record) -> Target:
 
 
 def poll_all(records: Sequence[Record]) -> None:
-    """Asks each target once for all its jobs, and records the answers. What goes wrong with one target, or one
-    record, is a warning on the records concerned."""
+    """Polls each target once for all its jobs, looks there for those whose submit was cut off, and records the answers.
+    What goes wrong with one target, or one record, is a warning on the records concerned."""
     groups: dict[str, list[Record]] = {}
     for record in records:
-        if record.native_id is not None:
+        if record.native_id is not None or cut_off(record):
             groups.setdefault(_asked_with(record), []).append(record)
-        elif cut_off(record):
-            record.warning = f"its submit was cut off; `accel status {record.id}` carries it out"
     if len(groups) < 2:
         for those in groups.values():
             _poll(those)
@@ -95,7 +93,8 @@ def _poll(records: Sequence[Record]) -> None:
     silent: Mapping[str, str] = {}
     try:
         target = _any_target(records)
-        answers: Mapping[str, Status] = target.poll([record.native_id or "" for record in records])
+        records = _submitted(records, target)
+        answers: Mapping[str, Status] = target.poll([record.native_id or "" for record in records]) if records else {}
     except (SchedulerError, OSError) as error:
         if isinstance(error, Unreachable) and error.silent is not None:
             answers, silent = error.answers, error.silent
@@ -114,6 +113,20 @@ def _poll(records: Sequence[Record]) -> None:
             record.warning = str(error)
 
 
+def _submitted(records: Sequence[Record], target: Target) -> list[Record]:
+    """Those that the target has confirmed, after it was asked for the others."""
+    from .recovery import recover
+
+    confirmed = [record for record in records if record.native_id is not None]
+    for record in records:
+        if record.native_id is None:
+            try:
+                recover(record, target)
+            except StoreError as error:
+                record.warning = str(error)
+    return confirmed
+
+
 def _any_target(records: Sequence[Record]) -> Target:
     """That of the first record whose options can still be meant: each can be asked about all. Raises ConfigError."""
     for record in records[:-1]:
@@ -122,7 +135,7 @@ def _any_target(records: Sequence[Record]) -> Target:
     return restore(records[-1])
 
 
-def absorb(record: Record, answer: Status | None, asked_at: float) -> Status:
+def absorb(record: Record, answer: Status | None, asked_at: float, native_id: str | None = None) -> Status:
     """Records what the backend said of the job (None: it does not know it) and returns the status in force.
 
     A job that the backend does not know is over only when it left a result, or when a minute later the backend still
@@ -134,9 +147,10 @@ def absorb(record: Record, answer: Status | None, asked_at: float) -> Status:
         return _absent(record, asked_at)
     import dataclasses
 
-    if answer.state is State.FAILED and answer.reason is Reason.LOST and _cancelled(record):
+    if answer.state is State.FAILED and answer.reason is Reason.LOST and record.cancel_asked:
         answer = dataclasses.replace(answer, state=State.CANCELLED, reason=Reason.USER, message="")
-    status = record.update(answer if answer.observed_at else dataclasses.replace(answer, observed_at=asked_at))
+    answer = answer if answer.observed_at else dataclasses.replace(answer, observed_at=asked_at)
+    status = record.update(answer, native_id)
     if record.absent_since is not None:
         record.append("present")
     return status
@@ -149,17 +163,12 @@ def _absent(record: Record, asked_at: float) -> Status:
     if record.absent_since is None:
         record.append("absent")
     elif asked_at - record.absent_since > ABSENT_S:
-        if _cancelled(record):
+        if record.cancel_asked:
             return record.update(Status(state=State.CANCELLED, reason=Reason.USER, observed_at=asked_at))
         message = f"target {record.target} no longer knows the job, and it left no result"
         return record.update(Status(state=State.FAILED, reason=Reason.LOST, message=message, observed_at=asked_at))
     record.warning = f"target {record.target} does not know the job"
     return record.status
-
-
-def _cancelled(record: Record) -> bool:
-    """Whether somebody asked accel to cancel the job: it has nothing else to do with its disappearance."""
-    return any(event.name == "cancel" for event in record.events())
 
 
 def _result(record: Record) -> Status | None:
@@ -169,7 +178,7 @@ def _result(record: Record) -> Status | None:
         return None
     try:
         status = Status.from_json(document)
-    except (ValueError, TypeError) as error:
+    except ValueError as error:
         raise StoreError(f"{record.path}/exit.json is damaged: {error}") from None
     return status if status.state.final else None
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from . import disk
+from .converting import as_moment, as_text, as_whole, parse_json
 from .errors import SchedulerError, StoreError
 from .job import JobSpec, Reason, State, Status
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 # Within one attempt a job goes this way; an answer that is older than the one in force cannot send it back.
 _ORDER = {State.SUBMITTING: 0, State.QUEUED: 1, State.RUNNING: 2}
-_NUMBER = (int, float)
 _ADOPTED = "adopted"
 
 T = TypeVar("T")
@@ -60,6 +59,7 @@ class Record:
     absent_since: when the backend first said that it does not know the job; None while it does.
     submitter:    (host, process id) that wrote the intent.
     adopted:      another machine submitted the job, and it was found on its target.
+    cancel_asked: somebody asked accel to cancel the job.
     warning:      why `status` may be old; never stored.
     """
 
@@ -79,6 +79,7 @@ class Record:
     ended_at: float | None
     absent_since: float | None
     adopted: bool = False
+    cancel_asked: bool = False
     warning: str = ""
 
     @property
@@ -104,15 +105,23 @@ class Record:
 
     def options(self) -> dict[str, Any] | None:
         """The target's options as they were when the job was submitted; None when they were not stored."""
-        document = disk.read_document(f"{self.path}/target.json")
-        return None if document is None else dict(document.get("options", {}))
+        path = f"{self.path}/target.json"
+        document = disk.read_document(path)
+        if document is None:
+            return None
+        options = document.get("options", {})
+        if not isinstance(options, dict):
+            raise StoreError(f"{path} is damaged: its options are no JSON object")
+        return options
 
     def events(self) -> list[Event]:
         """Everything that was written about the job, oldest first. Raises StoreError."""
+        rows = _rows(self.path)
+        from_rows(self.id, self.path, rows)  # each line has a name and a time
         known = ("schema", "event", "at", "torn_before")
         return [
             Event(name=row["event"], at=row["at"], data={key: row[key] for key in row if key not in known})
-            for row in _rows(self.path)
+            for row in rows
         ]
 
     def append(self, name: str, **data: Any) -> None:
@@ -137,7 +146,10 @@ class Record:
 
         def decide(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
             self._read(rows)
-            new = _succession(self.status, status)
+            try:
+                new = _succession(self.status, Status.from_json(status.to_json()))
+            except ValueError as error:  # nothing is written that could not be read again
+                raise StoreError(f"job {self.id}: its target answered what no status may hold: {error}") from None
             native = native_id or self.native_id
             if _same_state(new, self.status) and native == self.native_id:
                 return None
@@ -227,7 +239,7 @@ def from_rows(job_id: str, path: str, rows: list[dict[str, Any]]) -> Record:
     """The record that the lines of events.jsonl add up to. Raises StoreError for lines that make no sense."""
     try:
         return _fold(job_id, path, rows)
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+    except (KeyError, ValueError) as error:
         what = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise StoreError(f"{path}/events.jsonl is damaged: {what}") from None
 
@@ -245,73 +257,65 @@ def _fold(job_id: str, path: str, rows: list[dict[str, Any]]) -> Record:
         raise StoreError(f"{path}/events.jsonl is damaged: it holds no record")
     first, last = rows[0], rows[0]
     started = ended = absent = None
+    cancel_asked = False
+    status = Status.from_json(first["status"])
     for row in rows:
-        event = row["event"]
+        event, at = as_text(row["event"], "event"), as_moment(row["at"], "at")
         if event == "absent":
-            absent = row["at"] if absent is None else absent
+            absent = at if absent is None else absent
         elif event == "present":
             absent = None
+        elif event == "cancel":
+            cancel_asked = True
         elif "status" in row:
             last, absent = row, None
-            state = row["status"]["state"]
-            if state == "running" and started is None:
-                started = row["at"]
-            elif state in ("succeeded", "failed", "cancelled"):
-                ended = row["at"]
-    status = _observation(path, _status(last["status"]))
+            status = Status.from_json(row["status"])
+            if status.state is State.RUNNING and started is None:
+                started = at
+            elif status.state.final:
+                ended = at
+    procs, native_id, after = first.get("procs"), last.get("native_id"), first.get("after", [])
+    if not isinstance(after, list):
+        raise ValueError("after is no list")
     return Record(
         id=job_id,
         path=path,
-        name=_text(first["name"]),
-        target=_text(first["target"]),
-        kind=_text(first["kind"]),
-        nodes=int(first["nodes"]),
-        procs=first.get("procs"),
-        created_at=float(first["created_at"]),
-        submitter=(_text(first["host"]), int(first["pid"])),
-        after=tuple(first.get("after", ())),
-        native_id=last.get("native_id"),
-        status=status,
+        name=as_text(first["name"], "name"),
+        target=as_text(first["target"], "target"),
+        kind=as_text(first["kind"], "kind"),
+        nodes=as_whole(first["nodes"], "nodes", least=1),
+        procs=None if procs is None else as_whole(procs, "procs", least=1),
+        created_at=as_moment(first["created_at"], "created_at"),
+        submitter=(as_text(first["host"], "host"), as_whole(first["pid"], "pid", least=1)),
+        after=tuple(as_text(job_id, "after") for job_id in after),
+        native_id=None if native_id is None else as_text(native_id, "native_id"),
+        status=_observation(path, status),
         started_at=started,
         ended_at=ended,
         absent_since=absent,
         adopted=first["event"] == _ADOPTED,
+        cancel_asked=cancel_asked,
     )
-
-
-def _status(data: Mapping[str, Any]) -> Status:
-    status = Status.from_json(data)
-    right = (
-        isinstance(status.message, str)
-        and isinstance(status.attempt, int)
-        and isinstance(status.exit_code, (int, type(None)))
-        and isinstance(status.observed_at, _NUMBER)
-    )
-    if not right:
-        raise ValueError("a status has a value of the wrong type")
-    return status
 
 
 def _observation(path: str, status: Status) -> Status:
-    """The status in the words, and with the time, of the newest answer in the file `seen`, if it is of this state."""
+    """The status in the words, and with the time, of the newest answer in the file `seen`, if it is of this state.
+
+    A time that no calendar knows is none.
+    """
     if status.state.final:
         return status
     try:
         found = os.stat(f"{path}/seen")
+        seen = as_moment(found.st_mtime, "seen")
         raw = disk.read_bytes(f"{path}/seen") if found.st_size else None
-    except (OSError, StoreError):
+    except (OSError, StoreError, ValueError):
         return status
-    with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
-        said = Status.from_json(json.loads(raw)) if raw else status
+    with contextlib.suppress(ValueError):
+        said = Status.from_json(parse_json(raw)) if raw else status
         if said.observed_at >= status.observed_at and _same_state(said, status):
-            status = _status(said.to_json())
-    return dataclasses.replace(status, observed_at=found.st_mtime) if found.st_mtime > status.observed_at else status
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{value!r} is not text")
-    return value
+            status = said
+    return dataclasses.replace(status, observed_at=seen) if seen > status.observed_at else status
 
 
 def _same(one: Status, other: Status) -> bool:

@@ -140,12 +140,15 @@ class Store:
             raise disk.refusal(error, self._jobs, "read") from error
         return sorted((name for name in names if _ID.match(name)), reverse=True)
 
-    def records(self) -> list[Record | Damaged]:
-        """All jobs, newest first; one that cannot be read is `Damaged` and hides no other. Raises StoreError when
-        the store itself cannot be read."""
+    def records(self, ids: Iterable[str] | None = None) -> list[Record | Damaged]:
+        """All jobs, newest first, or those of `ids` (whole ones) in their order; no other file is read.
+
+        A job that cannot be read is `Damaged` and hides no other; one that is gone is left out. Raises StoreError
+        when the store itself cannot be read.
+        """
         base = self._jobs
-        found = (_read(job_id, f"{base}/{job_id}") for job_id in self.ids())
-        return [record for record in found if record is not None]
+        records = (_read(job_id, f"{base}/{job_id}") for job_id in (self.ids() if ids is None else ids))
+        return [record for record in records if record is not None]
 
     def prune(
         self,

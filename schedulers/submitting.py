@@ -63,6 +63,15 @@ def prepare(spec: JobSpec, target_name: str, store: Store, start: str | Path | N
     return resolved, dataclasses.replace(spec, code=code, after=after)
 
 
+def admit(target: Target, specs: Iterable[JobSpec]) -> None:
+    """Raises SpecError for a job that this target knows it cannot run: it is not recorded."""
+    from .target import Admits
+
+    if isinstance(target, Admits):
+        for spec in specs:
+            target.admit(spec)
+
+
 def send_many(records: Sequence[Record], target: Sweeps, plans: Sequence[Plan]) -> None:
     """Hands the plans of a sweep to the target at once and records the answers; a refusal is recorded with each job,
     and raised."""
@@ -108,4 +117,6 @@ def send(record: Record, target: Target, plan: Plan) -> None:
         record.update(Status(state=State.FAILED, reason=reason, message=str(error), observed_at=time.time()))
         raise
     # As old as the question: what the job itself has told since then is newer, and stands.
-    record.update(Status(state=State.QUEUED, observed_at=asked_at), native_id)
+    status = record.update(Status(state=State.QUEUED, observed_at=asked_at), native_id)
+    if record.cancel_asked and not status.state.final:
+        target.cancel(native_id)  # somebody did not wait for the submit's end

@@ -75,7 +75,7 @@ def submit_sweep(
     submitted one by one, those before the one that is refused go on, and the message says how many."""
     from .errors import SchedulerError
     from .handle import Job, submit_spec
-    from .submitting import for_each, prepare, send_many
+    from .submitting import admit, for_each, prepare, send_many
     from .target import Sweeps
 
     store = store or Store.default()
@@ -91,6 +91,7 @@ def submit_sweep(
     ready = [dataclasses.replace(spec, code=first.code, after=first.after) for spec in jobs]
     ids = [store.new_id() for _ in ready]
     plans = resolved.plan_many(ready, ids)
+    admit(resolved.target, ready)
 
     def create(job: tuple[str, JobSpec, Plan]) -> Record:
         job_id, spec, plan = job
@@ -98,6 +99,9 @@ def submit_sweep(
 
     records = for_each(create, zip(ids, ready, plans, strict=True))
     send_many(records, resolved.target, plans)
+    for record in records:
+        if record.cancel_asked and record.native_id is not None:
+            resolved.target.cancel(record.native_id)  # somebody did not wait for the submit's end
     return [Job(record, target=resolved.target) for record in records]
 
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 from .converting import convert
-from .errors import ConfigError, UnknownTarget, nearest
+from .errors import ConfigError, SchedulerError, UnknownTarget, nearest
 from .job import Cursor, JobSpec, LogLine, Status
 from .printable import one_line
+
+T = TypeVar("T")
 
 ENTRY_POINT_GROUP = "accel.targets"
 
@@ -66,6 +68,18 @@ class Plan:
         return "\n".join(lines) + "\n"
 
 
+def parse_ids(parse: Callable[[str], T], native_ids: Sequence[str]) -> tuple[dict[str, T], dict[str, str]]:
+    """What `parse` makes of each native id; and why, of those that it refuses: damage to one job is no other's."""
+    parsed: dict[str, T] = {}
+    refused: dict[str, str] = {}
+    for native_id in native_ids:
+        try:
+            parsed[native_id] = parse(native_id)
+        except SchedulerError as error:
+            refused[native_id] = str(error)
+    return parsed, refused
+
+
 class Target(Protocol):
     """One place where jobs can run. Holds no state: all it needs is in its options, the plan or the native id.
 
@@ -95,6 +109,17 @@ class Target(Protocol):
 
 
 @runtime_checkable
+class Admits(Protocol):
+    """A target that can tell before a job is recorded that it cannot run it. Every other target admits all jobs."""
+
+    def admit(self, spec: JobSpec) -> None:
+        """Between `plan` and the record: looks at this machine and at nothing else, and changes nothing.
+
+        Raises SpecError for a job that could only fail: no job is recorded then.
+        """
+
+
+@runtime_checkable
 class Waits(Protocol):
     """A target that is told when a job ends, instead of asking again and again."""
 
@@ -111,11 +136,13 @@ class Found:
 
     spec: as it was submitted, as far as the backend can tell; paths in it are that machine's.
     plan: what was done, as far as it can be told.
+    whole: False where something that belongs to the job may be missing, which only its submit makes.
     """
 
     native_id: str
     spec: JobSpec
     plan: Plan
+    whole: bool = True
 
 
 @runtime_checkable

@@ -172,14 +172,13 @@ def _unknown(name: str) -> UsageError:
 
 def _report(error: Exception, command: str) -> int:
     """Print what went wrong as one line and return the exit code. Re-raise what is not a user's mistake."""
-    from schedulers.errors import SchedulerError
+    from schedulers.errors import ConfigError, SchedulerError, SpecError
     from schedulers.printable import one_line
 
     if os.environ.get("ACCEL_DEBUG") == "1" or not isinstance(error, (UsageError, SchedulerError, OSError)):
         raise error
-    where, code = f"accel {command}".rstrip(), exits.ERROR
-    if isinstance(error, UsageError):
-        where, code = error.command, exits.USAGE
+    where = error.command if isinstance(error, UsageError) else f"accel {command}".rstrip()
+    code = exits.USAGE if isinstance(error, (UsageError, SpecError, ConfigError)) else exits.ERROR
     try:
         sys.stdout.flush()
     except OSError:

@@ -56,11 +56,13 @@ def _ask(job: Job) -> bool:
     from schedulers.errors import SchedulerError
 
     try:
-        state = job.status().state
+        state = job.status(refresh=job.native_id is not None).state  # of a job that was not sent, that would send it
         if state.final:
             note(f"job {job.id} had already ended: {state.value}")
         else:
             job.cancel(wait=False)
+            if job.record.warning:
+                note(f"warning: job {job.id}: {job.record.warning}")
     except SchedulerError as error:
         note(f"job {job.id} is not cancelled: {error}")
         return False

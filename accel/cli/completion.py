@@ -247,8 +247,9 @@ def _job_ids() -> Iterator[tuple[str, str]]:
     from schedulers.record import Damaged
     from schedulers.store import Store
 
-    found = Store.default().records()[:_MOST_JOBS]
-    if found:
+    store = Store.default()
+    jobs = store.records(store.ids()[:_MOST_JOBS])
+    if jobs:
         yield "@last", "the newest job"
-    for job in found:
+    for job in jobs:
         yield job.id, "damaged" if isinstance(job, Damaged) else f"{job.name}, {job.status.state.value}"

@@ -2,7 +2,7 @@
 
 0     done; for `wait` and `submit --follow`: the job succeeded
 1     `accel` could not do it (one line on stderr), or the job failed without an exit code of its own
-2     the command line is wrong
+2     the command line or a configuration file is wrong
 124   `wait --timeout` ran out before the job ended
 130   Ctrl-C; the job goes on
 141   the reader of the output went away

@@ -3,6 +3,8 @@
 Piped, a line for each job without a heading, and between tabs: id, name, state, target, nodes, the time of the submit
 (UTC), message. A job whose files cannot be read has the state `damaged`, and the reason as its message.
 
+Without a filter, only the jobs that are shown are read and polled.
+
 --json  {"jobs": […], "older": N}: each job in the shape that `accel.cli.rows` gives, or {"id", "state": "damaged",
         "message"}; `older` counts the jobs that --limit left out.
 """
@@ -42,12 +44,9 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: Namespace) -> int:
-    from schedulers.handle import list_jobs
     from schedulers.record import Damaged
 
-    found = [job for job in list_jobs() if _wanted(job, args)]
-    shown = found if args.all else found[: max(0, args.limit)]
-    older = len(found) - len(shown)
+    shown, older = _shown(args)
     if args.json:
         print_json({"jobs": [_json(job) for job in shown], "older": older})
         return exits.OK
@@ -57,6 +56,20 @@ def run(args: Namespace) -> int:
     if older:
         note(f"{older} older jobs are not shown (--all)")
     return exits.OK
+
+
+def _shown(args: Namespace) -> tuple[list[Record | Damaged], int]:
+    """The jobs to show, and how many older ones are left out."""
+    from schedulers.handle import list_jobs
+    from schedulers.store import Store
+
+    store = Store.default()
+    most = None if args.all else max(0, args.limit)
+    if args.state or args.target is not None:
+        jobs = [job for job in list_jobs(store=store) if _wanted(job, args)]
+        return jobs[:most], len(jobs) - len(jobs[:most])
+    ids = store.ids()
+    return list_jobs(store=store, ids=ids[:most]), len(ids) - len(ids[:most])
 
 
 def _wanted(job: Record | Damaged, args: Namespace) -> bool:

@@ -129,7 +129,7 @@ def _submit(spec: JobSpec, args: Namespace) -> int:
     from schedulers.handle import submit_spec
 
     with progress():
-        job = submit_spec(spec, args.target)
+        job = submit_spec(spec, args.target, own_process=True)
     _say_warnings(job.record.plan().warnings)
     if args.json:
         print_json(_summary(job), one_line=args.follow)

@@ -36,7 +36,7 @@ def build_spec(args: Namespace, program: Sequence[str]) -> JobSpec:
     return JobSpec(
         argv=tuple(program),
         entry=entry,
-        name=args.name or default_name(program[0], entry),
+        name=default_name(program[0], entry) if args.name is None else args.name,
         nodes=nodes[0],
         max_nodes=nodes[1],
         procs_per_node=args.procs_per_node or carried.procs_per_node,

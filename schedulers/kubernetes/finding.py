@@ -60,4 +60,4 @@ def _found(api: Api, kind: str, workload: dict[str, Any], job_id: str) -> Found:
         warnings=("submitted by another machine: this is what it asked for",),
     )
     native = Native(kind, str(metadata["namespace"]), str(metadata["name"]), job_id)
-    return Found(native_id=str(native), spec=spec, plan=plan)
+    return Found(native_id=str(native), spec=spec, plan=plan, whole=False)

@@ -6,9 +6,11 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .. import disk
+from ..converting import convert
+from ..errors import StoreError
 from .options import KubernetesOptions
 
 if TYPE_CHECKING:
@@ -39,11 +41,14 @@ def placed(access: Access, snapshot: str | None) -> Placed:
 
 def read(jobs: Path, job_id: str) -> Placed | None:
     """None of a job that was not sent anywhere yet, or that another machine submitted. Raises StoreError."""
-    found = disk.read_document(str(jobs / job_id / _FILE))
-    if found is None:
+    path = str(jobs / job_id / _FILE)
+    document = disk.read_document(path)
+    if document is None:
         return None
-    keys: dict[str, Any] = {key: found.get(key) for key in ("kubeconfig", "context", "snapshot")}
-    return Placed(namespace=str(found.get("namespace") or "default"), **keys)
+    try:
+        return convert({"namespace": "default", **document}, Placed)
+    except ValueError as error:
+        raise StoreError(f"{path} is damaged: {error}") from None
 
 
 def write(jobs: Path, job_id: str, placed: Placed) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from ..errors import ConfigError, SchedulerError, SubmitError, Unreachable
 from ..job import Cursor, JobSpec, LogLine, Status
-from ..target import Checked, Found, Plan, TargetContext
+from ..target import Checked, Found, Plan, TargetContext, parse_ids
 from . import options as meaning
 from . import planning
 from .options import KubernetesOptions
@@ -92,12 +92,14 @@ class KubernetesTarget:
         """
         from .native import Native
 
-        found: dict[str, Status] = {}
-        silent: dict[str, str] = {}
-        groups: dict[int, tuple[_Cluster, list[Native]]] = {}
-        for native_id in native_ids:
+        def place(native_id: str) -> tuple[Native, _Cluster]:
             native = Native.parse(native_id)
-            cluster = self._of(native)
+            return native, self._of(native)
+
+        found: dict[str, Status] = {}
+        placed, silent = parse_ids(place, native_ids)
+        groups: dict[int, tuple[_Cluster, list[Native]]] = {}
+        for native, cluster in placed.values():
             groups.setdefault(id(cluster), (cluster, []))[1].append(native)
         for cluster, natives in groups.values():
             try:
@@ -155,10 +157,10 @@ class KubernetesTarget:
         return reviewing.review(self._cluster(None).api, spec, self._options, plan.job_id)
 
     def find(self, job_id: str) -> Found | None:
-        """A job that another machine sent to the same namespace."""
-        from . import finding
+        """A job that another machine sent to the same namespace, or this one, wherever it did."""
+        from . import finding, placing
 
-        return finding.find(self._cluster(None).api, self._options, job_id)
+        return finding.find(self._cluster(placing.read(self._jobs, job_id)).api, self._options, job_id)
 
     def check(self, gpus: int = 0) -> Checked:
         """Asks the API server what it has, and what we may do there. Raises Unreachable, SchedulerError."""

@@ -12,14 +12,18 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from .. import disk
+from ..converting import as_text, parse_json
 from ..errors import StoreError
 from ..job import Reason, State, Status
 from ..processes import Identity
 from ..remote.hostside.logs import newest_attempt, newest_event
+
+T = TypeVar("T")
 
 SCHEMA = 1
 
@@ -44,7 +48,7 @@ class JobFiles:
 
     def read(self, name: str) -> str | None:
         try:
-            return (self.directory / name).read_text()
+            return (self.directory / name).read_text(errors="replace")
         except FileNotFoundError:
             return None
 
@@ -68,8 +72,7 @@ class JobFiles:
         import time
 
         asked_at = time.time()  # what is written while it is read is newer
-        text = self.read("local/progress.json")
-        status = Status.from_json(json.loads(text)) if text else Status(state=State.QUEUED)
+        status = self._decoded("local/progress.json", Status.from_json) or Status(state=State.QUEUED)
         return dataclasses.replace(status, attempt=self.attempt(), observed_at=asked_at)
 
     def set_progress(self, status: Status) -> None:
@@ -80,7 +83,7 @@ class JobFiles:
         try:
             document = disk.read_document(str(self.directory / "exit.json"))
             return None if document is None else Status.from_json(document)
-        except (StoreError, KeyError, ValueError, TypeError) as error:
+        except (StoreError, ValueError) as error:
             return Status(state=State.FAILED, reason=Reason.LOST, message=f"its result cannot be read: {error}")
 
     def launch_event(self, *names: str) -> dict[str, Any] | None:
@@ -93,8 +96,18 @@ class JobFiles:
     def failure(self) -> dict[str, Any] | None:
         """The last failure that the launcher reported."""
         event = self.launch_event("failure")
-        return None if event is None else event["failure"]
+        return None if event is None else event.get("failure")
 
     def _identity(self, who: str) -> Identity | None:
-        text = self.read(f"local/{who}.json")
-        return Identity.parse(json.loads(text)["process"]) if text else None
+        return self._decoded(f"local/{who}.json", lambda document: Identity.parse(as_text(document["process"], who)))
+
+    def _decoded(self, name: str, decode: Callable[[dict[str, Any]], T]) -> T | None:
+        """What `decode` makes of the JSON object in the file; None when there is none. Raises StoreError."""
+        text = self.read(name)
+        if not text:
+            return None
+        try:
+            document = parse_json(text)
+            return decode(document if isinstance(document, dict) else {})
+        except (ValueError, KeyError) as error:
+            raise StoreError(f"{self.directory / name} is damaged: {error}") from None

@@ -215,6 +215,8 @@ class Supervisor:
             return Status(state=State.FAILED, reason=Reason(failure["reason"]), exit_code=failure["exit_code"],
                           attempt=attempt, message=_message(failure))  # fmt: skip
         message = self._last_words() or f"accel launch ended with exit code {code}"
+        if code < 0:  # it had no time to say anything: the last words are a rank's
+            message = f"accel launch was killed by {signal.Signals(-code).name}"
         return Status(state=State.FAILED, reason=self._refusal(), exit_code=_as_exit_code(code), attempt=attempt,
                       message=message.removeprefix("accel launch: "))  # fmt: skip
 

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from .. import logfiles, secrets
-from ..errors import SpecError, SubmitError
-from ..job import Cursor, JobSpec, LogLine, Reason, State, Status
+from ..errors import SpecError, StoreError, SubmitError, Unreachable
+from ..job import Cursor, JobSpec, LogLine, Reason, Resources, State, Status
 from ..processes import python_module
 from ..remote.hostside.logs import last_line
-from ..target import Plan, TargetContext
+from ..target import Plan, TargetContext, parse_ids
 from .files import SCHEMA, JobFiles
 
 
@@ -82,6 +82,12 @@ class LocalTarget:
             warnings=_warnings(spec),
         )
 
+    def admit(self, spec: JobSpec) -> None:
+        """Refuses secrets that are not set, and more GPUs or processors than this machine has."""
+        secrets.values(spec.secrets)
+        if spec.resources.gpus or spec.resources.cpus:
+            _check_machine(spec.resources)
+
     def submit(self, plan: Plan) -> str:
         """Starts the supervisor, unless this job has one or has had one. Raises SubmitError."""
         files = JobFiles(self._jobs / plan.job_id)
@@ -89,17 +95,19 @@ class LocalTarget:
             for path, text in plan.files.items():
                 files.write(path, text)
             settings = json.loads(plan.files["local/settings.json"])
-            if settings["gpus"]:
-                _check_gpus(settings["gpus"])
             if settings["snapshot"]:
                 self._pack(settings["code"], files)
             _start_supervisor(files)
         return plan.job_id
 
     def poll(self, native_ids: Sequence[str]) -> Mapping[str, Status]:
-        """Asks the job directories; a supervisor that died without a result left a lost job."""
-        found = {native_id: self._status(JobFiles(self._jobs / native_id)) for native_id in native_ids}
-        return {native_id: status for native_id, status in found.items() if status is not None}
+        """Reads the job directories; a supervisor that died without a result left a lost job. Raises Unreachable,
+        which has the answers that there were, for jobs whose files are damaged."""
+        found, silent = parse_ids(self._status_of, native_ids)
+        answers = {native_id: status for native_id, status in found.items() if status is not None}
+        if silent:
+            raise Unreachable("; ".join(silent.values()), answers=answers, silent=silent)
+        return answers
 
     def logs(self, native_id: str, since: Cursor | None = None) -> Iterator[LogLine]:
         files = JobFiles(self._jobs / native_id)
@@ -147,6 +155,12 @@ class LocalTarget:
 
         packed = snapshot.pack(Path(code), self._jobs.parent)
         files.write("local/snapshot", str(packed.path))
+
+    def _status_of(self, native_id: str) -> Status | None:
+        try:
+            return self._status(JobFiles(self._jobs / native_id))
+        except (OSError, ValueError) as error:  # a native id that is no file name is one of the reasons
+            raise StoreError(f"the files of job {native_id!r} cannot be read: {error}") from None
 
     def _status(self, files: JobFiles) -> Status | None:
         supervisor = files.supervisor()
@@ -208,11 +222,15 @@ def _warnings(spec: JobSpec) -> tuple[str, ...]:
     return tuple(f"{name} is not enforced on the local target" for name in unkept)
 
 
-def _check_gpus(wanted: int) -> None:
+def _check_machine(wanted: Resources) -> None:
     devices = find_devices()
-    here = len(devices["ids"]) if devices["kind"] != "cpu" else 0
-    if wanted > here:
-        raise SubmitError(f"--gpus {wanted}: this machine shows {here}")
+    gpus = len(devices["ids"]) if devices["kind"] in ("cuda", "xpu") else 0
+    if wanted.gpus > gpus:
+        there = f"{gpus} GPU{'s' if gpus > 1 else ''}" if gpus else "no GPU"
+        raise SpecError(f"--gpus {wanted.gpus}: this machine has {there} (nvidia-smi lists them)")
+    if (wanted.cpus or 0) > devices["cpus"]:
+        there = f"{devices['cpus']} processor{'s' if devices['cpus'] > 1 else ''}"
+        raise SpecError(f"--cpus {wanted.cpus}: this process may use {there} (nproc counts them)")
 
 
 def find_devices() -> dict[str, Any]:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Annotated
+
+import msgspec
 
 GB = 1_000_000_000
 
@@ -59,7 +62,7 @@ class Facts:
     machine: str
     user: str
     home: str
-    python: str
+    python: Annotated[str, msgspec.Meta(pattern=r"^\d+\.\d+")]
     executable: str
     packages: Mapping[str, str | None]
     disk: str

@@ -13,9 +13,9 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ..errors import SchedulerError, SnapshotError
+from . import answers
 from .errors import RemoteError, one_line
 from .files import TRANSFER_S, Blob, chunks, host_program, program_loader
 from .hosts import Host
@@ -130,12 +130,12 @@ class _Conversation:
         self._session: Session = remote.open([python, "-I", "-S", "-c", program_loader(program)])
         try:
             self._session.write(program + json.dumps(request).encode() + b"\n")
-            found = self._answer(_ANSWER_S)
+            found = answers.decode(self._line(_ANSWER_S), answers.Holds, self._name)
         except BaseException:
             self.close()
             raise
-        self.have = bool(found["have"])
-        self.port: int | None = found["port"]
+        self.have = found["have"]
+        self.port = found["port"]
 
     def get(self, source: tuple[str, int | None] | None) -> None:
         """Raises HostUnreachable, RemoteError when it has not got it, SnapshotError."""
@@ -147,20 +147,19 @@ class _Conversation:
                 sent += len(chunk)
             if sent != self._blob.size:
                 raise SnapshotError(f"the code was changed while it was sent to {self._name}")
-        problem = self._answer(TRANSFER_S)["error"]
+        problem = answers.decode(self._line(TRANSFER_S), answers.Got, self._name)["error"]
         if problem is not None:
-            raise RemoteError(self._name, one_line(str(problem)))
+            raise RemoteError(self._name, one_line(problem))
 
     def close(self) -> None:
         with contextlib.suppress(SchedulerError):
             self._session.close()
 
-    def _answer(self, timeout_s: float) -> dict[str, Any]:
+    def _line(self, timeout_s: float) -> bytes:
         line = self._session.read_line(timeout_s)
         if not line.endswith(b"\n"):
             raise RemoteError(self._name, one_line(self._session.finish(timeout_s).stderr))
-        found: dict[str, Any] = json.loads(line)
-        return found
+        return line
 
 
 __all__ = ["FROM_BYTES", "FROM_HOSTS", "Spread", "spread", "worthwhile"]

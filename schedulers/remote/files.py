@@ -28,6 +28,7 @@ PROGRAM_MODE = 0o700
 TRANSFER_S = 3600.0
 _ANSWER_S = 60.0
 _CHUNK = 1 << 20
+_DONE = dict.fromkeys(("put", "blob", "unpack", "remove"), bool)
 _MODULE = "schedulers.remote.hostside"
 
 
@@ -84,22 +85,24 @@ class Files:
             *({"op": "unpack", "digest": blob.digest, "path": path} for path in paths),
             *_puts(files, mode),
         ]
-        return bool(self._do(steps, list(files.values()), blob=blob)[0])
+        return self._do(steps, list(files.values()), blob=blob)[0]
 
     def remove(self, *paths: str) -> list[bool]:
         """Removes files, and directories with everything in them; for each, whether it was there."""
-        return list(self._do([{"op": "remove", "path": path} for path in paths]))
+        return self._do([{"op": "remove", "path": path} for path in paths])
 
     def _do(
         self, steps: Sequence[Mapping[str, Any]], contents: Iterable[bytes] = (), *, blob: Blob | None = None
-    ) -> Any:
+    ) -> list[bool]:
+        from . import answers
+
         with self._started(steps) as session:
-            if blob is not None and self._answer(session)["need"]:
+            if blob is not None and answers.decode(self._line(session), answers.Need, self._remote.name)["need"]:
                 self._send(session, blob)
             for content in contents:
                 session.write(content)
             session.close_stdin()
-            done = self._answer(session)["done"]
+            done = answers.decode_done(self._line(session), steps, _DONE, self._remote.name)
             session.finish(_ANSWER_S)
             return done
 
@@ -118,15 +121,12 @@ class Files:
         session.write(program + json.dumps({"root": self._root, "do": list(steps)}).encode() + b"\n")
         return session
 
-    def _answer(self, session: Session) -> dict[str, Any]:
+    def _line(self, session: Session) -> bytes:
         line = session.read_line(TRANSFER_S)
         if not line.endswith(b"\n"):
             ended = session.finish(_ANSWER_S)
             raise RemoteError(self._remote.name, f"{self._python}: {one_line(ended.stderr)}", ended.status)
-        answer: dict[str, Any] = json.loads(line)
-        if "error" in answer:
-            raise RemoteError(self._remote.name, one_line(str(answer["error"])))
-        return answer
+        return line
 
 
 def _puts(files: Mapping[str, bytes], mode: int) -> list[dict[str, Any]]:

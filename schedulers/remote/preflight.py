@@ -11,11 +11,10 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
-
-import msgspec
+from typing import Any, Literal, TypeVar
 
 from ..converting import convert
+from . import answers
 from .errors import HostKeyRefused, HostUnreachable, LoginRefused, RemoteError, one_line
 from .facts import GB, Facts, Seen, Wanted
 from .files import ROOT, host_program, program_loader
@@ -28,6 +27,7 @@ from .transport import Outcome, Pool, Remote
 _ANSWER_S = 60.0
 _TRY_S = 3.0
 
+T = TypeVar("T")
 Matrix = Mapping[str, Mapping[str, str | None]]
 
 __all__ = ["Finding", "Report", "Wanted", "examine"]
@@ -113,17 +113,14 @@ class _Probe:
         self._session: Session = remote.open([python, "-c", program_loader(program)])
         try:
             self._session.write(program)
-            said = self.ask({"do": "facts", "root": root, "packages": dict(wanted.packages)}, _ANSWER_S)
-            facts = convert(said, Facts)
-        except msgspec.ValidationError as error:
-            self.close()
-            raise RemoteError(remote.name, f"its probe answers nonsense: {one_line(str(error))}") from None
+            request = {"do": "facts", "root": root, "packages": dict(wanted.packages)}
+            facts = convert(self.ask(request, _ANSWER_S, Facts), Facts)
         except BaseException:
             self.close()
             raise
         self.seen = Seen(facts=facts, asked_at=asked_at, answered_at=time.time())
 
-    def ask(self, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+    def ask(self, request: Mapping[str, Any], timeout_s: float, kind: type[T]) -> T:
         self._session.write(json.dumps(request).encode() + b"\n")
         line = self._session.read_line(timeout_s)
         if not line.endswith(b"\n"):
@@ -135,10 +132,7 @@ class _Probe:
             if ended.status == 126:
                 raise RemoteError(self._remote.name, f"it may not run {python}; {OTHER_PYTHON}", 126)
             raise RemoteError(self._remote.name, f"{self._python} fails: {said}", ended.status)
-        found: dict[str, Any] = json.loads(line)
-        if "error" in found:
-            raise RemoteError(self._remote.name, one_line(str(found["error"])))
-        return found
+        return answers.decode(line, kind, self._remote.name)
 
     def close(self) -> None:
         self._session.close()
@@ -233,7 +227,8 @@ def _listen(pool: Pool, host: Host, probe: _Probe, wanted: Wanted) -> _Listening
         return Finding.fails(str(host), "reach", *problem)
     token = os.urandom(16).hex()
     try:
-        port = int(probe.ask({"do": "listen", "ports": list(wanted.ports), "token": token}, _ANSWER_S)["port"])
+        request = {"do": "listen", "ports": list(wanted.ports), "token": token}
+        port = probe.ask(request, _ANSWER_S, answers.Port)["port"]
     except (RemoteError, HostUnreachable) as error:
         return _no_port(host, error, wanted)
     return _Listening(host=host, addresses=found, port=port, token=token)
@@ -244,8 +239,8 @@ def _called(pool: Pool, probes: Mapping[Host, _Probe], listening: Sequence[_List
 
     def call(remote: Remote) -> list[Mapping[str, str | None]]:
         request = {"do": "connect", "to": [one.to_json() for one in listening if one.host != remote.host]}
-        found = probes[remote.host].ask({**request, "seconds": _TRY_S}, _ANSWER_S)["reached"]
-        return list(found)
+        found = probes[remote.host].ask({**request, "seconds": _TRY_S}, _ANSWER_S, answers.Reached)
+        return list(found["reached"])
 
     callers = list(probes) if len(listening) > 1 else list(probes)[1:]
     matrices: list[dict[str, Mapping[str, str | None]]] = [{} for _ in listening]

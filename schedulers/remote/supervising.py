@@ -10,7 +10,7 @@ import zipfile
 from collections.abc import Mapping
 
 from .errors import RemoteError, one_line
-from .files import host_program, program_loader
+from .files import host_program, host_programs, program_loader
 from .transport import Remote
 
 PROGRAM = "supervisor.pyz"
@@ -49,11 +49,14 @@ def start(remote: Remote, *, root: str, python: str, nodes: Mapping[str, int], s
     `secrets` has the values of those that the settings name; they go over standard input. Raises HostUnreachable, and
     RemoteError with a line for each job that cannot have one.
     """
-    code = host_program("jobs")
-    request = {"root": root, "do": [{"op": "start", "nodes": dict(nodes), "secrets": dict(secrets)}]}
+    from . import answers
+
+    code = host_programs("logs", "jobs")
+    steps = [{"op": "start", "nodes": dict(nodes), "secrets": dict(secrets)}]
     argv = [python, "-I", "-S", "-c", program_loader(code)]
     timeout_s = _START_S + len(nodes)
-    answer = json.loads(remote.run(argv, stdin=code + json.dumps(request).encode() + b"\n", timeout_s=timeout_s).stdout)
-    problems = [answer["error"]] if "error" in answer else answer["done"][0]
+    request = json.dumps({"root": root, "do": steps}).encode() + b"\n"
+    said = remote.run(argv, stdin=code + request, timeout_s=timeout_s)
+    (problems,) = answers.decode_done(said.stdout, steps, answers.JOBS, remote.name, said.stderr)
     if problems:
         raise RemoteError(remote.name, "; ".join(one_line(str(problem)) for problem in dict.fromkeys(problems)))

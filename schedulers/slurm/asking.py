@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from ..errors import Unreachable
+from ..errors import SchedulerError, Unreachable
 from ..job import Reason, State, Status
 from .cluster import Cluster
 from .native import Native
@@ -50,6 +50,8 @@ class Queue:
                 "clusters": self._clusters,
             }
             done = self._cluster.ask([step])[0][0]
+            if len(done["jobs"]) != len(native_ids):
+                raise SchedulerError(f"asked about {len(native_ids)} jobs, it answers for {len(done['jobs'])}")
             self._accounting = done["accounting"]
             statuses: dict[str, Status] = {}
             silent: dict[str, str] = {}
@@ -112,7 +114,7 @@ def _result(document: Any) -> Status:
         status = Status.from_json(document)
         if status.state.final:
             return status
-    except (KeyError, ValueError, TypeError, AttributeError):
+    except ValueError:
         pass
     message = f"its result cannot be read: {json.dumps(document)[:200]}"
     return Status(state=State.FAILED, reason=Reason.LOST, message=message)

@@ -184,7 +184,8 @@ class Login:
         return self._placed
 
     def ask(self, steps: Sequence[Step]) -> tuple[list[Any], bytes]:
-        from ..remote.errors import RemoteError, RemoteTimeout, one_line
+        from ..remote import answers
+        from ..remote.errors import RemoteTimeout
         from ..remote.files import program_loader
 
         program = host_programs()
@@ -195,19 +196,7 @@ class Login:
         except RemoteTimeout as error:
             raise Unreachable(str(error)) from None
         line, _, data = said.stdout.partition(b"\n")
-        try:
-            answer = json.loads(line)
-        except ValueError:
-            raise RemoteError(self._host.name, f"answers nonsense: {one_line(line or said.stderr)}") from None
-        self._raise(answer)
-        return answer["done"], data
-
-    def _raise(self, answer: Mapping[str, Any], kind: type[SchedulerError] = SchedulerError) -> None:
-        from ..remote.errors import one_line
-
-        if "error" in answer:
-            text = f"{self._host.name}: {one_line(str(answer['error']))}"
-            raise Unreachable(text) if answer.get("unreachable") else kind(text)
+        return answers.decode_done(line, steps, answers.SLURM, self._host.name, said.stderr), data
 
     def unpack(self, archive: Path, job_id: str) -> None:
         from ..remote.files import Blob, Files
@@ -216,7 +205,8 @@ class Login:
         files.unpack(Blob.of(archive), f"jobs/{job_id}/code")
 
     def submit(self, request: Mapping[str, Any]) -> str:
-        from ..remote.errors import RemoteError, RemoteTimeout, one_line
+        from ..remote import answers
+        from ..remote.errors import RemoteError, RemoteTimeout
 
         try:
             said = self.remote.run(
@@ -231,12 +221,11 @@ class Login:
             raise SubmitError(str(error)) from None
         if said.status in (126, 127) or b"ImportError" in said.stderr or b"ModuleNotFoundError" in said.stderr:
             raise SubmitError(self._mend(said.stderr))
+        *_, line = said.stdout.splitlines() or [b""]
         try:
-            answer = json.loads(said.stdout.splitlines()[-1])
-        except (ValueError, IndexError):
-            raise SubmitError(f"{self._host.name}: {one_line(said.stderr or said.stdout)}") from None
-        self._raise(answer, SubmitError)
-        return str(answer["slurm"])
+            return answers.decode(line, answers.SlurmSubmitted, self._host.name, said.stderr)["slurm"]
+        except RemoteError as error:
+            raise SubmitError(str(error)) from None
 
     def lacking(self) -> str | None:
         code = "import sys; sys.path[:] = [p for p in sys.path if p]; import schedulers.slurm.submitting, submitit"

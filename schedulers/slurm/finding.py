@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from typing import Any
 
 from ..errors import SchedulerError, SpecError, UnknownJob
 from ..job import JobSpec
@@ -11,9 +13,12 @@ from .cluster import Cluster
 from .native import Native
 
 
-def find(cluster: Cluster, target: str, job_id: str) -> Found | None:
-    """Raises UnknownJob for a job that was put there and that Slurm never had, and what asking raises."""
-    answer = cluster.ask([{"op": "find", "job": job_id}])[0][0]
+def find(cluster: Cluster, target: str, job_id: str, sweep: Mapping[str, Any]) -> Found | None:
+    """Raises UnknownJob for a job that was put there and that Slurm never had, and what asking raises.
+
+    sweep: of a job of a sweep, the id of its `first` one and where (`at`) it is in it.
+    """
+    answer = cluster.ask([{"op": "find", "job": job_id, **sweep}])[0][0]
     if answer is None:
         return None
     if answer["slurm"] is None:

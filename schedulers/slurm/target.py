@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from .. import disk, secrets
-from ..errors import SpecError, SubmitError, Unreachable
+from ..errors import SpecError, StoreError, SubmitError, Unreachable
 from ..job import Cursor, JobSpec, LogLine, Reason, Status
-from ..target import Checked, Found, Plan, TargetContext
+from ..target import Checked, Found, Plan, TargetContext, parse_ids
 from . import options as meaning
 from . import script
 from .native import Native
@@ -63,7 +63,8 @@ class SlurmTarget:
     def asked_with(options: Mapping[str, Any]) -> list[object]:
         """The login node and the clusters: Slurm tells of all jobs at once, whatever was said of each."""
         where = [options.get(key) for key in ("login", "user", "port", "ssh_config", "root", "python")]
-        return [*(where if options.get("login") else ()), (options.get("sbatch") or {}).get("clusters")]
+        sbatch = options.get("sbatch")  # as it was stored, and perhaps damaged
+        return [*(where if options.get("login") else ()), sbatch.get("clusters") if isinstance(sbatch, dict) else None]
 
     def plan(self, spec: JobSpec, job_id: str) -> Plan:
         """The batch script and what the nodes read; numbers that only Slurm knows are left open. Raises SpecError."""
@@ -138,6 +139,10 @@ class SlurmTarget:
     def _code(self, spec: JobSpec) -> str | None:
         """The directory that the job runs in place in; None for a copy of it."""
         return None if self._options.snapshot or self._options.login is not None else spec.code
+
+    def admit(self, spec: JobSpec) -> None:
+        """Refuses secrets that are not set here, where they are read."""
+        secrets.values(spec.secrets)
 
     def submit(self, plan: Plan) -> str:
         """Has the job with Slurm, once. Raises SubmitError, SpecError, and Unreachable when that cannot be told."""
@@ -238,7 +243,9 @@ class SlurmTarget:
 
         Raises Unreachable, which has the answers that there were, when Slurm cannot be asked about the others.
         """
-        found, silent = self._queue.statuses(native_ids)
+        natives, refused = parse_ids(Native.parse, native_ids)
+        found, silent = self._queue.statuses(list(natives)) if natives else ({}, {})
+        silent |= refused
         if silent:
             raise Unreachable("; ".join(dict.fromkeys(silent.values())), answers=found, silent=silent)
         return found
@@ -264,10 +271,21 @@ class SlurmTarget:
         return self._cluster.wait(Native.parse(native_id), timeout_s)
 
     def find(self, job_id: str) -> Found | None:
-        """A job that another machine sent to the same root through the same login node."""
+        """A job that this machine, or another one, sent to the same root through the same login node."""
         from .finding import find
 
-        return find(self._cluster, self.name, job_id)
+        return find(self._cluster, self.name, job_id, self._in_sweep(job_id))
+
+    def _in_sweep(self, job_id: str) -> dict[str, Any]:
+        """The first job of the sweep that this one is of, and its number in it; nothing of any other job."""
+        try:
+            sweep = self._plan_of(job_id).settings.get("sweep")
+        except StoreError:  # another machine submitted it
+            return {}
+        if sweep is None:
+            return {}
+        ids: list[str] = sweep.get("ids") or self._plan_of(sweep["first"]).settings["sweep"]["ids"]
+        return {"first": sweep["first"], "at": ids.index(job_id)}
 
     def check(self, gpus: int = 0) -> Checked:
         """Asks Slurm for its version and partitions, and looks at what the login node has for us.

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 from ..errors import SchedulerError
 from ..job import Reason, State, Status
+from ..remote import answers
 from ..remote.errors import HostUnreachable, RemoteError, one_line
 from ..remote.files import host_programs, program_loader
 from ..remote.hosts import Host
@@ -112,13 +113,7 @@ class Hosts:
         argv = [self.python, "-I", "-S", "-c", program_loader(program)]
         said = remote.run(argv, stdin=program + request + b"\n", timeout_s=_ANSWER_S)
         line, _, data = said.stdout.partition(b"\n")
-        try:
-            answer = json.loads(line)
-        except ValueError:
-            raise RemoteError(remote.name, f"answers nonsense: {one_line(line or said.stderr)}") from None
-        if "error" in answer:
-            raise RemoteError(remote.name, one_line(str(answer["error"])))
-        return Answer(answer["done"], data)
+        return Answer(answers.decode_done(line, steps, answers.JOBS, remote.name, said.stderr), data)
 
 
 def on_host(path: str) -> str:
@@ -210,7 +205,8 @@ def _heard(job: _Asked, outcome: Outcome[Answer], number: int) -> Status | None:
             return status
         job.fenced = job.fenced or status
         state = answer["state"]
-        job.nodes = max(job.nodes, len(state.get("members") or ()) if isinstance(state, dict) else 0)
+        members = state.get("members") if isinstance(state, dict) else None
+        job.nodes = max(job.nodes, len(members) if isinstance(members, list) else 0)
         return None
     if answer["alive"]:
         return _progress(answer["state"])
@@ -237,7 +233,7 @@ def _result(document: Any, host: Host) -> Status:
         status = Status.from_json(document)
         if status.state.final:
             return status
-    except (KeyError, ValueError, TypeError, AttributeError):
+    except ValueError:
         pass
     message = f"its result on {host} cannot be read: {one_line(json.dumps(document))}"
     return Status(state=State.FAILED, reason=Reason.LOST, message=message)
@@ -245,12 +241,12 @@ def _result(document: Any, host: Host) -> Status:
 
 def _progress(document: Any) -> Status:
     state = document if isinstance(document, dict) else {"phase": "waiting"}
-    phase = str(state.get("phase", ""))
+    phase, attempt = str(state.get("phase", "")), state.get("attempt")
     message = str(state.get("message") or ("" if phase == "running" else phase))
     return Status(
         state=_PHASES.get(phase, State.RUNNING),
         reason=Reason.NO_CAPACITY if state.get("queued") and message else Reason.NONE,
-        attempt=int(state.get("attempt") or 0),
+        attempt=attempt if isinstance(attempt, int) and attempt > 0 else 0,
         message=message,
         native_state=phase,
     )

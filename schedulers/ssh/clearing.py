@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ..remote.errors import RemoteError, one_line
+from ..remote import answers
 from ..remote.files import Files, host_program, program_loader
 from ..remote.hosts import Host
 from ..remote.transport import Remote
@@ -33,13 +33,7 @@ def clear(remote: Remote, *, root: str, python: str, unused_s: float, jobs: Sequ
     request = {"root": root, "jobs": list(jobs), "unused_s": unused_s}
     argv = [python, "-I", "-S", "-c", program_loader(program)]
     said = remote.run(argv, stdin=program + json.dumps(request).encode() + b"\n", timeout_s=_CLEARING_S)
-    try:
-        answer = json.loads(said.stdout)
-    except ValueError:
-        raise RemoteError(remote.name, f"answers nonsense: {one_line(said.stdout or said.stderr)}") from None
-    if "error" in answer:
-        raise RemoteError(remote.name, one_line(str(answer["error"])))
-    return dict(answer["kept"])
+    return answers.decode(said.stdout, answers.Kept, remote.name, said.stderr)["kept"]
 
 
 def clear_jobs(hosts: Hosts, options: SshOptions, jobs: Sequence[Native]) -> list[str]:

@@ -10,9 +10,9 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from ..errors import ConfigError
+from ..remote import answers
 from ..remote.errors import RemoteError, one_line
 from ..remote.files import host_program, program_loader
 from ..remote.hosts import Host
@@ -152,10 +152,10 @@ class Environments:
             if not line.endswith(b"\n"):
                 ended = session.finish(_ANSWER_S)
                 raise RemoteError(remote.name, f"{self._python}: {one_line(ended.stderr)}", ended.status)
-        answer: dict[str, Any] = json.loads(line)
-        if "error" in answer:
-            raise RemoteError(remote.name, f"{self._requirements.source}: {one_line(str(answer['error']))}")
+        try:
+            answer = answers.decode(line, answers.Made, remote.name)
+        except RemoteError as error:
+            raise RemoteError(remote.name, f"{self._requirements.source}: {error.problem}") from None
         if answer["made"] and self._unused_s != float("inf"):
             clear(remote, root=self._root, python=self._python, unused_s=self._unused_s)
-        python = answer["python"]
-        return None if python is None else str(python)
+        return answer["python"]

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from .. import disk, secrets
-from ..errors import SpecError, Unreachable
+from ..converting import as_text, as_whole
+from ..errors import SpecError, StoreError, Unreachable
 from ..job import Cursor, JobSpec, LogLine, Status
 from ..remote.supervising import PROGRAM
-from ..target import Checked, Found, Plan, TargetContext
+from ..target import Checked, Found, Plan, TargetContext, parse_ids
 from . import options as meaning
 from .options import SshOptions
 
@@ -100,6 +102,10 @@ class SshTarget:
             warnings=_warnings(spec),
         )
 
+    def admit(self, spec: JobSpec) -> None:
+        """Refuses secrets that are not set here, where they are read."""
+        secrets.values(spec.secrets)
+
     def plan_many(self, specs: Sequence[JobSpec], job_ids: Sequence[str]) -> list[Plan]:
         """A plan for each. Raises SpecError."""
         return [self.plan(spec, job_id) for spec, job_id in zip(specs, job_ids, strict=True)]
@@ -159,7 +165,9 @@ class SshTarget:
         from .asking import statuses
         from .native import Native
 
-        found, silent = statuses(self._hosts, {native_id: Native.parse(native_id) for native_id in native_ids})
+        natives, refused = parse_ids(Native.parse, native_ids)
+        found, silent = statuses(self._hosts, natives)
+        silent |= refused
         if silent:
             raise Unreachable("; ".join(dict.fromkeys(silent.values())), answers=found, silent=silent)
         return found
@@ -205,12 +213,20 @@ class SshTarget:
         return self._watch.wait(Native.parse(native_id), timeout_s)
 
     def find(self, job_id: str) -> Found | None:
-        """Looks for a job that another machine submitted on all hosts of the target, at once.
+        """Looks for a job on the hosts where this machine has placed it; for one that another machine submitted, on all
+        hosts of the target, at once.
 
         Raises Unreachable when only hosts that cannot be asked may have it, SpecError when there are none to ask.
         """
         from . import finding
 
+        placed = self._placed_as(job_id)
+        if placed is not None:
+            from .native import Native
+
+            return finding.find(self._hosts, Native.parse(placed).hosts, job_id, self.name)
+        if os.path.isdir(os.path.dirname(self._placed(job_id))):
+            return None  # this machine submits it, and has started nothing
         named = meaning.named_hosts(self._options, self.name, ".")
         return finding.find(self._hosts, named, job_id, self.name)
 
@@ -266,24 +282,35 @@ class SshTarget:
         return str(Path(self._jobs) / job_id / "placed.json")
 
     def _placed_as(self, job_id: str) -> str | None:
-        placed = disk.read_document(self._placed(job_id))
-        return None if placed is None else str(placed["native_id"])
+        placed = self._read_placed(job_id)
+        return None if placed is None else placed[0]
+
+    def _read_placed(self, job_id: str) -> tuple[str, int] | None:
+        """The native id under which the job was started, and its number of nodes. Raises StoreError."""
+        path = self._placed(job_id)
+        document = disk.read_document(path)
+        if document is None:
+            return None
+        try:
+            return as_text(document.get("native_id"), "native_id"), as_whole(document.get("nodes"), "nodes", least=1)
+        except ValueError as error:
+            raise StoreError(f"{path} is damaged: {error}") from None
 
     def _earlier(self, job_id: str) -> str | None:
         """The native id under which an earlier submit started this job, on at least one host."""
-        placed = disk.read_document(self._placed(job_id))
+        placed = self._read_placed(job_id)
         if placed is None:
             return None
         from .asking import tell_all
         from .native import Native
 
-        native = Native.parse(placed["native_id"])
+        native = Native.parse(placed[0])
         told = tell_all(self._hosts, native.hosts, {"op": "status", "job": job_id})
         if any(answer is not None and (answer["state"] or answer["exit"]) for _, answer, _ in told):
             return str(native)
         problems = [str(error) for _, _, error in told if error is not None]
         # It runs on as many hosts as it asked for, or on none.
-        if len(problems) >= placed["nodes"]:
+        if len(problems) >= placed[1]:
             raise Unreachable("; ".join(problems))
         return None
 

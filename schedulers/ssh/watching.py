@@ -70,7 +70,9 @@ class Watch:
 
     def told(self, host: Host, job_id: str) -> None:
         with self._lock:
-            job = self._jobs[job_id]
+            job = self._jobs.get(job_id)
+            if job is None:  # the host names a job that nobody asked about
+                return
             job.passed.add(host)
             job.hosts.discard(host)
             job.news.set()
@@ -121,7 +123,7 @@ class _Conversation(threading.Thread):
                 self._send()
             try:
                 while line := session.read_line(_LIFETIME_S + _LATE_S):
-                    self._watch.told(self._host, line.decode().strip())
+                    self._watch.told(self._host, line.decode("ascii", "replace").strip())
             finally:
                 with self._lock:
                     self._session = None

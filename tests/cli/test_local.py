@@ -329,24 +329,3 @@ def test_targets_says_where_each_is_defined(accel: Accel) -> None:
     assert targets["small"]["source"].endswith("accel.yaml:2")
     assert targets["local"]["source"] == "built-in"
     assert "small\tlocal\t" in accel("targets")
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["status", "zzzz"], "accel: "),
-        (["logs", "@last"], "accel: "),
-        (["submit", "--target", "locl", "train.py"], "did you mean 'local'?"),
-        (["submit", "--option", "concurency=1", "train.py"], "did you mean 'concurrency'?"),
-        (["submit", "--nodes", "0", "train.py"], "accel: nodes must be 1 or more, not 0"),
-        (["submit", "--nodes", "4:2", "train.py"], "accel: max_nodes must be 4 or more, not 2"),
-        (["submit", "--nodes", "1:2", "train.py"], "accel: --nodes 1:2: jobs of a local target have one size"),
-        (["submit", "--after", "@last", "train.py"], "accel: "),
-    ],
-)
-def test_a_mistake_is_one_line_and_exit_1(accel: Accel, argv: list[str], message: str) -> None:
-    accel.script("")
-    done = accel.finish(*argv)
-    assert (done.returncode, done.stdout) == (exits.ERROR, b"")
-    assert message in done.stderr.decode()
-    assert done.stderr.count(b"\n") == 1

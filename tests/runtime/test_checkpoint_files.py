@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from accel import Accelerator
+from accel.checkpoint.durable import Digest
 from accel.checkpoint.files import read_object, write_object
-from accel.checkpoint.manifest import NAME
+from accel.checkpoint.manifest import NAME, Manifest, read_manifest, write_manifest
 from accel.checkpoint.tensors import read_tensors, write_tensors
 from accel.errors import CheckpointError
 
@@ -201,6 +202,23 @@ def _read_accelerates(directory: str) -> float:
 def test_model_and_optimizer_files_of_accelerate_are_read(tmp_path: Path) -> None:
     run_one(_accelerates, str(tmp_path / "theirs"))
     assert run_one(_read_accelerates, str(tmp_path / "theirs")) == 7.0
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [('"num_processes": 2', '"num_processes": 1'), ('"bytes": 3', '"bytes": 4'), ('"a.pkl"', '"b.pkl"')],
+)
+def test_a_manifest_that_was_changed_is_damage(tmp_path: Path, before: str, after: str) -> None:
+    """Valid JSON with other values: only the manifest's own checksum tells."""
+    write_manifest(tmp_path, Manifest(num_processes=2, files={"a.pkl": Digest(3, "00000000")}))
+    written = read_manifest(tmp_path)
+    assert written is not None
+    assert written.num_processes == 2
+    text = (tmp_path / NAME).read_text()
+    assert text.count(before) == 1
+    (tmp_path / NAME).write_text(text.replace(before, after))
+    with pytest.raises(CheckpointError, match=f"{NAME} is damaged: its checksum differs"):
+        read_manifest(tmp_path)
 
 
 def test_objects_refuse_nothing_that_training_keeps(tmp_path: Path) -> None:

@@ -242,6 +242,18 @@ def test_a_job_that_stays_forgotten_is_lost(place: Place) -> None:
     assert status.message == "target waiting no longer knows the job, and it left no result"
 
 
+def test_a_job_is_not_lost_within_a_minute_of_its_submit(place: Place) -> None:
+    """Backends answer late: however often one does not know a job, that counts a minute after it was first said."""
+    record = place.sh("true").record
+    absorb(record, None, time.time())
+    since = record.absent_since
+    assert since is not None
+    for seconds in (0.0, 1.0, 59.0):
+        assert absorb(record, None, since + seconds).state is State.QUEUED
+    status = absorb(record, None, since + 61.0)
+    assert (status.state, status.reason) == (State.FAILED, Reason.LOST)
+
+
 def test_a_job_that_vanishes_after_its_cancel_is_cancelled(place: Place) -> None:
     job = place.sh("true")
     (place.home / "forgetful").touch()

@@ -20,7 +20,7 @@ import pytest
 
 from schedulers.errors import SubmitError, Unreachable
 from schedulers.job import Cursor, JobSpec, LogLine, Reason, State, Status
-from schedulers.target import Plan, TargetContext, Waits, load_kind
+from schedulers.target import Found, Plan, TargetContext, Waits, load_kind
 
 from .test_target import install
 
@@ -30,9 +30,11 @@ RUNNER = 'd=$1; shift; "$@" >"$d/out" 2>&1; c=$?; echo $c >"$d/code.tmp"; mv "$d
 
 @dataclass(frozen=True, kw_only=True)
 class ShellOptions:
-    """crash: dies, once, just before or just after it has started the job; refuse: refuses every job."""
+    """crash: dies, once, just before or just after it has started the job; hang: waits there for a writer of the fifo
+    `hang` in the store's home; refuse: refuses every job."""
 
     crash: Literal["before", "after"] | None = None
+    hang: Literal["before", "after"] | None = None
     refuse: bool = False
     slots: int = 1
 
@@ -124,6 +126,9 @@ class ShellTarget:
         if self._options.crash == when and not crashed.exists():
             crashed.touch()
             os.kill(os.getpid(), signal.SIGKILL)
+        if self._options.hang == when:
+            (self._home / "hangs").touch()
+            os.close(os.open(self._home / "hang", os.O_RDONLY))
 
     def _called(self, *words: str) -> None:
         with open(self._home / "calls", "a") as file:
@@ -147,9 +152,21 @@ class WaitingShellTarget(ShellTarget):
             os.close(end)
 
 
+class FindingShellTarget(WaitingShellTarget):
+    """The same, found by the job's id."""
+
+    def find(self, job_id: str) -> Found | None:
+        self._called("find", job_id)
+        if not (self._directory(job_id) / "pid").exists():
+            return None
+        plan = Plan(target=self.name, kind="finding", job_id=job_id)
+        return Found(native_id=f"n-{job_id}", spec=JobSpec(argv=("sh",)), plan=plan)
+
+
 def install_shell(site: Path) -> None:
-    """Adds the kinds `shell` and `waiting` for every process that has `site` in its path."""
-    install(site, f"shell = {__name__}:ShellTarget", f"waiting = {__name__}:WaitingShellTarget")
+    """Adds the kinds `shell`, `waiting` and `finding` for every process that has `site` in its path."""
+    classes = {"shell": "ShellTarget", "waiting": "WaitingShellTarget", "finding": "FindingShellTarget"}
+    install(site, *(f"{kind} = {__name__}:{name}" for kind, name in classes.items()))
 
 
 def test_the_kinds_can_be_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

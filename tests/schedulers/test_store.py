@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -68,6 +70,37 @@ def test_a_new_record_is_whole_on_the_disk(store: Store) -> None:
     assert [event.name for event in read.events()] == ["submitting"]
     for file in ("spec.json", "plan.json", "target.json", "events.jsonl"):
         assert json.loads((read.directory / file).read_text())["schema"] == 1
+
+
+def test_what_is_written_is_on_the_disk_before_it_has_its_name(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A crash of the machine must not leave a record, or a result, whose name is there and whose text is not."""
+    flushed: dict[int, int] = {}  # inode -> its size when it was last flushed
+    fsync, rename, replace = os.fsync, os.rename, os.replace
+
+    def noting(fd: int) -> None:
+        fsync(fd)
+        flushed[os.fstat(fd).st_ino] = os.fstat(fd).st_size
+
+    def check(source: str) -> None:
+        files = (
+            [Path(source)] if os.path.isfile(source) else [path for path in Path(source).iterdir() if path.is_file()]
+        )
+        assert files
+        assert {path.name: flushed.get(path.stat().st_ino) for path in files} == {
+            path.name: path.stat().st_size for path in files
+        }
+
+    def checked(move: Callable[[str, str], None], source: str, to: str) -> None:
+        check(source)
+        move(source, to)
+
+    monkeypatch.setattr(os, "fsync", noting)
+    monkeypatch.setattr(os, "rename", partial(checked, rename))
+    monkeypatch.setattr(os, "replace", partial(checked, replace))
+    record = create(store)
+    record.write_exit({"state": "succeeded"})
+    for path in (store.jobs, record.directory, record.directory / "exit.json"):
+        assert path.stat().st_ino in flushed, path
 
 
 def test_nobody_else_may_read_a_record(store: Store) -> None:

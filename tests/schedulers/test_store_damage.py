@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -45,7 +46,7 @@ DAMAGE = {
     "odd schema": (b'{"schema":true}\n', "its schema is True, not a number"),
     "newer": (NEWER.encode(), "is from a newer accel (schema 2, not 1): upgrade accel to read it"),
     "a field is missing": (b'{"schema":1,"event":"submitting"}\n', "no 'status'"),
-    "no event": (b'{"schema":1}\n', "no 'event'"),
+    "no event": (b'{"schema":1,"status":{"state":"queued"}}\n', "no 'event'"),
 }
 
 
@@ -73,6 +74,21 @@ def test_values_of_the_wrong_type_are_damage(store: Store) -> None:
         row = json.loads(events(record).read_text()) | {key: value}
         events(record).write_text(json.dumps(row) + "\n")
         assert sum(isinstance(job, Damaged) for job in store.records()) == number + 1
+
+
+@pytest.mark.parametrize("value", ["1e300", "1e999", "NaN", "-1", "253402300800", "true", '"now"'])
+@pytest.mark.parametrize("key", ["created_at", "at", "nodes", "observed_at", "attempt"])
+def test_a_number_that_is_none_is_damage(store: Store, key: str, value: str) -> None:
+    if (key, value) in (("nodes", "253402300800"), ("attempt", "253402300800")):
+        return  # large, and a number of nodes
+    record, other = create(store), create(store)
+    changed, count = re.subn(rf'"{key}":[^,}}]+', f'"{key}":{value}', events(record).read_text())
+    assert count >= 1
+    events(record).write_text(changed)
+    whole, damaged = store.records()
+    assert (type(whole), whole.id) == (Record, other.id)
+    assert isinstance(damaged, Damaged)
+    assert "events.jsonl is damaged: " in damaged.reason
 
 
 def test_a_state_that_is_not_known_is_damage(store: Store) -> None:

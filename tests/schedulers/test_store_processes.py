@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -167,6 +168,33 @@ for _ in range(20):
         with open(counter, "w") as file:
             file.write(str(value + 1))
 """
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_the_lock_is_exclusive(tmp_path: Path, blocking: bool) -> None:
+    """Who holds it is alone: not even a shared lock is given to another."""
+    path = tmp_path / "lock"
+    path.touch()
+    with open(path, "r+b") as ours, open(path, "r+b") as theirs:
+        with disk.locked(ours.fileno(), str(path), blocking=blocking) as held:
+            assert held
+            with pytest.raises(BlockingIOError):
+                fcntl.flock(theirs, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        fcntl.flock(theirs, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_an_append_is_decided_under_the_lock(store: Store) -> None:
+    record = create(store)
+    events = f"{record.path}/events.jsonl"
+    decided = []
+
+    def decide(rows: list[dict[str, Any]]) -> None:
+        with open(events, "rb") as other, pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        decided.append(len(rows))
+
+    disk.append_line(events, decide)
+    assert decided == [1]
 
 
 def test_the_lock_for_file_systems_without_locks(tmp_path: Path) -> None:

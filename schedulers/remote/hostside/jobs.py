@@ -150,7 +150,7 @@ def document(path: str) -> Any:
         return None
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text[:200]
 
 

@@ -97,7 +97,13 @@ def _queue(root: str, waiting: list[Step], step: Step) -> slurm_queue.Answer:
 
 def _submitted_at(root: str, job: Step) -> float:
     noted = jobs.document(os.path.join(jobs.directory_of(root, job), "slurm/submitted.json"))
-    return float(noted.get("at", 0.0)) if isinstance(noted, dict) else 0.0
+    at = noted.get("at") if isinstance(noted, dict) else None
+    return at if isinstance(at, (int, float)) else 0.0
+
+
+def _whole(value: Any) -> int:
+    """The number, of files that may be damaged; 0 for what is none."""
+    return value if isinstance(value, int) and value > 0 else 0
 
 
 def _look_again(root: str, job: Step, answer: dict[str, Any]) -> None:
@@ -161,7 +167,7 @@ def _of_files(root: str, job: Step) -> dict[str, Any]:
         starts = documents.lines(os.path.join(directory, "slurm/attempts.jsonl"))
         inside = logs.newest_attempt(os.path.join(directory, "logs/launch.jsonl")) if starts else None
         answer["started"] = bool(starts)
-        answer["attempt"] = max([inside or 0, *(int(start.get("attempt") or 0) for start in starts[-1:])])
+        answer["attempt"] = max([inside or 0, *(_whole(start.get("attempt")) for start in starts[-1:])])
     return answer
 
 
@@ -220,7 +226,7 @@ def earlier(root: str, job: str, *, array: bool, clusters: str | None = None) ->
     directory = os.path.join(jobs.directory_of(root, {"job": job}), "slurm")
     noted = jobs.document(os.path.join(directory, "submitted.json"))
     if isinstance(noted, dict):
-        return str(noted["slurm"]).partition("_")[0]
+        return str(noted.get("slurm")).partition("_")[0]
     try:
         began = os.stat(os.path.join(directory, "submitting")).st_mtime
     except FileNotFoundError:
@@ -244,14 +250,19 @@ def earlier(root: str, job: str, *, array: bool, clusters: str | None = None) ->
 
 
 def find(root: str, step: Step, contents: list[bytes]) -> Any:
-    """The job as it was submitted and its number; None when there is no such job here."""
+    """The job as it was submitted and its number; None when there is no such job here. Of a job of an array, `first` is
+    the id of the first one and `at` its own place."""
     directory = jobs.directory_of(root, step)
     spec = jobs.document(os.path.join(directory, "slurm/spec.json"))
     if not isinstance(spec, dict):
         return None
     noted = jobs.document(os.path.join(directory, "slurm/submitted.json"))
-    slurm = noted["slurm"] if isinstance(noted, dict) else earlier(root, step["job"], array=False)
-    return {"spec": spec, "slurm": slurm}
+    if isinstance(noted, dict):
+        return {"spec": spec, "slurm": str(noted.get("slurm"))}
+    if "first" not in step:
+        return {"spec": spec, "slurm": earlier(root, step["job"], array=False)}
+    number = earlier(root, step["first"], array=True)
+    return {"spec": spec, "slurm": None if number is None else "{}_{}".format(number, step["at"])}
 
 
 def cancel(root: str, step: Step, contents: list[bytes]) -> str:

@@ -233,7 +233,10 @@ def damaged(folder: Path, how: str) -> tuple[Path, str]:
         save_file({"gain": torch.ones(6)}, outside)  # there, and good
         name = {"upward": f"../{outside.name}", "absolute": str(outside), "a number": 5}[how]
         index.write_text(json.dumps({"weight_map": {"gain": name}}))
-        return checkpoint, "is no index of a checkpoint" if how == "a number" else f"names {name!r}, which is not in its"
+        return (
+            checkpoint,
+            "is no index of a checkpoint" if how == "a number" else f"names {name!r}, which is not in its",
+        )
     if how == "nothing":
         return folder / "nowhere", "does not exist"
     if how == "empty folder":

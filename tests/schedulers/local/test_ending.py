@@ -128,6 +128,8 @@ def test_whoever_is_killed_nothing_is_left(
         return
     status = job.wait(60)
     assert (status.state, status.reason) in states
+    if (victims, signum) == (("launcher",), signal.SIGKILL):
+        assert status.message == "accel launch was killed by SIGKILL"
     until(lambda: of_job(job) == [], f"the end of {of_job(job)}", seconds=60)
 
 

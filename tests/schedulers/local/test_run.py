@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import schedulers
-from schedulers import Reason, SpecError, State, SubmitError
+from schedulers import Reason, SpecError, State
 from schedulers.local.target import LocalOptions, LocalTarget
 from schedulers.record import Record
 from schedulers.target import TargetContext
@@ -137,10 +137,17 @@ def test_secrets_reach_the_process_and_nothing_on_disk(
     assert kept == []
 
 
-def test_a_secret_that_is_not_there(submit: Submit) -> None:
-    status = submit("", secrets={"A": "env:NOT_SET_ANYWHERE"}).wait()
+def test_a_secret_that_is_gone_when_the_job_starts(submit: Submit, project: Path, tmp_path: Path) -> None:
+    """The references are resolved where the ranks start, after the job has waited for its turn."""
+    secret = tmp_path / "token"
+    secret.write_text("s3cr3t")
+    first = submit("import time; time.sleep(1000)", name="blocker.py", options={"concurrency": 1})
+    second = submit("", secrets={"A": f"file:{secret}"}, options={"concurrency": 1})
+    secret.unlink()
+    first.cancel()
+    status = second.wait()
     assert (status.state, status.reason) == (State.FAILED, Reason.SETUP)
-    assert "NOT_SET_ANYWHERE is not set" in status.message
+    assert f"secret A: {secret}: No such file or directory" in status.message
 
 
 def test_a_snapshot_runs_the_code_as_it_was(submit: Submit, project: Path) -> None:
@@ -187,6 +194,10 @@ def test_submitting_twice_starts_one_supervisor(submit: Submit, home: Path) -> N
         ({"options": {"concurrency": 0}}, "1 or more"),
         ({"options": {"cpu": True}, "gpus": 1}, "drop one"),
         ({"options": {"concurency": 1}}, "concurrency"),
+        ({"secrets": {"A": "env:NOT_SET_ANYWHERE"}}, "secret A: NOT_SET_ANYWHERE is not set"),
+        ({"secrets": {"A": "file:/not/there"}}, "secret A: /not/there: No such file"),
+        ({"gpus": 1000}, "--gpus 1000: this machine has"),
+        ({"cpus": 10_000}, "--cpus 10000: this process may use"),
     ],
 )
 def test_what_the_target_cannot_do_is_refused_before_anything_is_written(
@@ -195,14 +206,6 @@ def test_what_the_target_cannot_do_is_refused_before_anything_is_written(
     with pytest.raises(schedulers.SchedulerError, match=says):
         submit("", **options)
     assert not list((home / "jobs").glob("*")) if (home / "jobs").exists() else True
-
-
-def test_more_gpus_than_there_are(submit: Submit) -> None:
-    with pytest.raises(SubmitError, match=r"--gpus 1000: this machine shows \d+"):
-        submit("", gpus=1000)
-    [record] = schedulers.list_jobs()
-    assert isinstance(record, Record)
-    assert record.status.state is State.FAILED
 
 
 def test_links_to_nothing_and_files_that_vanish_among_the_logs_end_nothing(submit: Submit, project: Path) -> None:

@@ -157,6 +157,14 @@ def test_a_failed_attempt_is_followed_by_others_while_there_are_any_left() -> No
     assert play.started == [(attempt, [0, 1]) for attempt in range(3)]
 
 
+def test_a_launcher_that_a_signal_ended_is_named_with_it() -> None:
+    """It had no time to report, and the last words in its log are a rank's."""
+    play = Play(2)
+    play.codes = {(0, 1): 137}
+    status = play.go()["status"]
+    assert (status["exit_code"], status["message"]) == (137, "h1: accel launch was killed by SIGKILL")
+
+
 def test_lost_hosts_are_named_with_their_silence() -> None:
     play = Play(3)
     play.go(5)

@@ -70,7 +70,7 @@ def read(path: str) -> Any:
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             return json.load(file)
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
 
 
@@ -96,7 +96,7 @@ def lines(path: str, start: int = 0) -> list[Document]:
     for row in rows:
         try:
             document = json.loads(row)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(document, dict):
             found.append(document)

@@ -10,6 +10,7 @@ leave    Slurm starts it again by itself, or will say how it ended
 from __future__ import annotations
 
 import re
+import signal
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -199,7 +200,9 @@ def _failed(known: Evidence) -> Document:
     failed = {rank: report for rank, report in known.reports.items() if report["code"] != 0}
     if failed:
         rank, report = min(failed.items(), key=lambda item: (_late(item[1]), float(item[1]["at"]), item[0]))
-        message = "{}: {}".format(known.name(rank), report["words"] or "it ended with code {}".format(report["code"]))
+        killed = "" if report["refused"] else _killed(report["code"])
+        words = killed or report["words"] or "it ended with code {}".format(report["code"])
+        message = f"{known.name(rank)}: {words}"
         return _status(known, "failed", report["refused"] or "exit_code", message, report["code"])
     return _without_reports(known)
 
@@ -232,6 +235,11 @@ def _code(known: Evidence) -> int | None:
     codes = [report["code"] for report in known.reports.values() if report["code"]]
     told = [report["failure"]["exit_code"] for report in known.reports.values() if report.get("failure")]
     return next(iter(told + codes), None)
+
+
+def _killed(code: int) -> str:
+    """Says so of a launcher that a signal has ended: the last words in its log are then a rank's."""
+    return f"accel launch was killed by {signal.Signals(code - 128).name}" if code in (134, 137, 139) else ""
 
 
 def _said(failure: Document) -> str:

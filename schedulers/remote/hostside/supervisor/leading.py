@@ -20,6 +20,8 @@ ends, and the first in its queue goes on. The queue orders jobs by their ids, so
 
 from __future__ import annotations
 
+import signal
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
@@ -294,7 +296,9 @@ class Leader:
             status["failure"] = first
             return status
         index, state = min(states, key=lambda pair: (pair[1]["report"]["ended"], pair[0]))
-        said = state["report"]["words"] or f"accel launch ended with exit code {state['code']}"
+        said = (
+            _killed(state["code"]) or state["report"]["words"] or f"accel launch ended with exit code {state['code']}"
+        )
         return _status("failed", state["report"]["refused"], f"{self._name(index)}: {said}", exit_code=state["code"])
 
     def _quorum(self) -> bool:
@@ -342,6 +346,11 @@ def _status(state: str, reason: str, message: str, *, exit_code: int | None = No
         "failure": None,
         "fenced": False,
     }
+
+
+def _killed(code: int) -> str:
+    """Says so of a launcher that a signal has ended: the last words in its log are then a rank's."""
+    return f"accel launch was killed by {signal.Signals(code - 128).name}" if code in (134, 137, 139) else ""
 
 
 def _said(failure: dict[str, Any]) -> str:
