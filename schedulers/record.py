@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from . import disk
 from .errors import SchedulerError, StoreError
 from .job import JobSpec, Reason, State, Status
+from .processes import Place
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -57,7 +58,7 @@ class Record:
 
     ended_at:     when the final state was written; None before.
     absent_since: when the backend first said that it does not know the job; None while it does.
-    submitter:    (host, process id) that wrote the intent.
+    submitter:    (host, process id) that wrote the intent; submitted_from: the place of that process id.
     adopted:      another machine submitted the job, and it was found on its target.
     warning:      why `status` may be old; never stored.
     """
@@ -71,6 +72,7 @@ class Record:
     procs: int | None
     created_at: float
     submitter: tuple[str, int]
+    submitted_from: Place
     after: tuple[str, ...]
     native_id: str | None
     status: Status
@@ -261,6 +263,7 @@ def _fold(job_id: str, path: str, rows: list[dict[str, Any]]) -> Record:
         procs=first.get("procs"),
         created_at=float(first["created_at"]),
         submitter=(_text(first["host"]), int(first["pid"])),
+        submitted_from=Place(*(_text(first.get(key, "")) for key in ("host", "boot", "pid_namespace"))),
         after=tuple(first.get("after", ())),
         native_id=last.get("native_id"),
         status=status,
@@ -318,7 +321,7 @@ def _succession(current: Status, new: Status) -> Status:
 
 def first_row(spec: JobSpec, *, target: str, kind: str) -> dict[str, Any]:
     """The first line of events.jsonl: the intent, and everything that a list shows."""
-    now = time.time()
+    now, place = time.time(), Place.here()
     return {
         "event": "submitting",
         "at": now,
@@ -329,7 +332,9 @@ def first_row(spec: JobSpec, *, target: str, kind: str) -> dict[str, Any]:
         "procs": spec.procs_per_node,
         "after": list(spec.after),
         "created_at": now,
-        "host": os.uname().nodename,
+        "host": place.node,
+        "boot": place.boot,
+        "pid_namespace": place.pid_namespace,
         "pid": os.getpid(),
         "status": Status(state=State.SUBMITTING, reason=Reason.NONE, observed_at=now).to_json(),
         "native_id": None,

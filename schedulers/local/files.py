@@ -1,8 +1,9 @@
 """What a local job keeps in its directory beside the store's own files.
 
 local/settings.json     the supervisor's instructions, as planned
-local/supervisor.json   the supervisor's identity
-local/launcher.json     the identity of `accel launch`
+local/supervisor.json   the supervisor's identity, with its node, boot and PID namespace
+local/launcher.json     that of `accel launch`
+local/supervisor.lock   locked for as long as the supervisor lives
 local/progress.json     what the supervisor is doing, for people: waiting for what, running since when
 exit.json               how it ended: written once, whole or not at all
 logs/                   see `schedulers.logfiles`; and launch.jsonl, in which `accel launch` tells of attempts
@@ -10,6 +11,9 @@ logs/                   see `schedulers.logfiles`; and launch.jsonl, in which `a
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import fcntl
 import json
 import os
 from pathlib import Path
@@ -18,7 +22,8 @@ from typing import Any
 from .. import disk
 from ..errors import StoreError
 from ..job import Reason, State, Status
-from ..processes import Identity
+from ..processes import Identity, Place
+from ..record import read_record
 
 SCHEMA = 1
 
@@ -58,12 +63,12 @@ class JobFiles:
         return self._identity("launcher")
 
     def set_identity(self, who: str, identity: Identity) -> None:
-        """Notes which process is the job's `supervisor` or `launcher`."""
-        self.write(f"local/{who}.json", json.dumps({"schema": SCHEMA, "process": str(identity)}))
+        """Records which process of this place is the job's `supervisor` or `launcher`."""
+        place = dataclasses.asdict(Place.here())
+        self.write(f"local/{who}.json", json.dumps({"schema": SCHEMA, "process": str(identity), **place}))
 
     def progress(self) -> Status:
         """What the live supervisor last said, with the attempt that the launcher is at."""
-        import dataclasses
         import time
 
         asked_at = time.time()  # what is written while it is read is newer
@@ -100,6 +105,45 @@ class JobFiles:
         reports = [event["failure"] for event in self.launch_events() if event["event"] == "failure"]
         return reports[-1] if reports else None
 
+    def in_use(self) -> str:
+        """Why the job may still run, for a message, although its record says that it is over; '' when it cannot."""
+        if self.exit() is not None:
+            return ""
+        for identify in (self.supervisor, self.launcher):
+            with contextlib.suppress(StoreError):  # damaged: the lock tells
+                identity = identify()
+                where = "" if identity is None else identity.hidden()
+                if where:
+                    return f"it may still run on {where}"
+                if identity is not None and identity.alive():
+                    return "it still runs"
+        return "it still runs" if self._supervised() else ""
+
+    def _supervised(self) -> bool:
+        """Return True when the supervisor's lock is held: by a process of any PID namespace of this node."""
+        try:
+            with open(self.directory / "local/supervisor.lock", "rb") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return False
+
     def _identity(self, who: str) -> Identity | None:
-        text = self.read(f"local/{who}.json")
-        return Identity.parse(json.loads(text)["process"]) if text else None
+        """The process that was recorded. One of an older version has the place that its job was submitted from.
+
+        Raises StoreError when the file is damaged.
+        """
+        path = f"{self.directory}/local/{who}.json"
+        document = disk.read_document(path)
+        if document is None:
+            return None
+        try:
+            identity = Identity.parse(document["process"])
+            place = Place(*(str(document.get(key, "")) for key in ("node", "boot", "pid_namespace")))
+        except (KeyError, ValueError, AttributeError) as error:
+            raise StoreError(f"{path} is damaged: {error!r}") from None
+        if not place.node:
+            place = Place(read_record(self.directory.name, str(self.directory)).submitter[0])
+        return dataclasses.replace(identity, place=place)
