@@ -64,8 +64,7 @@ class JobFiles:
 
     def set_identity(self, who: str, identity: Identity) -> None:
         """Records which process of this place is the job's `supervisor` or `launcher`."""
-        place = dataclasses.asdict(Place.here())
-        self.write(f"local/{who}.json", json.dumps({"schema": SCHEMA, "process": str(identity), **place}))
+        self.write(f"local/{who}.json", json.dumps(identity_document(identity)))
 
     def progress(self) -> Status:
         """What the live supervisor last said, with the attempt that the launcher is at."""
@@ -75,9 +74,6 @@ class JobFiles:
         text = self.read("local/progress.json")
         status = Status.from_json(json.loads(text)) if text else Status(state=State.QUEUED)
         return dataclasses.replace(status, attempt=self.attempt(), observed_at=asked_at)
-
-    def set_progress(self, status: Status) -> None:
-        self.write("local/progress.json", json.dumps({"schema": SCHEMA, **status.to_json()}))
 
     def exit(self) -> Status | None:
         """How the job ended. A result that cannot be read is a result: the job has ended, and how is lost."""
@@ -147,3 +143,13 @@ class JobFiles:
         if not place.node:
             place = Place(read_record(self.directory.name, str(self.directory)).submitter[0])
         return dataclasses.replace(identity, place=place)
+
+
+def identity_document(identity: Identity) -> dict[str, Any]:
+    """The content of local/supervisor.json and local/launcher.json, for a process of this place."""
+    return {"schema": SCHEMA, "process": str(identity), **dataclasses.asdict(Place.here())}
+
+
+def progress_document(status: Status) -> dict[str, Any]:
+    """The content of local/progress.json."""
+    return {"schema": SCHEMA, **status.to_json()}

@@ -18,7 +18,7 @@ import pytest
 
 import schedulers
 from schedulers import Job, JobSpec, Reason, State, Status, Unreachable
-from schedulers.local.files import JobFiles
+from schedulers.local.files import JobFiles, progress_document
 from schedulers.local.target import LocalOptions, LocalTarget
 from schedulers.polling import cut_off
 from schedulers.processes import Identity, Place
@@ -57,7 +57,7 @@ def record(home: Path) -> Iterator[Record]:
         assert identity is not None
         for who in PROCESSES:
             JobFiles(record.directory).set_identity(who, identity)
-        JobFiles(record.directory).set_progress(RUNNING)
+        JobFiles(record.directory).write("local/progress.json", json.dumps(progress_document(RUNNING)))
         yield record
         process.kill()
 
