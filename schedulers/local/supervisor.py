@@ -25,7 +25,7 @@ from .. import disk, secrets
 from ..errors import SchedulerError, StoreError
 from ..job import Reason, State, Status
 from ..logfiles import Clock
-from ..processes import Identity, adopt_orphans, descendants, die_with_parent, end_all
+from ..processes import Identity, adopt_orphans, descendants, die_with_parent, end_all, wake_pipe
 from ..remote.hostside.supervisor.documents import Document, make_room
 from ..store import Store
 from .files import SCHEMA, JobFiles, identity_document, progress_document
@@ -61,7 +61,7 @@ class Supervisor:
         self._launcher = Document(str(files.directory / "local/launcher.json"), _NOTE_ROOM)
         self._cancelled = False
         self._waiting = False
-        self._woken, waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._woken, waker = wake_pipe()
         signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)

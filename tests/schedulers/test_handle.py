@@ -145,7 +145,7 @@ def test_a_refused_job_is_kept_as_failed(place: Place) -> None:
     status = find("@last").wait()
     assert (status.state, status.reason, status.message) == (State.FAILED, Reason.SETUP, "the shell is closed today")
     for follow in (False, True):
-        with pytest.raises(SubmitError, match="has no logs: failed before .* accepted it: the shell is closed today"):
+        with pytest.raises(SubmitError, match=r"has no logs: failed before .* accepted it: the shell is closed today"):
             list(find("@last").logs(follow=follow))
 
 
