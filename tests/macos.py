@@ -2,7 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+_ROOT = Path(__file__).parents[1]
+_CLIENT = """
+import json, sys, schedulers
+argv, given = json.loads(sys.argv[1])
+job = schedulers.submit(argv[0], argv[1:], entry="command", **given)
+text = "".join(line.text for line in job.logs(follow=True) if line.rank is not None)
+print(json.dumps([sys.platform, job.wait(60).state.value, text]))
+"""
 
 # Run at the start of every interpreter, once os, signal, select, socket, resource and psutil have been imported.
 _SITECUSTOMIZE = '''
@@ -40,8 +55,21 @@ sys.platform = "darwin"
 '''
 
 
-def path(directory: Path) -> str:
+def path(directory: Path) -> Path:
     """A directory for the beginning of PYTHONPATH, for the program and all Python programs that it starts."""
     directory.mkdir()
     (directory / "sitecustomize.py").write_text(_SITECUSTOMIZE)
-    return str(directory)
+    return directory
+
+
+def submit(directory: Path, argv: list[str], given: Mapping[str, Any]) -> list[str]:
+    """Submits a command from such a client and follows it: the client's platform, the final state and the ranks' lines.
+
+    `directory` is one that `path` has made; `given` are more arguments of `schedulers.submit`.
+    """
+    env = {**os.environ, "PYTHONPATH": f"{directory}:{_ROOT}"}
+    command = [sys.executable, "-c", _CLIENT, json.dumps([argv, dict(given)])]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr
+    answer: list[str] = json.loads(done.stdout)
+    return answer

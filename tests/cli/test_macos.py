@@ -23,7 +23,7 @@ HELD = "import os, time; print(os.getpid(), flush=True); time.sleep(1000)"
 
 @dataclass(frozen=True)
 class OnMacos(Accel):
-    modules: str
+    modules: Path
 
     def env(self, **more: str) -> dict[str, str]:
         return super().env(PYTHONPATH=f"{self.modules}:{ROOT}", **more)

@@ -16,6 +16,7 @@ import pytest
 from schedulers import Reason, State, SubmitError, find, list_jobs
 from schedulers.polling import restore
 from schedulers.remote import supervising
+from tests import macos
 from tests.clusters.ssh import SshHosts
 from tests.waiting import until
 
@@ -37,6 +38,18 @@ def test_a_job_on_two_hosts(submit: Submit, ssh_hosts: SshHosts, project: Path) 
         code = f"{ssh_hosts.box}/home/root/.accel/jobs/{job.id}/code"
         assert printed(job, rank) == f"rank {rank} of 2 on {node}\n{code}\n{words}"
     assert job.native_id == f"node1,node2/{job.id}"
+
+
+def test_a_client_on_macos(home: Path, project: Path, ssh_hosts: SshHosts, tmp_path: Path) -> None:
+    (project / "job.sh").write_text(f"{SAY}; cat note.txt\n")
+    (project / "note.txt").write_text("shipped\n")
+    options = host_options(ssh_hosts) | {"hosts": "node[1-2]"}
+    given = {"target": "ssh", "nodes": 2, "procs_per_node": 1, "cwd": str(project), "options": options}
+    given["env"] = {"PYTHONPATH": str(ROOT)}
+    platform, state, text = macos.submit(macos.path(tmp_path / "macos"), ["sh", "job.sh"], given)
+    assert (platform, state) == ("darwin", "succeeded")
+    said = [line for rank in range(2) for line in (f"rank {rank} of 2 on node{rank + 1}", "shipped")]
+    assert sorted(text.splitlines()) == sorted(said)
 
 
 def test_another_machine_with_the_native_id_can_follow_and_cancel(submit: Submit) -> None:
