@@ -17,6 +17,7 @@ from typing import Any
 
 from .converting import parse_json
 from .errors import SpecError, StoreError
+from .processes import Place
 
 SCHEMA = 1
 
@@ -289,7 +290,9 @@ def locked(fd: int, path: str, *, blocking: bool = True) -> Iterator[bool]:
 @contextlib.contextmanager
 def locked_by_file(path: str, *, blocking: bool = True) -> Iterator[bool]:
     """The same lock where the file system has none: held by whoever could make the file `path`."""
-    mine = f"{os.uname().nodename} {os.getpid()} {os.urandom(4).hex()}".encode()
+    place = Place.here()
+    words = (place.node, str(os.getpid()), os.urandom(4).hex(), place.boot or "-", place.pid_namespace or "-")
+    mine = " ".join(words).encode()
     while not _take(path, mine):
         if not blocking:
             yield False
@@ -303,7 +306,7 @@ def locked_by_file(path: str, *, blocking: bool = True) -> Iterator[bool]:
 
 
 def _take(path: str, mine: bytes) -> bool:
-    temporary = f"{path}.{mine.split()[-1].decode()}"
+    temporary = f"{path}.{mine.split()[2].decode()}"
     create_file(temporary, mine)
     try:
         # A link, not O_EXCL: the file is there only with its holder's name in it, and NFS makes links exactly once.
@@ -334,21 +337,13 @@ def _stale_holder(path: str) -> bytes | None:
     holder = read_bytes(path)
     if not holder:
         return None
-    host, pid, _ = holder.decode("ascii", "replace").split(" ", 2)
-    if host == os.uname().nodename:
-        return None if process_exists(int(pid)) else holder
+    host, pid, _, *rest = holder.decode("ascii", "replace").split(" ")  # an older version wrote no more than these
+    place = Place(host, *("" if word == "-" else word for word in rest[:2]))
+    if place.lacks(int(pid)):
+        return holder
+    if not place.hidden_from(Place.here()):
+        return None
     try:
         return holder if time.time() - os.stat(path).st_mtime > _FOREIGN_LOCK_STALE_S else None
     except OSError:
         return None
-
-
-def process_exists(pid: int) -> bool:
-    """Whether a process of that id is there on this machine, ours or not."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except (PermissionError, OverflowError):
-        return True
-    return True

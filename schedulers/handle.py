@@ -461,6 +461,11 @@ class Job:
         return target.cursor_at(self.native_id, since)
 
     def read_logs(self, since: Cursor) -> Iterator[LogLine]:
+        """The lines that there are after the cursor. Raises SubmitError for a job that ended without a native id."""
+        status = self.record.status
+        if self.native_id is None and status.state.final:
+            why = f": {status.message}" if status.message else ""
+            raise SubmitError(f"job {self.id} has no logs: {status.state.value} before {self.target} accepted it{why}")
         target = self.waiting_target()
         return iter(()) if target is None or self.native_id is None else target.logs(self.native_id, since)
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from . import disk
 from .errors import SchedulerError, StoreError, Unreachable
 from .job import Reason, State, Status
 
@@ -184,8 +182,7 @@ def _result(record: Record) -> Status | None:
 
 
 def cut_off(record: Record) -> bool:
-    """Whether the process that submitted the job is gone, or has taken so long that it must be."""
-    host, pid = record.submitter
-    if host == os.uname().nodename and not disk.process_exists(pid):
+    """Return True when the process that submitted the job is gone, or has taken so long that it must be."""
+    if record.submitted_from.lacks(record.submitter[1]):
         return True
     return time.time() - record.created_at > ABANDONED_S

@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+from .errors import Unreachable
+
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -18,11 +20,76 @@ _POLL_S = 0.02
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where a process id has its meaning: a node, one boot of it, one PID namespace.
+
+    The last two are empty where they are not known: on macOS, and in the records of older versions.
+    """
+
+    node: str
+    boot: str = ""
+    pid_namespace: str = ""
+
+    @classmethod
+    def here(cls) -> Place:
+        return cls(os.uname().nodename, _read_boot_id(), _pid_namespace())
+
+    def restarted(self, here: Place) -> bool:
+        """Return True when the node has been restarted: every process of this place has ended."""
+        return self.node == here.node and _differ(self.boot, here.boot)
+
+    def hidden_from(self, here: Place) -> str:
+        """Name the place, for a message, when a live process of it cannot be seen from `here`; else return ''."""
+        if self.node != here.node:
+            return f"node {self.node}"
+        if self.restarted(here) or not _differ(self.pid_namespace, here.pid_namespace):
+            return ""
+        return f"node {self.node} in another PID namespace (a container?)"
+
+    def lacks(self, pid: int) -> bool:
+        """Return True when it is certain that the place has no process of this id."""
+        here = Place.here()
+        return self.restarted(here) or not (self.hidden_from(here) or _exists(pid))
+
+
+def _differ(one: str, other: str) -> bool:
+    return bool(one and other) and one != other
+
+
+def _read_boot_id() -> str:
+    try:
+        return _boot() if sys.platform == "linux" else ""
+    except OSError:
+        return ""
+
+
+def _pid_namespace() -> str:
+    try:
+        return str(os.stat("/proc/self/ns/pid").st_ino) if sys.platform == "linux" else ""
+    except OSError:
+        return ""
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):
+        return True
+    return True
+
+
+@dataclass(frozen=True)
 class Identity:
-    """A process that cannot be mistaken for a later one with the same number, nor for one before a reboot."""
+    """A process that cannot be mistaken for a later one with the same number, nor for one before a reboot.
+
+    place: where it was started; None for this place.
+    """
 
     pid: int
     started: str
+    place: Place | None = None
 
     @classmethod
     def of(cls, pid: int) -> Identity | None:
@@ -38,7 +105,15 @@ class Identity:
     def __str__(self) -> str:
         return f"{self.pid} {self.started}"
 
+    def hidden(self) -> str:
+        """Name the place of the process, for a message, when it cannot be seen from here; else return ''."""
+        return "" if self.place is None else self.place.hidden_from(Place.here())
+
     def alive(self) -> bool:
+        """Return True while the process lives. This method, `send` and `wait` raise Unreachable for a hidden one."""
+        where = self.hidden()
+        if where:
+            raise Unreachable(f"process {self.pid} of {where} cannot be seen from here")
         return _started(self.pid) == self.started
 
     def send(self, signum: int) -> bool:
@@ -65,6 +140,8 @@ class _Opened:
         self._fd: int | None = None
 
     def __enter__(self) -> _Opened | None:
+        if not self._identity.alive():
+            return None
         if sys.platform == "linux":
             try:
                 self._fd = os.pidfd_open(self._identity.pid)

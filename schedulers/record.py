@@ -14,6 +14,7 @@ from . import disk
 from .converting import as_moment, as_text, as_whole, parse_json
 from .errors import SchedulerError, StoreError
 from .job import JobSpec, Reason, State, Status
+from .processes import Place
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -57,7 +58,7 @@ class Record:
 
     ended_at:     when the final state was written; None before.
     absent_since: when the backend first said that it does not know the job; None while it does.
-    submitter:    (host, process id) that wrote the intent.
+    submitter:    (host, process id) that wrote the intent; submitted_from: the place of that process id.
     adopted:      another machine submitted the job, and it was found on its target.
     cancel_asked: somebody asked accel to cancel the job.
     warning:      why `status` may be old; never stored.
@@ -72,6 +73,7 @@ class Record:
     procs: int | None
     created_at: float
     submitter: tuple[str, int]
+    submitted_from: Place
     after: tuple[str, ...]
     native_id: str | None
     status: Status
@@ -287,6 +289,7 @@ def _fold(job_id: str, path: str, rows: list[dict[str, Any]]) -> Record:
         procs=None if procs is None else as_whole(procs, "procs", least=1),
         created_at=as_moment(first["created_at"], "created_at"),
         submitter=(as_text(first["host"], "host"), as_whole(first["pid"], "pid", least=1)),
+        submitted_from=Place(*(as_text(first.get(key, ""), key) for key in ("host", "boot", "pid_namespace"))),
         after=tuple(as_text(job_id, "after") for job_id in after),
         native_id=None if native_id is None else as_text(native_id, "native_id"),
         status=_observation(path, status),
@@ -343,7 +346,7 @@ def _succession(current: Status, new: Status) -> Status:
 
 def first_row(spec: JobSpec, *, target: str, kind: str) -> dict[str, Any]:
     """The first line of events.jsonl: the intent, and everything that a list shows."""
-    now = time.time()
+    now, place = time.time(), Place.here()
     return {
         "event": "submitting",
         "at": now,
@@ -354,7 +357,9 @@ def first_row(spec: JobSpec, *, target: str, kind: str) -> dict[str, Any]:
         "procs": spec.procs_per_node,
         "after": list(spec.after),
         "created_at": now,
-        "host": os.uname().nodename,
+        "host": place.node,
+        "boot": place.boot,
+        "pid_namespace": place.pid_namespace,
         "pid": os.getpid(),
         "status": Status(state=State.SUBMITTING, reason=Reason.NONE, observed_at=now).to_json(),
         "native_id": None,

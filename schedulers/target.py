@@ -236,6 +236,15 @@ class Clears(Protocol):
 
 
 @runtime_checkable
+class RunsInPlace(Protocol):
+    """A class of targets whose jobs run in the directories of their records."""
+
+    @staticmethod
+    def in_use(directory: Path) -> str:
+        """Why the job of this directory may still run, although its record says that it is over; '' when it cannot."""
+
+
+@runtime_checkable
 class Shells(Protocol):
     """A target that can run a program beside a job's ranks, while the job runs."""
 

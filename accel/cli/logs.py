@@ -3,6 +3,9 @@
 stdout gets exactly the bytes that the ranks wrote, behind a `[rank N] ` at the start of each line when there are
 several. What `accel launch` itself said, such as its report of a failure, goes to stderr.
 
+Of a job that has not started, stderr has a line that says so, and -f waits for it. A job that ended without ever
+reaching its target has no logs: an error with the reason, and exit code 1.
+
 Where some lines cannot be had (a machine does not answer), the others are printed, stderr has a line that names it,
 and the exit code is 1. With -f that counts when the job is over; until then it is waited for.
 
@@ -65,7 +68,7 @@ def _since(text: str) -> str | float:
 
 
 def run(args: Namespace) -> int:
-    from .stream import LogPrinter, has_many_ranks, say_how_to_stop, why_it_waits
+    from .stream import LogPrinter, has_many_ranks, say_how_to_stop, say_that_it_waits, why_it_waits
 
     job = finding.find("accel logs", args.job, args)
     _check_ranks(job, args.rank or ())
@@ -75,6 +78,8 @@ def run(args: Namespace) -> int:
     try:
         with why_it_waits(job) if args.follow else contextlib.nullcontext():
             printer.print(job.logs(follow=args.follow, ranks=args.rank, since=since, tail=args.tail))
+        if not args.follow:
+            say_that_it_waits(job)
     except KeyboardInterrupt:
         if args.follow:
             say_how_to_stop(job)

@@ -124,16 +124,34 @@ def why_it_waits(job: Job) -> Iterator[None]:
         over.set()
 
 
+def say_that_it_waits(job: Job) -> None:
+    """Write a line to stderr when the job has not started, or waits to be started again."""
+    from schedulers.errors import SchedulerError
+    from schedulers.job import State
+
+    waiting = (State.SUBMITTING, State.QUEUED)
+    status = job.record.status
+    if status.state in waiting and job.native_id is not None:
+        with contextlib.suppress(SchedulerError, OSError):  # the last known state is said then
+            status = job.status()
+    if status.state in waiting:
+        note(f"job {job.id} is {status.state.value}" + (f": {status.message}" if status.message else ""))
+
+
 def _say_why(job: Job, over: threading.Event) -> None:
     from schedulers.job import State
 
     said = before = ""
     while not over.wait(_LOOK_S):
         status = job.record.status  # as whoever follows the job has asked for it
-        now = status.message if status.state is State.QUEUED else ""
+        now = ""
+        if status.state is State.SUBMITTING:
+            now = "submitting"
+        elif status.state is State.QUEUED and status.message:
+            now = f"queued: {status.message}"
         if now and now == before and now != said:
             said = now
-            note(f"job {job.id} is queued: {now}")
+            note(f"job {job.id} is {now}")
         before = now
 
 

@@ -1,8 +1,9 @@
 """What a local job keeps in its directory beside the store's own files.
 
 local/settings.json     the supervisor's instructions, as planned
-local/supervisor.json   the supervisor's identity
-local/launcher.json     the identity of `accel launch`
+local/supervisor.json   the supervisor's identity, with its node, boot and PID namespace
+local/launcher.json     that of `accel launch`
+local/supervisor.lock   locked for as long as the supervisor lives
 local/progress.json     what the supervisor is doing, for people: waiting for what, running since when
 exit.json               how it ended: written once, whole or not at all
 logs/                   see `schedulers.logfiles`; and launch.jsonl, in which `accel launch` tells of attempts
@@ -10,6 +11,9 @@ logs/                   see `schedulers.logfiles`; and launch.jsonl, in which `a
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import fcntl
 import json
 import os
 from collections.abc import Callable
@@ -20,7 +24,8 @@ from .. import disk
 from ..converting import as_text, parse_json
 from ..errors import StoreError
 from ..job import Reason, State, Status
-from ..processes import Identity
+from ..processes import Identity, Place
+from ..record import read_record
 from ..remote.hostside.logs import newest_attempt, newest_event
 
 T = TypeVar("T")
@@ -63,20 +68,16 @@ class JobFiles:
         return self._identity("launcher")
 
     def set_identity(self, who: str, identity: Identity) -> None:
-        """Notes which process is the job's `supervisor` or `launcher`."""
-        self.write(f"local/{who}.json", json.dumps({"schema": SCHEMA, "process": str(identity)}))
+        """Records which process of this place is the job's `supervisor` or `launcher`."""
+        self.write(f"local/{who}.json", json.dumps(identity_document(identity)))
 
     def progress(self) -> Status:
         """What the live supervisor last said, with the attempt that the launcher is at."""
-        import dataclasses
         import time
 
         asked_at = time.time()  # what is written while it is read is newer
         status = self._decoded("local/progress.json", Status.from_json) or Status(state=State.QUEUED)
         return dataclasses.replace(status, attempt=self.attempt(), observed_at=asked_at)
-
-    def set_progress(self, status: Status) -> None:
-        self.write("local/progress.json", json.dumps({"schema": SCHEMA, **status.to_json()}))
 
     def exit(self) -> Status | None:
         """How the job ended. A result that cannot be read is a result: the job has ended, and how is lost."""
@@ -98,8 +99,47 @@ class JobFiles:
         event = self.launch_event("failure")
         return None if event is None else event.get("failure")
 
+    def in_use(self) -> str:
+        """Why the job may still run, for a message, although its record says that it is over; '' when it cannot."""
+        if self.exit() is not None:
+            return ""
+        for identify in (self.supervisor, self.launcher):
+            with contextlib.suppress(StoreError):  # damaged: the lock tells
+                identity = identify()
+                where = "" if identity is None else identity.hidden()
+                if where:
+                    return f"it may still run on {where}"
+                if identity is not None and identity.alive():
+                    return "it still runs"
+        return "it still runs" if self._supervised() else ""
+
+    def _supervised(self) -> bool:
+        """Return True when the supervisor's lock is held: by a process of any PID namespace of this node."""
+        try:
+            with open(self.directory / "local/supervisor.lock", "rb") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return False
+
     def _identity(self, who: str) -> Identity | None:
-        return self._decoded(f"local/{who}.json", lambda document: Identity.parse(as_text(document["process"], who)))
+        """The process that was recorded. One of an older version has the place that its job was submitted from.
+
+        Raises StoreError when the file is damaged.
+        """
+
+        def decode(document: dict[str, Any]) -> Identity:
+            identity = Identity.parse(as_text(document["process"], who))
+            place = (as_text(document.get(key, ""), key) for key in ("node", "boot", "pid_namespace"))
+            return dataclasses.replace(identity, place=Place(*place))
+
+        identity = self._decoded(f"local/{who}.json", decode)
+        if identity is None or (identity.place is not None and identity.place.node):
+            return identity
+        place = Place(read_record(self.directory.name, str(self.directory)).submitter[0])
+        return dataclasses.replace(identity, place=place)
 
     def _decoded(self, name: str, decode: Callable[[dict[str, Any]], T]) -> T | None:
         """What `decode` makes of the JSON object in the file; None when there is none. Raises StoreError."""
@@ -111,3 +151,13 @@ class JobFiles:
             return decode(document if isinstance(document, dict) else {})
         except (ValueError, KeyError) as error:
             raise StoreError(f"{self.directory / name} is damaged: {error}") from None
+
+
+def identity_document(identity: Identity) -> dict[str, Any]:
+    """The content of local/supervisor.json and local/launcher.json, for a process of this place."""
+    return {"schema": SCHEMA, "process": str(identity), **dataclasses.asdict(Place.here())}
+
+
+def progress_document(status: Status) -> dict[str, Any]:
+    """The content of local/progress.json."""
+    return {"schema": SCHEMA, **status.to_json()}

@@ -21,14 +21,22 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from .. import secrets
-from ..errors import SchedulerError
+from .. import disk, secrets
+from ..errors import SchedulerError, StoreError
 from ..job import Reason, State, Status
-from ..processes import Identity, adopt_orphans, descendants, die_with_parent, end_all
+from ..processes import Identity, adopt_orphans, descendants, die_with_parent, end_all, wake_pipe
 from ..remote.hostside.logs import Clock, last_line
+from ..remote.hostside.supervisor.documents import Document, make_room
 from ..remote.hostside.supervisor.slots import Slots, TooMany, visible, wanted
 from ..store import Store
-from .files import JobFiles
+from .files import SCHEMA, JobFiles, identity_document, progress_document
+
+# Bytes that are reserved on the disk before the ranks start, which may fill it.
+_RESULT_ROOM = 1 << 16
+_NOTE_ROOM = 1 << 12
+_REPORT_ROOM = 1 << 14
+_REPORTS = ("launch.jsonl", "node-0.log")
+_WRITE_TRIES = 60
 
 _KILL_ALLOWANCE_S = 6.0
 _NOTE_S = 1.0
@@ -49,9 +57,12 @@ class Supervisor:
         self._record = Store(home).record(self._settings["job_id"])
         self._slots = Slots(home, self._settings["job_id"])
         self._clock = Clock(str(files.logs))
+        self._result = Document(str(files.directory / "exit.json"), _RESULT_ROOM)
+        self._progress = Document(str(files.directory / "local/progress.json"), _NOTE_ROOM)
+        self._launcher = Document(str(files.directory / "local/launcher.json"), _NOTE_ROOM)
         self._cancelled = False
         self._waiting = False
-        self._woken, waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._woken, waker = wake_pipe()
         signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -83,6 +94,16 @@ class Supervisor:
         self._finish(status)
         return status
 
+    def register(self) -> None:
+        """Records that the job has a supervisor, by which it is found when the submit is killed now.
+
+        Raises OSError, StoreError.
+        """
+        self._record.update(Status(state=State.QUEUED), native_id=self._settings["job_id"])
+        own = Identity.of(os.getpid())
+        assert own is not None  # this process lives
+        self._files.set_identity("supervisor", own)
+
     def line_up(self) -> None:
         """Takes the job's place in the queue at once, where it waits for no other job: who was submitted first is
         first. Tries it again later where it cannot."""
@@ -98,8 +119,9 @@ class Supervisor:
 
     def _say(self, state: State, message: str = "", reason: Reason = Reason.NONE) -> None:
         status = Status(state=state, reason=reason, message=message, observed_at=time.time())
-        self._files.set_progress(status)
-        self._record.update(status)
+        with contextlib.suppress(OSError, StoreError):  # a full disk must not end a training run
+            self._progress.write(progress_document(status))
+            self._record.update(status)
 
     def _await_dependencies(self) -> None:
         for job_id in self._settings["after"]:
@@ -159,6 +181,9 @@ class Supervisor:
     def _launch(self, devices: dict[str, str]) -> Status:
         command = self._settings["command"]
         directory, env, own_pid = self._directory, self._environment(devices), os.getpid()
+        for name in _REPORTS:
+            make_room(str(self._files.logs / name), _REPORT_ROOM)
+        make_room(f"{self._record.path}/events.jsonl", _NOTE_ROOM)
         with open(self._files.logs / "node-0.log", "ab") as log:
             launcher = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=directory, env=env,
@@ -166,7 +191,8 @@ class Supervisor:
             )  # fmt: skip
         identity = Identity.of(launcher.pid)
         if identity is not None:
-            self._files.set_identity("launcher", identity)
+            with contextlib.suppress(OSError):
+                self._launcher.write(identity_document(identity))
         self._say(State.RUNNING)
         code = self._watch(launcher, self._settings["time_limit_s"])
         end_all(lambda: descendants(os.getpid()), grace_s=min(self._settings["grace_s"], 2.0))
@@ -232,10 +258,27 @@ class Supervisor:
 
     def _finish(self, status: Status) -> None:
         status = dataclasses.replace(status, observed_at=time.time())
-        self._record.write_exit({**status.to_json(), "failure": self._files.failure()})
-        self._record.update(status)
+        self._write_result({"schema": SCHEMA, **status.to_json(), "failure": self._files.failure()})
+        with contextlib.suppress(StoreError):  # the next poll records it
+            self._record.update(status)
         self._slots.step_out()
         self._slots.release()
+
+    def _write_result(self, document: dict[str, Any]) -> None:
+        for _ in range(_WRITE_TRIES):
+            try:
+                self._result.write_once(document)
+                break
+            except OSError as error:
+                print(f"{self._result.path}: {error.strerror}", file=sys.stderr)
+                if not self._files.directory.is_dir():
+                    return
+                time.sleep(1)
+        with contextlib.suppress(OSError):
+            disk.sync_directory(str(self._files.directory))
+            for name in _REPORTS:  # gives back what was reserved
+                path = self._files.logs / name
+                os.truncate(path, path.stat().st_size)
 
 
 class _NotStarted(Exception):
@@ -270,11 +313,16 @@ def main(directory: str) -> NoReturn:
     except BlockingIOError:  # the job has its supervisor: a submit that was repeated
         os.write(tell, b"1")
         os._exit(0)
+    if files.exit() is not None or files.supervisor() is not None:  # started late, after another one for the same job
+        os.write(tell, b"1")
+        os._exit(0)
     adopt_orphans()
-    supervisor = Supervisor(files)
-    own = Identity.of(os.getpid())
-    assert own is not None  # this process lives
-    files.set_identity("supervisor", own)
+    try:
+        supervisor = Supervisor(files)
+        supervisor.register()
+    except (SchedulerError, OSError) as error:
+        print(error, file=sys.stderr, flush=True)
+        os._exit(1)
     supervisor.line_up()
     os.write(tell, b"1")
     os.close(tell)

@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from .. import logfiles, secrets
-from ..errors import SpecError, StoreError, SubmitError, Unreachable
+from ..errors import SchedulerError, SpecError, StoreError, SubmitError, Unreachable
 from ..job import Cursor, JobSpec, LogLine, Reason, Resources, State, Status
-from ..processes import python_module
+from ..processes import Identity, python_module
 from ..remote.hostside.logs import last_line
-from ..target import Plan, TargetContext, parse_ids
+from ..target import Plan, TargetContext
 from .files import SCHEMA, JobFiles
+
+_LOOK_S = 0.25
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,13 +103,24 @@ class LocalTarget:
         return plan.job_id
 
     def poll(self, native_ids: Sequence[str]) -> Mapping[str, Status]:
-        """Reads the job directories; a supervisor that died without a result left a lost job. Raises Unreachable,
-        which has the answers that there were, for jobs whose files are damaged."""
-        found, silent = parse_ids(self._status_of, native_ids)
-        answers = {native_id: status for native_id, status in found.items() if status is not None}
+        """Reads the job directories. A supervisor that died without a result left a lost job.
+
+        Raises Unreachable, with the other answers, for jobs of another node or PID namespace that have no result, and
+        for those whose files are damaged.
+        """
+        found: dict[str, Status] = {}
+        silent: dict[str, str] = {}
+        for native_id in native_ids:
+            try:
+                status = self._status_of(native_id)
+            except SchedulerError as error:
+                silent[native_id] = str(error)
+                continue
+            if status is not None:
+                found[native_id] = status
         if silent:
-            raise Unreachable("; ".join(silent.values()), answers=answers, silent=silent)
-        return answers
+            raise Unreachable("; ".join(dict.fromkeys(silent.values())), answers=found, silent=silent)
+        return found
 
     def logs(self, native_id: str, since: Cursor | None = None) -> Iterator[LogLine]:
         files = JobFiles(self._jobs / native_id)
@@ -121,21 +134,34 @@ class LocalTarget:
         return logfiles.tail_at(files.logs, since, count, complete=_complete(files))
 
     def cancel(self, native_id: str) -> None:
-        """Tells the supervisor, which ends the job in order: SIGTERM, the job's grace, SIGKILL."""
+        """Signals the supervisor, which ends the job: SIGTERM, the job's grace, SIGKILL.
+
+        Raises Unreachable for a job of another node or PID namespace that has no result.
+        """
         import signal
 
         files = JobFiles(self._jobs / native_id)
         supervisor = files.supervisor()
-        if supervisor is not None:
-            supervisor.send(signal.SIGTERM)
+        if supervisor is None or files.exit() is not None:
+            return
+        _require_visible(supervisor)
+        supervisor.send(signal.SIGTERM)
 
-    def wait(self, native_id: str, timeout_s: float) -> None:
-        """Sleeps on the supervisor's end, not on a clock."""
+    def wait(self, native_id: str, timeout_s: float) -> bool | None:
+        """Waits for the supervisor's end; where that cannot be seen, for the result."""
         files = JobFiles(self._jobs / native_id)
-        started = time.monotonic()
+        deadline = time.monotonic() + timeout_s
         for identity in (files.supervisor(), files.launcher()):
+            if identity is not None and identity.hidden():
+                return _wait_for_result(files, deadline)
             if identity is not None:
-                identity.wait(max(0.0, timeout_s - (time.monotonic() - started)))
+                identity.wait(max(0.0, deadline - time.monotonic()))
+        return None
+
+    @staticmethod
+    def in_use(directory: Path) -> str:
+        """Why the job of this directory may still run, although its record says that it is over; '' when it cannot."""
+        return JobFiles(directory).in_use()
 
     def _launch_command(self, spec: JobSpec, logs: str) -> list[str]:
         command = [*_accel(self._options.python), "launch"]
@@ -164,13 +190,14 @@ class LocalTarget:
 
     def _status(self, files: JobFiles) -> Status | None:
         supervisor = files.supervisor()
-        alive = supervisor is not None and supervisor.alive()
+        alive = supervisor is not None and not supervisor.hidden() and supervisor.alive()
         # In this order: one that was alive before its result was looked for, and had none, was at work.
         ended = files.exit()
         if ended is not None:
             return ended
         if supervisor is None:
             return None
+        _require_visible(supervisor)
         if alive:
             return files.progress()
         launcher = files.launcher()
@@ -188,11 +215,22 @@ class LocalTarget:
 def _complete(files: JobFiles) -> bool:
     """Return True if nobody writes to the logs any more. Call it before reading: what is written after this is read
     the next time."""
-    return files.exit() is not None or not _alive(files)
+    return files.exit() is not None or not files.in_use()
 
 
-def _alive(files: JobFiles) -> bool:
-    return any(identity is not None and identity.alive() for identity in (files.supervisor(), files.launcher()))
+def _require_visible(process: Identity) -> None:
+    where = process.hidden()
+    if where:
+        raise Unreachable(f"local jobs of {where} can be polled and cancelled only there")
+
+
+def _wait_for_result(files: JobFiles, deadline: float) -> bool:
+    while files.exit() is None:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return False
+        time.sleep(min(_LOOK_S, left))
+    return True
 
 
 def _accel(python: str | None) -> list[str]:

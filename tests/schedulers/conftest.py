@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.clusters.ssh import SshHosts
+from tests.needs import missing
 
 
 @pytest.fixture
@@ -32,3 +35,19 @@ def project(tmp_path: Path) -> Path:
     directory = tmp_path / 'it\'s a "pro ject"; $(x) %j'
     directory.mkdir()
     return directory
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system with 1 MB."""
+    if os.geteuid() != 0:
+        missing("the right to mount a file system", "run as root")
+    place = tmp_path / "small"
+    place.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", place], capture_output=True, text=True)
+    if mounted.returncode:
+        missing(f"a tmpfs ({mounted.stderr.strip()})", "run where root may mount one")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "-l", place], check=True)

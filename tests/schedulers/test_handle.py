@@ -144,7 +144,9 @@ def test_a_refused_job_is_kept_as_failed(place: Place) -> None:
         place.sh("true", refuse=True)
     status = find("@last").wait()
     assert (status.state, status.reason, status.message) == (State.FAILED, Reason.SETUP, "the shell is closed today")
-    assert list(find("@last").logs(follow=True)) == []
+    for follow in (False, True):
+        with pytest.raises(SubmitError, match=r"has no logs: failed before .* accepted it: the shell is closed today"):
+            list(find("@last").logs(follow=follow))
 
 
 def test_a_target_that_cannot_be_asked_is_asked_again_later(place: Place) -> None:

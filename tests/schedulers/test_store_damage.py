@@ -20,7 +20,6 @@ from schedulers import disk
 from schedulers.errors import StoreError
 from schedulers.job import State, Status
 from schedulers.store import Damaged, Record, Store
-from tests.needs import missing
 
 from .test_store import ROOT, create, store
 
@@ -217,24 +216,6 @@ def test_a_create_that_is_killed_is_whole_or_not_there(store: Store) -> None:
     found = store.records()
     assert all(isinstance(job, Record) and len(job.spec().argv[0]) == 5000 for job in found)
     assert confirmed <= {job.id for job in found}
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system with 256 kB."""
-    if os.geteuid() != 0:
-        missing("the right to mount a file system", "run as root")
-    place = tmp_path / "small"
-    place.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", place], capture_output=True, text=True
-    )
-    if mounted.returncode:
-        missing(f"a tmpfs ({mounted.stderr.strip()})", "run where root may mount one")
-    try:
-        yield place
-    finally:
-        subprocess.run(["umount", "-l", place], check=True)
 
 
 def test_a_full_disk_is_said_and_harms_nothing(small_disk: Path) -> None:

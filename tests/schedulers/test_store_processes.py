@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 
 from schedulers import disk
 from schedulers.job import State, Status
+from schedulers.processes import Place
 from schedulers.store import Record, Store
 
 from .test_store import ROOT, create, store
@@ -122,6 +124,7 @@ def test_one_final_state_wins(store: Store) -> None:
         """
 from schedulers.store import Store
 from schedulers.job import State, Status
+from schedulers.processes import Place
 record = Store(sys.argv[1]).record(sys.argv[2])
 record.update(Status(state=State.RUNNING))
 print(record.update(Status(state=State.FAILED, exit_code=int(sys.argv[3]))).exit_code)
@@ -225,6 +228,31 @@ def test_a_lock_of_another_host_is_believed_until_it_is_old(tmp_path: Path) -> N
     os.utime(lock, (0, 0))
     with disk.locked_by_file(str(lock)) as held:
         assert held
+
+
+def test_a_lock_is_judged_where_its_holder_s_id_has_a_meaning(tmp_path: Path) -> None:
+    """This process holds none of them: its id stands for one that lives, and the largest for one that has ended."""
+    here = Place.here()
+    boot, namespace = here.boot or "-", here.pid_namespace or "-"
+    ended = 2**22 + 1
+    holders = {
+        f"{here.node} {ended} abcd": True,  # of an older version
+        f"{here.node} {os.getpid()} abcd": False,
+        f"{here.node} {ended} abcd {boot} {namespace}": True,
+        f"{here.node} {os.getpid()} abcd {boot} {namespace}": False,
+        f"{here.node} {ended} abcd - -": True,
+        f"another-host {ended} abcd {boot} {namespace}": False,
+    }
+    if here.boot:
+        holders[f"{here.node} {ended} abcd {boot} 1"] = False
+        holders[f"{here.node} {os.getpid()} abcd another-boot {namespace}"] = True
+    for holder, free in holders.items():
+        lock = tmp_path / "lock"
+        lock.write_text(holder)
+        once = functools.partial(disk.locked_by_file, str(lock), blocking=False)
+        with once() as first, once() as second:  # the first only breaks it, where it may
+            assert (first or second) is free, holder
+        lock.unlink(missing_ok=True)
 
 
 def test_a_file_system_without_locks_is_noticed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from schedulers import Job, Reason, State, Unreachable
 from schedulers.pruning import prune
 from schedulers.record import Record
 from schedulers.store import Store
+from tests import macos
 from tests.clusters.kubernetes import Kubernetes
 from tests.waiting import until
 
@@ -31,6 +32,14 @@ def test_each_kind_of_workload(workload: str, submit: Submit, kubernetes: Kubern
     assert printed(job) == f"node {job.id}\ncode\n" * 2
     assert prune(Store.default(), ids=[job.id]).left == ()
     until(lambda: made_by(job, kubernetes, namespace) == [], "everything is gone")
+
+
+def test_a_client_on_macos(namespace: str, home: Path, project: Path, tmp_path: Path) -> None:
+    options = {"cpu": True, "image": "example.org/train:1", "code": "auto"}
+    given = {"target": "kubernetes", "procs_per_node": 1, "cwd": str(project), "options": options}
+    platform, state, text = macos.submit(macos.path(tmp_path / "macos"), ["cat", "note.txt"], given)
+    assert (platform, state) == ("darwin", "succeeded")
+    assert "code\n" in text
 
 
 @pytest.mark.parametrize("workload", WORKLOADS)

@@ -32,7 +32,8 @@ def submit(home: Path, project: Path) -> Iterator[Submit]:
 
     yield submit
     for job in jobs:
-        for identity in identities(job).values():
+        for process in identities(job).values():
+            identity = Identity(process.pid, process.started)  # wherever a test has said that it is
             for pid in [*descendants(identity.pid), identity.pid] if identity.alive() else []:
                 os.kill(pid, signal.SIGKILL)
 

@@ -18,6 +18,7 @@ from schedulers import Reason, State, SubmitError, find, list_jobs
 from schedulers.polling import restore
 from schedulers.ssh import shipping
 from schedulers.target import Checks, Clears
+from tests import macos
 from tests.clusters.ssh import SshHosts
 from tests.waiting import until
 
@@ -56,6 +57,18 @@ def test_start_up_files_that_print_are_in_nobodys_way(submit: Submit, ssh_hosts:
     assert target.clear({job.id: job.native_id}) == []
     assert not job_files(ssh_hosts, "node1", job.id).exists()
     target.close()  # type: ignore[attr-defined]
+
+
+def test_a_client_on_macos(home: Path, project: Path, ssh_hosts: SshHosts, tmp_path: Path) -> None:
+    (project / "job.sh").write_text(f"{SAY}; cat note.txt\n")
+    (project / "note.txt").write_text("shipped\n")
+    options = host_options(ssh_hosts) | {"hosts": "node[1-2]"}
+    given = {"target": "ssh", "nodes": 2, "procs_per_node": 1, "cwd": str(project), "options": options}
+    given["env"] = {"PYTHONPATH": str(ROOT)}
+    platform, state, text = macos.submit(macos.path(tmp_path / "macos"), ["sh", "job.sh"], given)
+    assert (platform, state) == ("darwin", "succeeded")
+    said = [line for rank in range(2) for line in (f"rank {rank} of 2 on node{rank + 1}", "shipped")]
+    assert sorted(text.splitlines()) == sorted(said)
 
 
 def test_another_machine_with_the_native_id_can_follow_and_cancel(submit: Submit) -> None:

@@ -1,0 +1,40 @@
+"""Local jobs whose program fills the disk that holds their directory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import schedulers
+from schedulers import Reason, State
+
+from .conftest import Submit
+
+FILL = """
+import os
+with open(os.environ["ACCEL_JOB_DIR"] + "/ballast", "wb", buffering=0) as ballast:
+    try:
+        while ballast.write(b"x" * 4096):
+            pass
+    except OSError:
+        pass
+raise SystemExit({code})
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "state", "reason"), [(0, State.SUCCEEDED, Reason.NONE), (3, State.FAILED, Reason.EXIT_CODE)]
+)
+def test_how_it_ended_is_known(
+    submit: Submit, small_disk: Path, monkeypatch: pytest.MonkeyPatch, code: int, state: State, reason: Reason
+) -> None:
+    monkeypatch.setenv("ACCEL_HOME", str(small_disk))
+    job = submit(FILL.format(code=code))
+    status = job.wait()
+    assert (status.state, status.reason, status.exit_code) == (state, reason, code), status
+    assert json.loads((job.record.directory / "exit.json").read_text())["state"] == state.value
+    assert schedulers.find(job.id).status(refresh=False) == status
+    for path in job.record.directory.rglob("*"):  # what was reserved is given back, but for a block or two
+        assert path.stat().st_blocks * 512 - path.stat().st_size < 3 * 4096, path
