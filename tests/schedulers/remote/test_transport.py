@@ -133,7 +133,7 @@ def test_a_command_that_prints_without_end_is_ended_by_its_deadline(pool: Pool, 
             return take()
 
         session._drain = drain  # type: ignore[method-assign]
-        with pytest.raises(RemoteTimeout, match="^node1: "):
+        with pytest.raises(RemoteTimeout, match=r"^node1: "):
             session.finish(0) if words[0] != "cat" else session.read_line(0)
 
 
