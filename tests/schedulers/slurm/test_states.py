@@ -119,6 +119,32 @@ def test_array_elements_that_never_began_share_a_row_of_accounting(
     assert (said and said["state"], said and said["restarts"]) == (state, state and 0)
 
 
+@pytest.mark.parametrize(("ends", "state"), [(True, "COMPLETED"), (True, None), (False, "PENDING")])
+def test_scancel_fails_for_a_job_that_ends_at_that_moment(
+    ends: bool, state: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever it says: the queue tells."""
+    (tmp_path / "jobs/2mxaaaaaaaa/slurm").mkdir(parents=True)
+
+    def row(state: str) -> str:
+        given = {**dict.fromkeys(slurm_commands.QUEUE, ""), "id": "7", "state": state, "comment": "accel:2mxaaaaaaaa"}
+        return slurm_commands.SEPARATOR.join(given.values()) + slurm_commands.SEPARATOR + "\n"
+
+    (tmp_path / "before").write_text(row("PENDING"))
+    (tmp_path / "after").write_text(row(state) if state else "")
+    (tmp_path / "squeue").write_text(f"#!/bin/sh\ncat {tmp_path}/before\n")
+    (tmp_path / "scancel").write_text(f"#!/bin/sh\nmv {tmp_path}/after {tmp_path}/before\necho No >&2\nexit 1\n")
+    for name in ("squeue", "scancel"):
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    job = {"job": "2mxaaaaaaaa", "slurm": "7"}
+    if ends:
+        assert hostside.cancel(str(tmp_path), job, []) == "gone"
+    else:
+        with pytest.raises(slurm_commands.Refused, match="scancel: No"):
+            hostside.cancel(str(tmp_path), job, [])
+
+
 def test_a_request_that_pends_for_ever_says_why() -> None:
     status = status_of(Said(state="PENDING", reason="PartitionConfig"))
     assert "can never run" in status.message
