@@ -22,7 +22,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from .. import secrets
-from ..errors import SchedulerError
+from ..errors import SchedulerError, hide
 from ..job import Reason, State, Status
 from ..logfiles import Clock
 from ..processes import Identity, adopt_orphans, descendants, die_with_parent, end_all
@@ -48,6 +48,7 @@ class Supervisor:
         self._record = Store(home).record(self._settings["job_id"])
         self._slots = Slots(home, self._settings["job_id"])
         self._clock = Clock(files.logs)
+        self._secrets: dict[str, str] = {}
         self._cancelled = False
         self._waiting = False
         self._woken, waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -128,7 +129,10 @@ class Supervisor:
         return {variable: ",".join(name.removeprefix("gpu-") for name in gpus)}
 
     def _environment(self, visible: dict[str, str]) -> dict[str, str]:
-        env = {**os.environ, **visible, **self._settings["env"], **secrets.values(self._settings["secrets"])}
+        self._secrets = secrets.values(self._settings["secrets"])
+        env = {**os.environ, **visible, **self._settings["env"], **self._secrets}
+        if self._secrets:
+            env["ACCEL_SECRETS"] = ",".join(self._secrets)
         env["ACCEL_JOB_ID"] = self._settings["job_id"]
         env["ACCEL_JOB_DIR"] = str(self._files.directory)
         return env
@@ -233,7 +237,7 @@ class Supervisor:
             lines = (self._files.logs / "node-0.log").read_text(errors="replace").strip().splitlines()
         except OSError:
             return ""
-        return lines[-1][:500] if lines else ""
+        return hide(lines[-1], self._secrets)[:500] if lines else ""
 
     def _finish(self, status: Status) -> None:
         status = dataclasses.replace(status, observed_at=time.time())

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+from ..errors import hide
 from ..processes import adopt_orphans, descendants, die_with_parent, end_all, wake_pipe
 from ..remote.hostside.slurm_batch import documents
 from . import network
@@ -64,6 +65,7 @@ class NodeMain:
 class Node:
     def __init__(self, directory: str) -> None:
         self._told: str | None = None
+        self._secrets: dict[str, str] = {}
         self._warnings: list[int] = []
         self._woken, waker = wake_pipe()
         signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
@@ -162,6 +164,9 @@ class Node:
             "LAUNCH_EVENTS": self._events,
             "REQUEUED": "1",
         }
+        if values:
+            own["SECRETS"] = ",".join(values)
+        self._secrets = values
         named = {f"ACCEL_{name}": own[name] for name in own}
         return {**self._over_interface, **inherited, **self._settings["env"], **values, **named}
 
@@ -285,7 +290,8 @@ class Node:
                 lines = file.read().decode(errors="replace").strip().splitlines()
         except OSError:
             return ""
-        return lines[-1].removeprefix("accel launch: ")[:_LONGEST_WORDS] if lines else ""
+        words = hide(lines[-1], self._secrets) if lines else ""
+        return words.removeprefix("accel launch: ")[:_LONGEST_WORDS]
 
 
 def _text(path: str) -> str:
