@@ -18,6 +18,9 @@ _ESCAPE = (
 # a terminal shows text in another order than it stands in.
 _CONTROL = "[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]"
 
+# Up to the last @ before the path; or, where a password has a slash in it, up to the @ behind what is no port.
+_USER = r"(?<=://)(?:[^/?#\s]*@|[^/?#@\s]*:(?!\d*(?:[/?#\s]|$))[^@\s]*@)"
+
 
 def printable(text: str) -> str:
     """Return the text without terminal escapes; other control characters but line feed and tab become `\\xNN`."""
@@ -26,6 +29,15 @@ def printable(text: str) -> str:
     import re  # compiled when needed: most text is plain, and a command starts without
 
     return re.sub(_CONTROL, _escaped, re.sub(_ESCAPE, "", text.replace("\r\n", "\n")))
+
+
+def without_password(text: str) -> str:
+    """Return the text, a URL or a line with some, without the users and passwords of its URLs."""
+    if "@" not in text:
+        return text
+    import re
+
+    return re.sub(_USER, "", text)
 
 
 def one_line(text: str) -> str:

@@ -16,7 +16,7 @@ def check(secrets: Mapping[str, str], who: str) -> None:
     for name, reference in secrets.items():
         kind = reference.partition(":")[0]
         if kind not in _KINDS:
-            raise SpecError(f"--secret {name}: {who} reads env:NAME and file:PATH, not {kind}:…")
+            raise SpecError(f"--secret {name}: {who} reads env:NAME and file:PATH only")
 
 
 def variables(secrets: Mapping[str, str]) -> set[str]:

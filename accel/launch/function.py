@@ -153,7 +153,7 @@ class _Launch:
     interval_s: float = 0.1
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        if self.backend == "c10d":
+        if self.backend == "c10d" and self.nodes > 1:
             self._run_elastic(function, args)
             return
         for attempt in range(self.restarts + 1):
@@ -173,16 +173,23 @@ class _Launch:
     def _meeting(self) -> Iterator[tuple[str, int, dict[str, str]]]:
         """Where the ranks meet, and the variables that say how.
 
-        The store of a world of one machine is served here: a port that is free now, for rank 0 to listen on later,
-        can be lost to another launch, a fork of which holds whatever sockets are open at that moment.
+        The store of a world of one machine is served here, where no other machine reaches it. And a port that is free
+        now, for rank 0 to listen on later, can be lost to another launch, a fork of which holds whatever sockets are
+        open at that moment.
         """
         host, port = self._master()
-        if port:
+        if self.nodes > 1:
             yield host, port, {}
             return
         from torch._C._distributed_c10d import TCPStore
 
-        listener = socket.create_server(("", 0))
+        host = "127.0.0.1"
+        try:
+            listener = socket.create_server((host, port))
+        except OSError as error:
+            raise ArgumentError(
+                f"notebook_launcher: port {port}: {error.strerror}. Name another, or 0 for any"
+            ) from None
         port = listener.getsockname()[1]
         store = TCPStore(host, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
         try:

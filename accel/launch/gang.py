@@ -131,7 +131,7 @@ def _run_agent(run: Launch, server: ForkServer, signals: Signals, tee: Tee) -> i
 def _tell(run: Launch, tee: Tee, failure: report.Failure) -> int:
     if not run.quiet:
         tee.close()
-        say(failure.text_for(run.node_rank if run.rdzv_backend == "static" else 0))
+        say(failure.text_for(run.node_rank if run.static else 0))
     return failure.exit_code
 
 
@@ -163,7 +163,7 @@ def _agent(run: Launch, handler: RendezvousHandler, server: ForkServer, signals:
     observe = _observer(run, tee)
     return GangAgent(
         spec, server, settings, observe=observe, interrupted=signals.check, poll_s=run.monitor_interval_s,
-        meeting=contextlib.nullcontext if run.rdzv_backend == "static" else signals.raising,
+        meeting=contextlib.nullcontext if run.static else signals.raising,
     )  # fmt: skip
 
 
@@ -175,7 +175,7 @@ def _observer(run: Launch, tee: Tee) -> Callable[..., None]:
         if isinstance(failure, report.Failure):
             facts["failure"] = failure.to_json()
             if facts["restarts_left"] and not run.quiet:
-                text = failure.text_for(run.node_rank if run.rdzv_backend == "static" else 0)
+                text = failure.text_for(run.node_rank if run.static else 0)
                 say(f"{text}\naccel launch: starting all ranks again ({facts['restarts_left']} of "
                     f"{run.max_restarts} restarts left)")  # fmt: skip
         if event == "attempt":
@@ -188,7 +188,7 @@ def _observer(run: Launch, tee: Tee) -> Callable[..., None]:
 
 def _rendezvous(run: Launch, signals: Signals) -> RendezvousHandler:
     timeout_s = _seconds(run, "timeout", _seconds(run, "join_timeout", DEFAULT_TIMEOUT_S))
-    if run.rdzv_backend == "static":
+    if run.static:
         return GangRendezvous(
             address=run.address, port=run.port, node_rank=run.node_rank, nodes=run.nodes, run_id=run.run_id,
             names=run.node_names,

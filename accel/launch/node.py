@@ -18,7 +18,7 @@ from accel.settings.checks import contradictions
 from schedulers.errors import SpecError
 from schedulers.topology import Topology, number
 
-from . import compat, environment, guard
+from . import compat, environment, guard, pid1
 from .devices import VISIBLE, Devices, find, only_cpu
 from .errors import LaunchError, Refused, RendezvousFailed
 from .placing import Place, check_spread, place
@@ -58,6 +58,12 @@ class Launch:
     told: str = ""  # what it has, for people
     requeued: bool = False  # by its scheduler, when its ranks were warned
     events: str | None = None  # where to tell what happens, instead of beside the logs
+
+    @property
+    def static(self) -> bool:
+        """Return True if the number of machines is fixed. One machine needs no elastic agent of torch's, whose stores
+        listen on all interfaces."""
+        return self.rdzv_backend == "static" or self.max_nodes == 1
 
     @property
     def alone(self) -> bool:
@@ -102,7 +108,7 @@ def launch(run: Launch) -> int:
     """Runs this node's ranks to their end. Returns the exit code of the rank, of all nodes, that failed first.
 
     With one process in all, whose output goes where this process's goes, this does not return: the program takes
-    this process's place.
+    this process's place, or that of a child of PID 1.
     """
     _open_standard_descriptors()
     if run.told and not run.quiet:
@@ -116,6 +122,9 @@ def launch(run: Launch) -> int:
     if run.alone:
         os.environ.update(_world_of_one(run))
         if run.log_dir is None:
+            code = pid1.stay() if os.getpid() == 1 else None
+            if code is not None:
+                return code
             _become(run.program, launch_id)
         from .single import run_single
 

@@ -25,6 +25,7 @@ from .patience import Patience, StoreSilent
 
 T = TypeVar("T")
 
+LOOPBACK = "127.0.0.1"
 DEFAULT_TIMEOUT_S = 300.0
 LOST_AFTER_S = 30.0
 STAY_S = 10.0
@@ -34,7 +35,8 @@ _STORE_TIMEOUT = timedelta(seconds=60)
 
 
 class GangRendezvous(RendezvousHandler):
-    """The meeting of `nodes` agents at node 0's `address:port`; `port` 0 (one node only) takes any that is free.
+    """The meeting of `nodes` agents at node 0's `address:port`; `port` 0 (one node only) takes any that is free. One
+    node meets on its loopback address, which no other machine reaches: anybody who reaches a store may write to it.
 
     lost_after_s: how long another node may be silent.
     stay_s:      how long node 0, told to end, stays for the others to learn of it.
@@ -58,7 +60,7 @@ class GangRendezvous(RendezvousHandler):
         names: Sequence[str] = (),
         ending: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._address, self._port = address, port
+        self._address, self._port = address if nodes > 1 else LOOPBACK, port
         self._node_rank, self._nodes, self._run_id = node_rank, nodes, run_id
         self._timeout_s, self._lost_after_s = timeout_s, lost_after_s
         self._stay_s, self._ending = stay_s, ending
@@ -211,10 +213,12 @@ class GangRendezvous(RendezvousHandler):
         return store
 
     def _listen(self, port: int) -> socket.socket:
-        both = socket.has_dualstack_ipv6()
+        both = self._nodes > 1 and socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if both else socket.AF_INET
         try:
-            return socket.create_server(("", port), family=family, backlog=2048, dualstack_ipv6=both)
+            return socket.create_server(
+                ("" if self._nodes > 1 else LOOPBACK, port), family=family, backlog=2048, dualstack_ipv6=both
+            )
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise LaunchError(

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from accel.exit_codes import REQUEUE
+from schedulers.errors import hide
 
 from . import cgroup
 
@@ -130,14 +131,21 @@ def first(exits: Iterable[Exit], ended_at: float) -> Exit:
 def diagnose(one: Exit, *, node: int, host: str, attempt: int, oom_kills: int, others: str) -> Failure:
     """The failure that `one` is, with a cause and a remedy where they are known."""
     error = one.error or {}
-    said = f"{error.get('type', '')}: {error.get('message', '')}".strip(": ")
+    secrets = _secrets()
+    said = hide(f"{error.get('type', '')}: {error.get('message', '')}".strip(": "), secrets)
     reason, cause, remedy = _cause(one, said, oom_kills)
     message = said.splitlines()[0] if said else f"rank {one.rank} {one.how()}"
     return Failure(
         rank=one.rank, node=node, host=host, attempt=attempt, exit_code=one.exit_code, reason=reason, how=one.how(),
-        message=message[:500], traceback=str(error.get("traceback", "")), log=one.log, cause=cause, remedy=remedy,
-        others=others, time=one.moment,
+        message=message[:500], traceback=hide(str(error.get("traceback", "")), secrets), log=one.log,
+        cause=cause, remedy=remedy, others=others, time=one.moment,
     )  # fmt: skip
+
+
+def _secrets() -> dict[str, str]:
+    """The values of the job's secrets, whose names its target gives in `ACCEL_SECRETS`: a report is kept on record."""
+    names = os.environ.get("ACCEL_SECRETS", "").split(",")
+    return {name: os.environ[name] for name in names if name in os.environ}
 
 
 _KNOWN: tuple[tuple[str, str, str, str], ...] = (

@@ -184,7 +184,7 @@ class Api:
         return connecting.unreachable(error, self.access, self.where)
 
     def _unreachable_by(self, why: str) -> Unreachable:
-        return Unreachable(f"{self.where}: the API server {self.server}: {why}")
+        return Unreachable(f"{self.where}: the API server {self.access.shown}: {why}")
 
     def _credentials(self) -> Credentials:
         with self._lock:
@@ -248,7 +248,7 @@ class Api:
             refusal = error_of(response.status, body, where=self.where, who=self.access.who)
             if response.status in _BUSY:
                 raise Unreachable(
-                    f"{self.where}: the API server {self.server} answers {response.status}: {_text(refusal)}"
+                    f"{self.where}: the API server {self.access.shown} answers {response.status}: {_text(refusal)}"
                 )
             raise refusal
 
@@ -281,7 +281,7 @@ class Api:
                     raise self.unreachable(error) from None
                 time.sleep(waits.pop(0))
             except ValueError as error:  # a URL, or a header, that cannot be
-                raise ConfigError(f"{self.where}: {self.server}: {error}") from None
+                raise ConfigError(f"{self.where}: {self.access.shown}: {error}") from None
 
     def _rest(self, response: urllib3.BaseHTTPResponse) -> bytes:
         import urllib3

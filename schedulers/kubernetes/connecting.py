@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
 from ..errors import ConfigError, Unreachable
+from ..printable import without_password
 from .credentials import Certificate, data_of, missing
 from .kubeconfig import Access
 
@@ -119,10 +120,12 @@ def _proxied(proxy: str, options: dict[str, Any], where: str) -> urllib3.PoolMan
         try:
             from urllib3.contrib.socks import SOCKSProxyManager
         except ImportError:
-            raise ConfigError(f"{where}: proxy-url {shown(proxy)}: a SOCKS proxy needs pip install PySocks") from None
+            raise ConfigError(
+                f"{where}: proxy-url {without_password(proxy)}: a SOCKS proxy needs pip install PySocks"
+            ) from None
         return SOCKSProxyManager(proxy, **options)
     if not proxy.startswith(("http://", "https://")):
-        raise ConfigError(f"{where}: proxy-url must be like http://host:port, not {shown(proxy)!r}")
+        raise ConfigError(f"{where}: proxy-url must be like http://host:port, not {without_password(proxy)!r}")
     headers = None
     parts = urlsplit(proxy)
     if parts.username is not None:
@@ -132,17 +135,11 @@ def _proxied(proxy: str, options: dict[str, Any], where: str) -> urllib3.PoolMan
     return urllib3.ProxyManager(proxy, proxy_headers=headers, **options)
 
 
-def shown(url: str) -> str:
-    """A proxy's URL without the password in it."""
-    parts = urlsplit(url)
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
-
-
 def unreachable(error: Exception, access: Access, where: str) -> Unreachable:
     """What went wrong on the way to the API server, or back, in a line."""
     proxy = proxy_of(access)
-    way = f" through proxy {shown(proxy)}" if proxy else ""
-    return Unreachable(f"{where}: the API server {access.server} cannot be reached{way}: {_why(error)}")
+    way = f" through proxy {without_password(proxy)}" if proxy else ""
+    return Unreachable(f"{where}: the API server {access.shown} cannot be reached{way}: {_why(error)}")
 
 
 def _why(error: BaseException) -> str:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..errors import ConfigError, nearest
+from ..printable import without_password
 from .options import KubernetesOptions
 
 # Where a pod finds its service account: https://kubernetes.io/docs/tasks/run-application/access-api-from-pod/
@@ -39,6 +40,11 @@ class Access:
     directory: str = ""
     cluster: Mapping[str, Any] = field(default_factory=dict)
     user: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def shown(self) -> str:
+        """For people: the server's URL without a password."""
+        return without_password(self.server)
 
     @property
     def who(self) -> str:
@@ -128,7 +134,7 @@ def _chosen(files: list[str], wanted: str | None, where: str) -> Access:
     if not isinstance(server, str) or not server.startswith(("https://", "http://")):
         raise ConfigError(
             f"{where}{cluster_path}: cluster {context['cluster']}: server must be like https://host:port, "
-            f"not {server!r}"
+            f"not {without_password(server) if isinstance(server, str) else type(server).__name__!r}"
         )
     return Access(
         server=server.rstrip("/"),
@@ -165,7 +171,7 @@ def _entries(document: Mapping[str, Any], section: str, where: str) -> Iterator[
     for entry in listed:
         value = entry.get(section[:-1]) if isinstance(entry, dict) else None
         if not isinstance(entry, dict) or not entry.get("name") or not isinstance(value or {}, dict):
-            raise ConfigError(f"{where}: {section}: expects entries with name and {section[:-1]}, got {entry!r:.80}")
+            raise ConfigError(f"{where}: {section}: expects entries with name and {section[:-1]}, got {_shape(entry)}")
         yield str(entry["name"]), value or {}
 
 
@@ -203,6 +209,13 @@ def _absolute(values: Mapping[str, Any], path: str) -> dict[str, Any]:
         key: os.path.join(base, value) if key in _PATHS and isinstance(value, str) and value else value
         for key, value in values.items()
     }
+
+
+def _shape(entry: object) -> str:
+    """What an entry is, without its values: they may be credentials."""
+    if not isinstance(entry, dict):
+        return f"a {type(entry).__name__}"
+    return f"a mapping of {', '.join(map(str, entry)) or 'nothing'}"
 
 
 def _listed(section: Mapping[str, object]) -> str:

@@ -20,7 +20,7 @@ _MARGIN_S = 10
 _LOGS = "/tmp/accel-logs"
 # Whatever a program's directory holds, `accel` is the installed package.
 _ACCEL = "import sys; sys.path[:] = [p for p in sys.path if p]; from accel.cli import main; sys.exit(main())"
-_OWN = frozenset("ACCEL_JOB_ID ACCEL_NODES ACCEL_MASTER ACCEL_PORT JOBSET_RESTART_ATTEMPT".split())
+_OWN = frozenset("ACCEL_JOB_ID ACCEL_NODES ACCEL_MASTER ACCEL_PORT ACCEL_SECRETS JOBSET_RESTART_ATTEMPT".split())
 _REFERENCE = "secret:NAME/KEY"
 
 
@@ -216,6 +216,8 @@ def _environment(spec: JobSpec, options: KubernetesOptions, job_id: str) -> Iter
                 yield {"name": key, "value": value}
     for key, value in spec.env.items():
         yield {"name": key, "value": unexpanded(value)}
+    if spec.secrets:
+        yield {"name": "ACCEL_SECRETS", "value": ",".join(spec.secrets)}
     for key, reference in spec.secrets.items():
         secret, inside = _secret(key, reference, "")
         yield {"name": key, "valueFrom": {"secretKeyRef": {"name": secret, "key": inside}}}
@@ -225,7 +227,7 @@ def _secret(variable: str, reference: str, where: str) -> tuple[str, str]:
     kind, _, rest = reference.partition(":")
     secret, slash, key = rest.partition("/")
     if kind != "secret":
-        raise SpecError(f"--secret {variable}: {where} reads the cluster's Secrets only, as {_REFERENCE}, not {kind}:…")
+        raise SpecError(f"--secret {variable}: {where} reads the cluster's Secrets only, as {_REFERENCE}")
     if not (slash and names.is_subdomain(secret) and names.is_qualified(key) and "/" not in key):
         raise SpecError(f"--secret {variable}: {where} expects {_REFERENCE}: a Secret of the cluster, and a key in it")
     return secret, key

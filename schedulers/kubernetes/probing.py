@@ -35,7 +35,7 @@ def check(api: Api, options: KubernetesOptions, gpus: int) -> Checked:
     """`gpus` are wanted of each node. Changes nothing. Raises Unreachable, SchedulerError when it cannot be asked."""
     report = _Report()
     access = api.access
-    report.rows.append(["API server", f"{api.server}, as {access.who}"])
+    report.rows.append(["API server", f"{access.shown}, as {access.who}"])
     version = api.call("GET", "/version")
     report.rows.append(["Kubernetes", str(version.get("gitVersion"))])
     _kinds(api, options, report)

@@ -22,10 +22,10 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from .. import disk, secrets
-from ..errors import SchedulerError, StoreError
+from ..errors import SchedulerError, StoreError, hide
 from ..job import Reason, State, Status
 from ..processes import Identity, adopt_orphans, descendants, die_with_parent, end_all, wake_pipe
-from ..remote.hostside.logs import Clock, last_line
+from ..remote.hostside.logs import BLOCK, Clock, last_line
 from ..remote.hostside.supervisor.documents import Document, make_room
 from ..remote.hostside.supervisor.slots import Slots, TooMany, visible, wanted
 from ..store import Store
@@ -60,6 +60,7 @@ class Supervisor:
         self._result = Document(str(files.directory / "exit.json"), _RESULT_ROOM)
         self._progress = Document(str(files.directory / "local/progress.json"), _NOTE_ROOM)
         self._launcher = Document(str(files.directory / "local/launcher.json"), _NOTE_ROOM)
+        self._secrets: dict[str, str] = {}
         self._cancelled = False
         self._waiting = False
         self._woken, waker = wake_pipe()
@@ -147,7 +148,10 @@ class Supervisor:
         return visible(got, devices)
 
     def _environment(self, devices: dict[str, str]) -> dict[str, str]:
-        env = {**os.environ, **devices, **self._settings["env"], **secrets.values(self._settings["secrets"])}
+        self._secrets = secrets.values(self._settings["secrets"])
+        env = {**os.environ, **devices, **self._settings["env"], **self._secrets}
+        if self._secrets:
+            env["ACCEL_SECRETS"] = ",".join(self._secrets)
         env["ACCEL_JOB_ID"] = self._settings["job_id"]
         env["ACCEL_JOB_DIR"] = str(self._files.directory)
         return env
@@ -254,7 +258,7 @@ class Supervisor:
         return Reason.EXIT_CODE if self._files.launch_event("attempt") else Reason.SETUP
 
     def _last_words(self) -> str:
-        return last_line(str(self._files.logs / "node-0.log"), _LONGEST_WORDS)
+        return hide(last_line(str(self._files.logs / "node-0.log"), BLOCK), self._secrets)[:_LONGEST_WORDS]
 
     def _finish(self, status: Status) -> None:
         status = dataclasses.replace(status, observed_at=time.time())

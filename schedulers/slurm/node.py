@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+from ..errors import hide
 from ..processes import adopt_orphans, descendants, die_with_parent, end_all, wake_pipe
 from ..remote.hostside import logs
 from ..remote.hostside.slurm_batch import documents
@@ -161,6 +162,8 @@ class Node:
             "LAUNCH_EVENTS": self._events,
             "REQUEUED": "1",
         }
+        if self._secrets:
+            own["SECRETS"] = ",".join(self._secrets)
         named = {f"ACCEL_{name}": own[name] for name in own}
         return {**self._over_interface, **inherited, **self._settings["env"], **self._secrets, **named}
 
@@ -293,7 +296,8 @@ class Node:
     def _last_words(self) -> str:
         """The last line that `accel launch` wrote of this attempt."""
         path = os.path.join(self._logs, f"node-{self._rank}.log")
-        return logs.last_line(path, _LONGEST_WORDS).removeprefix("accel launch: ")
+        words = hide(logs.last_line(path, logs.BLOCK), self._secrets)
+        return words.removeprefix("accel launch: ")[:_LONGEST_WORDS]
 
 
 def _text(path: str) -> str:

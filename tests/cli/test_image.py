@@ -143,7 +143,7 @@ def test_the_labels_say_where_the_project_comes_from(project: Accel, tmp_path: P
     git("init", "-q")
     git("add", ".")
     git("commit", "-qm", "x")
-    git("remote", "add", "origin", "https://me:secret@example.org/team/train.git")
+    git("remote", "add", "origin", "https://me:s@secret@example.org/team/train.git")
     recording(tmp_path, "podman", {})
     words = ["image", "build", "--builder", "podman", "--tag", "team/train", "--print"]
     path = f"{tmp_path}:{os.environ['PATH']}"

@@ -182,6 +182,17 @@ def test_the_environment_arrives_and_a_secret_is_stored_nowhere(accel: Accel) ->
     assert not any(b"hf_s3cret" in path.read_bytes() for path in stored)
 
 
+def test_a_secret_in_an_error_is_not_kept(accel: Accel) -> None:
+    accel.script("import os; raise ValueError('refused: ' + os.environ['TOKEN'])")
+    secret = ["--secret", "TOKEN=env:HF_TOKEN"]
+    done = accel.finish("submit", "--follow", *secret, "train.py", HF_TOKEN="hf_s3cret")
+    assert b"ValueError: refused: (secret TOKEN)" in done.stderr
+    logs = list(accel.home.rglob("rank-*.log"))
+    kept = [path for path in accel.home.rglob("*") if path.is_file() and path not in logs]
+    assert b"hf_s3cret" in b"".join(path.read_bytes() for path in logs)  # what the program itself has written
+    assert [path for path in kept if b"hf_s3cret" in path.read_bytes()] == []
+
+
 def test_several_ranks_are_told_apart(accel: Accel) -> None:
     accel.script("import os; print('rank', os.environ['RANK'])")
     done = accel.finish("submit", "--procs-per-node", "2", "--follow", "train.py")

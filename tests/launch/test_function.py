@@ -128,6 +128,22 @@ with ThreadPoolExecutor(1) as pool:
     assert [one["size"] for one in play(script, tmp_path)] == [2] * 4
 
 
+@pytest.mark.parametrize("more", ["", "use_port={port}", 'rdzv_backend="c10d"'])
+def test_the_store_of_one_machine_listens_on_loopback_alone(tmp_path: Path, more: str) -> None:
+    script = f"""
+def look():
+    port = ":%04X" % int(os.environ["MASTER_PORT"])
+    lines = [line.split() for name in ("tcp", "tcp6") for line in open("/proc/net/" + name).readlines()[1:]]
+    found = sorted(dict.fromkeys(line[1][:-5] for line in lines if line[3] == "0A" and line[1].endswith(port)))
+    world()
+    tell(rank=9, where=[os.environ["MASTER_ADDR"], found])
+notebook_launcher(look, num_processes=2, {more.format(port=free_port())})
+"""
+    told = play(script, tmp_path)
+    assert [one["total"] for one in told[:2]] == [3.0, 3.0]
+    assert [one["where"] for one in told[2:]] == [["127.0.0.1", ["0100007F"]]] * 2
+
+
 def test_two_nodes_meet(tmp_path: Path) -> None:
     script = f"""
 node = int(sys.argv[1]) if len(sys.argv) > 1 else 0

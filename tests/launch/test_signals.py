@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
+
+from tests.needs import missing
 
 from .conftest import Launcher, until
 
@@ -145,3 +151,35 @@ def test_a_rank_that_is_told_before_it_has_begun(launcher: Launcher) -> None:
     for _ in range(2):
         run = launcher.start("--num_processes", "16", "--shutdown_timeout", "1000", "train.py")
         assert run.wait(60).code == 5
+
+
+def as_first_process(*flags: str) -> list[str]:
+    """The command of a launch that is PID 1 of a namespace, as a container's command is."""
+    unshare = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc", "--kill-child"]
+    if shutil.which("unshare") is None or subprocess.run([*unshare, "true"], capture_output=True).returncode:
+        missing("a PID namespace", "run as root, or where users may make namespaces (unshare of util-linux)")
+    return [*unshare, sys.executable, "-m", "accel", "launch", *flags]
+
+
+@pytest.mark.parametrize(("words", "code"), [((), 128 + signal.SIGTERM), (("SIGTERM",), 0)])
+def test_one_process_that_is_pid_1_ends_on_sigterm(launcher: Launcher, words: tuple[str, ...], code: int) -> None:
+    run = launcher.start(launcher.script(TELL), *words, command=as_first_process())
+    run.says("ready 0.")
+    (first,) = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+    os.kill(int(first), signal.SIGTERM)
+    done = run.wait()
+    assert done.code == code, done
+    assert ("rank 0 told SIGTERM." in done.out) is bool(words)
+    launcher.nothing_left(within_s=1)
+
+
+def test_pid_1_gives_its_programs_exit_code_and_reaps_what_the_program_left(launcher: Launcher) -> None:
+    text = """
+import os, subprocess, sys, time
+assert os.getppid() == 1
+orphan = subprocess.run(["sh", "-c", "true & echo $!"], capture_output=True, text=True).stdout.strip()
+while os.path.exists(f"/proc/{orphan}"):  # a zombie stays there until it is reaped
+    time.sleep(0.01)
+sys.exit(7)
+"""
+    launcher(launcher.script(text), code=7, command=as_first_process())

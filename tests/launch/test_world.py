@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import socket
 
 import pytest
 
@@ -194,3 +195,19 @@ if not os.path.exists("joined"): sys.exit("rank 1 has not joined yet")
 def test_no_rank_goes_on_before_all_have_joined(launcher: Launcher) -> None:
     """A program that ends at once would otherwise take its end of connections away that others are still making."""
     launcher("--cpu", "--num_processes", "2", launcher.script(LATE))
+
+
+LISTENERS = """
+import json, os
+port = f":{int(os.environ['MASTER_PORT']):04X}"
+lines = [line.split() for name in ("tcp", "tcp6") for line in open(f"/proc/net/{name}").readlines()[1:]]
+found = sorted({line[1].partition(":")[0] for line in lines if line[3] == "0A" and line[1].endswith(port)})
+print(json.dumps([os.environ["MASTER_ADDR"], found]), flush=True)
+"""
+LOOPBACK = "0100007F"
+
+
+@pytest.mark.parametrize("flags", [("--main_process_ip", socket.gethostname()), ("--rdzv_backend", "c10d")])
+def test_the_store_of_one_machine_listens_on_loopback_alone(launcher: Launcher, flags: tuple[str, ...]) -> None:
+    done = launcher("--num_processes", "2", *flags, launcher.script(LISTENERS))
+    assert list(map(json.loads, done.out.splitlines())) == [["127.0.0.1", [LOOPBACK]]] * 2

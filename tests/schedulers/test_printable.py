@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schedulers.printable import one_line, printable
+from schedulers.errors import hide
+from schedulers.printable import one_line, printable, without_password
+from schedulers.remote.hostside.supervisor import work
 
 HARMFUL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 
@@ -35,6 +37,41 @@ HARMFUL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u206
 def test_escapes_go_and_other_control_characters_are_shown(text: str, shown: str) -> None:
     assert printable(text) == shown
     assert one_line(text) == shown.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("https://host/path", "https://host/path"),
+        ("https://me:secret@host:5000/path@v1", "https://host:5000/path@v1"),
+        ("https://hf_token@host", "https://host"),
+        ("https://me:p@ss@host/x", "https://host/x"),
+        ("https://me:p/ss@host/x", "https://host/x"),
+        ("https://host:5000/x@v1", "https://host:5000/x@v1"),
+        ("-r https://a:b@one/x https://c:d@two", "-r https://one/x https://two"),
+        ("git@host:team/train.git", "git@host:team/train.git"),
+        ("someone@example.org", "someone@example.org"),
+    ],
+)
+def test_a_url_is_shown_without_user_and_password(text: str, shown: str) -> None:
+    assert without_password(text) == shown
+
+
+def test_the_values_of_secrets_are_replaced_by_their_names() -> None:
+    secrets = {
+        "TOKEN": "hf_s3cret",
+        "LONGER": "hf_s3cret_2",
+        "KEY": "first line\nsecond\\line",
+        "PIN": "123",
+        "NONE": "",
+    }
+    text = "hf_s3cret, hf_s3cret_2; 'first line' then 'second\\\\line' and first line\nsecond\\line; 123"
+    assert (
+        hide(text, secrets)
+        == work.hide(text, secrets)
+        == ("(secret TOKEN), (secret LONGER); '(secret KEY)' then '(secret KEY)' and (secret KEY); 123")
+    )
+    assert hide("plain", {}) == "plain"
 
 
 @given(st.text(alphabet=st.one_of(st.characters(), st.sampled_from("\x1b[]0;mP\\\x07\x9b\x9c\r\n")), max_size=40))

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from schedulers.codefiles import list_code
 from schedulers.errors import ConfigError
+from schedulers.printable import without_password
 
 from . import dockerfile, wheel
 
@@ -73,7 +74,9 @@ def _alone(path: Path, text: str) -> str:
     """The text, which must not need other files: they would not be there."""
     for number, line in enumerate(text.splitlines(), 1):
         if re.match(r"\s*(-r|--requirement|-c|--constraint|-e|--editable|\.{1,2}/|file:)(\s|=|\S)", line):
-            raise ConfigError(f"{path}:{number}: {line.strip()!r} needs another file, and only this one goes along")
+            raise ConfigError(
+                f"{path}:{number}: {without_password(line.strip())!r} needs another file, and only this one goes along"
+            )
     return text
 
 

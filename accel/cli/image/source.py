@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 from pathlib import Path
 
 from schedulers.codefiles import git_environment
+from schedulers.printable import without_password
 
 
 def revision(directory: Path) -> str:
@@ -19,8 +19,7 @@ def revision(directory: Path) -> str:
 
 def url(directory: Path) -> str:
     """The remote `origin`, without a user or a password; nothing where there is none."""
-    found = _git(directory, "remote", "get-url", "origin")
-    return re.sub(r"^(\w+://)[^/@]*@", r"\1", found)
+    return without_password(_git(directory, "remote", "get-url", "origin"))
 
 
 def _git(directory: Path, *words: str) -> str:

@@ -158,6 +158,10 @@ def test_a_certificate_needs_its_key(tmp_path: Path) -> None:
         ("- a list", " is no kubeconfig: it holds a list"),
         ({"clusters": {"a": 1}, "current-context": "a"}, ": clusters must be a list, not a dict"),
         ({"contexts": [{"context": {}}], "current-context": "a"}, ": contexts: expects entries with name and context"),
+        (
+            {"users": [{"user": {"token": "t0p-secret"}}], "current-context": "a"},
+            ": users: expects entries with name and user, got a mapping of user",
+        ),
         (config("a"), " has no current-context: say context: (there are a)"),
         ("", " has no current-context: say context: (there are none)"),
         (config("lab", current="lob"), " has no context 'lob'; did you mean 'lab'? (contexts: lab)"),

@@ -192,7 +192,7 @@ def test_refused_in_one_line(given: dict[str, Any], message: str) -> None:
     [
         ({"image": "train:2"}, "--image needs container"),
         ({"grace_s": 100_000.0}, "Slurm warns 65535 seconds ahead at most"),
-        ({"secrets": {"T": "vault:x"}}, "reads env:NAME and file:PATH, not vault:"),
+        ({"secrets": {"T": "vault:x"}}, "reads env:NAME and file:PATH only"),
     ],
 )
 def test_a_job_that_cannot_be_is_refused(change: dict[str, Any], message: str) -> None:

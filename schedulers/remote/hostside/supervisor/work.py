@@ -43,6 +43,20 @@ _OF_THE_SESSION = ("SSH_CLIENT", "SSH_CONNECTION", "SSH_TTY", "SSH_AUTH_SOCK", "
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
+def hide(text: str, secrets: dict[str, str]) -> str:
+    """Return the text with the values of secrets replaced by `(secret NAME)`; as `schedulers.errors.hide`."""
+    forms = {
+        form: name
+        for name, value in secrets.items()
+        for line in (value, *value.splitlines())
+        for form in (line, repr(line)[1:-1])
+        if len(form) >= 4
+    }
+    for form in sorted(forms, key=len, reverse=True):
+        text = text.replace(form, f"(secret {forms[form]})")
+    return text
+
+
 class Work:
     """This host's part of the job. `state` is what the leader is told of it; `tick` lets it come true."""
 
@@ -274,6 +288,8 @@ class Work:
         env.update(self._visible)
         env.update(self._settings["env"])
         env.update(self._secrets)
+        if self._secrets:
+            env["ACCEL_SECRETS"] = ",".join(self._secrets)
         env.update({MARKER: self._settings["job_id"], "ACCEL_JOB_DIR": self._directory})
         env.update(extra)
         workdir = os.path.join(self._directory, os.path.expanduser(self._settings["workdir"]))
@@ -323,7 +339,8 @@ class Work:
                 continue
 
     def _last_words(self) -> str:
-        words = logs.last_line(os.path.join(self._logs, f"node-{self._index}.log"), _LONGEST_WORDS)
+        words = logs.last_line(os.path.join(self._logs, f"node-{self._index}.log"), logs.BLOCK)
+        words = hide(words, self._secrets)[:_LONGEST_WORDS]
         return words[len("accel launch: ") :] if words.startswith("accel launch: ") else words
 
     # Bookkeeping.
