@@ -196,11 +196,11 @@ class _Requests:
         signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         while True:
-            readable = select.select([self._control, woken], [], [])[0]
+            readable = select.select([self._control.fileno(), woken], [], [])[0]
             if woken in readable:
                 os.read(woken, 4096)
                 self._report_ends()
-            if self._control in readable:
+            if self._control.fileno() in readable:
                 data, fds, _, _ = socket.recv_fds(self._control, 1, 4)
                 if not data:
                     return None
