@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.clusters.fixtures import _cluster, _hosts, _with_accounting, _without_accounting
 from tests.clusters.ssh import SshHosts
+
+__all__ = ["_cluster", "_hosts", "_with_accounting", "_without_accounting"]
 
 
 @pytest.fixture

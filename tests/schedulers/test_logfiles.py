@@ -26,7 +26,7 @@ def lines_of(data: bytes) -> list[str]:
     return [line.decode("utf-8", "surrogateescape") for line in data.splitlines(keepends=True)]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(deadline=None)
 @given(chunks=st.lists(BYTES, max_size=6))
 def test_following_a_growing_file_gives_every_line_once(tmp_path_factory: object, chunks: list[bytes]) -> None:
     directory = _fresh(tmp_path_factory)
@@ -49,7 +49,7 @@ def test_following_a_growing_file_gives_every_line_once(tmp_path_factory: object
     assert list(read(directory, cursor, complete=True)) == []
 
 
-@settings(max_examples=100, deadline=None)
+@settings(deadline=None)
 @given(data=BYTES, stop=st.integers(0, 100))
 def test_resuming_from_any_line_s_cursor_gives_exactly_the_rest(
     tmp_path_factory: object, data: bytes, stop: int
