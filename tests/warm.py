@@ -1,11 +1,11 @@
-"""Python processes forked from one interpreter that has torch loaded, for tests that start many.
+"""Python processes forked from an interpreter that has loaded what they need, for tests that start many.
 
 `start` is `subprocess.Popen` for a Python program: a process with its own session, environment, directory, standard
-streams and the interpreter's own exit. It saves the CPU time that a new interpreter needs to import torch: 1.6 s, and
-3.1 s with torch._dynamo. A test whose subject is the start of the interpreter, or what is imported in it, starts a
-new one.
+streams and exit. It saves the CPU time that a new interpreter needs for its imports: 1.6 s for torch, 3.1 s with
+torch._dynamo, 0.1 s for a command of `accel`. A test whose subject is the start of the interpreter, or what is
+imported in it, starts a new one.
 
-The server is started with the first process and ends with the process that started it. It runs no thread and no test.
+A server is started with its first process and ends with the process that started it. It runs no thread and no test.
 """
 
 from __future__ import annotations
@@ -37,7 +37,14 @@ from accel.launch.leaving import leave
 ROOT = Path(__file__).parents[1]
 MARK = "ACCEL_TEST_MARK"  # a variable of 32 characters by which /proc/PID/environ tells whose process it is
 _NO_MARK = "-" * 32
-_PRELOADED = ("torch._dynamo", "accel.accelerator", "accel.launch.gang", "accel.cli.launch", "safetensors.torch")
+
+# What a server loads. A command of the first kind costs some milliseconds; one of the second, 20.
+COMMANDS = (
+    *"submit list status describe logs wait cancel targets prune config completion launch rows stream".split(),
+    *"output finding values yaml_edit".split(),
+)
+LIGHT = (*(f"accel.cli.{name}" for name in COMMANDS), "schedulers.local", "rich.console", "rich.table", "msgspec.json")
+TORCH = ("torch._dynamo", "accel.accelerator", "accel.launch.gang", "accel.cli.launch", "safetensors.torch")
 
 # Read while the interpreter or a library is loaded: a process with another value needs a new interpreter.
 _READ_EARLY = tuple("PYTHON LD_ MKL_ KMP_ OPENBLAS_ MALLOC_ TORCH_ TORCHINDUCTOR_ ACCEL_COMPAT".split())
@@ -65,6 +72,7 @@ def start(
     stdin: IO[bytes] | int = subprocess.DEVNULL,
     stdout: IO[bytes],
     stderr: IO[bytes],
+    loaded: tuple[str, ...] = TORCH,
 ) -> Process:
     """Start `argv` in a session of its own: forked where it runs this Python and no variable is read early."""
     if os.fsdecode(argv[0]) != sys.executable or not fits(env):
@@ -73,23 +81,32 @@ def start(
         )
     with open(os.devnull, "rb") as null:
         files = [null if isinstance(stdin, int) else stdin, stdout, stderr]
-        return _Forked(argv, cwd or Path.cwd(), env, [file.fileno() for file in files])
+        return _Forked(_server(loaded), argv, cwd or Path.cwd(), env, [file.fileno() for file in files])
 
 
 def run(
     argv: Sequence[str | bytes], *, cwd: Path | None, env: Mapping[str, str], timeout: float
 ) -> subprocess.CompletedProcess[str]:
-    """Run `argv` to its end; return what it printed."""
+    """Run `argv` to its end; return what it printed, as text."""
+    done = finish(argv, cwd=cwd, env=env, timeout=timeout, loaded=TORCH)
+    out, err = (text.decode(errors="replace") for text in (done.stdout, done.stderr))
+    return subprocess.CompletedProcess(argv, done.returncode, out, err)
+
+
+def finish(
+    argv: Sequence[str | bytes], *, cwd: Path | None, env: Mapping[str, str], timeout: float, loaded: tuple[str, ...]
+) -> subprocess.CompletedProcess[bytes]:
+    """Run `argv` to its end; return the bytes that it printed."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        process = start(argv, cwd=cwd, env=env, stdout=out, stderr=err)
+        process = start(argv, cwd=cwd, env=env, stdout=out, stderr=err, loaded=loaded)
         try:
             code = process.wait(timeout)
         except BaseException:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             raise
-        texts = [_text(file) for file in (out, err)]
-    return subprocess.CompletedProcess(argv, code, *texts)
+        printed = [_content(file) for file in (out, err)]
+    return subprocess.CompletedProcess(argv, code, *printed)
 
 
 def fits(env: Mapping[str, str]) -> bool:
@@ -99,9 +116,9 @@ def fits(env: Mapping[str, str]) -> bool:
     return sys.platform == "linux" and plain and known_path and _early(env) == _SERVER_ENV
 
 
-def _text(file: IO[bytes]) -> str:
+def _content(file: IO[bytes]) -> bytes:
     file.seek(0)
-    return file.read().decode(errors="replace")
+    return file.read()
 
 
 def _early(env: Mapping[str, str]) -> dict[str, str]:
@@ -115,7 +132,14 @@ _SERVER_ENV = _early(os.environ)
 class _Forked:
     """A child of the server, which reports its end over a socket."""
 
-    def __init__(self, argv: Sequence[str | bytes], cwd: Path, env: Mapping[str, str], files: list[int]) -> None:
+    def __init__(
+        self,
+        server: socket.socket,
+        argv: Sequence[str | bytes],
+        cwd: Path,
+        env: Mapping[str, str],
+        files: list[int],
+    ) -> None:
         self.args = argv
         self.returncode: int | None = None
         what = {"argv": [os.fsdecode(word) for word in argv], "cwd": os.fsdecode(cwd), "env": dict(env)}
@@ -123,7 +147,7 @@ class _Forked:
         self._reports, theirs = socket.socketpair()
         with theirs:
             rights = array.array("i", [theirs.fileno(), *files])
-            _server().sendmsg([b"x"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
+            server.sendmsg([b"x"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
         self._reports.sendall(struct.pack("I", len(data)) + data)
         self.pid = self._number()
         if self.pid < 0:
@@ -159,23 +183,23 @@ class _Forked:
         return int(struct.unpack("i", data)[0])
 
 
-_control: tuple[int, socket.socket] | None = None  # whose the server is, and where it takes requests
+_controls: dict[tuple[int, tuple[str, ...]], socket.socket] = {}  # where each server of a process takes requests
 
 
-def _server() -> socket.socket:
-    global _control
-    if _control is None or _control[0] != os.getpid():
+def _server(loaded: tuple[str, ...]) -> socket.socket:
+    key = os.getpid(), loaded
+    if key not in _controls:
         ours, theirs = socket.socketpair()
         mine = {"PYTHONPATH": str(ROOT), "LC_ALL": "C.UTF-8", "OMP_NUM_THREADS": "1", MARK: _NO_MARK}
         env = {name: os.environ[name] for name in os.environ if not name.startswith(_READ_EARLY)} | _SERVER_ENV | mine
         with theirs:
             server = subprocess.Popen(
-                [sys.executable, "-m", "tests.warm", str(theirs.fileno()), *_PRELOADED],
+                [sys.executable, "-m", "tests.warm", str(theirs.fileno()), *loaded],
                 cwd=ROOT, env=env, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
         server.returncode = 0  # it ends when `ours` is closed, at the end of this process: nobody waits for it
-        _control = os.getpid(), ours
-    return _control[1]
+        _controls[key] = ours
+    return _controls[key]
 
 
 # What follows runs in the server, and in the processes that it forks.
