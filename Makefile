@@ -1,20 +1,26 @@
 # Two commands do everything on a fresh machine:
 #   make demo   installs what is missing and trains a real model, as a job on the local target
 #   make test   installs what is missing and runs every test
+# and for daily work
+#   make test-fast   runs the tests that need no cluster
 
 VENV ?= .venv
 BIN := $(VENV)/bin
 # The tests wait for processes more than they compute; those of one file stay together and share what they start.
 WORKERS ?= 5
 
-.PHONY: demo test check build bench golden clean
+.PHONY: demo test test-fast check build bench golden clean
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/accel submit --target local --procs-per-node 2 --follow examples/digits/train.py
 	$(BIN)/accel status @last
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 25
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 50
+
+# For daily work: all but what tests/shares.py marks as `server`, which are the clusters, and what takes minutes.
+test-fast: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 25 -m "not server"
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -1,28 +1,33 @@
-"""What holds for every test."""
+"""What holds for every test. Needs pytest alone: a folder that needs more imports it in its own conftest.py."""
 
 from __future__ import annotations
 
 import signal
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Any
 
-import hypothesis
 import pytest
 
-# Fixtures of this process: a second import of them would be a second cluster.
-from .clusters.fixtures import _cluster, _hosts, _with_accounting, _without_accounting
-from .shares import Shares, in_order
+from .shares import SERVERS, in_order, needs_a_server, scheduler
 
-__all__ = ["_cluster", "_hosts", "_with_accounting", "_without_accounting"]
-
-# How long an example takes says something of the machine, and of what else runs there.
-hypothesis.settings.register_profile("accel", deadline=None)
-hypothesis.settings.load_profile("accel")
+if find_spec("hypothesis") is not None:
+    from . import examples  # noqa: F401  # chooses how many
 
 
-def pytest_configure() -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    if find_spec("pytest_timeout") is None:
+        parser.addini("timeout", "Seconds after which a test has failed (pytest-timeout, which is not installed)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
     """Take the signals that a shell has ignored in what it runs in the background: the tests' programs inherit that."""
+    config.addinivalue_line(
+        "markers", f"server: takes a cluster ({', '.join(SERVERS)}) or minutes, as tests/shares.py lists"
+    )
+    if find_spec("pytest_timeout") is None:
+        config.addinivalue_line("markers", "timeout(seconds): of pytest-timeout, which is not installed")
     for signum in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
         if signal.getsignal(signum) is signal.SIG_IGN:
             signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
@@ -31,11 +36,14 @@ def pytest_configure() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Where shares go to several workers, this order holds with --no-loadscope-reorder."""
     items[:] = in_order(items)
+    for item in items:
+        if needs_a_server(item.nodeid):
+            item.add_marker("server")
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Shares | None:
-    return Shares(config, log) if config.getoption("dist") == "loadfile" else None
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
+    return scheduler(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 def pytest_collection_finish() -> None:

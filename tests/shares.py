@@ -1,76 +1,97 @@
 """Which tests one worker of several runs together, and in which order they are begun.
 
-A cluster belongs to the process that started it and costs many seconds of both: so the files that need one of a kind
-are a few shares, which as many workers take. Any other file is a share of its own.
+A cluster belongs to the process that started it, and one test at a time may break it: so all files that need one of a
+kind are one share, and a run starts one cluster of each kind. Any other file is a share of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
-from xdist.scheduler import LoadFileScheduling
 
 ROOT = Path(__file__).parents[1]
-_CLUSTERS = {
-    "kubernetes": ("tests/schedulers/kubernetes", "tests/helm"),
-    "slurm": ("tests/schedulers/slurm", "tests/cli/test_slurm.py"),
-    "ssh": ("tests/schedulers/ssh", "tests/schedulers/remote", "tests/cli/test_ssh.py"),
+# The folders of a kind, and what stands in the files of theirs whose tests take the cluster. One worker runs them all.
+SERVERS = {
+    "kubernetes": (
+        ("tests/schedulers/kubernetes", "tests/helm", "tests/clusters/test_kubernetes*.py"),
+        r": (Kubernetes|Submit|Server|Run)\b",
+    ),
+    "slurm": (
+        ("tests/schedulers/slurm", "tests/cli/test_slurm.py", "tests/clusters/test_slurm.py"),
+        r": (Slurm|Submit)\b",
+    ),
+    "ssh": (
+        ("tests/schedulers/ssh", "tests/schedulers/remote", "tests/launch/test_cut.py"),
+        r": (SshHosts|Submit|Pool)\b",
+    ),
 }
-_PARTS = {"kubernetes": 2, "slurm": 2, "ssh": 3}
+# Start servers of their own: hosts, a registry, a tracking server, jobs of several machines.
+_MORE_SERVERS = (
+    "tests/clusters/*", "tests/cli/test_image.py", "tests/launch/test_nodes.py", "tests/launch/test_kills.py",
+    "tests/runtime/tracking/test_outage.py", "tests/runtime/tracking/test_packages.py", "tests/test_docs.py",
+    "tests/compat/test_libraries.py", "tests/cli/test_estimate_memory.py",
+)  # fmt: skip
 # Begun early: files that take minutes would otherwise be what everybody waits for at the end.
 _LONG = frozenset({
     "tests/runtime/tracking/test_packages.py", "tests/compat/test_libraries.py",
     "tests/launch/test_kills.py", "tests/launch/test_nodes.py", "tests/cli/test_image.py",
-    "tests/cli/test_estimate_memory.py", "tests/clusters/test_kubernetes.py", "tests/clusters/test_slurm.py",
+    "tests/cli/test_estimate_memory.py",
 })  # fmt: skip
 _DOCS = "tests/test_docs.py"  # whose tests are programs of their own, and take minutes together
-_NEXT_PART_AT, _LONG_AT = 0.2, 0.05
 
 
-def share(nodeid: str, files: dict[str, list[str]]) -> str:
+def share(nodeid: str, kinds: Mapping[str, str]) -> str:
     """Whose tests are run together with this one."""
     path = nodeid.partition("::")[0]
-    for kind, members in files.items():
-        if path in members:
-            return f"{kind} {members.index(path) % _PARTS[kind]}"
-    return nodeid if path == _DOCS else path
+    return nodeid if path == _DOCS else kinds.get(path, path)
 
 
 def in_order(items: Iterable[pytest.Item]) -> list[pytest.Item]:
-    """The first part of each kind of cluster, the long files, and among the others the further parts."""
+    """The tests of each kind of cluster, the long files, and the others."""
     by_share: dict[str, list[pytest.Item]] = {}
-    files = _files()
+    kinds = cluster_files()
     for item in items:
-        by_share.setdefault(share(item.nodeid, files), []).append(item)
+        by_share.setdefault(share(item.nodeid, kinds), []).append(item)
+    first = list(SERVERS)
     early = [name for name in by_share if name in _LONG or name.startswith(_DOCS)]
-    alone = [name for name in by_share if name.endswith(".py") and name not in early]
-    place = {name: index / len(alone) for index, name in enumerate(alone)}
-    place |= dict.fromkeys(early, _LONG_AT)
-    place |= {f"{kind} {part}": part * _NEXT_PART_AT - 1e-9 for kind, parts in _PARTS.items() for part in range(parts)}
-    return [item for name in sorted(by_share, key=place.__getitem__) for item in by_share[name]]
+
+    def place(name: str) -> tuple[int, int]:
+        return (0, first.index(name)) if name in first else (1 if name in early else 2, 0)
+
+    return [item for name in sorted(by_share, key=place) for item in by_share[name]]
 
 
-def _files() -> dict[str, list[str]]:
-    """The test files that need a cluster of each kind, in an order that every process finds."""
-    found: dict[str, list[str]] = {}
-    for kind, places in _CLUSTERS.items():
-        paths = [
-            path
-            for place in places
-            for path in ([ROOT / place] if place.endswith(".py") else (ROOT / place).rglob("test_*.py"))
-        ]
-        found[kind] = sorted(path.relative_to(ROOT).as_posix() for path in paths)
+def needs_a_server(nodeid: str) -> bool:
+    path = nodeid.partition("::")[0]
+    return path in cluster_files() or any(fnmatch(path, pattern) for pattern in _MORE_SERVERS)
+
+
+@cache
+def cluster_files() -> dict[str, str]:
+    """The kind of cluster that the tests of a file take, if they take one."""
+    found: dict[str, str] = {}
+    for kind, (places, needed) in SERVERS.items():
+        for place in places:
+            paths = ROOT.glob(place) if place.endswith(".py") else (ROOT / place).rglob("test_*.py")
+            for path in paths:
+                name = path.relative_to(ROOT).as_posix()
+                if name not in found and re.search(needed, path.read_text()):
+                    found[name] = kind
     return found
 
 
-class Shares(LoadFileScheduling):  # type: ignore[misc]  # pytest-xdist has no types
+def scheduler(config: pytest.Config, log: Any) -> object:
     """Hands out shares where pytest-xdist would hand out files."""
+    from xdist.scheduler import LoadFileScheduling
 
-    _files: dict[str, list[str]] | None = None
+    class Shares(LoadFileScheduling):  # type: ignore[misc]  # pytest-xdist has no types
+        def _split_scope(self, nodeid: str) -> str:
+            return share(nodeid, cluster_files())
 
-    def _split_scope(self, nodeid: str) -> str:
-        if self._files is None:
-            self._files = _files()
-        return share(nodeid, self._files)
+    return Shares(config, log)

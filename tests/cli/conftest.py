@@ -1,16 +1,24 @@
-"""The command line as people use it: a process of its own, a home of its own, the real local target."""
+"""The command line as people use it: a process of its own, a home of its own, the real local target.
+
+Or in this process, for what a command refuses before it does anything.
+"""
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from accel.cli import main
+from tests import warm
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,15 +48,29 @@ class Accel:
         return done.stdout.decode()
 
     def finish(self, *argv: str, **env: str) -> subprocess.CompletedProcess[bytes]:
-        return subprocess.run(
-            self.command(*argv),
-            cwd=self.here,
-            env=self.env(**env),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
+        """Run it to its end, in a process that is forked from one which has the commands loaded."""
+        return warm.finish(
+            self.command(*argv), cwd=self.here, env=self.env(**env), loaded=warm.LIGHT,
             timeout=280,  # `accel test` is three launches
-            check=False,
-        )
+        )  # fmt: skip
+
+    def in_process(self, *argv: str, **env: str) -> subprocess.CompletedProcess[bytes]:
+        """Run it in this process."""
+        printed = io.BytesIO(), io.BytesIO()
+        out, err = (io.TextIOWrapper(stream, encoding="utf-8", write_through=True) for stream in printed)
+        variables = self.env(**env)
+        with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+            for name in list(os.environ):
+                patch.delenv(name)
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            patch.chdir(self.here)
+            try:
+                code: object = main(argv)
+            except SystemExit as end:
+                code = end.code
+        assert isinstance(code, int)
+        return subprocess.CompletedProcess(argv, code, *(stream.getvalue() for stream in printed))
 
     def script(self, text: str, name: str = "train.py") -> str:
         (self.here / name).write_text(text)

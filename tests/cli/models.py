@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from accel.cli import exits, main
+from tests import warm
 
 from .conftest import ROOT
 
@@ -56,4 +57,4 @@ def estimate(*argv: str, **env: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "accel", "estimate-memory", *argv]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_DISABLE_TELEMETRY": "1", **env}
     env = {name: value for name, value in env.items() if name != "HF_HUB_OFFLINE"}
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
+    return warm.run(command, cwd=None, env=env, timeout=300)

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests import warm
 from tests.needs import package
 
 torch = package("torch")
@@ -48,7 +48,7 @@ def real(folder: Path | str) -> nn.Module:
 
 def run(command: list[str]) -> None:
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
+    done = warm.run(command, cwd=None, env=env, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
 
 

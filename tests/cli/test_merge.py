@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests import warm
 from tests.needs import package
 
 torch = package("torch")
@@ -48,7 +48,7 @@ def sharded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     (folder / "train.py").write_text(TRAIN)
     command = [sys.executable, "-m", "accel", "launch", "--cpu", "--num_processes", "2", str(folder / "train.py")]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    subprocess.run([*command, str(folder), request.param], env=env, check=True, timeout=300, capture_output=True)
+    warm.run([*command, str(folder), request.param], cwd=None, env=env, timeout=300).check_returncode()
     assert len(list((folder / "sharded").glob("*.distcp"))) == 2
     return folder
 

@@ -57,7 +57,7 @@ def is_one_line(done: subprocess.CompletedProcess[bytes], code: int) -> str:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_an_unknown_option(accel: Accel, command: str) -> None:
     for argv in (["--no-such-option"], ["--no-such-option=1"], ["-Q"]):
-        said = is_one_line(accel.finish(command, *argv), exits.USAGE)
+        said = is_one_line(accel.in_process(command, *argv), exits.USAGE)
         assert argv[0].partition("=")[0] in said
         assert f"accel {command} --help" in said
 
@@ -68,7 +68,7 @@ def long_options(command: str) -> list[str]:
 
 @pytest.mark.parametrize("command", [command for command in COMMANDS if long_options(command)])
 def test_a_near_miss_is_named(accel: Accel, command: str) -> None:
-    said = is_one_line(accel.finish(command, long_options(command)[0][:-1]), exits.USAGE)
+    said = is_one_line(accel.in_process(command, long_options(command)[0][:-1]), exits.USAGE)
     assert "did you mean '--" in said
 
 
@@ -77,26 +77,26 @@ def test_a_value_that_is_missing_or_not_wanted(accel: Accel, command: str) -> No
     with_value = [action for action in actions(command) if action.nargs not in (0, "?")]
     flags = [action for action in actions(command) if action.nargs == 0 and action.dest != "help"]
     for action in with_value[:2]:
-        said = is_one_line(accel.finish(command, action.option_strings[-1]), exits.USAGE)
+        said = is_one_line(accel.in_process(command, action.option_strings[-1]), exits.USAGE)
         assert "needs a value" in said
     for action in flags[:2]:
-        said = is_one_line(accel.finish(command, f"{action.option_strings[-1]}=x"), exits.USAGE)
+        said = is_one_line(accel.in_process(command, f"{action.option_strings[-1]}=x"), exits.USAGE)
         assert "takes no value" in said
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_value_that_is_none_of_the_choices(accel: Accel, command: str) -> None:
     for action in [action for action in actions(command) if action.choices is not None][:2]:
-        said = is_one_line(accel.finish(command, f"{action.option_strings[-1]}=no-such-thing"), exits.USAGE)
+        said = is_one_line(accel.in_process(command, f"{action.option_strings[-1]}=no-such-thing"), exits.USAGE)
         assert "no-such-thing" in said
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_words_that_are_missing_or_too_many(accel: Accel, command: str) -> None:
     if command not in NEEDS_NO_WORDS:
-        is_one_line(accel.finish(command), exits.USAGE)
+        is_one_line(accel.in_process(command), exits.USAGE)
     if command not in MANY_WORDS:
-        is_one_line(accel.finish(command, *["one", "two", "three", "four"]), exits.USAGE)
+        is_one_line(accel.in_process(command, *["one", "two", "three", "four"]), exits.USAGE)
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -10,12 +10,13 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.clusters.fixtures import _without_accounting
 from tests.clusters.slurm import Slurm
 from tests.schedulers.slurm.conftest import slurm
 
 from .conftest import Accel
 
-__all__ = ["slurm"]
+__all__ = ["_without_accounting", "slurm"]
 
 Run = Callable[..., str]
 

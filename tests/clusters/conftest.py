@@ -1,4 +1,4 @@
-"""A Kubernetes cluster for the tests of one file, and a namespace for each."""
+"""The run's clusters, and a namespace of the Kubernetes one for each test."""
 
 from __future__ import annotations
 
@@ -6,18 +6,21 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.clusters.fixtures import kubernetes
+from tests.clusters.fixtures import _cluster, _with_accounting
 from tests.clusters.kubernetes import Kubernetes
 
+__all__ = ["_cluster", "_with_accounting"]
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Kubernetes]:
-    yield from kubernetes(2)
+
+@pytest.fixture
+def cluster(_cluster: Kubernetes) -> Kubernetes:
+    _cluster.start_api()
+    return _cluster
 
 
 @pytest.fixture
 def place(cluster: Kubernetes) -> Iterator[str]:
-    cluster.start_api()
     name = cluster.namespace()
     yield name
+    cluster.start_api()
     cluster.remove_namespace(name, wait=False)

@@ -1,12 +1,13 @@
-"""Clusters for the tests that need one: each is started once in a process, and ended at its end.
+"""Clusters for the tests that need one: one of each kind in a process, ended with the process's session.
 
-They stand here, and are imported by tests/conftest.py alone, because a fixture that is imported twice is two fixtures:
-two clusters.
+A folder whose tests need one imports its fixture into the folder's conftest.py. `tests/shares.py` gives all tests of a
+kind to one worker, so that a run starts one cluster of each kind.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import pytest
 
@@ -24,11 +25,27 @@ from .ssh import SshHosts
 from .ssh import claim as claim_hosts
 
 SSH_HOSTS, SLURM_NODES, KUBERNETES_NODES = 4, 4, 2
+Cluster = TypeVar("Cluster", SshHosts, Slurm, Kubernetes)
+_running: dict[str, SshHosts | Slurm | Kubernetes] = {}
+
+
+def _shared(config: pytest.Config, kind: str, start: Callable[[], Iterator[Cluster]]) -> Cluster:
+    """The cluster of this kind. A fixture that two folders import is two fixtures, and still one cluster."""
+    if kind not in _running:
+        cluster = start()
+        _running[kind] = next(cluster)
+
+        def end() -> None:
+            del _running[kind]
+            next(cluster, None)
+
+        config.add_cleanup(end)
+    return _running[kind]  # type: ignore[return-value]  # what `start` has made
 
 
 @pytest.fixture(scope="session")
-def _hosts() -> Iterator[SshHosts]:
-    yield from hosts(SSH_HOSTS)
+def _hosts(pytestconfig: pytest.Config) -> SshHosts:
+    return _shared(pytestconfig, "ssh", lambda: hosts(SSH_HOSTS))
 
 
 def hosts(count: int) -> Iterator[SshHosts]:
@@ -45,13 +62,13 @@ def hosts(count: int) -> Iterator[SshHosts]:
 
 
 @pytest.fixture(scope="session")
-def _without_accounting() -> Iterator[Slurm]:
-    yield from _slurm(accounting=False, gpus=0)
+def _without_accounting(pytestconfig: pytest.Config) -> Slurm:
+    return _shared(pytestconfig, "slurm", lambda: _slurm(accounting=False, gpus=0))
 
 
 @pytest.fixture(scope="session")
-def _with_accounting() -> Iterator[Slurm]:
-    yield from _slurm(accounting=True, gpus=2)
+def _with_accounting(pytestconfig: pytest.Config) -> Slurm:
+    return _shared(pytestconfig, "slurm with accounting", lambda: _slurm(accounting=True, gpus=2))
 
 
 def _slurm(*, accounting: bool, gpus: int) -> Iterator[Slurm]:
@@ -64,8 +81,8 @@ def _slurm(*, accounting: bool, gpus: int) -> Iterator[Slurm]:
 
 
 @pytest.fixture(scope="session")
-def _cluster() -> Iterator[Kubernetes]:
-    yield from kubernetes(KUBERNETES_NODES)
+def _cluster(pytestconfig: pytest.Config) -> Kubernetes:
+    return _shared(pytestconfig, "kubernetes", lambda: kubernetes(KUBERNETES_NODES))
 
 
 def kubernetes(nodes: int) -> Iterator[Kubernetes]:

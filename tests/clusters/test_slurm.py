@@ -25,18 +25,10 @@ def _check(**more: str) -> None:
         missing(*absent)
 
 
-@pytest.fixture(scope="module")
-def _cluster() -> Iterator[Slurm]:
-    _check(**ACCOUNTING_PROGRAMS, **LOGIN_PROGRAMS)
-    with claim() as slurm:
-        slurm.start(4, accounting=True, gpus=2, login=True)
-        yield slurm
-
-
 @pytest.fixture
-def slurm(_cluster: Slurm) -> Iterator[Slurm]:
-    yield _cluster
-    _cluster.heal()
+def slurm(_with_accounting: Slurm) -> Iterator[Slurm]:
+    yield _with_accounting
+    _with_accounting.heal()
 
 
 def _sbatch(slurm: Slurm, directory: Path, body: str, *options: str) -> str:

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from tests import warm
+
 ROOT = Path(__file__).parents[2]
 _SET_BY_US = ("ACCEL_COMPAT", "PYTHONPATH", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
@@ -22,15 +24,15 @@ def environment(**more: str) -> dict[str, str]:
 def python(
     *words: str, cwd: Path | None = None, env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``python words…`` to its end, with ``env`` beside the usual variables."""
-    return subprocess.run(
-        [sys.executable, *words],
-        cwd=cwd or ROOT,
-        env=environment(**(env or {})),
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    """Run ``python words…`` to its end, with ``env`` beside the usual variables.
+
+    In an interpreter that has torch and accel loaded, unless the program looks at what is loaded: at ``sys.modules``.
+    """
+    argv, variables = [sys.executable, *words], environment(**(env or {}))
+    if any("sys.modules" in word or word == "-m" for word in words):
+        where = cwd or ROOT
+        return subprocess.run(argv, cwd=where, env=variables, capture_output=True, text=True, timeout=240)
+    return warm.run(argv, cwd=cwd or ROOT, env=variables, timeout=240)
 
 
 def said(*words: str, cwd: Path | None = None, env: Mapping[str, str] | None = None) -> str:

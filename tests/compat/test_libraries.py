@@ -6,7 +6,6 @@ Each library is run in a process of its own, or two, that does every plan: once 
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests import warm
 from tests.compat.children import ROOT, environment, said
 from tests.needs import missing
 
@@ -66,7 +66,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], dict[
         ]
         start = [*(_ACCEL if library == "accel" else _ACCELERATE), str(processes), _PROGRAM, json.dumps(plans)]
         env = environment(ACCELERATE_USE_CPU="true", TOKENIZERS_PARALLELISM="false")
-        done = subprocess.run([sys.executable, *start], env=env, cwd=out, capture_output=True, text=True, timeout=420)
+        done = warm.run([sys.executable, *start], env=env, cwd=out, timeout=420)
         if done.returncode:
             return done.stdout[-2000:] + done.stderr[-6000:]
         found = {plan["name"]: json.loads(Path(plan["out"], f"{plan['name']}-0.json").read_text()) for plan in plans}

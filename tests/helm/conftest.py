@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 # The fixtures of a cluster and of a store.
+from ..clusters.fixtures import _cluster  # noqa: F401
 from ..schedulers.conftest import home  # noqa: F401
 from ..schedulers.kubernetes.conftest import kubernetes, namespace  # noqa: F401
 from . import helms

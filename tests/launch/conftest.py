@@ -15,12 +15,15 @@ from pathlib import Path
 
 import pytest
 
+from tests import warm
 from tests.waiting import comes
 
 ROOT = Path(__file__).parents[2]
 HOSTILE_NAME = 'it\'s a; "$(dir)"\n'
-MARK = "ACCEL_TEST_MARK"
+MARK = warm.MARK
 DEADLINE_S = 180.0  # for what is certain to come, on a machine that has other things to do
+
+LAUNCH = (sys.executable, "-m", "accel", "launch")
 
 # What a launch must not inherit from the shell (or the launch) that runs the tests.
 _FOREIGN = tuple(
@@ -85,7 +88,7 @@ class Done:
 class Run:
     """A launch that is under way. Its output goes to files: no pipe that a process left behind could hold open."""
 
-    process: subprocess.Popen[bytes]
+    process: warm.Process
     out: Path
     err: Path
 
@@ -130,7 +133,10 @@ class Run:
 
 @dataclass
 class Launcher:
-    """Starts `accel launch` in `here`; every process that comes of it bears this test's mark."""
+    """Starts `accel launch` in `here`; every process that comes of it bears this test's mark.
+
+    A launcher is forked from the worker's `tests.warm` server; a `command` is run as it is.
+    """
 
     here: Path
     tmp: Path
@@ -156,17 +162,17 @@ class Launcher:
         **env: str,
     ) -> Run:
         out, err = (self.tmp / f"{len(self._runs)}.{name}" for name in ("out", "err"))
+        argv = (*(command or LAUNCH), *argv)
         with open(out, "wb") as stdout, open(err, "wb") as stderr:
-            process = subprocess.Popen(
-                [*(command or [sys.executable, "-m", "accel", "launch"]), *argv],
-                cwd=self.here,
-                env=self.env(**env),
-                stdin=subprocess.DEVNULL,
-                stdout=stdout,
-                stderr=stderr,
-                start_new_session=True,
-                preexec_fn=preexec,
-            )
+            if command is None and preexec is None:
+                process: warm.Process = warm.start(
+                    argv, cwd=self.here, env=self.env(**env), stdout=stdout, stderr=stderr
+                )
+            else:
+                process = subprocess.Popen(
+                    argv, cwd=self.here, env=self.env(**env), stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr,
+                    start_new_session=True, preexec_fn=preexec,
+                )  # fmt: skip
         run = Run(process, out, err)
         self._runs.append(run)
         return run

@@ -13,7 +13,7 @@ import pytest
 
 from accel.launch import rendezvous
 from accel.launch.patience import Patience, StoreSilent
-from tests.clusters.fixtures import hosts
+from tests.clusters.fixtures import _hosts
 from tests.clusters.ssh import SshHosts
 from tests.ports import free_port
 
@@ -23,9 +23,13 @@ PROGRAM = "trap 'echo told to end; exit 3' TERM; echo here; while :; do sleep 0.
 Start = Callable[..., list["subprocess.Popen[bytes]"]]
 
 
-@pytest.fixture(scope="module")
-def two_hosts() -> Iterator[SshHosts]:
-    yield from hosts(2)
+__all__ = ["_hosts"]
+
+
+@pytest.fixture
+def two_hosts(_hosts: SshHosts) -> SshHosts:
+    """The run's hosts, of which the tests use two."""
+    return _hosts
 
 
 @pytest.fixture
@@ -37,7 +41,7 @@ def start(two_hosts: SshHosts, tmp_path: Path) -> Iterator[Start]:
         program = tmp_path / "program.sh"
         program.write_text(f"#!/bin/sh\n{PROGRAM}\n")
         program.chmod(0o755)
-        for rank, machine in enumerate(two_hosts.machines):
+        for rank, machine in enumerate(two_hosts.machines[:2]):
             command = [sys.executable, "-m", "accel", "launch", "--cpu", "--no_python", "--num_machines", "2"]
             command += ["--machine_rank", str(rank), "--main_process_ip", two_hosts["node1"].address]
             command += ["--num_processes", "2", "--log_dir", str(tmp_path / f"node{rank}"), *flags, str(program)]

@@ -198,6 +198,7 @@ def _read_accelerates(directory: str) -> float:
     return weight
 
 
+@pytest.mark.usefixtures("accelerate")
 @pytest.mark.filterwarnings("ignore")
 def test_model_and_optimizer_files_of_accelerate_are_read(tmp_path: Path) -> None:
     run_one(_accelerates, str(tmp_path / "theirs"))

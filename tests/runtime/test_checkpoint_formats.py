@@ -81,6 +81,7 @@ def _read(package: str, directory: str) -> Any:
     return [accelerator.step, _state(*objects)]
 
 
+@pytest.mark.usefixtures("accelerate")
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("safe", [True, False])
 @pytest.mark.parametrize(("writer", "reader"), [("accelerate", "accel"), ("accel", "accelerate")])
@@ -94,6 +95,7 @@ def test_each_reads_the_others_checkpoints(
     assert read == [[5, state] for state in written]
 
 
+@pytest.mark.usefixtures("accelerate")
 def test_accelerates_with_another_number_of_processes(tmp_path: Path) -> None:
     directory = str(tmp_path / "here")
     written = run(_write, "accelerate", directory, True)
@@ -112,6 +114,7 @@ def _shuffled(package: str, directory: str, resume: bool) -> Any:
     return len(list(loader))
 
 
+@pytest.mark.usefixtures("accelerate")
 def test_a_checkpoint_with_loaders(tmp_path: Path) -> None:
     run_one(_shuffled, "accelerate", str(tmp_path / "theirs"), False)
     assert run_one(_shuffled, "accel", str(tmp_path / "theirs"), True) == 6
@@ -165,6 +168,7 @@ def _load_model(directory: str) -> Any:
     return {name: value.tolist() for name, value in model.state_dict().items()}
 
 
+@pytest.mark.usefixtures("accelerate")
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("safe", [True, False])
 @pytest.mark.parametrize("size", ["10GB", 100])
@@ -203,6 +207,7 @@ def test_files_of_an_earlier_save_go(tmp_path: Path) -> None:
     assert left == {"config.json", "model.safetensors", "other-00001-of-00002.safetensors"}
 
 
+@pytest.mark.usefixtures("accelerate")
 def test_accelerates_shards_are_read(tmp_path: Path) -> None:
     for safe in (True, False):
         place = tmp_path / str(safe)

@@ -11,17 +11,21 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel import Accelerator, DataLoaderConfiguration, ProjectConfiguration, set_seed
 from accel.checkpoint.durable import BLOCK, DurableFile, digest_of, write_durably
 from accel.checkpoint.manifest import NAME, Manifest, damage, write_manifest
+from tests.needs import package
 
 from .small import save_twice
 from .worlds import outcomes, run, run_one
+
+package("hypothesis")
+
+from hypothesis import HealthCheck, given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
 
 
 def _train(directory: str, kill_after: float | None, beside: bool) -> list[tuple[int, float]]:
@@ -107,7 +111,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _whole(tmp_path_factory)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_flipped_bit_and_any_lost_byte_is_named(checkpoint: Path, data: st.DataObject) -> None:
     names = sorted(entry.name for entry in checkpoint.iterdir() if entry.name != "notes.txt")

@@ -8,7 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.needs import package
+
 from .worlds import clean_env, free_port, world_env
+
+package("sklearn")
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "digits" / "train.py"

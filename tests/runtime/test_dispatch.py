@@ -80,6 +80,7 @@ def _both(cases: list[dict[str, Any]]) -> None:
         assert [batch.tolist() for batch in ours] == [batch for batch, _ in expected], case
 
 
+@pytest.mark.usefixtures("accelerate")
 @pytest.mark.parametrize("processes", [2, 3])
 def test_same_batches_as_accelerate(processes: int) -> None:
     draw = random.Random(processes)

@@ -7,14 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import data_loader as theirs
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from accel import data as ours
 from accel.errors import ArgumentError, DataError
 from accel.state import GradientState, PartialState
+from tests.needs import package
+
+package("accelerate")
+package("hypothesis")
+
+from accelerate import data_loader as theirs  # noqa: E402
+from hypothesis import given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
 
 shapes = st.fixed_dictionaries(
     {
@@ -47,7 +52,7 @@ def _their_state() -> None:
 
 
 @given(shape=shapes, even=st.booleans(), shuffled=st.booleans())
-@settings(max_examples=300, deadline=None)
+@settings(deadline=None)
 def test_batch_sampler_shard(shape: dict[str, Any], even: bool, shuffled: bool) -> None:
     def of(module: Any, rank: int) -> Any:
         numbers = range(shape["samples"])
@@ -72,7 +77,7 @@ def test_batch_sampler_shard(shape: dict[str, Any], even: bool, shuffled: bool) 
 
 
 @given(shape=shapes)
-@settings(max_examples=300, deadline=None)
+@settings(deadline=None)
 def test_iterable_dataset_shard(shape: dict[str, Any]) -> None:
     size = shape["batch"] * (shape["processes"] if shape["split"] else 1)
     for rank in range(shape["processes"]):
@@ -84,7 +89,7 @@ def test_iterable_dataset_shard(shape: dict[str, Any]) -> None:
 
 
 @given(samples=st.integers(0, 30), batch=st.integers(1, 5), skip=st.integers(0, 9), drop_last=st.booleans())
-@settings(max_examples=200, deadline=None)
+@settings(deadline=None)
 def test_skip_batch_sampler(samples: int, batch: int, skip: int, drop_last: bool) -> None:
     source = BatchSampler(SequentialSampler(range(samples)), batch, drop_last)
     mine, other = ours.SkipBatchSampler(source, skip), theirs.SkipBatchSampler(source, skip)

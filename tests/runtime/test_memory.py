@@ -183,6 +183,7 @@ def test_releasing() -> None:
         assert not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
 
 
+@pytest.mark.usefixtures("accelerate")
 @pytest.mark.parametrize(
     ("size", "text"), [(0, "0 bytes"), (1023, "1023 bytes"), (1536, "1.5 KB"), (3 * 2**30, "3.0 GB"), (2**51, "2.0 PB")]
 )

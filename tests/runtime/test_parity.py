@@ -8,11 +8,6 @@ import inspect
 import sys
 from typing import Any
 
-import accelerate
-import accelerate.state
-import accelerate.utils
-import accelerate.utils.environment
-import accelerate.utils.imports
 import pytest
 
 import accel.available
@@ -30,8 +25,17 @@ import accel.random
 import accel.state
 import accel.versions
 from accel.errors import ArgumentError, PrecisionError, StateError
+from tests.needs import package
 
 from .worlds import run, run_one
+
+package("accelerate")
+
+import accelerate  # noqa: E402
+import accelerate.state  # noqa: E402
+import accelerate.utils  # noqa: E402
+import accelerate.utils.environment  # noqa: E402
+import accelerate.utils.imports  # noqa: E402
 
 HOMES: dict[Any, tuple[Any, str]] = {
     accel.environment: (

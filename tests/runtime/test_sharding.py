@@ -8,15 +8,20 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate.data_loader import BatchSamplerShard as Theirs
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler, WeightedRandomSampler
 
 from accel.data import BatchSamplerShard, SeedableRandomSampler, Share
 from accel.data.order import draw
 from accel.errors import DataError
 from accel.sharing import bounds
+from tests.needs import package
+
+package("accelerate")
+package("hypothesis")
+
+from accelerate.data_loader import BatchSamplerShard as Theirs  # noqa: E402
+from hypothesis import given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
 
 shapes = st.fixed_dictionaries(
     {
@@ -77,7 +82,7 @@ def shards(sampler: Any, shape: dict[str, Any], *, split: bool = False) -> list[
 
 
 @given(shape=shapes, split=st.booleans())
-@settings(max_examples=300, deadline=None)
+@settings(deadline=None)
 def test_same_batches_as_accelerate(shape: dict[str, Any], split: bool) -> None:
     if shape["processes"] == 1:
         return  # Accelerate does not shard for one process, and neither do we: next test
@@ -91,7 +96,7 @@ def test_same_batches_as_accelerate(shape: dict[str, Any], split: bool) -> None:
 
 
 @given(shape=shapes)
-@settings(max_examples=200, deadline=None)
+@settings(deadline=None)
 def test_one_process_sees_its_loader_unchanged(shape: dict[str, Any]) -> None:
     shape = {**shape, "processes": 1}
     source = BatchSampler(range(shape["samples"]), shape["batch"], shape["drop_last"])
@@ -99,7 +104,7 @@ def test_one_process_sees_its_loader_unchanged(shape: dict[str, Any]) -> None:
 
 
 @given(shape=shapes, split=st.booleans())
-@settings(max_examples=300, deadline=None)
+@settings(deadline=None)
 def test_walking_dealing_and_picking_agree(shape: dict[str, Any], split: bool) -> None:
     picked = shards(range(shape["samples"]), shape, split=split)
     assert shards(Walked(shape["samples"]), shape, split=split) == picked
@@ -125,7 +130,7 @@ def test_walking_dealing_and_picking_agree(shape: dict[str, Any], split: bool) -
 
 
 @given(shape=shapes, skip=st.integers(0, 12), walked=st.booleans())
-@settings(max_examples=200, deadline=None)
+@settings(deadline=None)
 def test_skipping_leaves_out_exactly_the_first(shape: dict[str, Any], skip: int, walked: bool) -> None:
     sampler: Any = Walked(shape["samples"]) if walked else range(shape["samples"])
     for rank in range(shape["processes"]):
@@ -140,7 +145,7 @@ def test_skipping_leaves_out_exactly_the_first(shape: dict[str, Any], skip: int,
 
 
 @given(shape=shapes)
-@settings(max_examples=300, deadline=None)
+@settings(deadline=None)
 def test_every_sample_once_and_repetitions_are_known(shape: dict[str, Any]) -> None:
     processes, batch = shape["processes"], shape["batch"]
     source = BatchSampler(range(shape["samples"]), batch, shape["drop_last"])

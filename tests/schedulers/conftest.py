@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.clusters.fixtures import _cluster, _hosts, _with_accounting, _without_accounting
 from tests.clusters.ssh import SshHosts
 from tests.needs import missing
+
+__all__ = ["_cluster", "_hosts", "_with_accounting", "_without_accounting"]
 
 
 @pytest.fixture

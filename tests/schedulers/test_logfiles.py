@@ -35,7 +35,7 @@ def lines_of(data: bytes) -> list[str]:
     return [line.decode("utf-8", "surrogateescape") for line in data.splitlines(keepends=True)]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(deadline=None)
 @given(chunks=st.lists(BYTES, max_size=6))
 def test_following_a_growing_file_gives_every_line_once(tmp_path_factory: object, chunks: list[bytes]) -> None:
     directory = _fresh(tmp_path_factory)
@@ -59,7 +59,7 @@ def test_following_a_growing_file_gives_every_line_once(tmp_path_factory: object
     assert list(read(directory, cursor, complete=True)) == []
 
 
-@settings(max_examples=60, deadline=None)
+@settings(deadline=None)
 @given(chunks=st.lists(BYTES, max_size=6), cuts=st.lists(st.integers(0, 9), max_size=6))
 def test_a_long_line_comes_in_pieces_whenever_it_is_read(
     tmp_path_factory: object, chunks: list[bytes], cuts: list[int]
@@ -121,7 +121,7 @@ def test_what_is_asked_of_a_stream_without_line_ends(tmp_path: Path) -> None:
     assert given == size
 
 
-@settings(max_examples=80, deadline=None)
+@settings(deadline=None)
 @given(data=BYTES, start=st.integers(0, 20), count=st.integers(0, 6), complete=st.booleans(), block=st.integers(1, 9))
 def test_the_last_lines_are_found_from_the_end(
     tmp_path_factory: object, data: bytes, start: int, count: int, complete: bool, block: int
@@ -194,7 +194,7 @@ def test_what_is_no_file_is_no_log(tmp_path: Path) -> None:
     ]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(deadline=None)
 @given(data=BYTES, stop=st.integers(0, 100))
 def test_resuming_from_any_line_s_cursor_gives_exactly_the_rest(
     tmp_path_factory: object, data: bytes, stop: int

@@ -15,8 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 from accel.big_models import (
@@ -33,11 +31,16 @@ from accel.big_models import (
     infer_auto_device_map,
     offload_state_dict,
 )
-from tests.needs import missing
+from tests.needs import missing, package
 from tests.runtime.big_models.trees import trees
 from tests.runtime.worlds import run_one
 
-many = settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+package("hypothesis")
+
+from hypothesis import HealthCheck, given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+
+many = settings(deadline=None, suppress_health_check=list(HealthCheck))
 amounts = st.integers(0, 1500)
 budgets = st.fixed_dictionaries({0: amounts, "cpu": amounts}, optional={1: amounts, 2: amounts})
 classes = st.lists(st.sampled_from(["Left", "Right", "Tall", "Linear"]), max_size=2, unique=True)

@@ -4,8 +4,6 @@ import warnings
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 from accel.big_models import (
@@ -18,10 +16,16 @@ from accel.big_models import (
     init_empty_weights,
 )
 from accel.errors import ArgumentError
+from tests.needs import package
 from tests.runtime.big_models.models import Tower
 from tests.runtime.big_models.trees import trees
 
-many = settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+package("hypothesis")
+
+from hypothesis import HealthCheck, given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+
+many = settings(deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @given(trees(), st.integers(0, 1500), st.integers(0, 1500), st.booleans())

@@ -7,8 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from hypothesis import strategies as st
 from torch import nn
+
+from tests.needs import package
+
+package("hypothesis")
+
+from hypothesis import strategies as st  # noqa: E402
 
 
 class Block(nn.Module):

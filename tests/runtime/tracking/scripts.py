@@ -3,18 +3,41 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import textwrap
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from ... import warm
 from ...needs import missing
 from ..worlds import clean_env
 
 # A port that nothing listens on (discard): a connection to it is refused at once, and none leaves this machine.
 NOWHERE = "http://127.0.0.1:9"
+# What packages do beside logging, in threads and programs of their own: looking for repositories, packages and devices.
+QUIET = {
+    "DO_NOT_TRACK": "1",
+    "DVC_NO_ANALYTICS": "1",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "WANDB_DISABLE_GIT": "true",
+    "WANDB_DISABLE_CODE": "true",
+    "WANDB_X_DISABLE_META": "true",
+    "WANDB_X_DISABLE_STATS": "true",
+    "COMET_AUTO_LOG_CODE": "0",
+    "COMET_AUTO_LOG_ENV_DETAILS": "0",
+    "COMET_AUTO_LOG_GIT_METADATA": "0",
+    "COMET_AUTO_LOG_GIT_PATCH": "0",
+}
+# ClearML has no variables for that, but arguments of Task.init. Frameworks that are not named would be connected.
+_CLEARML_PARTS = (
+    "matplotlib tensorflow tensorboard pytorch xgboost scikit fastai lightgbm hydra detect_repository tfdefines"
+)
+CLEARML_QUIET = {
+    "auto_resource_monitoring": False,
+    "auto_connect_streams": False,
+    "auto_connect_frameworks": dict.fromkeys(f"{_CLEARML_PARTS} joblib megengine catboost gradio".split(), False),
+}
 _FOREIGN = ("WANDB_", "MLFLOW_", "COMET_", "CLEARML_", "DVC", "SWANLAB_", "TRACKIO_", "HTTP", "http", "NO_PROXY")
 
 # Logs the same with any tracker: arguments are its name and its init_kwargs as JSON.
@@ -74,14 +97,12 @@ def run_script(script: str, home: Path, *arguments: object, **env: str) -> str:
         "XDG_CONFIG_HOME": str(home / "config"),
         "HTTP_PROXY": NOWHERE,
         "HTTPS_PROXY": NOWHERE,
-        "DO_NOT_TRACK": "1",
-        "DVC_NO_ANALYTICS": "1",
-        "MLFLOW_DISABLE_TELEMETRY": "true",
+        **QUIET,
         **env,
     }
     command = [sys.executable, "script.py", *map(str, arguments)]
-    done = subprocess.run(command, cwd=home, env=variables, capture_output=True, timeout=200)
-    said = (done.stdout + done.stderr).decode(errors="replace")
+    done = warm.run(command, cwd=home, env=variables, timeout=200)
+    said = done.stdout + done.stderr
     assert done.returncode == 0, said
     return said
 

@@ -18,14 +18,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from accel import Accelerator
 from accel.errors import ArgumentError, TrackerError
 from accel.tracking import JSONLTracker, read_history, read_records
+from tests.needs import package
 
 from ..worlds import clean_env, run, run_one
+
+package("hypothesis")
+
+from hypothesis import given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
 
 
 def open_tracker(directory: Path, **how: Any) -> JSONLTracker:
@@ -96,7 +100,7 @@ def same(left: Any, right: Any) -> bool:
 
 
 @given(values=st.dictionaries(st.text(), VALUES, max_size=4))
-@settings(max_examples=150, deadline=None)
+@settings(deadline=None)
 def test_values_come_back_exactly(values: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> None:
     tracker = open_tracker(tmp_path_factory.mktemp("exact"))
     tracker.log(values, step=1)

@@ -7,7 +7,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-from .scripts import LOG_READER, need, read_back, run_script, train
+from .scripts import CLEARML_QUIET, LOG_READER, need, read_back, run_script, train
 
 LOSSES = [1.5, 0.75, 0.5]
 
@@ -214,8 +214,7 @@ def test_comet(tmp_path: Path) -> None:
 
 def test_clearml(tmp_path: Path) -> None:
     need("clearml")
-    quiet = {"auto_resource_monitoring": False, "auto_connect_frameworks": False, "auto_connect_streams": False}
-    train(tmp_path, "clearml", quiet, CLEARML_OFFLINE_MODE="1", CLEARML_CACHE_DIR=str(tmp_path))
+    train(tmp_path, "clearml", CLEARML_QUIET, CLEARML_OFFLINE_MODE="1", CLEARML_CACHE_DIR=str(tmp_path))
     session = only((tmp_path / "offline").glob("*/task.json")).parent
     task = json.loads((session / "task.json").read_text())
     assert (task["project_name"], task["name"]) == ("digits", "digits")
@@ -229,13 +228,12 @@ def test_clearml(tmp_path: Path) -> None:
 def test_clearml_leaves_a_task_that_was_there(tmp_path: Path) -> None:
     need("clearml")
     script = """
+    import json, sys
     import numpy as np
     from accel import Accelerator
     from clearml import Task
 
-    task = Task.init(
-        "mine", "own", auto_resource_monitoring=False, auto_connect_frameworks=False, auto_connect_streams=False
-    )
+    task = Task.init("mine", "own", **json.loads(sys.argv[1]))
     accelerator = Accelerator(cpu=True, log_with="clearml")
     accelerator.init_trackers("digits")
     tracker = accelerator.get_tracker("clearml")
@@ -247,7 +245,7 @@ def test_clearml_leaves_a_task_that_was_there(tmp_path: Path) -> None:
     assert Task.current_task() is task
     task.close()
     """
-    run_script(script, tmp_path, CLEARML_OFFLINE_MODE="1", CLEARML_CACHE_DIR=str(tmp_path))
+    run_script(script, tmp_path, json.dumps(CLEARML_QUIET), CLEARML_OFFLINE_MODE="1", CLEARML_CACHE_DIR=str(tmp_path))
     session = only((tmp_path / "offline").glob("*/task.json")).parent
     text = (session / "metrics.jsonl").read_text()
     assert '"metric": "Summary", "variant": "eval_loss"' in text

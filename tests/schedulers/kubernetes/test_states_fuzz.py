@@ -53,7 +53,7 @@ def thinned(value: Any, draw: Any) -> Any:
     return [thinned(inside, draw) for inside in value] if isinstance(value, list) else value
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None)
 @given(st.data(), _OBJECTS, st.lists(_PODS, max_size=3), st.lists(_EVENTS, max_size=3))
 def test_a_state_always_comes_of_it(data: st.DataObject, made: Any, pods: list[Any], events: list[Any]) -> None:
     found = status_of(thinned(made, data.draw), thinned(pods, data.draw), thinned(events, data.draw))

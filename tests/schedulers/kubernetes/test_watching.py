@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import re
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -139,6 +138,9 @@ def followers() -> Iterator[list[Follower]]:
     yield found
     for each in found:
         each.close()
+    # Of the next test no watch, request or connection is another's.
+    until(lambda: not watching_threads(), "the watches of this test have ended")
+    assert not watching._watchers
 
 
 @pytest.fixture
@@ -179,10 +181,12 @@ def test_twenty_jobs_are_followed_by_one_watch_each_of_jobs_pods_and_warnings(
 ) -> None:
     jobs = [server.submit() for _ in range(20)]
     ended: list[State] = []
+    rounds = dict.fromkeys(map(str, jobs), 0)
 
     def wait(native: Native) -> None:
         while not status(follower, native).state.final:
             follower.wait(native, 0.2)
+            rounds[str(native)] += 1
         ended.append(status(follower, native).state)
 
     threads = [threading.Thread(target=wait, args=(native,)) for native in jobs]
@@ -192,8 +196,8 @@ def test_twenty_jobs_are_followed_by_one_watch_each_of_jobs_pods_and_warnings(
     until(lambda: all(server.counted("apiserver_longrunning_gauge").get((kind, "WATCH")) for kind in kinds), "watches")
 
     def quiet() -> bool:
-        before = server.counted("apiserver_request_total")
-        time.sleep(0.9)  # twenty followers ask four times each
+        before, begun = server.counted("apiserver_request_total"), dict(rounds)
+        until(lambda: all(rounds[job] >= begun[job] + 4 for job in rounds), "each follower asks four times")
         after = server.counted("apiserver_request_total")
         return not any(after[key] != before.get(key) and key[0] in kinds for key in after)
 
@@ -308,7 +312,7 @@ def test_targets_of_one_server_and_user_share_their_watches_and_namespaces_do_no
     native, there = server.submit(), server.submit(server.namespace())
     for each in followers:
         each.wait(native, 0.1)
-    until(lambda: len(watching_threads(native.namespace)) == 3, "three watch: those of earlier tests have ended")
+    until(lambda: len(watching_threads(native.namespace)) == 3, "three watch")
     followers[0].wait(there, 0.1)
     until(lambda: len(watching_threads(native.namespace, there.namespace)) == 6, "three more do")
     followers[0].close()  # the other's next question opens them anew
@@ -319,10 +323,7 @@ def test_targets_of_one_server_and_user_share_their_watches_and_namespaces_do_no
 def test_watches_end_when_nobody_asks_and_leave_no_connection(
     server: Server, followers: list[Follower], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watching, "_IDLE_S", 0.5)
     monkeypatch.setattr(watching, "_SWEEP_S", 0.1)
-    until(lambda: not watching._watchers, "earlier tests' are gone")
-    monkeypatch.setattr(watching, "_IDLE_S", 60.0)
     with Relay(server.control.address, API_PORT) as relay:
         api = server.api(port=relay.port)
         follower = Follower(api)

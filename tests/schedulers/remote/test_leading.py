@@ -224,7 +224,7 @@ def test_cancel_ends_an_attempt_that_is_being_ended_anyway() -> None:
     assert _ended(play.go()) == ("cancelled", "user", 0)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None)
 @given(
     nodes=st.integers(1, 4),
     spares=st.integers(0, 3),

@@ -31,7 +31,7 @@ def _run(argv: list[str], env: dict[str, str], directory: str | None = None, std
     return done.returncode, after
 
 
-@settings(max_examples=40, deadline=None)
+@settings(deadline=None)
 @given(st.lists(words, max_size=5), words)
 def test_every_argument_arrives_bit_for_bit(arguments: list[str], value: str) -> None:
     raw = [os.fsencode(word.encode("utf-8", "surrogatepass").decode("utf-8", "surrogateescape")) for word in arguments]

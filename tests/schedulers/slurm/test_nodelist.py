@@ -68,7 +68,7 @@ _names = st.tuples(st.from_regex(r"[a-z]{1,6}-?", fullmatch=True), st.one_of(_br
 _lists = st.lists(_names.map("".join).filter(lambda name: not name.endswith("-")), min_size=1, max_size=4)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(deadline=None)
 @given(words=_lists)
 def test_as_slurm_expands_them(scontrol: Callable[[str], list[str]], words: list[str]) -> None:
     text = ",".join(words)
