@@ -6,9 +6,9 @@ import argparse
 import sys
 
 from . import __doc__ as about
-from .jobs import listing, noticing
+from .jobs import listing, logs, noticing
 from .kubernetes import kubernetes_follow, kubernetes_state, kubernetes_submit
-from .launch import gang, single
+from .launch import gang, restart, single
 from .runtime import checkpoints, collectives, ddp_steps, dispatch, imports, loaders, samplers, steps
 from .slurm import slurm_end, slurm_launch, slurm_list, slurm_requeue, slurm_submit
 from .ssh import ssh_client, ssh_cut, ssh_fan_out, ssh_launch
@@ -17,9 +17,11 @@ from .startup import startup
 ALL = {
     "startup": (startup, 15),
     "list": (listing, 5),
+    "logs": (logs, 9),
     "wait": (noticing, 9),
     "single": (single, 7),
     "gang": (gang, 5),
+    "restart": (restart, 5),
     "imports": (imports, 9),
     "steps": (steps, 15),
     "ddp_steps": (ddp_steps, 9),

@@ -29,6 +29,30 @@ def listing(rounds: int) -> bool:
         return report("list", interleaved(measures, rounds), bars)
 
 
+def logs(rounds: int) -> bool:
+    """The last 5 lines of a log of 50 MB: at most a fifth more than those of a log of 5 lines."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["ACCEL_HOME"] = folder
+        lines = {"5 lines": 5, "50 MB": 500_000}
+        jobs = {size: _printing(Path(folder), count) for size, count in lines.items()}
+        accel = str(BIN / "accel")
+        measures = {f"accel logs --tail 5, {size}": wall([accel, "logs", "--tail", "5", jobs[size]]) for size in lines}
+        measures["accel logs, 50 MB"] = wall([accel, "logs", jobs["50 MB"]])
+        bars = [Bar(ours="accel logs --tail 5, 50 MB", base="accel logs --tail 5, 5 lines", limit=1.2)]
+        return report("logs", interleaved(measures, rounds), bars)
+
+
+def _printing(folder: Path, lines: int) -> str:
+    """A job that has printed ``lines`` lines of 100 bytes; its id."""
+    import schedulers
+
+    script = folder / "lines.py"
+    script.write_text("import sys\nfor n in range(int(sys.argv[1])):\n    print(f'{n:099d}')\n")
+    job = schedulers.submit(str(script), [str(lines)], cwd=str(folder))
+    job.wait()
+    return str(job.id)
+
+
 def noticing(rounds: int) -> bool:
     """From the last thing that a job's only process does to the return of `job.wait()`: at most 50 ms."""
     with tempfile.TemporaryDirectory() as folder:

@@ -101,6 +101,7 @@ def _keep(name: str, seconds: Mapping[str, list[float]], medians: Mapping[str, f
     RESULTS.mkdir(exist_ok=True)
     facts = {
         "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "commit": _commit(),
         "machine": {
             "cpus": len(os.sched_getaffinity(0)),
             "python": platform.python_version(),
@@ -112,6 +113,19 @@ def _keep(name: str, seconds: Mapping[str, list[float]], medians: Mapping[str, f
         "bars": {f"{bar.ours} / {bar.base}": bar.limit for bar in bars},
     }
     (RESULTS / f"{name}.json").write_text(json.dumps(facts, indent=1) + "\n")
+
+
+def _commit() -> str:
+    """The commit that was measured, with `+changes` if files that it has differ."""
+    commit = _git("rev-parse", "HEAD")
+    return (
+        f"{commit}+changes" if _git("status", "--porcelain", "--untracked-files=no", ":!benchmarks/results") else commit
+    )
+
+
+def _git(*words: str) -> str:
+    command = ["git", "-C", str(RESULTS.parents[1]), *words]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
 def _versions() -> dict[str, str]:

@@ -48,10 +48,11 @@ def steps(rounds: int) -> bool:
 
 
 def ddp_steps(rounds: int) -> bool:
-    """A training step in DDP of two processes: by hand, accel and Accelerate."""
+    """A training step in DDP of two processes: by hand, accel and Accelerate; of 8 floats, and of 1, 10 and 100 ms."""
     seconds = _inside("steps", rounds, processes=2, BENCHMARK_STEPS="100")
     kept = {name: values for name, values in seconds.items() if "over" not in name}
-    bars = [Bar(ours=f"{kind}, accel", base=f"{kind}, by hand", limit=1.05) for kind in ("plain", "whole")]
+    kinds = ("plain", "whole", "1 ms", "10 ms", "100 ms")
+    bars = [Bar(ours=f"{kind}, accel", base=f"{kind}, by hand", limit=1.05) for kind in kinds]
     return report("ddp_steps", kept, bars)
 
 
@@ -69,6 +70,10 @@ def loaders(rounds: int) -> bool:
     """What a batch costs over the plain loader's, of a data set that can be indexed and of a stream."""
     bars = [
         Bar(ours=f"{kind}, accel over plain", base=f"{kind}, accelerate over plain", limit=1)
+        for kind in ("Rows", "Stream")
+    ]
+    bars += [
+        Bar(ours=f"{kind}, 2 workers, accel", base=f"{kind}, 2 workers, plain", limit=1.1)
         for kind in ("Rows", "Stream")
     ]
     return report("loaders", _inside("loaders", rounds), bars)

@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from accel.checkpoint.agreement import together
 from accel.checkpoint.contents import Contents, Piece
+from accel.checkpoint.full_disk import reporting_full_disk
 from accel.checkpoint.objects import save
-from accel.checkpoint.weights import save_weights
+from accel.checkpoint.weights import refuse_unsavable, save_weights
 from accel.checkpoint.writer import Checkpoints, logger
 from accel.errors import ArgumentError, one_of
 from accel.parallel.base import Strategy
@@ -216,15 +218,20 @@ class CheckpointControl:
         ``model.safetensors``, or where it is larger ``model-00001-of-0000N.safetensors`` and an index; without
         ``safe_serialization`` ``pytorch_model.bin`` likewise. Tied weights are written once. Weights that hooks have
         moved to the CPU or the disk are fetched. Raises `ArgumentError` for a directory that is a file, for weights on
-        the meta device and for what safetensors cannot hold.
+        the meta device and for what safetensors cannot hold; `CheckpointError`, on every process, if one cannot write.
         """
         folder = Path(save_directory)
         if folder.is_file():
             raise ArgumentError(f"save_model: {folder} is a file, and must be a directory")
         state = self._whole_state(model)
-        if self._checkpoints.keeper:
-            save_weights(state, folder, max_shard_size, safe_serialization)
-        self.state.wait_for_everyone()
+        refuse_unsavable(state, max_shard_size, safe_serialization)
+
+        @reporting_full_disk(folder)
+        def write() -> None:
+            if self._checkpoints.keeper:
+                save_weights(state, folder, max_shard_size, safe_serialization)
+
+        together(f"saving {folder}", write)
 
     def _whole_state(self, model: torch.nn.Module) -> dict[str, Any]:
         inside = self.strategy.unwrap(model)

@@ -111,7 +111,8 @@ class DurableFile:
     """A new file that is written from start to end.
 
     Has what `torch.save` asks of a file. When the ``with`` block is left without an error everything is on the disk,
-    and `digest` stands. Raises `FileExistsError` for a file that is there, and `OSError` for what the disk says.
+    and `digest` stands. Raises `FileExistsError` for a file that is there, and `OSError` for what the disk says, in the
+    place of what a writer in the block makes of that.
     """
 
     digest: Digest
@@ -136,6 +137,8 @@ class DurableFile:
                 self._disk.close()
             if kind is None:
                 self._finish()
+            elif self._disk is not None and issubclass(kind, Exception):
+                self._disk.check()
         finally:
             os.close(self._file)
             self._buffer, self._disk = None, None

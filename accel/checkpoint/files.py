@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -65,15 +66,17 @@ def _is_archive(path: Path) -> bool:
         return file.read(4) == b"PK\x03\x04"
 
 
-def replacing(path: Path, data: bytes) -> None:
-    """Put a file with ``data`` in the place of ``path``, whole."""
-    draft = draft_of(path)
-    write_bytes(draft, data)
-    os.replace(draft, path)
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a new name beside ``path`` to write under. The file takes the place of ``path`` when the block ends.
 
-
-def draft_of(path: Path) -> Path:
-    """The name beside ``path`` under which it is written until it is whole; nothing is there."""
+    If the block fails the file is deleted.
+    """
     draft = path.with_name(f".{path.name}.draft")
     draft.unlink(missing_ok=True)
-    return draft
+    try:
+        yield draft
+        os.replace(draft, path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import shutil
 import warnings
@@ -13,7 +12,8 @@ from typing import Any
 import torch
 
 from accel.checkpoint.durable import fsync_directory
-from accel.checkpoint.files import draft_of, write_object
+from accel.checkpoint.files import replacing, write_object
+from accel.checkpoint.full_disk import reporting_full_disk
 from accel.checkpoint.names import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from accel.checkpoint.tensors import TYPES, write_tensors
 from accel.errors import CheckpointError
@@ -42,12 +42,11 @@ def merge_fsdp_weights(
     except FileExistsError:
         raise CheckpointError(f"{folder} is a file: name a directory for the merged weights") from None
     path = folder / (SAFE_WEIGHTS_NAME if safe_serialization else WEIGHTS_NAME)
-    draft = draft_of(path)
-    if safe_serialization:
-        write_tensors(draft, state)
-    else:
-        write_object(draft, state)
-    os.replace(draft, path)
+    with reporting_full_disk(folder), replacing(path) as draft:
+        if safe_serialization:
+            write_tensors(draft, state)
+        else:
+            write_object(draft, state)
     fsync_directory(folder)
     if remove_checkpoint_dir:
         shutil.rmtree(source)

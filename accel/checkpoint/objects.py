@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from accel.checkpoint.files import draft_of, write_object
+from accel.checkpoint.files import replacing, write_object
+from accel.checkpoint.full_disk import reporting_full_disk
 from accel.checkpoint.random_states import numpy_types
 from accel.checkpoint.tensors import write_tensors
 from accel.checkpoint.weights import clean_state_dict_for_safetensors
-from accel.errors import ArgumentError
+from accel.errors import ArgumentError, CheckpointError
 from accel.state import PartialState
 
 
@@ -32,16 +32,14 @@ def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: 
         torch.save(obj, f)
         return
     place = Path(f)
-    draft = draft_of(place)
     try:
-        if safe_serialization:
-            write_tensors(draft, clean_state_dict_for_safetensors(_tensors(obj)))
-        else:
-            write_object(draft, obj)
-        os.replace(draft, place)
-    except BaseException:
-        draft.unlink(missing_ok=True)
-        raise
+        with reporting_full_disk(place.parent), replacing(place) as draft:
+            if safe_serialization:
+                write_tensors(draft, clean_state_dict_for_safetensors(_tensors(obj)))
+            else:
+                write_object(draft, obj)
+    except CheckpointError as error:
+        raise CheckpointError(f"saving {place}: {error}") from error
 
 
 def _tensors(obj: Any) -> dict[str, torch.Tensor]:

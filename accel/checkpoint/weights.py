@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from accel.checkpoint.durable import fsync_directory
-from accel.checkpoint.files import draft_of, read_object, replacing, write_object
+from accel.checkpoint.files import read_object, replacing, write_bytes, write_object
 from accel.checkpoint.names import (
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,
@@ -108,20 +108,27 @@ def save_weights(state: Mapping[str, Any], folder: Path, max_shard_size: int | s
     names = [shard_name(pattern, number, len(parts)) for number in range(1, len(parts) + 1)]
     folder.mkdir(parents=True, exist_ok=True)
     for name, part in zip(names, parts, strict=True):
-        draft = draft_of(folder / name)
-        if safe:
-            write_tensors(draft, part, {alias: owner for alias, owner in aliases.items() if owner in part})
-        else:
-            write_object(draft, part)
-        os.replace(draft, folder / name)
+        with replacing(folder / name) as draft:
+            if safe:
+                write_tensors(draft, part, {alias: owner for alias, owner in aliases.items() if owner in part})
+            else:
+                write_object(draft, part)
     if len(parts) > 1:
         total = sum(v.numel() * v.element_size() for v in state.values() if isinstance(v, torch.Tensor))
         where = {key: name for name, part in zip(names, parts, strict=True) for key in part}
         index = {"metadata": {"total_size": total}, "weight_map": where}
-        replacing(folder / index_name, (json.dumps(index, indent=2, sort_keys=True) + "\n").encode())
+        with replacing(folder / index_name) as draft:
+            write_bytes(draft, (json.dumps(index, indent=2, sort_keys=True) + "\n").encode())
     _clear(folder, keep={*names, *([index_name] if len(parts) > 1 else [])}, pattern=pattern, index_name=index_name)
     fsync_directory(folder)
     return names
+
+
+def refuse_unsavable(state: Mapping[str, Any], max_shard_size: int | str, safe: bool) -> None:
+    """Raise `ArgumentError` for what `save_weights` cannot write."""
+    size_in_bytes(max_shard_size)
+    if safe:
+        _refuse_objects(state)
 
 
 def _refuse_objects(state: Mapping[str, Any]) -> None:

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from accel.checkpoint import fence
-from accel.checkpoint.agreement import side_group, together
+from accel.checkpoint.agreement import Result, side_group, together
 from accel.checkpoint.background import Background
 from accel.checkpoint.contents import Contents, Piece
 from accel.checkpoint.directory import leftovers, numbered, publish, recover, remove, start_draft
 from accel.checkpoint.durable import Digest, fsync_directory, settle
+from accel.checkpoint.full_disk import reporting_full_disk
 from accel.checkpoint.manifest import Manifest, damage, read_manifest, write_manifest
 from accel.checkpoint.names import CHECKPOINT_PREFIX, MANIFEST, random_states_name
 from accel.checkpoint.staging import Staging
@@ -67,13 +68,11 @@ class Checkpoints:
         """
         self.wait()
         place = place.resolve()
-        what = f"saving {place}"
-        drafts = together(what, lambda: self._start(place))
-        draft = Path(self._own(drafts))
+        draft = Path(self._own(_saving(place, lambda: self._start(place))))
         if beside:
-            self._save_beside(what, draft, place, collect, prune)
+            self._save_beside(draft, place, collect, prune)
         else:
-            self._finish(what, draft, place, lambda: collect(draft), prune, None)
+            self._finish(draft, place, lambda: collect(draft), prune, None)
 
     def _start(self, place: Path) -> str | None:
         if not self.keeper:
@@ -81,36 +80,32 @@ class Checkpoints:
         fence.check()  # before it deletes what looks like drafts that were given up
         return str(start_draft(place))
 
-    def _save_beside(
-        self, what: str, draft: Path, place: Path, collect: Callable[[Path], Sequence[Piece]], prune: bool
-    ) -> None:
+    def _save_beside(self, draft: Path, place: Path, collect: Callable[[Path], Sequence[Piece]], prune: bool) -> None:
         if self._group is None:
             self._group = side_group()
         if self._staging is None:
             self._staging = Staging(self.state.device)
         staged: list[Piece] = []
         try:
-            together(what, lambda: staged.extend(self._copied(collect(draft))))
+            _saving(place, lambda: staged.extend(self._copied(collect(draft))))
         except BaseException:
             self._abandon(draft)
             raise
-        self._background.start(lambda: self._finish(what, draft, place, lambda: staged, prune, self._group))
+        self._background.start(lambda: self._finish(draft, place, lambda: staged, prune, self._group))
 
     def _copied(self, pieces: Sequence[Piece]) -> list[Piece]:
         assert self._staging is not None
         values = self._staging.copy([piece.value for piece in pieces])
         return [Piece(piece.name, piece.kind, value) for piece, value in zip(pieces, values, strict=True)]
 
-    def _finish(
-        self, what: str, draft: Path, place: Path, pieces: Callable[[], Sequence[Piece]], prune: bool, group: Any
-    ) -> None:
+    def _finish(self, draft: Path, place: Path, pieces: Callable[[], Sequence[Piece]], prune: bool, group: Any) -> None:
         """Write the files, agree that all are written, publish."""
         try:
             digests: dict[str, Digest] = {}
-            everyones = together(what, lambda: {p.name: p.write(draft) for p in pieces()}, group)
+            everyones = _saving(place, lambda: {p.name: p.write(draft) for p in pieces()}, group)
             for written in (*everyones, everyones[self.state.process_index]):
                 digests.update(written)  # its own last: a node without the others' disks has files of its own
-            together(what, lambda: self._publish(draft, place, digests, prune), group)
+            _saving(place, lambda: self._publish(draft, place, digests, prune), group)
         except BaseException:
             self._abandon(draft)
             raise
@@ -196,6 +191,11 @@ class Checkpoints:
                 "random numbers, and what each process sees of an interrupted epoch, are not those of the saved run"
             )
         return steps[self.state.process_index] or steps[0]
+
+
+def _saving(place: Path, action: Callable[[], Result], group: Any = None) -> list[Result]:
+    """`together`, for a step of saving a checkpoint in ``place``."""
+    return together(f"saving {place}", reporting_full_disk(place, checkpoint=True)(action), group)
 
 
 def _writers(folder: Path) -> int:

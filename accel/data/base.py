@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
+import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from accel.data.sharding import BatchSamplerShard
@@ -18,6 +21,19 @@ def alter(loader: DataLoader[Any], **attributes: Any) -> None:
     fresh copy.
     """
     vars(loader).update(attributes)
+
+
+@contextmanager
+def seeding_aside(base: DataLoader[Any]) -> Iterator[None]:
+    """In the block, draw the seed of ``base``'s workers without moving on the generator that it comes from."""
+    own = base.generator
+    aside = torch.Generator()
+    aside.set_state(torch.get_rng_state() if own is None else own.get_state())
+    alter(base, generator=aside)
+    try:
+        yield
+    finally:
+        alter(base, generator=own)
 
 
 def make_loader(

@@ -20,10 +20,11 @@ from accel.data.loader import PreparedLoader
 from accel.data.lookahead import Lookahead, window_depth
 from accel.data.ranks import shares_by_rank
 from accel.data.rounds import Dealer, Round
-from accel.data.rows import count_rows
+from accel.data.rows import can_be_kept, count_rows
 from accel.data.sharding import BatchSamplerShard, part_of
 from accel.data.wire import Encoder, Receiver, Sender, host_group
 from accel.errors import DataError
+from accel.random import host_rng_state, set_host_rng_state
 from accel.state import PartialState
 
 
@@ -170,6 +171,18 @@ class DataLoaderDispatcher(PreparedLoader):
         """Rows in this process's part of the round at hand, repetitions included."""
         return self._rows
 
+    def own_state_dict(self) -> Any:
+        """See `PreparedLoader`; ``None`` on a process that does not read."""
+        return super().own_state_dict() if self.process_index == 0 else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `PreparedLoader`. ``first``: rows from the epoch's start, if a resumed run does not read them again."""
+        state, first = super().state_dict(), self.progress.first
+        read_again = self.batches is None and not self.stateful_base
+        if first is None or read_again or state["ended"] or not can_be_kept(first):
+            return state
+        return {**state, "first": first}
+
     def _open(self, skip: int, replay: dict[str, Any] | None) -> Iterator[Any]:
         self._present = None
         group = host_group()
@@ -182,34 +195,35 @@ class DataLoaderDispatcher(PreparedLoader):
 
     def _read(self, skip: int, replay: dict[str, Any] | None) -> Lookahead:
         base, batches = self.base_dataloader, self.batches
-        skip *= 1 if self.split_batches else self._share_count
         if batches is not None:
-            batches.skip, batches.replay = skip, replay
+            batches.skip = skip * (1 if self.split_batches else self._share_count)
+            batches.replay = replay
         snapshot = base.state_dict if self.stateful_base else None  # type: ignore[attr-defined]
-        rounds = self._rounds(0 if batches is not None else skip)
+        reads_start = self.progress.position == 0 or (batches is None and skip > 0)
+        rounds = self._rounds(0 if batches is not None else skip, late=replay is not None and not reads_start)
         ahead = self.progress.ahead = Lookahead(rounds, partial(window_depth, self.gradient_state), snapshot)
         if batches is None:
             with self._stream_rng.drawing(replay) as self.progress.order:
                 ahead.fill()
             return ahead
-        kept = None if replay is None else torch.get_rng_state()
+        # What is read here was read before the checkpoint: reading it again must not move the generators on.
+        kept = None if replay is None else host_rng_state()
         ahead.fill()
         if kept is not None:
-            torch.set_rng_state(kept)
+            set_host_rng_state(kept)
         self.progress.order = batches.epoch.order
         return ahead
 
-    def _rounds(self, skip: int) -> Iterator[Outgoing | Failure]:
+    def _rounds(self, skip: int, late: bool) -> Iterator[Outgoing | Failure]:
         dealer = Dealer(
             shares=self._share_count, split=self.split_batches, even=self._even, drop_last=self._drop_last,
             nominal=None if self._base_batch_size() is None else self.nominal_rows, slice_fn=self.slice_fn,
+            first=self.progress.first, late=late,
         )  # fmt: skip
         encoders = [Encoder() for _ in range(self.processes)]
         try:
-            source = iter(self.base_dataloader)
-            for _ in range(skip):
-                next(source, None)
-            for dealt in dealer.deal(source):
+            for dealt in dealer.deal(self._iterate_base(), skip):
+                self.progress.first = dealer.first
                 yield self._outgoing(dealt, encoders)
         except Exception as error:
             yield Failure(error)

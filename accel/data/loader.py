@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Generator, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
-from accel.data.base import get_sampler, make_loader
+from accel.data.base import alter, get_sampler, make_loader, seeding_aside
 from accel.data.iterable import IterableDatasetShard, Marked
 from accel.data.lookahead import Lookahead, window_depth
 from accel.data.order import OrderRng
@@ -72,7 +73,7 @@ class PreparedLoader(DataLoader[Any]):
         self.skip_batches = 0
         self.progress = Progress()
         self.gradient_state = GradientState()
-        self._stream_rng = OrderRng([self._source], shared=shared)
+        self._stream_rng = OrderRng([self._source, base], shared=shared)
         self._real: int | None = None
         self._total: int | None = None
 
@@ -221,13 +222,12 @@ class PreparedLoader(DataLoader[Any]):
         progress = self.progress
         skip = max(self.skip_batches, progress.position) if self.resumes and progress.resumed else self.skip_batches
         over = self.resumes and progress.resumed and progress.ended
-        at, replay, inner = progress.begin()
+        at, replay = progress.begin()
         progress.position = skip
-        if inner is not None and not over and self.stateful_base and skip == at:
-            self.base_dataloader.load_state_dict(inner)  # type: ignore[attr-defined]
+        if not over and self._continue_base(interrupted=replay is not None, skips_more=skip > at):
             skip = 0
         self._announce()
-        if self.rng_types:
+        if self.rng_types and replay is None:
             synchronize_rng_states(self.rng_types, self.synchronized_generator)
         self.reset()
         source = iter(()) if over else self._open(skip, replay)
@@ -239,6 +239,43 @@ class PreparedLoader(DataLoader[Any]):
             if isinstance(source, Generator):
                 source.close()
         progress.finish()
+
+    def _continue_base(self, *, interrupted: bool, skips_more: bool) -> bool:
+        """Put a torchdata loader inside back to its loaded state, if there is one; return True if it skips by that.
+
+        Of an epoch that was not interrupted only the state of the data set counts, where it outlives the epoch.
+        """
+        inner, self.progress.inner = self.progress.inner, None
+        base: Any = self.base_dataloader
+        if inner is None or not self.stateful_base or not (interrupted or self._outlives):
+            return False
+        if interrupted:
+            if skips_more:
+                return False
+            base.load_state_dict(inner)
+            return True
+        base.load_state_dict(inner)
+        with seeding_aside(base):
+            alter(base, _iterator=base._get_iterator())
+        return False
+
+    @property
+    def _outlives(self) -> bool:
+        """Whether one epoch's data set, with the state that it is left in, is the next one's too."""
+        base = self.base_dataloader
+        return hasattr(base.dataset, "state_dict") and (base.num_workers == 0 or base.persistent_workers)
+
+    def _iterate_base(self, *, again: bool = False) -> Iterator[Any]:
+        """Begin an iteration of the loader inside.
+
+        Its workers' seed has been drawn before where this is done ``again`` for an interrupted epoch, and where the
+        run that is resumed has workers that persist.
+        """
+        base, progress = self.base_dataloader, self.progress
+        again = again or (base.persistent_workers and progress.started and base._iterator is None)
+        progress.started = True
+        with seeding_aside(base) if again else nullcontext():
+            return iter(base)
 
     def reset(self) -> None:
         """Forget how the last epoch ended."""
@@ -269,15 +306,17 @@ class PreparedLoader(DataLoader[Any]):
         """Where this loader is, for a checkpoint: of types that a safe unpickler reads.
 
         ``epoch``, ``position`` (batches given in it) and ``order`` (what it was drawn from); ``loader`` is the state of
-        a torchdata loader inside, as it was when the batch given last had just been read.
+        a torchdata loader inside, as it was when the batch given last had just been read; ``generators`` and ``seeds``
+        are those of samplers and data sets.
         """
-        generators = [] if self.batches is None else self.batches.rng.generator_states()
-        state = {**self.progress.state_dict(), "generators": generators}
+        state = {**self.progress.state_dict(), "generators": self._rng.generator_states(), "seeds": self._rng.seeds()}
         state.update(process=self.process_index, round=self.total_batch_size)
-        if self.stateful_base and self.progress.running:
-            ahead = self.progress.ahead
-            state["loader"] = self.base_dataloader.state_dict() if ahead is None else ahead.snapshot_here  # type: ignore[attr-defined]
-        return state
+        inner = self.own_state_dict()
+        return state if inner is None else {**state, "loader": inner}
+
+    @property
+    def _rng(self) -> OrderRng:
+        return self._stream_rng if self.batches is None else self.batches.rng
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go back to where `state_dict` was taken.
@@ -289,12 +328,19 @@ class PreparedLoader(DataLoader[Any]):
         samples; where they do not fill whole rounds, some are given again, and a warning says how many.
         """
         self.progress.load_state_dict(state_dict, self.process_index, self.total_batch_size)
-        if self.batches is not None:
-            self.batches.rng.set_generator_states(state_dict["generators"])
+        self._rng.set_generator_states(state_dict["generators"])
+        self._rng.set_seeds(state_dict.get("seeds", []))
+        if self.base_dataloader.persistent_workers and not self.progress.started:
+            alter(self.base_dataloader, _iterator=None)  # the run that is resumed has yet to start its workers
 
     def own_state_dict(self) -> Any:
-        """The state of a torchdata loader inside, which may differ from process to process; ``None`` without one."""
-        return self.state_dict().get("loader") if self.stateful_base else None
+        """The state of a torchdata loader inside, which may differ from process to process; ``None`` if not needed."""
+        progress, base = self.progress, self.base_dataloader
+        if not self.stateful_base or progress.inner is not None:
+            return progress.inner
+        if progress.running:
+            return base.state_dict() if progress.ahead is None else progress.ahead.snapshot_here  # type: ignore[attr-defined]
+        return base.state_dict() if self._outlives and base._iterator is not None else None  # type: ignore[attr-defined]
 
     def load_own_state_dict(self, state: Any) -> None:
         """Go back to where `own_state_dict` was taken on this process. To be called after `load_state_dict`."""
@@ -351,13 +397,9 @@ class DataLoaderShard(PreparedLoader):
             return self._stream(skip, replay)
         self.batches.skip, self.batches.replay = skip, replay
         self.batches.ahead = window_depth(self.gradient_state)
-        # A resumed epoch has drawn the seed of its workers before: drawing it again must not move the generator on.
-        kept = None if replay is None else torch.get_rng_state()
-        source = iter(self.base_dataloader)
+        source = self._iterate_base(again=replay is not None)
         epoch = self.batches.epoch
         epoch.begin()
-        if kept is not None:
-            torch.set_rng_state(kept)
         self.progress.order = epoch.order
         self._total = epoch.total
         return self._follow(source)
@@ -378,7 +420,7 @@ class DataLoaderShard(PreparedLoader):
         base = self.base_dataloader
         # What is drawn up to here is drawn again on resuming: an order drawn at the start, the seeds of workers.
         with self._stream_rng.drawing(replay) as self.progress.order:
-            source = iter(base)
+            source = self._iterate_base()
             for _ in range(skip):
                 next(source, None)
             snapshot = base.state_dict if self.stateful_base else None  # type: ignore[attr-defined]

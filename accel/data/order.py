@@ -136,6 +136,18 @@ class OrderRng:
         for generator, state in zip(self.generators(), states, strict=False):
             generator.set_state(state)
 
+    def seeds(self) -> list[int]:
+        """The seeds of the owners that draw from a seed and the epoch alone."""
+        return [owner.initial_seed for owner in self._seedable()]
+
+    def set_seeds(self, seeds: list[int]) -> None:
+        """Give back what `seeds` took."""
+        for owner, seed in zip(self._seedable(), seeds, strict=False):
+            owner.initial_seed = seed
+
+    def _seedable(self) -> list[SeedableRandomSampler]:
+        return [owner for owner in self._owners if isinstance(owner, SeedableRandomSampler)]
+
     @contextmanager
     def drawing(self, replay: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
         """In the block the generators are the main process's, or as ``replay`` says; yields their state at its start.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
-logger = logging.getLogger(__name__)
+from accel.logging import get_logger
+
+logger = get_logger(__name__)
 
 
 class Progress:
@@ -22,33 +23,38 @@ class Progress:
         self.running = False
         self.resumed = False
         self.ended = False  # whether the running epoch has given its last batch
+        self.started = False  # whether the loader inside has been iterated in this run or in the one it continues
+        self.first: Any = None  # rows from the epoch's start, with which a dispatched last round is completed
         self.ahead: Any = None  # the `Lookahead` of the running epoch, if it has one
-        self._inner: Any = None
+        self.inner: Any = None  # the state of the loader inside, until it is put back
+        self._same_round = True
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "ahead": None}  # a copy reads for itself
 
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the next one, unless that is the one being resumed."""
-        if not (self.resumed and epoch == self.epoch):
+        if epoch != self.epoch:
             self.resumed = False
+            self.inner = None
             self.epoch = epoch
         self.running = False
 
-    def begin(self) -> tuple[int, dict[str, Any] | None, Any]:
+    def begin(self) -> tuple[int, dict[str, Any] | None]:
         """Begin an epoch.
 
-        Returns, for one that was interrupted: its position, what its order must be drawn from, and the state of the
-        loader inside. Else 0, ``None`` and ``None``.
+        Returns, for one that was interrupted, its position and what its order must be drawn from; else 0 and ``None``.
         """
-        resumed = (self.position, self.order, self._inner) if self.resumed else (0, None, None)
+        resumed = (self.position, self.order) if self.resumed else (0, None)
         if self.running and not self.resumed:
             self.epoch += 1  # the last epoch was left by `break`: it counts
+        if not self.resumed:
+            self.first = None
         self.resumed = False
         self.running = True
         self.ended = False
         self.position = 0
-        self.ahead = self._inner = None
+        self.ahead = None
         return resumed
 
     def finish(self) -> None:
@@ -56,6 +62,7 @@ class Progress:
         self.epoch += 1
         self.position = 0
         self.order = {}
+        self.first = None
         self.running = False
 
     def state_dict(self) -> dict[str, Any]:
@@ -66,6 +73,7 @@ class Progress:
             "order": self.order,
             "in_epoch": self._in_epoch,
             "ended": self.ended and self._in_epoch,
+            "started": self.started,
         }
 
     @property
@@ -84,13 +92,16 @@ class Progress:
         self.running = False
         self.resumed = state["in_epoch"]
         self.ended = state.get("ended", False)
-        mine = state.get("process", process) == process and state.get("round", round_size) == round_size
-        self._inner = state.get("loader") if mine else None
+        self.started = state.get("started", self.resumed or self.epoch > 0)
+        self.first = state.get("first")
+        self._same_round = state.get("round", round_size) == round_size
+        mine = self._same_round and state.get("process", process) == process
+        self.inner = state.get("loader") if mine else None
 
     def set_inner(self, state: Any) -> None:
-        """Take ``state`` for the loader inside, if an interrupted epoch is next."""
-        if self.resumed and state is not None:
-            self._inner = state
+        """Take ``state`` for the loader inside, unless it was taken in rounds of another size."""
+        if self._same_round and state is not None:
+            self.inner = state
 
 
 def _moved(position: int, was: int, now: int) -> int:
@@ -98,7 +109,8 @@ def _moved(position: int, was: int, now: int) -> int:
     moved, again = divmod(position * was, now)
     if again:
         logger.warning(
-            "the epoch was stopped after %d samples, which rounds of %d do not reach: %d samples are given again",
+            "resuming in the middle of an epoch: "
+            "%d samples were seen, %d are used by each round of this world: %d are repeated",
             position * was, now, again,
         )  # fmt: skip
     return moved

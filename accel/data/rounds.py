@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 
-from accel.data.rows import count_rows, join_rows, take_rows
+from accel.data.rows import copy_rows, count_rows, join_rows, take_rows
 from accel.errors import DataError
+from accel.logging import get_logger
+
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -28,12 +31,14 @@ class Round:
     counts: tuple[int, ...] | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Dealer:
     """Makes rounds of ``shares`` parts.
 
     ``nominal``: rows of a part where the loader says so. ``slice_fn(batch, rows, process_index=…, num_processes=…)``,
-    if given, cuts a part out of a batch of all shares.
+    if given, cuts a part out of a batch of all shares. ``first``: a copy of the rows of the epoch's first batch that
+    may be needed to complete the last round. Unless given it is copied from the first round; ``late`` says that this
+    is not the epoch's first, so using it is worth a warning.
     """
 
     shares: int
@@ -42,37 +47,49 @@ class Dealer:
     drop_last: bool
     nominal: int | None = None
     slice_fn: Callable[..., Any] | None = None
+    first: Any = None
+    late: bool = False
 
-    def deal(self, batches: Iterator[Any]) -> Iterator[Round]:
-        """The rounds that ``batches`` make."""
+    def __post_init__(self) -> None:
+        self.late = self.late and self.first is None
+
+    def deal(self, batches: Iterator[Any], skip: int = 0) -> Iterator[Round]:
+        """The rounds that ``batches`` make, but for the first ``skip``."""
         taken = 1 if self.split else self.shares
-        head: list[Any] = []
-        while dealt := list(islice(batches, taken)):
-            if len(dealt) < taken and self.drop_last:
+        for number in count():
+            dealt = list(islice(batches, taken))
+            if not dealt or (len(dealt) < taken and self.drop_last):
                 return
-            head = head or dealt
-            yield self._round(dealt, head)
+            if self.first is None and self.even and self.shares > 1:
+                self.first = self._needed(dealt[0])
+            if number >= skip:
+                yield self._round(dealt)
 
-    def _round(self, dealt: list[Any], head: list[Any]) -> Round:
+    def _needed(self, batch: Any) -> Any:
+        """What a short last round may need of ``batch``, copied: the training loop may change its own part in place."""
+        always_cut = self.split or self.slice_fn is not None
+        return copy_rows(take_rows(batch, slice(0, self.shares - 1)) if always_cut else batch)
+
+    def _round(self, dealt: list[Any]) -> Round:
         sizes = [count_rows(batch) for batch in dealt]
         alike = len(dealt) == self.shares and all(size == sizes[0] for size in sizes)
         whole = not self.split and self.slice_fn is None
         if whole and (alike or (not self.even and len(dealt) == self.shares)):
             return Round(dealt, self._counted(sizes))
         try:
-            return self._cut(join_rows(dealt), head)
+            return self._cut(join_rows(dealt))
         except DataError:
             if not whole:
                 raise
-        return self._filled(dealt, sizes, head)
+        return self._filled(dealt, sizes)
 
-    def _cut(self, joined: Any, head: list[Any]) -> Round:
+    def _cut(self, joined: Any) -> Round:
         rows = count_rows(joined)
         if rows is None:
             raise DataError(f"a batch of type {type(joined).__name__} has no rows to give each process a part of")
         each, rest = divmod(rows, self.shares)
         if rest and self.even:
-            joined = self._completed(joined, self.shares - rest, head)
+            joined = self._completed(joined, self.shares - rest)
             each += 1
             edges = [share * each for share in range(self.shares + 1)]
             counts = tuple(min(each, max(0, rows - start)) for start in edges[:-1])
@@ -89,24 +106,32 @@ class Dealer:
             return None
         return tuple(size or 0 for size in sizes)
 
-    def _completed(self, joined: Any, missing: int, head: list[Any]) -> Any:
-        parts, source = [joined], head[0]
-        size = count_rows(source) or 0
+    def _completed(self, joined: Any, missing: int) -> Any:
+        self._warn_if_late()
+        parts = [joined]
+        size = count_rows(self.first) or 0
         if size == 0:
             raise DataError("the first batch of the epoch has no rows to complete the last one with")
         while missing > 0:
-            parts.append(take_rows(source, slice(0, missing)))
+            parts.append(take_rows(self.first, slice(0, missing)))
             missing -= min(size, missing)
         return join_rows(parts)
+
+    def _warn_if_late(self) -> None:
+        if self.late:
+            logger.warning(
+                "the last round is completed with samples from behind the checkpoint, not from the epoch's start: "
+                "a checkpoint cannot hold batches of type %s", type(self.first).__name__,
+            )  # fmt: skip
 
     def _slice(self, joined: Any, edges: list[int], share: int) -> Any:
         cut = take_rows if self.slice_fn is None else self.slice_fn
         return cut(joined, slice(edges[share], edges[share + 1]), process_index=share, num_processes=self.shares)
 
-    def _filled(self, dealt: list[Any], sizes: list[int | None], head: list[Any]) -> Round:
-        """A round of batches that cannot be cut: whole ones, repeated for the shares that would have none."""
+    def _filled(self, dealt: list[Any], sizes: list[int | None]) -> Round:
+        """A round of batches that cannot be cut: whole ones, the first repeated for the shares that would have none."""
         missing = self.shares - len(dealt)
         if not self.even or missing == 0:
             return Round([*dealt, *[None] * missing])
-        repeated = [head[place % len(head)] for place in range(missing)]
-        return Round([*dealt, *repeated], (*[size or 1 for size in sizes], *[0] * missing))
+        self._warn_if_late()
+        return Round([*dealt, *[self.first] * missing], (*[size or 1 for size in sizes], *[0] * missing))

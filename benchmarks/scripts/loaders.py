@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import accelerate
@@ -17,6 +18,7 @@ ROUNDS = int(os.environ.get("BENCHMARK_ROUNDS", "15"))
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 ROWS = 4000
 WIDTHS = (32, 512, 8192)
+WORKERS: dict[str, dict[str, Any]] = {"": {}, ", 2 workers": {"num_workers": 2, "persistent_workers": True}}
 
 
 class Rows(Dataset[Any]):
@@ -57,10 +59,11 @@ def main() -> None:
     ours, theirs = accel.Accelerator(cpu=True), accelerate.Accelerator(cpu=True)
     loops: dict[str, Callable[[], int]] = {}
     if WORLD == 1:
-        for kind in (Rows, Stream):
-            loops[f"{kind.__name__}, plain"] = walk(DataLoader(kind(), batch_size=4))
-            loops[f"{kind.__name__}, accel"] = walk(ours.prepare(DataLoader(kind(), batch_size=4)))
-            loops[f"{kind.__name__}, accelerate"] = walk(theirs.prepare(DataLoader(kind(), batch_size=4)))
+        for (staff, how), kind in product(WORKERS.items(), (Rows, Stream)):
+            name = f"{kind.__name__}{staff}"
+            loops[f"{name}, plain"] = walk(DataLoader(kind(), batch_size=4, **how))
+            loops[f"{name}, accel"] = walk(ours.prepare(DataLoader(kind(), batch_size=4, **how)))
+            loops[f"{name}, accelerate"] = walk(theirs.prepare(DataLoader(kind(), batch_size=4, **how)))
     else:
         for width in WIDTHS:
             loops[f"16 × {width}, accel"] = walk(ours.prepare(DataLoader(Batches(width), batch_size=None)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks.scripts.rounds import interleave, over, write
 
 STEPS = int(os.environ.get("BENCHMARK_STEPS", "300"))
+LENGTHS = {"1 ms": (1e-3, 100), "10 ms": (1e-2, 30), "100 ms": (0.1, 10)}  # seconds of a step by hand, and steps
 ROUNDS = int(os.environ.get("BENCHMARK_ROUNDS", "15"))
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 
@@ -79,6 +81,60 @@ def prepared(accelerator: Any, whole: bool, accumulate: bool) -> Loop:
     return accumulating if accumulate else plain
 
 
+class Repeated(torch.nn.Module):
+    """One layer, applied ``times`` times: a step as long as one likes, whose gradients stay few."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(64, 64)
+        self.times = times
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        for _ in range(self.times):
+            inputs = torch.tanh(self.layer(inputs))
+        return inputs
+
+
+def times_for(seconds: float) -> int:
+    """How often `Repeated` takes its layer for a step of ``seconds``; measured on rank 0."""
+    model, inputs = Repeated(20), torch.randn(16, 64)
+    taken = []
+    for _ in range(20):
+        started = time.perf_counter()
+        model(inputs).pow(2).mean().backward()
+        taken.append(time.perf_counter() - started)
+    times = torch.tensor([max(1.0, 20 * seconds / min(taken))])
+    torch.distributed.broadcast(times, 0)
+    return int(times.item())
+
+
+def long_steps(seconds: float, steps: int, accelerators: dict[str, Any]) -> dict[str, Loop]:
+    """Loops of ``steps`` steps in DDP that take about ``seconds`` each: by hand, and with each of ``accelerators``."""
+    times = times_for(seconds)
+    batches = torch.randn(steps, 16, 64)
+
+    def made(accelerator: Any) -> Loop:
+        torch.manual_seed(0)
+        model: torch.nn.Module = Repeated(times)
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=1e-3)
+        if accelerator is None:
+            model = torch.nn.parallel.DistributedDataParallel(model)
+        else:
+            model, optimizer = accelerator.prepare(model, optimizer)
+
+        def loop() -> int:
+            for inputs in batches:
+                loss = model(inputs).pow(2).mean()
+                loss.backward() if accelerator is None else accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            return steps
+
+        return loop
+
+    return {name: made(accelerator) for name, accelerator in {"by hand": None, **accelerators}.items()}
+
+
 def main() -> None:
     torch.set_num_threads(1)
     from accelerate import Accelerator as Theirs
@@ -92,7 +148,11 @@ def main() -> None:
         loops[f"{kind}, by hand"] = by_hand(whole)
         loops[f"{kind}, accel"] = prepared(ours, whole, accumulate)
         loops[f"{kind}, accelerate"] = prepared(theirs, whole, accumulate)
-    seconds = interleave(loops, ROUNDS)
+    if WORLD > 1:
+        for length, (target, steps) in LENGTHS.items():
+            long = long_steps(target, steps, {"accel": ours, "accelerate": theirs})
+            loops |= {f"{length}, {name}": loop for name, loop in long.items()}
+    seconds = interleave(loops, ROUNDS, warm_up=int(os.environ.get("BENCHMARK_WARM_UP", "2")))
     for kind in ("plain", "accumulate", "whole"):
         for name in ("accel", "accelerate"):
             seconds[f"{kind}, {name} over by hand"] = over(seconds, f"{kind}, {name}", f"{kind}, by hand")

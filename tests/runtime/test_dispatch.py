@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,6 +13,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from accel import Accelerator, DataLoaderConfiguration, set_seed, skip_first_batches
 from accel.data import DataLoaderDispatcher, prepare_data_loader
+from accel.data.rounds import Dealer
+from accel.data.rows import can_be_kept
 from accel.data.wire import Decoder, Encoder
 from accel.errors import DataError
 from accel.plugins import GradientAccumulationPlugin
@@ -175,6 +178,27 @@ def test_a_last_round_that_cannot_be_cut_is_completed_with_whole_batches() -> No
     widths = [torch.full((2, width), width) for width in (3, 4, 5, 6, 7)]
     shapes = [[tuple(batch.shape) for batch in batches] for batches in run(_odd_batches, widths, processes=3)]
     assert shapes == [[(2, 3), (2, 6)], [(2, 4), (2, 7)], [(2, 5), (2, 3)]]
+
+
+def _dealer(**how: Any) -> Dealer:
+    return Dealer(shares=2, split=False, even=True, drop_last=False, **how)
+
+
+def test_a_loop_that_changes_its_batch_does_not_change_what_completes_the_last_round() -> None:
+    rounds = []
+    for dealt in _dealer().deal(iter([torch.tensor([0.0, 1]), torch.tensor([2.0, 3]), torch.tensor([4.0])])):
+        rounds.append([part.tolist() for part in dealt.parts])
+        dealt.parts[0].add_(100)
+    assert rounds == [[[0, 1], [2, 3]], [[4], [0]]]
+
+
+def test_what_a_checkpoint_could_not_hold_is_told_when_it_is_missed(caplog: pytest.LogCaptureFixture) -> None:
+    rest = [[Pair(torch.arange(2), 1)] * 2, [Pair(torch.arange(1), 1)]]
+    assert not can_be_kept(rest[0][0])
+    for late, told in ((False, 0), (True, 1)):
+        caplog.clear()
+        assert len(list(_dealer(late=late).deal(iter(chain(*rest))))) == 2
+        assert caplog.text.count("a checkpoint cannot hold batches of type Pair") == told
 
 
 def test_objects_are_cut_with_the_rows_they_belong_to() -> None:

@@ -87,10 +87,10 @@ class Resumable(IterableDataset[int]):
         return Cursor(self)
 
 
-def _loader(kind: str, workers: int, processes: int, index: int) -> DataLoaderShard:
+def _loader(kind: str, workers: int, processes: int, index: int, persistent: bool = False) -> DataLoaderShard:
     dataset: Any = Counting(26) if kind == "map" else Resumable(26)
     plain = torchdatas(
-        dataset, batch_size=3, shuffle=kind == "map", num_workers=workers,
+        dataset, batch_size=3, shuffle=kind == "map", num_workers=workers, persistent_workers=persistent,
         multiprocessing_context="fork" if workers else None,
     )  # fmt: skip
     loader = prepare_data_loader(plain, None, processes, index, rng_types=[], use_seedable_sampler=True, data_seed=4)
@@ -98,36 +98,39 @@ def _loader(kind: str, workers: int, processes: int, index: int) -> DataLoaderSh
     return loader
 
 
-def _stopped_everywhere(kind: str, workers: int, processes: int) -> list[Any]:
+def _stopped_everywhere(kind: str, workers: int, processes: int, persistent: bool) -> list[Any]:
     index = processes - 1
-    whole_loader = _loader(kind, workers, processes, index)
-    epochs = [[batch.tolist() for batch in whole_loader] for _ in range(2)]
+    whole_loader = _loader(kind, workers, processes, index, persistent)
+    epochs = [[batch.tolist() for batch in whole_loader] for _ in range(3)]
+    length = len(epochs[0])
     wrong = []
-    for stop_at in (1, 2, len(epochs[0]) - 1, len(epochs[0])):
-        loader = _loader(kind, workers, processes, index)
+    for stop_at in (1, 2, length - 1, length, length + 1):
+        loader = _loader(kind, workers, processes, index, persistent)
         seen = []
         for batch in loader:
             seen.append(batch.tolist())
             if len(seen) == stop_at:
                 state = copy.deepcopy(loader.state_dict())
                 break
-        again = _loader(kind, workers, processes, index)
+        else:
+            state = copy.deepcopy(loader.state_dict())
+        again = _loader(kind, workers, processes, index, persistent)
         again.load_state_dict(state)
-        assert (again.iteration, again.position) == (0, stop_at)
-        rest = [batch.tolist() for batch in again]
-        following = [[item // 1000 if kind == "map" else item for item in batch.tolist()] for batch in again]
-        expected = [[item // 1000 if kind == "map" else item for item in batch] for batch in epochs[1]]
-        if seen + rest != epochs[0] or following != expected:
-            wrong.append([stop_at, seen, rest, epochs[0], following, expected])
+        assert (again.iteration, again.position) == ((0, stop_at) if stop_at <= length else (1, 0))
+        if stop_at <= length:
+            seen += [batch.tolist() for batch in again]
+        following = [[batch.tolist() for batch in again] for _ in range(2)]
+        if [seen, *following] != epochs:
+            wrong.append([stop_at, seen, following, epochs])
     return wrong
 
 
 @pytest.mark.parametrize("kind", ["map", "stream"])
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, False), (2, True)])
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_loader_of_torchdatas_goes_on_where_it_was(kind: str, workers: int, processes: int) -> None:
+def test_a_loader_of_torchdatas_goes_on_where_it_was(kind: str, workers: int, persistent: bool, processes: int) -> None:
     """With what workers had prefetched, the batch that was read ahead, and the data set's own state."""
-    assert run_one(_stopped_everywhere, kind, workers, processes) == []
+    assert run_one(_stopped_everywhere, kind, workers, processes, persistent) == []
 
 
 def test_a_stream_with_a_state_is_not_read_again() -> None:
@@ -157,7 +160,8 @@ def test_a_state_keeps_readable_keys() -> None:
     loader = _loader("map", 0, 2, 1)
     next(iter(loader))
     state = loader.state_dict()
-    assert {"epoch", "position", "order", "in_epoch", "ended", "generators", "process", "round", "loader"} == set(state)
+    about = {"epoch", "position", "order", "in_epoch", "ended", "started", "generators", "seeds"}
+    assert set(state) == about | {"process", "round", "loader"}
     assert (state["epoch"], state["process"]) == (0, 1)
 
 
@@ -189,6 +193,30 @@ def test_a_processs_own_state_can_be_kept_apart() -> None:
     again.load_own_state_dict(own)
     whole = [batch.tolist() for batch in _loader("map", 0, 2, 1)]
     assert seen + [batch.tolist() for batch in again] == whole
+
+
+def test_the_state_of_a_world_of_another_size_counts_for_the_position_alone() -> None:
+    order = [item // 1000 for batch in _loader("map", 0, 1, 0) for item in batch.tolist()]
+    main = _loader("map", 0, 2, 0)
+    for number, _ in enumerate(main, 1):
+        if number == 2:
+            state, own = main.state_dict(), main.own_state_dict()
+            break
+    alone = _loader("map", 0, 1, 0)
+    alone.load_state_dict(state)
+    alone.load_own_state_dict(own)
+    assert [item // 1000 for batch in alone for item in batch.tolist()] == order[12:]
+
+
+def test_a_state_loaded_and_saved_again_is_the_same() -> None:
+    loader = _loader("map", 0, 1, 0)
+    for number, _ in enumerate(loader, 1):
+        if number == 2:
+            state = loader.state_dict()
+            break
+    again = _loader("map", 0, 1, 0)
+    again.load_state_dict(state)
+    assert again.state_dict()["loader"] == state["loader"]
 
 
 def _saved_by_accelerator(directory: str, resume: bool, workers: int) -> list[Any]:

@@ -1,0 +1,114 @@
+"""`python -m benchmarks.tables`: write the figures of `benchmarks/results/` into the tables of the README and docs/.
+
+A table stands between `<!-- benchmarks NAME -->` and `<!-- end -->`; `tests/test_benchmarks.py` compares them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+
+from .measure import RESULTS
+
+ROOT = RESULTS.parents[1]
+FILES = ("README.md", "docs/accelerator.md")
+_TABLE = re.compile(r"(<!-- benchmarks (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+# A cell `{result: figure}` is the median of that figure, `{result: figure / figure}` the ratio of two.
+TABLES = {
+    "launch": """
+| from the command to … | accel | torchrun | accelerate launch |
+| the first all-reduce of 8 ranks | {gang: accel launch} | {gang: torchrun} | {gang: accelerate launch} |
+| the end of a script that imports torch, 1 process (`python script`: {single: python script}) \
+| {single: accel launch} | {single: torchrun} | {single: accelerate launch} |
+| the end of `--help` | {startup: accel --help} | {startup: torchrun --help} | {startup: accelerate --help} |
+| all 8 ranks back, from the death of one | {restart: restart} | | |
+| the last 5 lines of a log of 50 MB (`accel logs`) | {logs: accel logs --tail 5, 50 MB} | | |
+""",
+    "ddp": """
+| a training step in DDP of 2 processes | by hand | accel | Accelerate |
+| of 8 floats | {ddp_steps: plain, by hand} | {ddp_steps: plain, accel} | {ddp_steps: plain, accelerate} |
+| of 1 ms | {ddp_steps: 1 ms, by hand} | {ddp_steps: 1 ms, accel} | {ddp_steps: 1 ms, accelerate} |
+| of 10 ms | {ddp_steps: 10 ms, by hand} | {ddp_steps: 10 ms, accel} | {ddp_steps: 10 ms, accelerate} |
+| of 100 ms | {ddp_steps: 100 ms, by hand} | {ddp_steps: 100 ms, accel} | {ddp_steps: 100 ms, accelerate} |
+""",
+    "runtime": """
+| | accel | Accelerate | ratio |
+| a step of a tiny linear model, over the loop by hand | {steps: plain, accel over by hand} \
+| {steps: plain, accelerate over by hand} | {steps: plain, accel over by hand / plain, accelerate over by hand} |
+| the same, in `accumulate` | {steps: accumulate, accel over by hand} | {steps: accumulate, accelerate over by hand} \
+| {steps: accumulate, accel over by hand / accumulate, accelerate over by hand} |
+| the same, with clipping and a schedule | {steps: whole, accel over by hand} \
+| {steps: whole, accelerate over by hand} | {steps: whole, accel over by hand / whole, accelerate over by hand} |
+| a batch of 32 indices of one rank of 1,024 (of one alone: {samplers: world 1, accel}) \
+| {samplers: world 1024, accel} | {samplers: world 1024, accelerate} \
+| {samplers: world 1024, accel / world 1024, accelerate} |
+| the first batch after 10,000 skipped ones, world of 64 | {samplers: skip 10,000 at world 64, accel} \
+| {samplers: skip 10,000 at world 64, accelerate} \
+| {samplers: skip 10,000 at world 64, accel / skip 10,000 at world 64, accelerate} |
+| a batch of a stream, over the plain loader | {loaders: Stream, accel over plain} \
+| {loaders: Stream, accelerate over plain} | {loaders: Stream, accel over plain / Stream, accelerate over plain} |
+| a batch of indexed data from 2 workers (plain loader: {loaders: Rows, 2 workers, plain}) \
+| {loaders: Rows, 2 workers, accel} | {loaders: Rows, 2 workers, accelerate} \
+| {loaders: Rows, 2 workers, accel / Rows, 2 workers, accelerate} |
+| a batch of a stream from 2 workers (plain loader: {loaders: Stream, 2 workers, plain}) \
+| {loaders: Stream, 2 workers, accel} | {loaders: Stream, 2 workers, accelerate} \
+| {loaders: Stream, 2 workers, accel / Stream, 2 workers, accelerate} |
+| a dispatched batch of 3 × 16 × 512 integers, 2 processes | {dispatch: 16 × 512, accel} \
+| {dispatch: 16 × 512, accelerate} | {dispatch: 16 × 512, accel / 16 × 512, accelerate} |
+| `gather` of 20 small tensors, 2 processes (one flat all_gather: {collectives: one flat all_gather}) \
+| {collectives: gather of 20, accel} | {collectives: gather of 20, accelerate} \
+| {collectives: gather of 20, accel / gather of 20, accelerate} |
+| `save_state` of 630 MB; ours is on the disk, theirs in the page cache | {checkpoints: save, accel} \
+| {checkpoints: save, accelerate} | {checkpoints: save, accel / save, accelerate} |
+| `save_state(async_save=True)`: the loop stands still, the first time | {checkpoints: async, accel} | | |
+| … and later | {checkpoints: again, accel} | | |
+| `load_state` of it, warm; ours verifies it first, and reads it from the disk | {checkpoints: load, accel} \
+| {checkpoints: load, accelerate} | {checkpoints: load, accel / load, accelerate} |
+| … more memory at its worst | {checkpoints: load, accel, GB more memory} \
+| {checkpoints: load, accelerate, GB more memory} \
+| {checkpoints: load, accel, GB more memory / load, accelerate, GB more memory} |
+| importing it (importing torch: {imports: import torch}) | {imports: from accel import Accelerator} \
+| {imports: from accelerate import Accelerator} \
+| {imports: from accel import Accelerator / from accelerate import Accelerator} |
+""",
+}
+
+
+def rendered(name: str) -> str:
+    """The Markdown table ``name``, with the kept figures."""
+    head, *rows = re.sub(r"\{(\w+): ([^}]+)\}", lambda cell: _cell(cell[1], cell[2]), TABLES[name]).strip().splitlines()
+    return "\n".join([head, "|" + " --- |" * (head.count("|") - 1), *rows]) + "\n"
+
+
+def _cell(result: str, figures: str) -> str:
+    kept = json.loads((RESULTS / f"{result}.json").read_text())["figures"]
+    medians = [statistics.median(kept[figure]) for figure in figures.split(" / ")]
+    if len(medians) == 2:
+        return f"{medians[0] / medians[1]:.2g}"
+    return _shown(figures, medians[0])
+
+
+def _shown(figure: str, value: float) -> str:
+    if "GB" in figure:
+        return f"{value * 1e3:.0f} MB"
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if value >= size:
+            return f"{value / size:.3g} {unit}"
+    return f"{value * 1e6:.2g} µs"
+
+
+def renewed(text: str) -> str:
+    """``text`` with its tables as the kept figures make them."""
+    return _TABLE.sub(lambda table: f"{table[1]}{rendered(table[2])}{table[3]}", text)
+
+
+def main() -> None:
+    for name in FILES:
+        path = ROOT / name
+        path.write_text(renewed(path.read_text()))
+
+
+if __name__ == "__main__":
+    main()
