@@ -171,6 +171,28 @@ except ProcessError as error:
     assert told[2]["said"].endswith("failed first: ValueError: the reason")
 
 
+def test_the_elastic_backend_of_two_nodes(tmp_path: Path) -> None:
+    script = f"""
+node = int(sys.argv[1]) if len(sys.argv) > 1 else 0
+if node == 0:
+    other = subprocess.Popen([sys.executable, __file__, "1"])
+elastic = dict(num_processes=1, num_nodes=2, node_rank=node, rdzv_backend="c10d")
+notebook_launcher(world, rdzv_endpoint="127.0.0.1:{free_port()}", **elastic)
+def bad():
+    raise ValueError("the reason")
+try:
+    notebook_launcher(bad, rdzv_endpoint="127.0.0.1:{free_port()}", **elastic)
+except ProcessError as error:
+    if node == 0:
+        tell(rank=9, said=str(error).splitlines()[0])
+if node == 0:
+    assert other.wait() == 0
+"""
+    told = play(script, tmp_path)
+    assert [(one["rank"], one["total"]) for one in told[:2]] == [(0, 3.0), (1, 3.0)]
+    assert told[2]["said"].endswith("failed first: ValueError: the reason")
+
+
 FAILING = """
 def bad():
     from accel import PartialState

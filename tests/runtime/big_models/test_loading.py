@@ -233,10 +233,7 @@ def damaged(folder: Path, how: str) -> tuple[Path, str]:
         save_file({"gain": torch.ones(6)}, outside)  # there, and good
         name = {"upward": f"../{outside.name}", "absolute": str(outside), "a number": 5}[how]
         index.write_text(json.dumps({"weight_map": {"gain": name}}))
-        return (
-            checkpoint,
-            "is no index of a checkpoint" if how == "a number" else f"names {name!r}, which is not in its",
-        )
+        return checkpoint, "is no index of a checkpoint" if how == "a number" else f"names {name!r}, which is not in"
     if how == "nothing":
         return folder / "nowhere", "does not exist"
     if how == "empty folder":
@@ -267,7 +264,8 @@ def damaged(folder: Path, how: str) -> tuple[Path, str]:
 
 
 HOW = (
-    "missing shard,short shard,no shard,damaged header,lacking shard,no index,upward,absolute,a number,nothing,empty folder,two indexes,"
+    "missing shard,short shard,no shard,damaged header,lacking shard,no index,upward,absolute,a number,"
+    "nothing,empty folder,two indexes,"
     "other names,other shape,other library,code,no tensors,no pickle"
 ).split(",")
 
