@@ -4,5 +4,7 @@
     python -m benchmarks gang --rounds 9
 
 Machines are shared and noisy: the rounds are interleaved, and the ratio of medians is the figure to quote.
-Every run is kept in `benchmarks/results/`.
+Every run is kept in `benchmarks/results/`, with the commit that it measured.
+
+    python -m benchmarks.tables          the README's and docs/accelerator.md's tables, from the kept results
 """

@@ -96,7 +96,7 @@ def _shown(figure: str, value: float) -> str:
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if value >= size:
             return f"{value / size:.3g} {unit}"
-    return f"{value * 1e6:.2g} µs"
+    return f"{value * 1e6:.3g} µs"
 
 
 def renewed(text: str) -> str:

@@ -152,7 +152,7 @@ def main() -> None:
         for length, (target, steps) in LENGTHS.items():
             long = long_steps(target, steps, {"accel": ours, "accelerate": theirs})
             loops |= {f"{length}, {name}": loop for name, loop in long.items()}
-    seconds = interleave(loops, ROUNDS, warm_up=int(os.environ.get("BENCHMARK_WARM_UP", "2")))
+    seconds = interleave(loops, ROUNDS)
     for kind in ("plain", "accumulate", "whole"):
         for name in ("accel", "accelerate"):
             seconds[f"{kind}, {name} over by hand"] = over(seconds, f"{kind}, {name}", f"{kind}, by hand")
