@@ -245,11 +245,11 @@ def _called(pool: Pool, probes: Mapping[Host, _Probe], listening: Sequence[_List
     callers = list(probes) if len(listening) > 1 else list(probes)[1:]
     matrices: list[dict[str, Mapping[str, str | None]]] = [{} for _ in listening]
     for outcome in pool.map(call, callers):
-        answers = iter(outcome.value or ())
+        reached = iter(outcome.value or ())
         for one, matrix in zip(listening, matrices, strict=True):
             if one.host != outcome.host:
                 silence = dict.fromkeys(one.addresses, one_line(str(outcome.error)))
-                matrix[str(outcome.host)] = next(answers, silence)
+                matrix[str(outcome.host)] = next(reached, silence)
     return list(matrices)
 
 
