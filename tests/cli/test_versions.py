@@ -124,5 +124,5 @@ def _packages() -> list[str]:
 def _make(environment: Path, base: str, packages: list[str]) -> None:
     subprocess.run([base, "-m", "venv", "--without-pip", environment], check=True)
     # Without constraints.txt: not all of its versions know every Python.
-    pip = [sys.executable, "-m", "pip", "--python", environment / "bin/python", "install", "-q"]
+    pip = [sys.executable, "-m", "pip", "--python", str(environment / "bin/python"), "install", "-q"]
     subprocess.run([*pip, "--disable-pip-version-check", *packages], check=True)

@@ -42,12 +42,14 @@ def project(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system with 1 MB."""
+    """A file system with 768 kB."""
     if os.geteuid() != 0:
         missing("the right to mount a file system", "run as root")
     place = tmp_path / "small"
     place.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", place], capture_output=True, text=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=768k", "tmpfs", place], capture_output=True, text=True
+    )
     if mounted.returncode:
         missing(f"a tmpfs ({mounted.stderr.strip()})", "run where root may mount one")
     try:

@@ -17,10 +17,6 @@ from schedulers.codefiles import list_code
 from schedulers.errors import SnapshotError
 from schedulers.snapshot import Snapshot, pack, unpack
 
-from .test_store_damage import small_disk
-
-__all__ = ["small_disk"]
-
 HOSTILE = [
     "a b.py",
     "a'; touch pwned; '",
