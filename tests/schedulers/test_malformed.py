@@ -21,7 +21,7 @@ from accel.cli import exits, main
 from schedulers.converting import as_moment, as_whole, parse_json
 from schedulers.errors import SchedulerError, Unreachable
 from schedulers.job import JobSpec, State, Status
-from schedulers.local.files import JobFiles
+from schedulers.local.files import JobFiles, progress_document
 from schedulers.processes import Identity
 from schedulers.remote import answers
 from schedulers.remote.errors import RemoteError
@@ -100,7 +100,8 @@ class Home:
         identity = Identity.of(os.getpid())
         assert identity is not None
         files.set_identity("supervisor", identity)
-        files.set_progress(Status(state=State.RUNNING, message="training", observed_at=time.time()))
+        progress = progress_document(Status(state=State.RUNNING, message="training", observed_at=time.time()))
+        files.write("local/progress.json", json.dumps(progress))
         (files.logs / "launch.jsonl").write_text(
             '{"event": "attempt", "attempt": 1}\n{"event": "failure", "failure": {"rank": 0, "exit_code": 1}}\n'
         )
