@@ -241,7 +241,7 @@ class RunsInPlace(Protocol):
 
     @staticmethod
     def in_use(directory: Path) -> str:
-        """Why the job of this directory may still run, although its record says that it is over; '' when it cannot."""
+        """Return why the job of this directory may still run although its record has a final state; else ''."""
 
 
 @runtime_checkable

@@ -17,9 +17,9 @@ _ROOT = Path(__file__).parents[1]
 
 
 def command(argv: Sequence[str], scratch: Path, uid: int = NOBODY) -> list[str]:
-    """What runs `argv` as that user. Root's closed directories are opened in a mount namespace of the command alone.
+    """Return the command that runs `argv` as that user.
 
-    `scratch` is an empty directory.
+    Root's closed directories are opened in a mount namespace of the command alone. `scratch` is an empty directory.
     """
     if os.geteuid() != 0:
         return list(argv)
@@ -50,7 +50,7 @@ def closing(scratch: Path) -> str:
 
 
 def check(scratch: Path, uid: int = NOBODY) -> None:
-    """Skips the test where no ordinary user can run the interpreter."""
+    """Skip the test where no ordinary user can run the interpreter."""
     tried = subprocess.run(
         command([sys.executable, "-c", "import accel.cli, msgspec"], scratch, uid),
         cwd="/", env={**os.environ, "PYTHONPATH": str(_ROOT)}, capture_output=True, text=True,

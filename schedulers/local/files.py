@@ -100,7 +100,7 @@ class JobFiles:
         return None if event is None else event.get("failure")
 
     def in_use(self) -> str:
-        """Why the job may still run, for a message, although its record says that it is over; '' when it cannot."""
+        """Return why the job may still run although its record has a final state, for a message; else ''."""
         if self.exit() is not None:
             return ""
         for identify in (self.supervisor, self.launcher):
@@ -125,7 +125,7 @@ class JobFiles:
         return False
 
     def _identity(self, who: str) -> Identity | None:
-        """The process that was recorded. One of an older version has the place that its job was submitted from.
+        """Read a process. A record of an older version has no place: the node of the submit stands for it.
 
         Raises StoreError when the file is damaged.
         """

@@ -160,7 +160,7 @@ class LocalTarget:
 
     @staticmethod
     def in_use(directory: Path) -> str:
-        """Why the job of this directory may still run, although its record says that it is over; '' when it cannot."""
+        """Return why the job of this directory may still run although its record has a final state; else ''."""
         return JobFiles(directory).in_use()
 
     def _launch_command(self, spec: JobSpec, logs: str) -> list[str]:

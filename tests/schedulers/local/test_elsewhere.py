@@ -72,7 +72,7 @@ def held(submit: Submit) -> Job:
 
 
 def move(record: Record, **place: str) -> None:
-    """Rewrites where the job's processes are; nothing else of them changes."""
+    """Rewrite where the job's processes are; nothing else of them changes."""
     for who in PROCESSES:
         path = record.directory / f"local/{who}.json"
         document = json.loads(path.read_text())
