@@ -59,9 +59,7 @@ def _where(group: Group) -> None:
     )
     group.add_argument("--spares", **_COUNT, help="further machines of the ssh target, to replace bad ones")
     group.add_argument("--interface", metavar="NAME", help="the network interface that machines of it meet on")
-    group.add_argument(
-        "--concurrency", **_COUNT, help="jobs that run at once on a machine (local, ssh); others wait"
-    )
+    group.add_argument("--concurrency", **_COUNT, help="jobs that run at once on a machine (local, ssh); others wait")
     group.add_argument("--snapshot", action="store_true", help="run a copy of the code as it is now (local, slurm)")
 
 
