@@ -52,9 +52,9 @@ def clear_old(pool: Pool, *jobs: str, days: float = 30, python: str = "python3")
 
 def test_pruning_a_job_removes_it_from_its_hosts(submit: Submit, ssh_hosts: SshHosts) -> None:
     odd = "mkdir -p shut/inner && touch shut/inner/file && chmod 0500 shut/inner && chmod 0 shut"
-    over = submit(odd)
+    over = submit(odd, hosts="node1,node2")
     assert over.wait(60).state is State.SUCCEEDED
-    live = submit('while [ ! -e "$HOME/enough" ]; do sleep 0.1; done')
+    live = submit('while [ ! -e "$HOME/enough" ]; do sleep 0.1; done', hosts="node1,node2")
     until(lambda: live.status().state is State.RUNNING, "it runs")
     assert prune(Store.default(), keep=0, dry_run=True).ids == (over.id,)
     assert job_files(ssh_hosts, "node1", over.id).exists()
@@ -69,7 +69,7 @@ def test_pruning_a_job_removes_it_from_its_hosts(submit: Submit, ssh_hosts: SshH
 def test_a_host_that_cannot_be_asked_is_named_and_stops_nothing(
     submit: Submit, ssh_hosts: SshHosts, home: Path
 ) -> None:
-    jobs = [submit("true"), submit("true")]
+    jobs = [submit("true", hosts="node1,node2") for _ in range(2)]
     for job in jobs:
         assert job.wait(60).state is State.SUCCEEDED
     nothing_is_left(ssh_hosts)
@@ -196,4 +196,4 @@ def test_what_a_killed_clearing_left_is_removed_by_the_next(pool: Pool, ssh_host
 @pytest.mark.parametrize("days", [0.5, 0, -1, float("nan")])
 def test_unused_days_are_checked(submit: Submit, days: float) -> None:
     with pytest.raises(SpecError, match="unused_days must be 1 or more, not"):
-        submit("true", options={"unused_days": days})
+        submit("true", hosts="node1,node2", options={"unused_days": days})
