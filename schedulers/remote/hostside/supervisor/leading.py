@@ -139,9 +139,10 @@ class Leader:
         if not lacking:
             self._enter("setup", now)
             return
-        self._turn = lacking[0]
-        self._waits = self._states[self._turn]["waits"]
-        if self._waits:
+        # A host that is still to release gets its turn once it has: it would take the slots and drop them again.
+        self._turn = lacking[0] if lacking[0] not in self._releasing else None
+        self._waits = "" if self._turn is None else self._states[self._turn]["waits"]
+        if self._turn is not None and self._waits:
             later = order[order.index(self._turn) + 1 :]
             self._releasing |= {index for index in later if self._states[index]["holds"]}
 
