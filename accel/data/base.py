@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from importlib import import_module
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
@@ -69,6 +70,25 @@ def loader_class(stateful: bool) -> type[DataLoader[Any]]:
     except ImportError:
         raise ArgumentError("use_stateful_dataloader=True needs torchdata: pip install 'torchdata>=0.8'") from None
     return found
+
+
+@cache
+def stateful_kind(kind: type[DataLoader[Any]]) -> type[DataLoader[Any]]:
+    """``kind``, which is a `StatefulDataLoader` for `isinstance` too where torchdata is installed."""
+    try:
+        base = loader_class(True)
+    except ArgumentError:
+        return kind
+    if issubclass(kind, base):
+        return kind
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "plain_kind": kind}
+    return cast("type[DataLoader[Any]]", type(kind.__name__, (kind, base), names))
+
+
+def blank(kind: type[DataLoader[Any]], stateful: bool) -> DataLoader[Any]:
+    """An unpickled loader before it has its state."""
+    made = stateful_kind(kind) if stateful else kind
+    return made.__new__(made)
 
 
 def get_sampler(dataloader: DataLoader[Any]) -> Any:

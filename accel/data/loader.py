@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from accel.data.base import alter, get_sampler, make_loader, seeding_aside
+from accel.data.base import alter, blank, get_sampler, make_loader, seeding_aside, stateful_kind
 from accel.data.iterable import IterableDatasetShard, Marked
 from accel.data.lookahead import Lookahead, window_depth
 from accel.data.order import OrderRng
@@ -76,11 +76,21 @@ class PreparedLoader(DataLoader[Any]):
         self._stream_rng = OrderRng([self._source, base], shared=shared)
         self._real: int | None = None
         self._total: int | None = None
+        if self.resumes:
+            self.__class__ = stateful_kind(type(self))
 
     def __getattr__(self, name: str) -> Any:
         if name == "base_dataloader":
             raise AttributeError(name)
         return getattr(self.base_dataloader, name)
+
+    @property
+    def use_stateful_dataloader(self) -> bool:
+        """Whether a loader that was saved in mid-epoch goes on by itself."""
+        return self.resumes
+
+    def __reduce__(self) -> Any:
+        return blank, (getattr(type(self), "plain_kind", type(self)), self.resumes), self.__getstate__()
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "gradient_state"}

@@ -95,8 +95,10 @@ def _dispatches(base: DataLoader[Any], asked: bool | None, processes: int, own: 
             "dispatch_batches=True has the main process read for all, but this loader is its own process's share "
             "already: leave dispatch_batches out, or give a loader of the whole data set"
         )
-    if processes == 1 or own:
+    if own:
         return False
+    if processes == 1:
+        return bool(asked) and PartialState().num_processes == 1
     if asked is None:
         asked = placed and isinstance(base.dataset, IterableDataset)
     world = PartialState().num_processes

@@ -42,7 +42,7 @@ class Slot:
 def host_group() -> Any:
     """A group of all processes that carries host memory; ``None`` where the world itself does. To be called by all."""
     global _group
-    if "gloo" in str(PartialState().backend):
+    if not PartialState().use_distributed or "gloo" in str(PartialState().backend):
         return None
     if _group is None or not _is_alive(_group):
         _group = dist.new_group(backend="gloo")

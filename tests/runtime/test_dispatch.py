@@ -21,7 +21,7 @@ from accel.plugins import GradientAccumulationPlugin
 from accel.state import GradientState, PartialState
 
 from .small import Numbers
-from .worlds import outcomes, run
+from .worlds import outcomes, run, run_one
 
 
 class Stream(IterableDataset[Any]):
@@ -412,3 +412,14 @@ def test_split_names_batch_size_and_the_nearest_that_fit() -> None:
     for outcome in outcomes(_split_odd):
         assert outcome.error == DataError.__name__
         assert "batch size 3 is not a multiple of the 2 processes; nearest are 2 and 4" in outcome.message
+
+
+def _alone() -> list[Any]:
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
+    loader = accelerator.prepare(DataLoader(range(5), batch_size=2))  # type: ignore[arg-type]
+    by_hand = DataLoaderDispatcher(range(5), batch_size=2)
+    return [isinstance(loader, DataLoaderDispatcher), *[[batch.tolist() for batch in one] for one in (loader, by_hand)]]
+
+
+def test_one_process_dispatches_to_itself() -> None:
+    assert run_one(_alone) == [True, [[0, 1], [2, 3], [4]], [[0, 1], [2, 3], [4]]]

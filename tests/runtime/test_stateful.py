@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -15,6 +16,7 @@ from accel import Accelerator, DataLoaderConfiguration, skip_first_batches
 from accel.data import DataLoaderShard, prepare_data_loader
 from tests.needs import missing
 
+from .small import Numbers
 from .worlds import run, run_one
 
 try:
@@ -281,3 +283,19 @@ def test_plain_loaders_with_the_setting_need_no_torchdata() -> None:
     loader = prepare_data_loader(DataLoader(Counting(9), batch_size=2), None, 1, 0, use_stateful_dataloader=True)
     assert not loader.stateful_base
     assert loader.resumes
+
+
+@pytest.mark.parametrize("dispatch", [None, True])
+def test_a_loader_that_resumes_is_torchdatas_for_isinstance(dispatch: bool | None) -> None:
+    config = DataLoaderConfiguration(use_stateful_dataloader=True, dispatch_batches=dispatch)
+    accelerator = Accelerator(cpu=True, dataloader_config=config)
+    loader = accelerator.prepare(DataLoader(Numbers(6), batch_size=2))
+    assert isinstance(loader, StatefulDataLoader)
+    assert loader.use_stateful_dataloader
+    again = pickle.loads(pickle.dumps(loader))
+    for one in (loader, again, copy.copy(loader)):
+        assert type(one) is type(loader)
+        assert [batch.tolist() for batch in one] == [[0, 1], [2, 3], [4, 5]]
+    plain = Accelerator().prepare(DataLoader(Numbers(6)))
+    assert not isinstance(plain, StatefulDataLoader)
+    assert not plain.use_stateful_dataloader
