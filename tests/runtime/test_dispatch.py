@@ -124,7 +124,7 @@ def _defaults() -> list[str]:
 def test_by_default_iterable_data_sets_are_dispatched_and_others_are_not() -> None:
     chosen = ["DataLoaderDispatcher", "DataLoaderShard", "DataLoaderShard", "DataLoaderDispatcher"]
     assert run(_defaults) == [chosen] * 2
-    assert run(_defaults, processes=1) == [["DataLoaderShard"] * 4]
+    assert run(_defaults, processes=1) == [[*["DataLoaderShard"] * 3, "DataLoaderDispatcher"]]  # where asked to
 
 
 def _who_reads() -> list[Any]:

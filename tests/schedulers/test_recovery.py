@@ -127,7 +127,8 @@ def test_a_cancel_ends_a_submit_on_this_machine_with_a_message(place: Place) -> 
         out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (1, "")
     assert err == (
-        f"accel submit: job {job.id} was cancelled while it was submitted; `accel status {job.id}` shows what became of it\n"
+        f"accel submit: job {job.id} was cancelled while it was submitted; "
+        f"`accel status {job.id}` shows what became of it\n"
     )
 
 
