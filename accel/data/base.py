@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
@@ -73,7 +73,7 @@ def loader_class(stateful: bool) -> type[DataLoader[Any]]:
 
 
 @cache
-def stateful_kind(kind: type[DataLoader[Any]]) -> type[DataLoader[Any]]:
+def stateful_kind(kind: Any) -> Any:
     """``kind``, which is a `StatefulDataLoader` for `isinstance` too where torchdata is installed."""
     try:
         base = loader_class(True)
@@ -82,13 +82,14 @@ def stateful_kind(kind: type[DataLoader[Any]]) -> type[DataLoader[Any]]:
     if issubclass(kind, base):
         return kind
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "plain_kind": kind}
-    return cast("type[DataLoader[Any]]", type(kind.__name__, (kind, base), names))
+    return type(kind.__name__, (kind, base), names)
 
 
 def blank(kind: type[DataLoader[Any]], stateful: bool) -> DataLoader[Any]:
     """An unpickled loader before it has its state."""
-    made = stateful_kind(kind) if stateful else kind
-    return made.__new__(made)
+    made: Any = stateful_kind(kind) if stateful else kind
+    loader: DataLoader[Any] = made.__new__(made)
+    return loader
 
 
 def get_sampler(dataloader: DataLoader[Any]) -> Any:
