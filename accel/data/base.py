@@ -85,7 +85,7 @@ def stateful_kind(kind: Any) -> Any:
     return type(kind.__name__, (kind, base), names)
 
 
-def blank(kind: type[DataLoader[Any]], stateful: bool) -> DataLoader[Any]:
+def blank(kind: Any, stateful: bool) -> DataLoader[Any]:
     """An unpickled loader before it has its state."""
     made: Any = stateful_kind(kind) if stateful else kind
     loader: DataLoader[Any] = made.__new__(made)
