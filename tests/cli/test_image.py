@@ -121,7 +121,7 @@ def test_a_base_without_torch_fails_the_build(project: Accel, shop: Workshop, ba
     assert (done.returncode, done.stdout) == (exits.ERROR, b"")
     said = done.stderr.decode()
     assert "the base has no torch for its python3: name another with --base" in said
-    assert re.match(r"accel: buildah could not build \S+ \(exit \d+\): what it said is above", said.splitlines()[-1])
+    assert re.match(r"accel image: buildah could not build \S+ \(exit \d+\): what it said is above", said.splitlines()[-1])
     assert (project.here / "accel.yaml").read_text() == before
 
 
@@ -208,13 +208,13 @@ def test_a_docker_without_its_daemon_is_passed_over(project: Accel, tmp_path: Pa
         (["push"], "accel image: expects build, or build DIRECTORY, not 'push'"),
         (["build"], "accel image: build: say with --tag what the image is called"),
         (["build", "nowhere", "--tag", "t"], "accel image: build: no directory "),
-        (["build", "--tag", "Team/T"], "accel: --tag 'Team/T' is not the name of an image"),
-        (["build", "--tag", f"t@{DIGEST}"], f"accel: --tag t@{DIGEST}: a digest is what the build gives"),
+        (["build", "--tag", "Team/T"], "accel image: --tag 'Team/T' is not the name of an image"),
+        (["build", "--tag", f"t@{DIGEST}"], f"accel image: --tag t@{DIGEST}: a digest is what the build gives"),
         (["build", "--tag", "t", "--base", "b", "--variant", "cpu"], "accel image: --base and --variant both say"),
         (["build", "--tag", "t", "--write", "x"], "accel image: --write writes the digest that a registry gives: add"),
         (
             ["build", "--tag", "t", "--push", "--write", "clustr"],
-            "accel: --write clustr: no accel.yaml has a target of that name; did you mean 'cluster'?",
+            "accel image: --write clustr: no accel.yaml has a target of that name; did you mean 'cluster'?",
         ),
         (
             ["build", "--tag", "t", "--build-arg", "TORCH_IDEX=x"],
@@ -222,7 +222,7 @@ def test_a_docker_without_its_daemon_is_passed_over(project: Accel, tmp_path: Pa
         ),
         (["build", "--tag", "t", "--namespace", "n"], "accel image: --namespace goes with --builder kaniko"),
         (["build", "--tag", "t", "--builder", "kaniko"], "accel image: --builder kaniko: name with --kaniko-image one"),
-        (["build", "--tag", "t", "--requirements", "none.txt"], "accel: none.txt: cannot be read: No such file"),
+        (["build", "--tag", "t", "--requirements", "none.txt"], "accel image: none.txt: cannot be read: No such file"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_line(project: Accel, words: list[str], message: str) -> None:

@@ -50,8 +50,8 @@ def test_a_target_without_shells_names_those_that_have_them(accel: Accel) -> Non
         assert time.monotonic() < deadline
         time.sleep(0.05)
     done = accel.finish("shell", job)
-    assert (done.returncode, done.stdout) == (exits.ERROR, b"")
-    assert done.stderr == b"accel: target local (local) opens no shells (kinds that do: kubernetes)\n"
+    assert (done.returncode, done.stdout) == (exits.USAGE, b"")
+    assert done.stderr == b"accel shell: target local (local) opens no shells (kinds that do: kubernetes)\n"
     accel("cancel", job)
     done = accel.finish("shell", job, "--", "ls", "-l")
-    assert done.stderr.decode() == f"accel: job {job} does not run, it is cancelled\n"
+    assert done.stderr.decode() == f"accel shell: job {job} has ended (cancelled); a shell needs a running job\n"
