@@ -36,7 +36,7 @@ JOB = re.compile(r"[A-Za-z0-9_-]+\Z")
 LOOK_S = 0.1
 LOOK_FOR_LIFE_S = 1.0
 STARTED_AT_ONCE = 8
-LOGIN_UMASK = os.umask(0o077)
+login_umask = 0o022  # until `main` reads it
 
 
 class Refused(Exception):
@@ -44,6 +44,8 @@ class Refused(Exception):
 
 
 def main() -> None:
+    global login_umask
+    login_umask = os.umask(0o077)
     contents: list[bytes] = []
     try:
         request = json.loads(sys.stdin.buffer.readline())
@@ -235,7 +237,7 @@ def start(root: str, step: Step, contents: list[bytes]) -> list[str]:
     """Starts supervisors, several at a time; why some could not be, a line each."""
     import subprocess
 
-    own = os.umask(LOGIN_UMASK)  # what the ranks get
+    own = os.umask(login_umask)  # what the ranks get
     secrets = json.dumps(step["secrets"]).encode()
     problems = []
     jobs = list(step["nodes"].items())
