@@ -26,6 +26,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import types
 import warnings
 from collections.abc import Mapping, Sequence
@@ -184,22 +185,26 @@ class _Forked:
 
 
 _controls: dict[tuple[int, tuple[str, ...]], socket.socket] = {}  # where each server of a process takes requests
+_starting = threading.Lock()  # of two servers that threads start at once, one would end, with the other's place taken
 
 
 def _server(loaded: tuple[str, ...]) -> socket.socket:
-    key = os.getpid(), loaded
-    if key not in _controls:
-        ours, theirs = socket.socketpair()
-        mine = {"PYTHONPATH": str(ROOT), "LC_ALL": "C.UTF-8", "OMP_NUM_THREADS": "1", MARK: _NO_MARK}
-        env = {name: os.environ[name] for name in os.environ if not name.startswith(_READ_EARLY)} | _SERVER_ENV | mine
-        with theirs:
-            server = subprocess.Popen(
-                [sys.executable, "-m", "tests.warm", str(theirs.fileno()), *loaded],
-                cwd=ROOT, env=env, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True,
-            )  # fmt: skip
-        server.returncode = 0  # it ends when `ours` is closed, at the end of this process: nobody waits for it
-        _controls[key] = ours
-    return _controls[key]
+    with _starting:
+        key = os.getpid(), loaded
+        if key not in _controls:
+            ours, theirs = socket.socketpair()
+            mine = {"PYTHONPATH": str(ROOT), "LC_ALL": "C.UTF-8", "OMP_NUM_THREADS": "1", MARK: _NO_MARK}
+            env = (
+                {name: os.environ[name] for name in os.environ if not name.startswith(_READ_EARLY)} | _SERVER_ENV | mine
+            )
+            with theirs:
+                server = subprocess.Popen(
+                    [sys.executable, "-m", "tests.warm", str(theirs.fileno()), *loaded],
+                    cwd=ROOT, env=env, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True,
+                )  # fmt: skip
+            server.returncode = 0  # it ends when `ours` is closed, at the end of this process: nobody waits for it
+            _controls[key] = ours
+        return _controls[key]
 
 
 # What follows runs in the server, and in the processes that it forks.

@@ -24,6 +24,7 @@ MARK = warm.MARK
 DEADLINE_S = 180.0  # for what is certain to come, on a machine that has other things to do
 
 LAUNCH = (sys.executable, "-m", "accel", "launch")
+GANG = frozenset({"--num_processes", "--num_machines", "--max_restarts"})  # with these a launcher imports torch
 
 # What a launch must not inherit from the shell (or the launch) that runs the tests.
 _FOREIGN = tuple(
@@ -165,8 +166,9 @@ class Launcher:
         argv = (*(command or LAUNCH), *argv)
         with open(out, "wb") as stdout, open(err, "wb") as stderr:
             if command is None and preexec is None:
+                loaded = warm.TORCH if GANG & set(argv) else warm.LIGHT
                 process: warm.Process = warm.start(
-                    argv, cwd=self.here, env=self.env(**env), stdout=stdout, stderr=stderr
+                    argv, cwd=self.here, env=self.env(**env), stdout=stdout, stderr=stderr, loaded=loaded
                 )
             else:
                 process = subprocess.Popen(

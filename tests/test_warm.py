@@ -1,0 +1,36 @@
+"""The processes that tests fork (tests/warm.py) are what new interpreters would be, as far as tests ask."""
+
+from __future__ import annotations
+
+import os
+import sys
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from . import warm
+
+PROGRAM = """
+import os, sys
+print(sys.argv[1:], os.getcwd(), os.environ["ONLY"], "PATH" in os.environ, os.getsid(0) == os.getpid())
+sys.stderr.write(open("/proc/self/environ").read())
+sys.exit(int(sys.argv[1]))
+"""
+
+
+def test_threads_share_a_server_and_each_process_is_its_own(tmp_path: Path) -> None:
+    mark = uuid.uuid4().hex
+    env = {name: value for name, value in os.environ.items() if name.startswith(warm._READ_EARLY)}
+    env = {**env, "PYTHONPATH": str(warm.ROOT), "ONLY": "this", warm.MARK: mark}
+    assert warm.fits(env) is (sys.platform == "linux")
+
+    def run(number: int) -> tuple[int, bytes, bytes]:
+        argv = [sys.executable, "-c", PROGRAM, str(number), "a b"]
+        done = warm.finish(argv, cwd=tmp_path, env=env, timeout=120, loaded=("json", mark))
+        return done.returncode, done.stdout, done.stderr
+
+    with ThreadPoolExecutor(4) as pool:
+        for number, (code, out, err) in enumerate(pool.map(run, range(4))):
+            assert code == number
+            assert out.decode() == f"['{number}', 'a b'] {tmp_path} this False True\n"
+            assert sys.platform != "linux" or mark.encode() in err
