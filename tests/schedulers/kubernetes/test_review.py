@@ -135,7 +135,7 @@ def test_a_plain_dry_run_asks_nobody(
     words = ["submit", "--target", "kubernetes", "--image", "i"]
     for word in ("--dry-run", "--dry-run=client"):
         assert main([*words, word, "--no-python", "true"]) == exits.OK
-    assert main([*words, "--dry-run=server", "--no-python", "true"]) == exits.ERROR
+    assert main([*words, "--dry-run=server", "--no-python", "true"]) == exits.USAGE
     assert "/nonexistent" in capsys.readouterr().err
 
 

@@ -154,7 +154,7 @@ def test_lines_of_a_host_that_does_not_answer_are_missed_and_said(
     ssh_hosts.end_sessions("node2")
     some = elsewhere("logs", job.id, "--target", "lab")
     assert (some.returncode, some.stdout) == (exits.ERROR, "[rank 0] rank 0\n")
-    assert some.stderr.startswith("accel: its logs cannot be read: node2: ")
+    assert some.stderr.startswith("accel logs: its logs cannot be read: node2: ")
     assert len(some.stderr.splitlines()) == 1
     assert elsewhere("cancel", job.id).returncode == exits.OK  # node1 hears of it, and tells node2
     for words in (("logs", job.id), ("logs", "-f", job.id)):
@@ -162,7 +162,7 @@ def test_lines_of_a_host_that_does_not_answer_are_missed_and_said(
         assert (some.returncode, some.stdout) == (exits.ERROR, "[rank 0] rank 0\n")
         missing = [line for line in some.stderr.splitlines() if "node2" in line]
         assert len(missing) == 1
-        assert missing[0].startswith("accel: its logs cannot be read: node2: ")
+        assert ": its logs cannot be read: node2: " in missing[0]
     lines = [json.loads(line) for line in elsewhere("logs", "--json", job.id).stdout.splitlines()]
     assert [line["stream"] for line in lines if "node2" in line["text"]] == ["missing"]
     ssh_hosts.start_sshd("node2")
