@@ -156,7 +156,7 @@ def test_factories(capsys: pytest.CaptureFixture[str]) -> None:
     ("argv", "message", "code"),
     [
         (["nowhere:make"], "nowhere:make: no module 'nowhere' here", 1),
-        (["factories:none"], "factories:none: module factories has nothing called 'none' that could be called", 1),
+        (["factories:none"], "factories:none: module factories has no function or class 'none'", 1),
         (["factories:odd"], "factories:odd gives a int, not a torch.nn.Module", 1),
         (["factories:fails"], "factories:fails cannot be made: KeyError: 'depth'", 1),
         (["./nowhere"], "./nowhere: no such file or directory", 1),
