@@ -121,7 +121,8 @@ def test_a_base_without_torch_fails_the_build(project: Accel, shop: Workshop, ba
     assert (done.returncode, done.stdout) == (exits.ERROR, b"")
     said = done.stderr.decode()
     assert "the base has no torch for its python3: name another with --base" in said
-    assert re.match(r"accel image: buildah could not build \S+ \(exit \d+\): what it said is above", said.splitlines()[-1])
+    last = said.splitlines()[-1]
+    assert re.match(r"accel image: buildah could not build \S+ \(exit \d+\): what it said is above", last)
     assert (project.here / "accel.yaml").read_text() == before
 
 

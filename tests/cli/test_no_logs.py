@@ -37,7 +37,7 @@ def test_a_job_that_never_reached_its_target_is_an_error(record: Record, capsys:
     record.update(Status(state=State.FAILED, reason=Reason.SETUP, message="no such partition"))
     for argv in (["logs", record.id], ["logs", "-f", record.id]):
         assert main(argv) == exits.ERROR
-        said = f"accel: job {record.id} has no logs: failed before local accepted it: no such partition\n"
+        said = f"accel logs: job {record.id} has no logs: failed before local accepted it: no such partition\n"
         assert capsys.readouterr() == ("", said)
 
 

@@ -48,7 +48,7 @@ def test_no_escape_is_printed_in_an_error(capsys: pytest.CaptureFixture[str], mo
 
     monkeypatch.setattr(cli, "_dispatch", fail)
     assert cli.main(["list"]) == 1
-    assert capsys.readouterr().err == f"accel: the host says: {SHOWN} and more\n"
+    assert capsys.readouterr().err == f"accel list: the host says: {SHOWN} and more\n"
 
 
 def test_a_table_on_a_terminal_has_no_escapes_of_its_cells(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,7 +77,7 @@ def test_machines_that_cannot_be_meant(words: list[str], said: str, capsys: pyte
 
 def test_what_cannot_be_checked(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["targets", "check", "local"]) == exits.USAGE
-    assert "has no machines that could be examined" in capsys.readouterr().err
+    assert "has no machines that can be checked" in capsys.readouterr().err
     assert main(["targets", "chekc", "lab"]) == exits.USAGE
     assert "expects nothing, or check NAME, not 'chekc lab'" in capsys.readouterr().err
 

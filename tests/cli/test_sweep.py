@@ -40,7 +40,7 @@ def test_the_dry_run_shows_every_job_and_writes_nothing(accel: Accel) -> None:
         (["--sweep", "lr"], 2, "expects KEY=VALUE, not 'lr'"),
         (["--sweep", 'lr="1'], 2, "expects NAME=V1,V2"),
         (["--sweep", "lr=1", "--sweep", "lr=2"], 2, "--sweep gives lr twice"),
-        (["--array", "none.csv"], 1, "sweep none.csv: No such file"),
+        (["--array", "none.csv"], 2, "sweep none.csv: No such file"),
     ],
 )
 def test_refused_in_one_line(accel: Accel, words: list[str], code: int, message: str) -> None:

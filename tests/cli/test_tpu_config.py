@@ -181,7 +181,11 @@ def test_what_is_not_given_stands_in_the_file(pod: Pod) -> None:
         ([*WHERE, "--command_file", "empty"], "--command_file: empty holds no command", exits.USAGE),
         (["--tpu_name=--x", "--tpu_zone", "z", "--command", "a"], "--tpu_name '--x' is no name", exits.USAGE),
         ([*WHERE, "--command", "a", "--install_accelerate", "--accelerate_version", "1; rm"], "'1; rm': latest", 2),
-        (["--config_file", "bad.yaml", "--tpu_name", "a", "--tpu_zone", "z"], "commands: not a list", exits.USAGE),
+        (
+            ["--config_file", "bad.yaml", "--tpu_name", "a", "--tpu_zone", "z"],
+            "commands: a list of words, not 3",
+            exits.USAGE,
+        ),
         (["--config_file", "typo.yaml", "--command", "a"], "typo.yaml:2: unknown setting 'tpu_nmae'; did you m", 2),
         (["--config_file", "twice.yaml", "--command", "a"], "twice.yaml:2: key 'tpu_name' is already on line 1", 2),
         (["--config_file", "empty", "--command", "a"], "which TPU? give --tpu_name, or write tpu_name: in empty", 2),

@@ -56,7 +56,6 @@ MANY = ("--num_machines", "2", "--machine_rank", "1", "--main_process_ip", "node
         (("--cpu", "--multi_gpu"), {}, ["--cpu", "--multi_gpu", "keep one"]),
         (("--multi_gpu",), {}, ["--multi_gpu", "no GPU", "nvidia-smi"]),
         (("--gpu_ids", "0"), {}, ["--gpu_ids 0", "no GPU"]),
-        (("--num_processes", "0"), {}, ["--num_processes 0"]),
         ((*MANY, "--num_processes", "3"), {}, ["--num_processes 3", "spread evenly over 2 machines", "all of them"]),
         (("--num_processes", "3", "--num_machines", "2"), {}, ["--num_processes 3", "spread evenly over 2 machines"]),
         (("--num_machines", "two"), {}, ["--num_machines", "'two'", "MIN:MAX"]),

@@ -86,6 +86,9 @@ spec:
         {{- range $name, $value := $values.env }}
         - {name: {{ $name }}, value: {{ replace "$" "$$" $value | toJson }}}
         {{- end }}
+        {{- with $values.secrets }}
+        - {name: ACCEL_SECRETS, value: {{ keys . | sortAlpha | join "," | quote }}}
+        {{- end }}
         {{- range $name, $reference := $values.secrets }}
         {{- $parts := splitn "/" 2 (trimPrefix "secret:" $reference) }}
         - {name: {{ $name }}, valueFrom: {secretKeyRef: {name: {{ $parts._0 | quote }}, key: {{ $parts._1 | quote }}}}}
