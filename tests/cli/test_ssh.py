@@ -79,7 +79,7 @@ def test_what_cannot_be_checked(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["targets", "check", "local"]) == exits.USAGE
     assert "has no machines that can be checked" in capsys.readouterr().err
     assert main(["targets", "chekc", "lab"]) == exits.USAGE
-    assert "expects nothing, or check NAME, not 'chekc lab'" in capsys.readouterr().err
+    assert "unknown action 'chekc'; did you mean 'check'?" in capsys.readouterr().err
 
 
 def test_setup_commands_are_words_and_come_after_the_targets(capsys: pytest.CaptureFixture[str]) -> None:
