@@ -77,7 +77,8 @@ class PreparedLoader(DataLoader[Any]):
         self._real: int | None = None
         self._total: int | None = None
         if self.resumes:
-            self.__class__ = stateful_kind(type(self))
+            kind: Any = type(self)
+            self.__class__ = stateful_kind(kind)
 
     def __getattr__(self, name: str) -> Any:
         if name == "base_dataloader":
