@@ -145,13 +145,33 @@ def test_the_report_of_a_failure_is_the_launcher_s(submit: Submit) -> None:
     assert "failed first, in attempt 0: exited with code 1\n" in report
 
 
-def _stream_of(line: LogLine) -> None:
-    """Waits until the log is read by a stream: what comes just before the pod goes is surely read then."""
-    name = f"reading {line.source}"
-    until(lambda: any(thread.name == name for thread in threading.enumerate()), "a stream is opened")
+Streams = list[streams.Tail]
 
 
-def test_a_stream_outlives_the_log_that_the_cluster_keeps(submit: Submit, shared: Path) -> None:
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> Streams:
+    """The streams of this test's readers."""
+    found: Streams = []
+
+    def tail(*args: Any, **how: Any) -> streams.Tail:
+        found.append(streams.Tail(*args, **how))
+        return found[-1]
+
+    monkeypatch.setattr(reading, "Tail", tail)
+    return found
+
+
+def _stream_of(line: LogLine, opened: Streams) -> None:
+    """Waits until the log is read by a stream, which is known to be that of its run: what comes just before the pod
+    goes is surely read then."""
+
+    def is_read() -> bool:
+        return any(tail.opened and tail.checked for tail in opened if tail.source.name == line.source)
+
+    until(is_read, "a stream is opened")
+
+
+def test_a_stream_outlives_the_log_that_the_cluster_keeps(submit: Submit, shared: Path, opened: Streams) -> None:
     """A reader that was away while its container ran three more times has the end of what it was reading."""
     count, more, go = shared / "count", shared / "more", shared / "go"
     text = f"""
@@ -163,7 +183,7 @@ def test_a_stream_outlives_the_log_that_the_cluster_keeps(submit: Submit, shared
     first = next(lines)
 
     def write_more() -> None:
-        _stream_of(first)
+        _stream_of(first, opened)
         more.touch()
 
     waiter = threading.Thread(target=write_more)
@@ -239,7 +259,12 @@ def test_a_run_that_ends_just_before_the_one_before_it_is_asked_for_is_not_taken
 
 
 def test_a_pod_that_goes_just_when_its_log_is_asked_for_has_been_read(
-    kubernetes: Kubernetes, namespace: str, submit: Submit, shared: Path, monkeypatch: pytest.MonkeyPatch
+    kubernetes: Kubernetes,
+    namespace: str,
+    submit: Submit,
+    shared: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    opened: Streams,
 ) -> None:
     """It was followed: the stream has what the cluster no longer does, to the line that has no end."""
     more, go = (_UNTIL.format(there=shared / name) for name in ("more", "go"))
@@ -257,7 +282,7 @@ def test_a_pod_that_goes_just_when_its_log_is_asked_for_has_been_read(
     monkeypatch.setattr(reading, "fetch", late)
     follower = Follower(job)
     until(lambda: "one\n" in follower.text(), "it is read")
-    _stream_of(follower.lines[-1])
+    _stream_of(follower.lines[-1], opened)
     (shared / "more").touch()
     until(lambda: "two\n" in follower.text(), "it is followed")
     (shared / "go").touch()
@@ -342,12 +367,14 @@ def _requests(kubernetes: Kubernetes) -> Counter[str]:
     return found
 
 
-def test_a_job_that_never_stops_writing_is_read_from_a_stream_all_the_same(submit: Submit, shared: Path) -> None:
+def test_a_job_that_never_stops_writing_is_read_from_a_stream_all_the_same(
+    submit: Submit, shared: Path, opened: Streams
+) -> None:
     job = submit(f"until [ -e {shared}/end ]; do echo on and on; done", options=_host(shared))
     until(lambda: list(job.logs(tail=1)), "it writes")
     follower = Follower(job)
     until(lambda: follower.lines, "lines come")
-    _stream_of(follower.lines[-1])
+    _stream_of(follower.lines[-1], opened)
     (shared / "end").touch()
     assert set(_text(follower.ended()).splitlines()) == {"on and on"}
 
@@ -409,14 +436,14 @@ def test_another_machine_reads_and_follows_a_job_that_it_did_not_submit(
 
 
 def test_a_job_that_somebody_deletes_is_followed_to_the_end_of_its_pods(
-    kubernetes: Kubernetes, namespace: str, submit: Submit
+    kubernetes: Kubernetes, namespace: str, submit: Submit, opened: Streams
 ) -> None:
     """Its object is gone at once, and said to be; its pods have their grace, and words in it."""
     text = "trap 'echo goodbye; sleep 0.3; echo really; exit 0' TERM; echo hello; while :; do sleep 0.05; done"
     job = submit(text, grace_s=10.0)
     follower = Follower(job)
     until(lambda: "hello\n" in follower.text(), "it runs")
-    _stream_of(follower.lines[-1])
+    _stream_of(follower.lines[-1], opened)
     native = Native.parse(job.native_id or "")
     path = f"/apis/kubeflow.org/v1/namespaces/{namespace}/pytorchjobs/{native.name}"
     kubernetes.client.call("DELETE", path, {"propagationPolicy": "Background"})
@@ -426,14 +453,14 @@ def test_a_job_that_somebody_deletes_is_followed_to_the_end_of_its_pods(
 
 
 def test_the_last_words_after_a_job_was_deleted_are_read_also_when_they_come_with_the_end(
-    kubernetes: Kubernetes, namespace: str, submit: Submit, shared: Path
+    kubernetes: Kubernetes, namespace: str, submit: Submit, shared: Path, opened: Streams
 ) -> None:
     go = _UNTIL.format(there=shared / "go")
     text = f"trap '{go}; echo last; printf words; exit 0' TERM; echo hello; while :; do sleep 0.05; done"
     job = submit(text, grace_s=60.0, options=_host(shared))
     follower = Follower(job)
     until(lambda: "hello\n" in follower.text(), "it runs")
-    _stream_of(follower.lines[-1])
+    _stream_of(follower.lines[-1], opened)
     path = f"/apis/kubeflow.org/v1/namespaces/{namespace}/pytorchjobs/{Native.parse(job.native_id or '').name}"
     kubernetes.client.call("DELETE", path, {"propagationPolicy": "Background"})
     until(lambda: job.record.reload().status.state.final, "it is said")
@@ -493,7 +520,7 @@ def test_more_logs_than_streams_are_all_followed(submit: Submit, shared: Path, m
 
 
 @pytest.mark.parametrize("workload", ["job", "jobset"])
-def test_pods_that_are_made_anew_are_attempts(submit: Submit, shared: Path, workload: str) -> None:
+def test_pods_that_are_made_anew_are_attempts(submit: Submit, shared: Path, workload: str, opened: Streams) -> None:
     """Where it is not the container that is restarted, but another pod takes the place of the one that failed."""
     count = shared / "count"
     text = f"""
@@ -506,7 +533,7 @@ def test_pods_that_are_made_anew_are_attempts(submit: Submit, shared: Path, work
     job = submit(text, max_restarts=1, options={"workload": workload, **_host(shared)})
     follower = Follower(job)
     until(lambda: "run 0 line 50" in follower.text(), "the first run is seen: its pod goes when it ends")
-    _stream_of(follower.lines[-1])
+    _stream_of(follower.lines[-1], opened)
     (shared / "seen").touch()
     followed = follower.ended()
     assert job.status().state is State.SUCCEEDED
