@@ -24,10 +24,8 @@ _CHUNK = 1 << 18
 _PIECE = 1 << 16
 _SENT_AT_ONCE = 1 << 15  # what no server makes a client wait for
 _NOISE_SHOWN = 2000
-_MOST, _LONGEST_LINE = (
-    256 << 20,
-    16 << 20,
-)  # bytes that a command may print; and in one line, of which each is read alone
+# Bytes that a command may print, and that one of its lines may have where lines are read alone.
+_MOST, _LONGEST_LINE = 256 << 20, 16 << 20
 
 
 @dataclass(frozen=True)
