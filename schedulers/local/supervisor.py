@@ -25,7 +25,7 @@ from .. import disk, secrets
 from ..errors import SchedulerError, StoreError, hide
 from ..job import Reason, State, Status
 from ..processes import Identity, adopt_orphans, descendants, die_with_parent, end_all, wake_pipe
-from ..remote.hostside.logs import BLOCK, Clock, last_line
+from ..remote.hostside.logs import BLOCK, FULL, Clock, last_line
 from ..remote.hostside.supervisor.documents import Document, make_room
 from ..remote.hostside.supervisor.slots import Slots, TooMany, visible, wanted
 from ..store import Store
@@ -200,7 +200,10 @@ class Supervisor:
         self._say(State.RUNNING)
         code = self._watch(launcher, self._settings["time_limit_s"])
         end_all(lambda: descendants(os.getpid()), grace_s=min(self._settings["grace_s"], 2.0))
-        return self._outcome(code)
+        status = self._outcome(code)
+        if self._clock.full:
+            status = dataclasses.replace(status, message="; ".join(filter(None, (status.message, FULL))))
+        return status
 
     def _watch(self, process: subprocess.Popen[bytes], limit_s: float | None) -> int:
         """Waits for the end of the process; ends it in order when the job is cancelled or its time is up."""
@@ -219,8 +222,7 @@ class Supervisor:
             until = kill_at if kill_at is not None else limit
             select.select([self._woken], [], [], _NOTE_S if until is None else max(0.01, min(_NOTE_S, until - now)))
             self._drain()
-            with contextlib.suppress(OSError):  # a full disk loses the note, not the job
-                self._clock.note()
+            self._clock.note()
         return code
 
     def _drain(self) -> None:

@@ -10,6 +10,7 @@ Nothing here reads a file as a whole, and a file that cannot be read is no error
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import os
@@ -29,6 +30,8 @@ MOST_NOTES = 4 << 20  # bytes; a line more than that, and old notes are thinned 
 FINEST = 64  # of a note's age: how far from the next one it stays when notes are thinned out
 BLOCK = 1 << 16
 LONGEST_EVENT = 1 << 20
+FULL_BYTES = 1 << 16
+FULL = "its disk was full: lines of its logs are missing"
 
 _ENDING = re.compile(rb"\n|\r(?!\n)")
 
@@ -81,14 +84,24 @@ class Clock:
     """Notes when the log files of one directory grow, so that lines, which carry no time, can be found by it.
 
     The notes take MOST_NOTES bytes at most: recent ones are a second apart, older ones a share of their age.
+    full: the disk of the logs has been full, so lines may be missing.
     """
 
     def __init__(self, directory: str) -> None:
         self._directory = directory
         self.sizes: dict[str, int] = {}
+        self.full = False
 
     def note(self) -> None:
-        """Writes the sizes down if one has changed. Raises OSError when that cannot be written."""
+        """Writes the sizes down if one has changed. A full disk loses the note, not the job."""
+        try:
+            free = os.statvfs(self._directory)
+            self.full = self.full or free.f_bavail * free.f_frsize < FULL_BYTES
+            self._note()
+        except OSError as error:
+            self.full = self.full or error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+    def _note(self) -> None:
         sizes = self._look()
         if sizes == self.sizes:
             return

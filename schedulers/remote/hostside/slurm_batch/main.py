@@ -115,6 +115,8 @@ class Batch:
             slurm.say("a later start of this job has begun: this one stops here")
             return 1
         end = ending.conclude(known)
+        if self.step.full:
+            end.status["message"] = "; ".join(filter(None, (end.status["message"], logs.FULL)))
         if end.do != "again":
             self.step.finish()
         if end.do == "finish":

@@ -53,7 +53,7 @@ def _name_pickle(folder: str, env: dict[str, str]) -> None:
 
 
 class Step:
-    """`known` is filled in while it runs. `run`, then `finish`."""
+    """`known` is filled in while it runs. `run`, then `finish`. `full`: the disk of the logs has been full."""
 
     def __init__(
         self,
@@ -96,6 +96,10 @@ class Step:
         self._watch(self._saved)
         if self._srun.returncode is not None:
             self._take_end()
+
+    @property
+    def full(self) -> bool:
+        return self._clock.full
 
     def finish(self) -> None:
         """Waits for the end of srun, if that is still to come: nodes have a little to do after they have reported."""
@@ -144,8 +148,7 @@ class Step:
             if documents.fenced(self._own("attempt"), self._attempt):
                 self._mark("fence")
         if now or clock >= self._next_note:
-            with contextlib.suppress(OSError):  # a full disk loses the note, not the job
-                self._clock.note()
+            self._clock.note()
             # Each of hundreds of logs is a question to the file server.
             self._next_note = clock + _GLANCE_S + len(self._clock.sizes) / 100
 

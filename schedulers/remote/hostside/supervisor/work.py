@@ -33,8 +33,6 @@ ALLOWANCE_S = 6.0  # for `accel launch` to end its ranks after their grace
 LEFTOVER_GRACE_S = 1.0
 NOTE_S = 1.0
 QUEUE_S, QUEUE_MOST_S = 0.2, 1.0  # between two looks at the queue: the first in it looks oftener than the others
-FULL_BYTES = 1 << 16
-FULL = "its disk was full: lines of its logs are missing"
 FILES_LIMIT = resource.getrlimit(resource.RLIMIT_NOFILE)  # as it was when this program began, and
 UMASK = os.umask(0o077)
 os.umask(UMASK)
@@ -353,19 +351,15 @@ class Work:
         if not now and time.monotonic() < self._noted + NOTE_S:
             return
         self._noted = time.monotonic()
-        free = os.statvfs(self._logs)
-        if free.f_bavail * free.f_frsize < FULL_BYTES:
-            self._say_that_it_is_full()
-        try:
-            self._clock.note()
-        except OSError:  # a full disk loses the note, not the job
+        self._clock.note()
+        if self._clock.full:
             self._say_that_it_is_full()
 
     def _say_that_it_is_full(self) -> None:
         """Once, where the job's log lines are read, for those of the ranks may be lost; and in how the job ends."""
         if self._process is None or self.state["phase"] == "setup" or self.state["warning"]:
             return
-        self.state = {**self.state, "warning": FULL}
+        self.state = {**self.state, "warning": logs.FULL}
         path = os.path.join(self._logs, f"node-{self._index}.log")
         with contextlib.suppress(OSError), open(path, "ab", buffering=0) as file:
             file.write(f"accel: the disk that holds {self._logs} is full: lines of the ranks are lost\n".encode())
