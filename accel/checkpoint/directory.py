@@ -127,3 +127,12 @@ def numbered(parent: Path, prefix: str) -> list[tuple[int, Path]]:
         return []
     found = ((pattern.fullmatch(entry.name), entry) for entry in parent.iterdir() if entry.is_dir())
     return sorted((int(match[1]), entry) for match, entry in found if match)
+
+
+def delete_given_up(place: Path, prefix: str) -> None:
+    """Delete what killed writers left beside ``place`` of checkpoints with lower numbers: nobody writes those again."""
+    for entry in place.parent.iterdir():
+        match = _ASIDE.fullmatch(entry.name)
+        number = match[1].removeprefix(prefix) if match else ""
+        if number.isdecimal() and int(number) < int(place.name.removeprefix(prefix)):
+            remove(entry)

@@ -11,7 +11,7 @@ from accel.checkpoint import fence
 from accel.checkpoint.agreement import Result, side_group, together
 from accel.checkpoint.background import Background
 from accel.checkpoint.contents import Contents, Piece
-from accel.checkpoint.directory import leftovers, numbered, publish, recover, remove, start_draft
+from accel.checkpoint.directory import delete_given_up, leftovers, numbered, publish, recover, remove, start_draft
 from accel.checkpoint.durable import Digest, fsync_directory, settle
 from accel.checkpoint.full_disk import reporting_full_disk
 from accel.checkpoint.manifest import Manifest, damage, read_manifest, write_manifest
@@ -64,7 +64,8 @@ class Checkpoints:
 
         When this returns, or raises, ``place`` is whole: as it is now, or as it was before. With ``beside`` it returns
         when the state is copied, and the rest happens while training goes on; `wait` tells how it ended. ``prune``
-        deletes, when it is whole, the oldest automatically named checkpoints beyond ``total_limit``.
+        deletes, when it is whole, the oldest automatically named checkpoints beyond ``total_limit``, and what killed
+        writers left of older ones.
         """
         self.wait()
         place = place.resolve()
@@ -130,8 +131,12 @@ class Checkpoints:
         write_manifest(draft, Manifest(num_processes=self.state.num_processes, files=files))
         fence.check()
         publish(draft, place)
-        if prune and self.config.total_limit is not None:
-            for _, folder in numbered(self.config.checkpoints, CHECKPOINT_PREFIX)[: -self.config.total_limit]:
+        if not prune:
+            return
+        named = numbered(place.parent, CHECKPOINT_PREFIX)
+        delete_given_up(place, CHECKPOINT_PREFIX)
+        if self.config.total_limit is not None:
+            for _, folder in named[: -self.config.total_limit]:
                 remove(folder)
 
     def find(self, asked: Path | None) -> Path:

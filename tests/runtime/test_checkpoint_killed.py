@@ -100,6 +100,18 @@ def test_a_run_that_is_killed_goes_on_to_the_bit(tmp_path: Path, processes: int,
         assert [damage(folder / name) for name in names] == [None, None], names
 
 
+def test_what_a_killed_writer_left_of_an_older_checkpoint_is_deleted(tmp_path: Path) -> None:
+    """As of one that was killed when it replaced the first, and that another run went on from."""
+    run_one(_automatic, str(tmp_path))
+    folder = tmp_path / "checkpoints"
+    for name in (".checkpoint_0.draft-01234567", ".checkpoint_1.old-01234567", ".checkpoint_7.draft-01234567"):
+        (folder / name).mkdir()
+        (folder / name / "model.safetensors").write_bytes(b"half")
+    run_one(_automatic_again, str(tmp_path))
+    names = sorted(entry.name for entry in folder.iterdir())
+    assert names == [".checkpoint_7.draft-01234567", *(f"checkpoint_{number}" for number in range(4))]
+
+
 def _whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("whole") / "here"
     run(save_twice, str(place))
@@ -142,6 +154,14 @@ def _automatic(directory: str) -> None:
         with torch.no_grad():
             next(model.parameters()).fill_(value)
         accelerator.save_state()
+
+
+def _automatic_again(directory: str) -> None:
+    project = ProjectConfiguration(project_dir=directory, automatic_checkpoint_naming=True)
+    accelerator = Accelerator(project_config=project)
+    accelerator.prepare(nn.Linear(1, 1, bias=False))
+    accelerator.load_state("latest")
+    accelerator.save_state()
 
 
 def _latest(directory: str) -> Any:
