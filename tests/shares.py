@@ -1,7 +1,7 @@
 """Which tests one worker of several runs together, and in which order they are begun.
 
 A cluster belongs to the process that started it, and one test at a time may break it: so all files that need one of a
-kind are one share, and a run starts one cluster of each kind. Any other file is a share of its own.
+kind are one share. Any other file is a share of its own.
 """
 
 from __future__ import annotations
@@ -18,18 +18,17 @@ import pytest
 ROOT = Path(__file__).parents[1]
 # The folders of a kind, and what stands in the files of theirs whose tests take the cluster. One worker runs them all.
 SERVERS = {
-    "kubernetes": (
-        ("tests/schedulers/kubernetes", "tests/helm", "tests/clusters/test_kubernetes*.py"),
-        r": (Kubernetes|Submit|Server|Run)\b",
-    ),
     "slurm": (
         ("tests/schedulers/slurm", "tests/cli/test_slurm.py", "tests/clusters/test_slurm.py"),
         r": (Slurm|Submit)\b",
     ),
-    "ssh": (
-        ("tests/schedulers/ssh", "tests/schedulers/remote", "tests/launch/test_cut.py"),
-        r": (SshHosts|Submit|Pool)\b",
+    "ssh": (("tests/schedulers/ssh",), r": (SshHosts|Submit|Pool)\b"),
+    "kubernetes": (
+        ("tests/schedulers/kubernetes", "tests/helm", "tests/clusters/test_kubernetes*.py"),
+        r": (Kubernetes|Submit|Server|Run)\b",
     ),
+    # Other hosts like those of "ssh", which take a second to start: together they would be what everybody waits for.
+    "hosts": (("tests/schedulers/remote", "tests/launch/test_cut.py"), r": (SshHosts|Submit|Pool)\b"),
 }
 # Start servers of their own: hosts, a registry, a tracking server, jobs of several machines.
 _MORE_SERVERS = (

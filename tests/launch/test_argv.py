@@ -106,9 +106,10 @@ def hostile_lists(count: int, seed: int) -> list[list[str]]:
     return [[word() for _ in range(rng.randint(0, 12))] for _ in range(count)]
 
 
-LISTS = (
-    [[word] for word in ("--", "-m", "-h", "")] + [["x" * 100_000], RAW, WORDS, [""] * 50] + hostile_lists(192, seed=1)
-)
+COUNT = 192 if os.environ.get("ACCEL_TEST_EXAMPLES") == "many" else 32  # see tests/examples.py
+LISTS = [
+    *([word] for word in ("--", "-m", "-h", "")), ["x" * 100_000], RAW, WORDS, [""] * 50, *hostile_lists(COUNT, seed=1)
+]  # fmt: skip
 
 
 def recorded(launcher: Launcher, name: str, rank: int = 0) -> list[str]:

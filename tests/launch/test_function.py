@@ -13,6 +13,7 @@ import pytest
 
 from accel.errors import ArgumentError
 from accel.launch.function import PrepareForLaunch, _WholeLines, notebook_launcher
+from tests import warm
 from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -56,14 +57,8 @@ def run(script: str, tmp_path: Path, **env: str) -> subprocess.CompletedProcess[
     path = tmp_path / "notebook.py"
     path.write_text(PRELUDE + script)
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "KAGGLE"))}
-    return subprocess.run(
-        [sys.executable, str(path)],
-        env={**kept, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", **env},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
+    given = {**kept, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", **env}
+    return warm.run([sys.executable, str(path)], cwd=tmp_path, env=given, timeout=280)
 
 
 def test_a_notebook_on_a_cpu_machine_makes_one_world(tmp_path: Path) -> None:
