@@ -223,8 +223,9 @@ dist.destroy_process_group()
 LARGER = {**CONFIGS["llama"], "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "vocab_size": 1001}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("strategy", "below", "above"), [("ddp", 0.92, 1.12), ("fsdp", 0.85, 1.15)])
+@pytest.mark.parametrize(
+    ("strategy", "below", "above", "dtype"), [("ddp", 0.92, 1.12, "bfloat16"), ("fsdp", 0.85, 1.15, "float32")]
+)
 def test_two_processes_take_what_is_said(tmp_path: Path, strategy: str, below: float, above: float, dtype: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LARGER))
     (tmp_path / "train.py").write_text(REAL + TOGETHER)
