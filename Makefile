@@ -7,7 +7,7 @@
 VENV ?= .venv
 BIN := $(VENV)/bin
 # The tests wait for processes more than they compute; those of one file stay together and share what they start.
-WORKERS ?= 5
+WORKERS ?= 6
 
 .PHONY: demo test test-fast check build bench golden clean
 

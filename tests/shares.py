@@ -36,6 +36,16 @@ _MORE_SERVERS = (
     "tests/runtime/tracking/test_outage.py", "tests/runtime/tracking/test_packages.py", "tests/test_docs.py",
     "tests/compat/test_libraries.py", "tests/cli/test_estimate_memory.py",
 )  # fmt: skip
+# Take more than their share of the time; `make test-fast` leaves them out too.
+_SLOW = (
+    "tests/cli/test_sanity.py", "tests/cli/test_env.py", "tests/cli/test_estimate_hub.py", "tests/cli/test_versions.py",
+    "tests/cli/test_tpu_gcloud.py", "tests/compat/test_command.py", "tests/compat/test_mirror.py",
+    "tests/launch/test_preemption.py", "tests/launch/test_program.py", "tests/launch/test_scheduled.py",
+    "tests/runtime/test_checkpoint_formats.py", "tests/runtime/test_checkpoint_killed.py",
+    "tests/runtime/test_compiling.py", "tests/runtime/test_digits.py", "tests/runtime/test_memory.py",
+    "tests/runtime/test_resume_placements.py", "tests/runtime/big_models/test_against_accelerate.py",
+    "tests/runtime/big_models/test_libraries.py",
+)  # fmt: skip
 # Begun early: files that take minutes would otherwise be what everybody waits for at the end.
 _LONG = frozenset({
     "tests/runtime/tracking/test_packages.py", "tests/compat/test_libraries.py",
@@ -68,7 +78,7 @@ def in_order(items: Iterable[pytest.Item]) -> list[pytest.Item]:
 
 def needs_a_server(nodeid: str) -> bool:
     path = nodeid.partition("::")[0]
-    return path in cluster_files() or any(fnmatch(path, pattern) for pattern in _MORE_SERVERS)
+    return path in cluster_files() or any(fnmatch(path, pattern) for pattern in (*_MORE_SERVERS, *_SLOW))
 
 
 @cache
