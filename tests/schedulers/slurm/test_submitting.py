@@ -138,11 +138,14 @@ def test_a_job_that_the_controller_lost(slurm: Slurm, submit: Submit) -> None:
 
 
 def lost_by_the_controller(slurm: Slurm, submit: Submit) -> Job:
-    """Tried again where the controller has saved the job: it does so every few seconds, whatever comes."""
+    """The controller saves what has changed at once when it has not done so for five seconds, and then waits as long:
+    the second of two jobs is lost with it. Tried again where it has saved both together."""
+    later = {"sbatch": {"begin": "now+1hour"}}
     for _ in range(10):
-        job = submit("echo never", options={"sbatch": {"begin": "now+1hour"}})
+        saved, job = submit("echo never", options=later), submit("echo never", options=later)
         slurm.kill_controller()
         slurm.start_controller()
+        saved.cancel()
         if not numbers(job):
             return job
         job.cancel()
