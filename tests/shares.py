@@ -41,6 +41,7 @@ _SLOW = (
     "tests/cli/test_sanity.py", "tests/cli/test_env.py", "tests/cli/test_estimate_hub.py", "tests/cli/test_versions.py",
     "tests/cli/test_tpu_gcloud.py", "tests/compat/test_command.py", "tests/compat/test_mirror.py",
     "tests/launch/test_preemption.py", "tests/launch/test_program.py", "tests/launch/test_scheduled.py",
+    "tests/launch/test_signals.py", "tests/launch/test_world.py", "tests/test_scripts.py",
     "tests/runtime/test_checkpoint_formats.py", "tests/runtime/test_checkpoint_killed.py",
     "tests/runtime/test_compiling.py", "tests/runtime/test_digits.py", "tests/runtime/test_memory.py",
     "tests/runtime/test_resume_placements.py", "tests/runtime/big_models/test_against_accelerate.py",
