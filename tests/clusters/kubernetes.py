@@ -18,6 +18,7 @@ cluster and another end it.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 import uuid
@@ -37,6 +38,7 @@ from .kube.training import TrainingOperator
 from .netns import ClusterError, Network, Slot, lacking, wait_until
 
 ROOT = Path(__file__).parents[2]
+IMAGE = os.environ.get("ACCEL_TEST_IMAGE", images.TRAIN)
 START_S = 120.0
 _KIND, _SECOND_OCTET = "ak", 83
 _COMMAND_SLOT = Slot(_KIND, 250)

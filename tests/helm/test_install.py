@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.clusters.kubernetes import Kubernetes
+from tests.clusters.kubernetes import IMAGE, Kubernetes
 from tests.waiting import until
 
 from . import charts
@@ -122,7 +122,7 @@ def test_a_training_job_by_values(
 ) -> None:
     made = chart("accel-job")
     values = {
-        "image": "example.org/train:1", "entry": "command", "argv": ["sh", "-c", "echo node $ACCEL_JOB_ID"], "nodes": 2,
+        "image": IMAGE, "entry": "command", "argv": ["sh", "-c", "echo node $ACCEL_JOB_ID"], "nodes": 2,
         "cpu": True, "procsPerNode": 1, "ttl": 3600,
     }  # fmt: skip
     helm.install(NAME, made, values)
@@ -161,7 +161,7 @@ def test_each_kind_of_training_job_by_values(
 ) -> None:
     """Held back, so that nothing runs; the API server takes their objects, and Helm takes them away again."""
     made = chart("accel-job")
-    values = {"image": "example.org/train:1", "argv": ["train.py"], "nodes": 2, "timeLimit": 60, "suspend": True}
+    values = {"image": IMAGE, "argv": ["train.py"], "nodes": 2, "timeLimit": 60, "suspend": True}
     for workload in ("jobset", "job", "trainjob"):
         helm.install(workload, made, {**values, "workload": workload, "maxRestarts": 1})
     kinds = [each.partition("/")[0] for each in there(kubernetes, namespace)]

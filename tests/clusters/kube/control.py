@@ -179,7 +179,7 @@ class ControlPlane:
 
     def _api_options(self) -> dict[str, str]:
         pki = self.authority.directory
-        words = {
+        return {
             "etcd-servers": self._etcd_url, "bind-address": self.address, "advertise-address": self.address,
             "secure-port": str(API_PORT), "service-cluster-ip-range": SERVICES,
             "tls-cert-file": f"{pki}/server.crt", "tls-private-key-file": f"{pki}/server.key",
@@ -199,7 +199,6 @@ class ControlPlane:
             # A webhook is called at the addresses of its Service: no kube-proxy runs here.
             "enable-aggregator-routing": "true",
         }  # fmt: skip
-        return words
 
     def _program(self, name: str) -> Path:
         return programs.directory([name]) / name

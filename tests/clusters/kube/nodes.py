@@ -249,7 +249,8 @@ class Node:
             "imageGCHighThresholdPercent": 99, "imageGCLowThresholdPercent": 98,
             "nodeStatusUpdateFrequency": "5s", "registryPullQPS": 50, "registryBurst": 100,
             # A container that fails is started again after 2 seconds; otherwise after 10, 20, 40 …
-            "featureGates": {"KubeletCrashLoopBackOffMax": True}, "crashLoopBackOff": {"maxContainerRestartPeriod": "2s"},
+            "featureGates": {"KubeletCrashLoopBackOffMax": True},
+            "crashLoopBackOff": {"maxContainerRestartPeriod": "2s"},
         }  # fmt: skip
 
     def _proxy(self) -> dict[str, Any]:
