@@ -178,8 +178,8 @@ class Node:
         return "\n".join(found)
 
     def _boot(self, machine: Machine) -> str:
-        routes = [f"ip route add default via {self._gateway}"]
-        routes += [f"ip route add {pods} via {address}" for pods, address in self._others.items()]
+        routes = [f"ip route replace default via {self._gateway}"]
+        routes += [f"ip route replace {pods} via {address}" for pods, address in self._others.items()]
         return _BOOT.format(own=machine.own, disk=DISK_MB, routes="\n".join(routes))
 
     def _booted(self) -> bool:
