@@ -160,6 +160,13 @@ class Node:
 
     def end(self) -> None:
         """Power off, and nothing of it is left in the kernel."""
+        # A container that was being frozen when runc was killed would hear no signal.
+        for name in ("kubelet", "containerd", "containerd-shim", "runc"):
+            for process in self.machine.processes(name):
+                process.send(signal.SIGKILL)
+        for file in (_CGROUPS / "freezer" / self._cgroup).rglob("freezer.state"):
+            with contextlib.suppress(OSError):
+                file.write_text("THAWED")
         self.machine.end()
         for place in (_CGROUPS, *_controllers()):
             top = place / self._cgroup
