@@ -156,7 +156,7 @@ def _agent(run: Launch, handler: RendezvousHandler, server: ForkServer, signals:
         log_of=lambda rank, attempt: log_path(run.log_dir, rank, attempt),
         spawn=run.spawn,
         grace_s=run.grace_s,
-        first_attempt=run.first_attempt,
+        first_attempt=run.incarnation.attempt,
         requeued=run.requeued,
     )
     os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"  # all machines run equally many ranks: no exchange, no wait
@@ -194,7 +194,8 @@ def _rendezvous(run: Launch, signals: Signals) -> RendezvousHandler:
             names=run.node_names,
             timeout_s=timeout_s, lost_after_s=_seconds(run, "lost_after", LOST_AFTER_S),
             stay_s=_seconds(run, "stay", STAY_S), interrupted=signals.check,
-            ending=lambda: signals.received is not None,
+            ending=lambda: signals.received is not None, incarnation=run.incarnation,
+            say=lambda text: None if run.quiet else say(f"accel launch: {text}"),
         )  # fmt: skip
     from torch.distributed.elastic.rendezvous import registry
 

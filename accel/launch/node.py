@@ -11,16 +11,16 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NoReturn
 
 from accel.settings.checks import contradictions
-from schedulers.errors import SpecError
-from schedulers.topology import Topology, number
+from schedulers.topology import Topology
 
-from . import compat, environment, guard, pid1
+from . import compat, environment, guard, incarnation, pid1
 from .devices import VISIBLE, Devices, find, only_cpu
 from .errors import LaunchError, Refused, RendezvousFailed
+from .incarnation import Incarnation
 from .placing import Place, check_spread, place
 from .room import check_room
 from .tee import parse
@@ -46,7 +46,7 @@ class Launch:
     run_id: str = "accel"
     role: str = "default"
     max_restarts: int = 0
-    first_attempt: int = 0  # of a job whose supervisor has started it before
+    incarnation: Incarnation = field(default_factory=Incarnation)  # of a job that has been started before
     grace_s: float = 30.0
     monitor_interval_s: float = 0.1
     log_dir: str | None = None
@@ -64,6 +64,10 @@ class Launch:
         """Return True if the number of machines is fixed. One machine needs no elastic agent of torch's, whose stores
         listen on all interfaces."""
         return self.rdzv_backend == "static" or self.max_nodes == 1
+
+    @property
+    def first_attempt(self) -> int:
+        return self.incarnation.attempt or 0
 
     @property
     def alone(self) -> bool:
@@ -97,7 +101,7 @@ def plan(options: Mapping[str, Any], program: Program, env: Mapping[str, str] = 
         role=options["role"], max_restarts=options["max_restarts"], grace_s=options["shutdown_timeout"],
         monitor_interval_s=options["monitor_interval"], log_dir=options["log_dir"], tee=options["tee"],
         spawn=(options["start_method"] or ("spawn" if sys.platform == "darwin" else "fork")) == "spawn",
-        quiet=options["quiet"], first_attempt=_first_attempt(env, found), node_names=found.names,
+        quiet=options["quiet"], incarnation=incarnation.planned(env, found), node_names=found.names,
         source=found.source, told=_told(placed, port, env),
         requeued="ACCEL_REQUEUED" in env and guard.LAUNCH_ID not in env,
         events=None if guard.LAUNCH_ID in env else env.get("ACCEL_LAUNCH_EVENTS"),
@@ -111,6 +115,7 @@ def launch(run: Launch) -> int:
     this process's place, or that of a child of PID 1.
     """
     _open_standard_descriptors()
+    run = replace(run, incarnation=incarnation.started(run.incarnation, os.environ))
     if run.told and not run.quiet:
         say(f"accel launch: {run.told}")
     ignore_warnings()  # from the first moment: loading torch takes a second, and a scheduler's warning may come in it
@@ -263,13 +268,6 @@ def _told(placed: Place, port: int, env: Mapping[str, str]) -> str:
     if not placed.found.source or placed.rank != 0 or "ACCEL_LAUNCH_EVENTS" in env:
         return ""
     return f"{placed.nodes} nodes, node 0 at {placed.address}:{port}, as {placed.found.source} says"
-
-
-def _first_attempt(env: Mapping[str, str], found: Topology) -> int:
-    try:
-        return number(env, "ACCEL_ATTEMPT", default=found.attempt)
-    except SpecError as error:
-        raise Refused(str(error)) from None
 
 
 def _devices(options: Mapping[str, Any], env: Mapping[str, str]) -> Devices:

@@ -11,7 +11,6 @@ import errno
 import json
 import socket
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -21,6 +20,7 @@ from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from .errors import LaunchError, RendezvousFailed
+from .incarnation import Incarnation, latest
 from .patience import Patience, StoreSilent
 
 T = TypeVar("T")
@@ -32,6 +32,8 @@ STAY_S = 10.0
 _SLICE_S = 0.25
 _BEAT_S = 1.0
 _STORE_TIMEOUT = timedelta(seconds=60)
+# Raised by questions to a store that has gone, or does not answer.
+_GONE = (DistStoreError, DistNetworkError, StoreSilent)
 
 
 class GangRendezvous(RendezvousHandler):
@@ -43,6 +45,8 @@ class GangRendezvous(RendezvousHandler):
     interrupted: called between slices of waiting; raises to give up.
     names:       of the nodes, by rank, where they are known: for messages.
     ending:      whether this node has been told to end.
+    incarnation: this start of the launcher. A later one of the same node takes over its rank.
+    say:         tells people something.
     """
 
     def __init__(
@@ -59,6 +63,8 @@ class GangRendezvous(RendezvousHandler):
         interrupted: Callable[[], None] = lambda: None,
         names: Sequence[str] = (),
         ending: Callable[[], bool] = lambda: False,
+        incarnation: Incarnation | None = None,
+        say: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._address, self._port = address if nodes > 1 else LOOPBACK, port
         self._node_rank, self._nodes, self._run_id = node_rank, nodes, run_id
@@ -68,7 +74,9 @@ class GangRendezvous(RendezvousHandler):
         self._names = names
         self._patience = Patience(lost_after_s, ending)
         self._refused = False  # another node has this one's rank: it has no say in what becomes of the gang
-        self._token = f"{socket.gethostname()} {uuid.uuid4().hex}"
+        self._say = say
+        self._incarnation = incarnation or Incarnation()
+        self.first_attempt = self._incarnation.attempt  # of the job, as all nodes agree once they have met
         self._control: Store | None = None  # outlives the attempts
         self._served: list[TCPStore] = []  # held: a store lives as long as its object
         self._met = False  # in this attempt
@@ -92,12 +100,13 @@ class GangRendezvous(RendezvousHandler):
         self._met = False
         deadline = time.monotonic() + self._timeout_s
         if self.attempt == 0:
-            first = self._serve(self._port, deadline) if self._node_rank == 0 else self._connect(deadline)
-            self._port = first.port
-            self._control = PrefixStore(f"accel/{self._run_id}", first)
+            self._open(deadline)
         port = self._port_of_attempt(deadline)
         if self._nodes > 1:
-            self._meet(deadline)
+            while not self._join(deadline):
+                self._open(deadline)  # the store of the attempt before has gone
+            self._wait([f"node/{rank}" for rank in range(self._nodes)], deadline)
+            self._agree()
         self._met = True
         self._heard.clear()
         return RendezvousInfo(self._store(), self._node_rank, self._nodes, RendezvousStoreInfo(self._address, port))
@@ -175,17 +184,16 @@ class GangRendezvous(RendezvousHandler):
         if not self._met:
             self._give_up(f"node {self._node_rank} was ended before all nodes had met")
         control = self._control
-        gone = self._ask(lambda: control.add("gone", 1))
+        self._ask(lambda: control.set(f"gone/{self._node_rank}", ""))
         began = time.monotonic()
-        while self._node_rank == 0 and gone < self._present():
+        while self._node_rank == 0 and not control.check([f"gone/{rank}" for rank in self._present()]):
             if time.monotonic() - began >= (self._stay_s if self._ending() else STAY_S):
                 break
             time.sleep(0.02)
-            gone = control.add("gone", 0)
 
-    def _present(self) -> int:
-        """How many nodes came to this attempt: those that will want to know how it ended."""
-        return sum(self._store().check([f"node/{rank}"]) for rank in set(range(self._nodes)) - self._lost)
+    def _present(self) -> list[int]:
+        """The nodes that came to this attempt: those that will want to know how it ended."""
+        return [rank for rank in set(range(self._nodes)) - self._lost if self._store().check([f"node/{rank}"])]
 
     def _give_up(self, why: str) -> None:
         store = self._store()
@@ -197,9 +205,15 @@ class GangRendezvous(RendezvousHandler):
 
     # Meeting.
 
-    def _store(self) -> PrefixStore:
+    def _store(self, attempt: int | None = None) -> PrefixStore:
         assert self._control is not None
-        return PrefixStore(f"attempt-{self.attempt}", self._control)
+        return PrefixStore(f"attempt-{self.attempt if attempt is None else attempt}", self._control)
+
+    def _open(self, deadline: float) -> None:
+        first = self._serve(self._port, deadline) if self._node_rank == 0 else self._connect(deadline)
+        self._port = first.port
+        self._control = PrefixStore(f"accel/{self._run_id}", first)
+        self._patience = Patience(self._lost_after_s, self._ending)
 
     def _serve(self, port: int, deadline: float) -> TCPStore:
         listener = self._listen(port)
@@ -267,16 +281,71 @@ class GangRendezvous(RendezvousHandler):
         store = self._store()
         return int(self._ask(lambda: store.get("port")))
 
-    def _meet(self, deadline: float) -> None:
-        store = self._store()
-        holder = self._ask(lambda: store.compare_set(f"node/{self._node_rank}", "", self._token)).decode()
-        if holder != self._token:
-            self._refused = True
-            raise LaunchError(
-                f"machine rank {self._node_rank} is taken by {holder.split()[0]}: "
-                "give every machine a --machine_rank of its own"
-            )
-        self._wait([f"node/{rank}" for rank in range(self._nodes)], deadline)
+    def _join(self, deadline: float) -> bool:
+        """Enter this node's rank. Return False if the store was that of an attempt that this launcher's predecessor
+        joined: node 0 ends with it, is started again, and opens another."""
+        store, mine = self._store(), self._incarnation.encode()
+        key, keys = f"node/{self._node_rank}", [f"node/{rank}" for rank in range(self._nodes)]
+        try:
+            holder = self._ask(lambda: store.compare_set(key, "", mine)).decode()
+            if holder == mine:
+                return True
+            predecessor = Incarnation.decode(holder)
+            if not self._incarnation.replaces(predecessor):
+                self._refused = True
+                raise LaunchError(
+                    f"machine rank {self._node_rank} is taken by {predecessor.host}: "
+                    "give every machine a --machine_rank of its own"
+                )
+            if not self._ask(lambda: store.check(keys) or store.check(["gave up"])):
+                self._ask(lambda: store.compare_set(key, holder, mine))  # nobody has started a rank yet
+                return True
+            self._end_predecessor(predecessor.host, deadline)
+        except _GONE:
+            self._interrupted()
+            if self.attempt:
+                raise
+        return False
+
+    def _agree(self) -> None:
+        """Agree with the other nodes on the number of the job's attempt."""
+        if self.attempt == 0:
+            store, keys = self._store(), [f"node/{rank}" for rank in range(self._nodes)]
+            try:
+                nodes = self._ask(lambda: store.multi_get(keys))
+            except _GONE as error:
+                raise self._lost_node_0(error) from None
+            self.first_attempt = latest([Incarnation.decode(node.decode()) for node in nodes])
+
+    def _lost_node_0(self, error: Exception) -> RendezvousFailed:
+        return RendezvousFailed(f"node {self._node_rank} lost node 0 at {self._address}: {error}")
+
+    def _end_predecessor(self, host: str, deadline: float) -> None:
+        """End the attempt that this launcher's predecessor left, and wait until its store has gone."""
+        failure = {
+            "rank": None, "node": self._node_rank, "host": host, "attempt": None, "exit_code": 1,
+            "reason": "node_failure", "how": "was started again", "message": "", "time": time.time(),
+        }  # fmt: skip
+        store, control = self._ask(self._current), self._control
+        assert control is not None
+        self._ask(lambda: store.compare_set("failure", "", json.dumps(failure)))
+        self._ask(lambda: control.set(f"gone/{self._node_rank}", ""))
+        self._say(f"node {self._node_rank} was started again, and waits for node 0 to end the attempt before")
+        while time.monotonic() < deadline:
+            self._interrupted()
+            self._ask(lambda: control.check(["gone/0"]))
+            time.sleep(_SLICE_S)
+        raise RendezvousFailed(
+            f"node {self._node_rank} was started again, and node 0 at {self._address}:{self._port} has not "
+            f"ended the attempt before within {self._timeout_s:g} s"
+        )
+
+    def _current(self) -> PrefixStore:
+        """The store of the attempt that runs: the gang's launchers may have started their ranks again."""
+        attempt = self.attempt
+        while self._store(attempt + 1).check(["node/0"]):
+            attempt += 1
+        return self._store(attempt)
 
     def _wait(self, keys: list[str], deadline: float) -> None:
         store = self._store()
@@ -287,9 +356,9 @@ class GangRendezvous(RendezvousHandler):
                     return
                 if self._ask(lambda: store.check(["gave up"])):
                     raise RendezvousFailed(self._ask(lambda: store.get("gave up")).decode())
-            except (DistStoreError, DistNetworkError, StoreSilent) as error:
+            except _GONE as error:
                 self._interrupted()
-                raise RendezvousFailed(f"node {self._node_rank} lost node 0 at {self._address}: {error}") from None
+                raise self._lost_node_0(error) from None
             if time.monotonic() >= deadline:
                 missing = [self._named(int(key.rpartition("/")[2])) for key in keys if not store.check([key])]
                 why = (

@@ -49,7 +49,7 @@ def run_single(run: Launch, launch_id: str) -> int:
         return 0
     one = report.Exit(rank=0, local_rank=0, pid=watch.program.pid, code=code, time=time.time(),
                       error=report.error_in_log(log), log=log)  # fmt: skip
-    failure = report.diagnose(one, node=0, host=socket.gethostname(), attempt=run.first_attempt,
+    failure = report.diagnose(one, node=0, host=socket.gethostname(), attempt=run.incarnation.attempt,
                               oom_kills=report.oom_kill_count() - oom_kills, others="")  # fmt: skip
     record("failure", failure=failure.to_json())
     if not run.quiet:
