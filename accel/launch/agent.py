@@ -25,7 +25,7 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from accel.exit_codes import REQUEUE
+from accel.exit_codes import REQUEUE, TIME_LIMIT
 
 from . import report
 from .forkserver import ForkServer, ServerGone
@@ -36,6 +36,10 @@ _PEER_CHECK_S = 0.5
 _KILL_ALLOWANCE_S = 5.0
 _ECHO_WAIT_S = 3.0
 _OTHERS_END_S = 300.0  # as torchrun
+
+
+class TimeLimitPassed(SignalException):
+    """The launcher ends since the job's time limit has passed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,6 +259,10 @@ class GangAgent(SimpleElasticAgent):
     def _check_interrupted(self) -> None:
         try:
             self._interrupted()
+        except TimeLimitPassed as limit:
+            failure = self._launcher_failure("", how=str(limit), exit_code=TIME_LIMIT)
+            self._gang(GangRendezvous.announce_failure, dataclasses.replace(failure, reason="time_limit").to_json())
+            raise
         except SignalException as told:  # the other nodes' ranks would wait for ours, which are about to be ended
             name, code = report.signal_name(told.sigval), 128 + told.sigval
             failure = self._launcher_failure("", how=f"was told to end by {name}", exit_code=code)

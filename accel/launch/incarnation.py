@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
+import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -26,12 +26,14 @@ class Incarnation:
     starts:  how often the launcher was started in that pod before.
     attempt: which attempt of the job this is, from 0; None where nothing can tell.
     counted: True if a supervisor counts the attempts (ACCEL_ATTEMPT), so that two numbers can be compared.
+    first_at: when the first launcher of the pod was started, in seconds since the epoch. Not part of the encoding.
     """
 
     pod: str = ""
     starts: int = 0
     attempt: int | None = 0
     counted: bool = False
+    first_at: float = field(default_factory=time.time, compare=False)
     host: str = field(default_factory=lambda: socket.gethostname())
     token: str = field(default_factory=lambda: uuid.uuid4().hex)
 
@@ -75,9 +77,10 @@ def started(incarnation: Incarnation, env: Mapping[str, str]) -> Incarnation:
     """Count this start of a pod's container in ACCEL_STARTS, a file that lives as long as the pod."""
     if not incarnation.pod:
         return incarnation
-    starts = _count_start(env.get("ACCEL_STARTS", ""))
-    attempt = incarnation.attempt
-    return replace(incarnation, starts=starts, attempt=None if attempt is None else attempt + starts)
+    earlier = _earlier_starts(env.get("ACCEL_STARTS", ""), incarnation.first_at)
+    attempt = None if incarnation.attempt is None else incarnation.attempt + len(earlier)
+    first_at = earlier[0] if earlier else incarnation.first_at
+    return replace(incarnation, starts=len(earlier), attempt=attempt, first_at=first_at)
 
 
 def latest(incarnations: list[Incarnation]) -> int | None:
@@ -97,14 +100,12 @@ def _attempt(env: Mapping[str, str], found: Topology) -> int | None:
     return found.attempt
 
 
-def _count_start(path: str) -> int:
-    """Note one more start in the file, which lives as long as the pod. Return the starts before."""
+def _earlier_starts(path: str, now: float) -> list[float]:
+    """Note this start in the file. Return the times of the starts before."""
     if path:
-        with contextlib.suppress(OSError):
-            descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            try:
-                os.write(descriptor, b".")
-                return os.fstat(descriptor).st_size - 1
-            finally:
-                os.close(descriptor)
-    return 0
+        with contextlib.suppress(OSError, ValueError), open(path, "a+") as file:
+            file.seek(0)
+            earlier = [float(line) for line in file]
+            file.write(f"{now}\n")
+            return earlier
+    return []

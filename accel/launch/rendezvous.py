@@ -31,6 +31,7 @@ LOST_AFTER_S = 30.0
 STAY_S = 10.0
 _SLICE_S = 0.25
 _BEAT_S = 1.0
+_SERVICE_S = 30.0
 _STORE_TIMEOUT = timedelta(seconds=60)
 # Raised by questions to a store that has gone, or does not answer.
 _GONE = (DistStoreError, DistNetworkError, StoreSilent)
@@ -47,6 +48,8 @@ class GangRendezvous(RendezvousHandler):
     ending:      whether this node has been told to end.
     incarnation: this start of the launcher. A later one of the same node takes over its rank.
     say:         tells people something.
+    service:     a name of node 0 that exists before node 0 does; `address` is looked up only if nobody answers there.
+    own_address: an address of this node that the others reach. The ranks get that of node 0 instead of `address`.
     """
 
     def __init__(
@@ -65,6 +68,8 @@ class GangRendezvous(RendezvousHandler):
         ending: Callable[[], bool] = lambda: False,
         incarnation: Incarnation | None = None,
         say: Callable[[str], None] = lambda _: None,
+        service: str = "",
+        own_address: str = "",
     ) -> None:
         self._address, self._port = address if nodes > 1 else LOOPBACK, port
         self._node_rank, self._nodes, self._run_id = node_rank, nodes, run_id
@@ -75,6 +80,7 @@ class GangRendezvous(RendezvousHandler):
         self._patience = Patience(lost_after_s, ending)
         self._refused = False  # another node has this one's rank: it has no say in what becomes of the gang
         self._say = say
+        self._service, self._own_address = service, own_address
         self._incarnation = incarnation or Incarnation()
         self.first_attempt = self._incarnation.attempt  # of the job, as all nodes agree once they have met
         self._control: Store | None = None  # outlives the attempts
@@ -83,6 +89,7 @@ class GangRendezvous(RendezvousHandler):
         self._next_beat = 0.0
         self._heard: dict[int, tuple[int, float]] = {}  # node -> its beats, and when they last became more
         self._lost: set[int] = set()
+        self._address_for_ranks = self._address
         self.attempt = -1
 
     # What the elastic agent asks for.
@@ -109,7 +116,8 @@ class GangRendezvous(RendezvousHandler):
             self._agree()
         self._met = True
         self._heard.clear()
-        return RendezvousInfo(self._store(), self._node_rank, self._nodes, RendezvousStoreInfo(self._address, port))
+        master = RendezvousStoreInfo(self._address_for_ranks, port)
+        return RendezvousInfo(self._store(), self._node_rank, self._nodes, master)
 
     def is_closed(self) -> bool:
         return False
@@ -214,14 +222,16 @@ class GangRendezvous(RendezvousHandler):
         self._port = first.port
         self._control = PrefixStore(f"accel/{self._run_id}", first)
         self._patience = Patience(self._lost_after_s, self._ending)
+        if self._node_rank == 0 and self._nodes > 1 and self._own_address:
+            self._control.set("address", self._own_address)
 
     def _serve(self, port: int, deadline: float) -> TCPStore:
         listener = self._listen(port)
         port = listener.getsockname()[1]
         # Node 0 goes by its public address too, as its ranks will: a wrong one is found out here, not in a hang there.
-        self._reach_node_0(port, deadline)
+        address = self._reach_node_0(port, deadline)
         store = TCPStore(
-            self._address, port, None, True, _STORE_TIMEOUT, wait_for_workers=False, master_listen_fd=listener.detach()
+            address, port, None, True, _STORE_TIMEOUT, wait_for_workers=False, master_listen_fd=listener.detach()
         )
         self._served.append(store)
         return store
@@ -244,18 +254,20 @@ class GangRendezvous(RendezvousHandler):
             ) from None
 
     def _connect(self, deadline: float) -> TCPStore:
-        self._reach_node_0(self._port, deadline)
-        return TCPStore(self._address, self._port, None, False, _STORE_TIMEOUT, wait_for_workers=False)
+        address = self._reach_node_0(self._port, deadline)
+        return TCPStore(address, self._port, None, False, _STORE_TIMEOUT, wait_for_workers=False)
 
-    def _reach_node_0(self, port: int, deadline: float) -> None:
-        """Knocks until node 0 answers: it may start later than this node, and its name may resolve later still."""
+    def _reach_node_0(self, port: int, deadline: float) -> str:
+        """Knock until node 0 answers: it may start later than this node. Return the address that it answered at."""
+        began = time.monotonic()
         while True:
-            self._interrupted()
-            try:
-                socket.create_connection((self._address, port), timeout=2).close()
-                return
-            except OSError as error:
-                problem = error.strerror or str(error)
+            for address in self._addresses(time.monotonic() - began):
+                self._interrupted()
+                try:
+                    socket.create_connection((address, port), timeout=2).close()
+                    return address
+                except OSError as error:
+                    problem = error.strerror or str(error)
             if time.monotonic() >= deadline:
                 break
             time.sleep(_SLICE_S)
@@ -269,6 +281,16 @@ class GangRendezvous(RendezvousHandler):
             f"{who} could not reach node 0 at {self._address}:{port} ({_resolved(self._address)}) "
             f"within {self._timeout_s:g} s: {problem}. {remedy}"
         )
+
+    def _addresses(self, waited_s: float) -> Sequence[str]:
+        """Where node 0 may be. A pod's name is not looked up early: a name server keeps "no such name" for a while."""
+        if self._nodes == 1:
+            return [self._address]
+        if self._node_rank == 0:
+            return [self._own_address or self._address]
+        if not self._service:
+            return [self._address]
+        return [self._service] if waited_s < _SERVICE_S else [self._service, self._address]
 
     def _port_of_attempt(self, deadline: float) -> int:
         if self.attempt == 0:
@@ -308,11 +330,14 @@ class GangRendezvous(RendezvousHandler):
         return False
 
     def _agree(self) -> None:
-        """Agree with the other nodes on the number of the job's attempt."""
-        if self.attempt == 0:
+        """Agree with the other nodes on the number of the job's attempt, and on node 0's address."""
+        control = self._control
+        if self.attempt == 0 and control is not None:
             store, keys = self._store(), [f"node/{rank}" for rank in range(self._nodes)]
             try:
                 nodes = self._ask(lambda: store.multi_get(keys))
+                if self._ask(lambda: control.check(["address"])):
+                    self._address_for_ranks = self._ask(lambda: control.get("address")).decode()
             except _GONE as error:
                 raise self._lost_node_0(error) from None
             self.first_attempt = latest([Incarnation.decode(node.decode()) for node in nodes])

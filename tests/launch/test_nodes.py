@@ -199,6 +199,25 @@ def test_two_machines_of_one_rank(launcher: Launcher) -> None:
     assert second.wait().code == 143  # it hears of it
 
 
+def test_node_0_is_found_before_its_name_exists(launcher: Launcher) -> None:
+    """By the name of a Service. The ranks get the address of node 0's pod, whose name nobody looks up."""
+    script = launcher.script(ALL)
+    cluster = {
+        "ACCEL_NODES": "2", "ACCEL_MASTER": "no-such-host.invalid", "ACCEL_PORT": str(free_port()),
+        "ACCEL_SERVICE": "localhost", "ACCEL_POD_IP": "127.0.0.1",
+    }  # fmt: skip
+    runs = [
+        launcher.start(
+            "--num_processes", "2", "--tee", "3", "--log_dir", f"n{rank}", script, ACCEL_NODE_RANK=str(rank), **cluster
+        )
+        for rank in (1, 0)
+    ]
+    for run in runs:
+        done = run.wait()
+        assert done.code == 0, done
+        assert " 127.0.0.1 1.0" in done.out
+
+
 PARKED_ONCE = """\
 import os, signal, sys, time
 attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
