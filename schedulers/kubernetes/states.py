@@ -63,6 +63,12 @@ def status_of(workload: Object, pods: Sequence[Object] = (), events: Sequence[Ob
     attempt = _attempts(kind, status, pods)
     if _SUCCEEDED.get(kind, "Succeeded") in conditions:
         native = _SUCCEEDED.get(kind, "Succeeded")
+        if any(_out_of_time(pod) for pod in pods):
+            # A PyTorchJob with restarts, whose launchers end with 0 so that none is started again.
+            return Status(
+                state=State.FAILED, reason=Reason.TIME_LIMIT, attempt=attempt, message="its time limit passed",
+                native_state=native,
+            )  # fmt: skip
         return Status(state=State.SUCCEEDED, exit_code=0, attempt=attempt, native_state=native)
     if _FAILED in conditions:
         if kind == "Job" and not _cut_short(conditions[_FAILED], status, pods):
@@ -87,12 +93,16 @@ def _failed(workload: Object, condition: Object, pods: Sequence[Object], attempt
             reason, message = meaning
     end = min(ends, key=lambda each: each.order, default=None)
     code = end.code if end is not None else None
+    if (
+        reason is not Reason.TIME_LIMIT
+        and end is not None
+        and not (reason is Reason.SETUP and end.reason is Reason.EXIT_CODE)
+    ):
+        reason, message = end.reason, str(end)
+    elif reason is not Reason.TIME_LIMIT and end is not None:
+        message = _joined(message, end.message)
     if reason is Reason.TIME_LIMIT:
         code = None
-    elif end is not None and not (reason is Reason.SETUP and end.reason is Reason.EXIT_CODE):
-        reason, message = end.reason, str(end)
-    elif end is not None:
-        message = _joined(message, end.message)
     return Status(
         state=State.FAILED,
         reason=reason,
@@ -252,6 +262,16 @@ def _last_end(container: Object, pod: Object) -> _End | None:
         message = _joined(what or ("" if said else f"exit code {code}"), said)
         return _End(who=who, node=node, when=when, code=code, reason=reason, message=message, grade=grade)
     return None
+
+
+def _out_of_time(pod: Object) -> bool:
+    """Return True if the pod's launcher ended since the job's time limit had passed."""
+    for container in _containers(pod.get("status") or {}):
+        ended = (container.get("state") or {}).get("terminated") or {}
+        report = reports.read(str(ended.get("message") or ""))
+        if container.get("name") in names.MAIN and report is not None and report.reason is Reason.TIME_LIMIT:
+            return True
+    return False
 
 
 def _pod_reason(pod: Object) -> Meaning | None:
