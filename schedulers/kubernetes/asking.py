@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import Unreachable
-from ..job import Reason, State, Status
+from ..job import State, Status
 from ..printable import one_line
-from . import names, states, watching
+from . import names, podstates, states, watching
 from .errors import Forbidden, NotFound
 from .native import Native
 
@@ -93,20 +93,23 @@ def _listed(api: Api, namespace: str, natives: Sequence[Native], *, ttl: bool) -
     workloads = _workloads(api, namespace, natives)
     there = [native for native in natives if native.name in workloads]
     pods: dict[str, list[Object]] = {}
-    if there:
-        for pod in listed(api, api.path("v1", "pods", namespace=namespace), {"labelSelector": _selector(there)}):
-            pods.setdefault(((pod.get("metadata") or {}).get("labels") or {}).get(names.JOB_ID, ""), []).append(pod)
-    mine = {native: _with_deleted(api, native, pods.get(names.label_value(native.job_id), [])) for native in there}
+    for pod in listed(api, api.path("v1", "pods", namespace=namespace), {"labelSelector": _selector(natives)}):
+        pods.setdefault(((pod.get("metadata") or {}).get("labels") or {}).get(names.JOB_ID, ""), []).append(pod)
+    left = {native: pods.get(names.label_value(native.job_id), []) for native in natives}
+    mine = {native: _with_deleted(api, native, left[native]) for native in there}
     found = {native: states.status_of(workloads[native.name], mine[native]) for native in there}
     waiting = [
         native
         for native, status in found.items()
-        if status.state is State.QUEUED or (not status.state.final and any(map(states.not_ready, mine[native])))
+        if status.state is State.QUEUED or (not status.state.final and any(map(podstates.not_ready, mine[native])))
     ]
     events = _warnings(api, namespace, {native: mine[native] for native in waiting})
     for native in waiting:
         found[native] = states.status_of(workloads[native.name], mine[native], events.get(native, []))
-    return {str(native): found[native] if native in found else _gone(native, ttl=ttl) for native in natives}
+    for native in natives:
+        if native not in found:
+            found[native] = states.status_when_gone(native.kind, left[native], ttl=ttl)
+    return {str(native): found[native] for native in natives}
 
 
 def _with_deleted(api: Api, native: Native, pods: list[Object]) -> list[Object]:
@@ -152,13 +155,6 @@ def _warnings(api: Api, namespace: str, jobs: dict[Native, list[Object]]) -> dic
 def _selector(natives: Iterable[Native]) -> str:
     values = [names.label_value(native.job_id) for native in natives]
     return f"{names.JOB_ID} in ({','.join(values)})"
-
-
-def _gone(native: Native, *, ttl: bool) -> Status:
-    message = f"its {native.kind} is gone: it was deleted, and not through accel"
-    if ttl:
-        message = f"its {native.kind} is gone: its ttl_s passed before anybody asked, or somebody deleted it"
-    return Status(state=State.FAILED, reason=Reason.LOST, native_state="Deleted", message=message)
 
 
 __all__ = ["listed", "pod_of", "pods_of", "statuses", "workload_of"]
