@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from pathlib import Path
 
 from ..printable import one_line
+from . import asking, podstates
 from .api import Api
 from .errors import NotFound
 from .native import Native
@@ -29,3 +31,12 @@ def cancel(api: Api, native: Native, directory: Path) -> None:
     path = api.path(native.api_version, native.plural, native.name, namespace=native.namespace)
     with contextlib.suppress(NotFound):
         api.call("DELETE", path, query={"propagationPolicy": "Background"})
+
+
+def cancel_rest(api: Api, native: Native, directory: Path) -> bool:
+    """Cancel a job that is over when one of its pods still runs, as others of a failed PyTorchJob do. Returns True when
+    one does. Raises ApiError, Unreachable."""
+    if not any(podstates.alive(pod, time.time()) for pod in asking.pods_of(api, native)):
+        return False
+    cancel(api, native, directory)
+    return True

@@ -79,3 +79,13 @@ def test_deletion_is_in_the_background_and_frees_an_object_that_hangs(make: Make
         cancelling.cancel(make(server.url), _NATIVE, tmp_path)
         (deleted,) = [path for path in server.asked if path.startswith("DELETE")]
     assert parse_qs(urlsplit(deleted).query) == {"propagationPolicy": ["Background"]}
+
+
+def test_what_runs_on_after_the_end_is_cancelled(make: MakeApi, tmp_path: Path) -> None:
+    """A PyTorchJob fails when one pod does; others may wait for it for half an hour."""
+    ended = _labelled(pod(1, terminated(1, name="node"), phase="Failed"))
+    waits = _labelled(pod(0, running(name="node")))
+    for pods, still_runs in (([ended], False), ([ended, waits], True)):
+        with serving(_cluster({"pods": pods, "log": b"", _NATIVE.name: {"kind": "TrainJob"}})) as server:
+            assert cancelling.cancel_rest(make(server.url), _NATIVE, tmp_path) is still_runs
+            assert any(each.startswith("DELETE") for each in server.asked) is still_runs
