@@ -16,6 +16,7 @@ from .options import KubernetesOptions
 API_VERSION, KIND, PLURAL = "batch/v1", "Job", "jobs"
 # What a shell, and accel's setup with it, says of a program that cannot be run: no attempt will find it.
 HOPELESS = (126, 127)
+_FAIL_WITH_DISRUPTION = {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
 
 
 def build(
@@ -23,12 +24,16 @@ def build(
 ) -> Object:
     """The Job. A pod's index is its node's rank; `service` makes the names by which they find each other."""
     made = template(env=environment(spec, f"{metadata['name']}-0.{metadata['name']}"))
+    job = job_spec(spec, made, restarts=spec.retry.max_restarts * spec.nodes, service=metadata["name"])
+    if not spec.retry.max_restarts:
+        # A pod that is evicted or preempted is gone at once; this leaves the reason in the Job's condition.
+        job["podFailurePolicy"]["rules"].append(_FAIL_WITH_DISRUPTION)
     return {
         "apiVersion": API_VERSION,
         "kind": KIND,
         "metadata": metadata,
         "spec": {
-            **job_spec(spec, made, restarts=spec.retry.max_restarts * spec.nodes, service=metadata["name"]),
+            **job,
             **({} if options.ttl_s is None else {"ttlSecondsAfterFinished": options.ttl_s}),
             **({"suspend": True} if options.suspend or options.queue else {}),
         },
