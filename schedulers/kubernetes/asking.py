@@ -95,27 +95,39 @@ def _listed(api: Api, namespace: str, natives: Sequence[Native], *, ttl: bool) -
     pods: dict[str, list[Object]] = {}
     for pod in listed(api, api.path("v1", "pods", namespace=namespace), {"labelSelector": _selector(natives)}):
         pods.setdefault(((pod.get("metadata") or {}).get("labels") or {}).get(names.JOB_ID, ""), []).append(pod)
-    left = {native: pods.get(names.label_value(native.job_id), []) for native in natives}
-    mine = {native: _with_deleted(api, native, left[native]) for native in there}
-    found = {native: states.status_of(workloads[native.name], mine[native]) for native in there}
+    mine = {native: pods.get(names.label_value(native.job_id), []) for native in natives}
+    found = {native: _status(api, native, workloads[native.name], mine[native]) for native in there}
     waiting = [
         native
         for native, status in found.items()
-        if status.state is State.QUEUED or (not status.state.final and any(map(podstates.not_ready, mine[native])))
+        if not status.state.final
+        and (
+            status.state is State.QUEUED
+            or any(map(podstates.not_ready, mine[native]))
+            or states.lacks_pods(workloads[native.name], mine[native])
+        )
     ]
     events = _warnings(api, namespace, {native: mine[native] for native in waiting})
     for native in waiting:
         found[native] = states.status_of(workloads[native.name], mine[native], events.get(native, []))
     for native in natives:
         if native not in found:
-            found[native] = states.status_when_gone(native.kind, left[native], ttl=ttl)
+            found[native] = states.status_when_gone(native.kind, mine[native], ttl=ttl)
     return {str(native): found[native] for native in natives}
 
 
-def _with_deleted(api: Api, native: Native, pods: list[Object]) -> list[Object]:
-    """The job's pods; where there are none any more, as they were last."""
+def _status(api: Api, native: Native, workload: Object, pods: list[Object]) -> Status:
+    """The status of a job by its pods; of one that has failed, also by those that are gone, as they were last: an
+    operator that gives a job up deletes them at once, as does an eviction."""
+    status = states.status_of(workload, pods)
     watcher = watching.running(api, native.namespace)
-    return pods if pods or watcher is None else watcher.deleted_pods(native)
+    if status.state is not State.FAILED or watcher is None:
+        return status
+    there = {names.node_of(pod) for pod in pods}
+    last = {names.node_of(pod): pod for pod in watcher.deleted_pods(native)}
+    deleted = [pod for node, pod in last.items() if node not in there]
+    known = states.status_of(workload, [*pods, *deleted])
+    return known if known.state is State.FAILED else status
 
 
 def _workloads(api: Api, namespace: str, natives: Sequence[Native]) -> dict[str, Object]:

@@ -13,6 +13,8 @@ from .reasons import Meaning
 
 Object = Mapping[str, Any]
 
+_GRACE_S = 30.0  # a pod's own default
+_MARGIN_S = 20.0  # for the kill, and for news of it
 _LATE_S = 60.0  # after the end of its grace, a pod that is deleted is on a node that does not answer
 # The echoes of another rank's failure: the launcher was told to end, or was killed when it did not.
 _ECHOES = (143, 137)
@@ -49,7 +51,7 @@ def ends(pods: Sequence[Object]) -> list[End]:
     for pod in pods:
         status = pod.get("status") or {}
         words = reason_of(pod)
-        known = [end for end in (last_end(each, pod) for each in containers(status)) if end is not None]
+        known = [end for end in (last_end(each, pod) for each in containers(pod)) if end is not None]
         first = min(known, key=lambda each: each.order, default=None)
         if words is not None:
             reason, what = words
@@ -72,7 +74,8 @@ def last_end(container: Object, pod: Object) -> End | None:
         called = str(container.get("name"))
         reason, what = reasons.TERMINATED.get(word, (Reason.EXIT_CODE, ""))
         text = str(ended.get("message") or "")
-        said, node, when = reports.last_line(text), node_of(pod), str(ended.get("finishedAt") or "")
+        node, when = node_of(pod), str(ended.get("finishedAt") or "")
+        said = "" if word == "OOMKilled" else reports.last_line(text)
         who, grade = f"node {node}", 2 if reason is Reason.EXIT_CODE else 0
         report = reports.read(text) if called in names.MAIN else None
         if called not in names.MAIN:
@@ -88,7 +91,10 @@ def last_end(container: Object, pod: Object) -> End | None:
 
 
 def reason_of(pod: Object) -> Meaning | None:
+    """What the cluster did to the pod; None where it did nothing."""
     status = pod.get("status") or {}
+    if reasons.OWN_STORAGE.search(str(status.get("message"))):
+        return reasons.STORAGE
     if status.get("reason") in reasons.POD:
         return reasons.POD[str(status["reason"])]
     return reasons.DISRUPTED.get(str(disruption(pod).get("reason")))
@@ -102,10 +108,12 @@ def disruption(pod: Object) -> Object:
 def running(pod: Object) -> bool:
     if (pod.get("metadata") or {}).get("deletionTimestamp") and disruption(pod):
         return False
-    for each in (pod.get("status") or {}).get("containerStatuses") or []:
-        if each.get("name") in names.MAIN and (each.get("state") or {}).get("running"):
-            return True
-    return False
+    return _main_runs(pod)
+
+
+def _main_runs(pod: Object) -> bool:
+    statuses = (pod.get("status") or {}).get("containerStatuses") or []
+    return any(each.get("name") in names.MAIN and (each.get("state") or {}).get("running") for each in statuses)
 
 
 def not_ready(pod: Object) -> bool:
@@ -130,14 +138,32 @@ def moment(text: Any) -> float | None:
 
 
 def over(pod: Object) -> bool:
+    """Return True for a pod whose main container is not started again. The kubelet reports that before the phase."""
+    for each in (pod.get("status") or {}).get("containerStatuses") or []:
+        ended = (each.get("state") or {}).get("terminated")
+        if ended and each.get("name") in names.MAIN:
+            restarts = (pod.get("spec") or {}).get("restartPolicy", "Always")
+            if restarts == "Never" or (restarts == "OnFailure" and not ended.get("exitCode")):
+                return True
     return phase(pod) in ("Succeeded", "Failed")
+
+
+def is_ending(pod: Object, over_at: float | None, now: float) -> bool:
+    """Return True for a pod that runs within its grace, after its deletion or after its job was over (`over_at`)."""
+    if not _main_runs(pod):
+        return False
+    deadline = moment((pod.get("metadata") or {}).get("deletionTimestamp"))
+    if deadline is None and over_at is not None:
+        deadline = over_at + float((pod.get("spec") or {}).get("terminationGracePeriodSeconds") or _GRACE_S)
+    return deadline is not None and now < deadline + _MARGIN_S
 
 
 def phase(pod: Object) -> str:
     return str((pod.get("status") or {}).get("phase") or "Pending")
 
 
-def containers(status: Object) -> list[Object]:
+def containers(pod: Object) -> list[Object]:
+    status = pod.get("status") or {}
     return [*(status.get("initContainerStatuses") or []), *(status.get("containerStatuses") or [])]
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ..job import Reason, State, Status
-from . import jobset, names, podstates, reasons
-from .podstates import joined
+from . import indexed, jobset, names, podstates, reasons
+from .podstates import joined, true
 from .reasons import Meaning
 
 Object = Mapping[str, Any]
@@ -21,6 +22,7 @@ _SUCCEEDED: Mapping[str, str] = {
     "TrainJob": "Complete",
 }
 _FAILED = "Failed"
+_FAILING = "FailureTarget"  # a Job's, until its pods have ended
 _LONGEST = 400
 
 
@@ -31,24 +33,33 @@ def status_of(workload: Object, pods: Sequence[Object] = (), events: Sequence[Ob
     """
     workload, events = _without_nulls(workload), [_without_nulls(event) for event in events]
     kind, status = str(workload.get("kind")), workload.get("status") or {}
-    pods = [_without_nulls({key: pod.get(key) for key in ("metadata", "status")}) for pod in pods]
+    pods = [_without_nulls({key: pod.get(key) for key in ("metadata", "spec", "status")}) for pod in pods]
     pods = [pod for pod in pods if names.node_of(pod) is not None]
-    conditions = {str(each.get("type")): each for each in status.get("conditions") or [] if podstates.true(each)}
-    attempt = _attempts(kind, status, pods)
+    conditions = {str(each.get("type")): each for each in status.get("conditions") or [] if true(each)}
+    restarts, limit = _restarts(kind, status, pods), _limit(workload)
+    attempt = restarts if limit is None else min(restarts, limit)
     if _SUCCEEDED.get(kind, "Succeeded") in conditions:
         native = _SUCCEEDED.get(kind, "Succeeded")
+        if _ending(conditions[native], pods):
+            return Status(state=State.RUNNING, attempt=attempt, message="it is ending", native_state=native)
         return Status(state=State.SUCCEEDED, exit_code=0, attempt=attempt, native_state=native)
-    if _FAILED in conditions:
-        if kind == "Job" and not _cut_short(conditions[_FAILED], status, pods):
-            attempt = max(0, attempt - 1)  # what has failed is counted, and nothing came after the last
-        return _failed(workload, conditions[_FAILED], pods, attempt)
+    failed = conditions.get(_FAILED) or conditions.get(_FAILING)
+    if failed is not None:
+        if kind == "Job" and not _cut_short(failed, status, pods):
+            attempt = max(0, _failures(pods) - 1)  # what has failed is counted, and nothing came after the last
+        end = _failed(workload, failed, pods, attempt)
+        if _FAILED in conditions and not _ending(failed, pods):
+            return end
+        message = _line(joined("it has failed, and its pods are ending", end.message))
+        return dataclasses.replace(end, state=State.RUNNING, exit_code=None, message=message)
     if (workload.get("metadata") or {}).get("deletionTimestamp"):
         running = any(podstates.running(pod) for pod in pods)
         state = State.RUNNING if running else State.QUEUED
         return Status(state=state, attempt=attempt, message="it is being deleted", native_state="Deleting")
     if "Suspended" in conditions or _suspended(workload):
         return _held(workload, attempt)
-    return _going(workload, conditions, pods, events, attempt)
+    again = _starts_again(kind, restarts, limit)
+    return _going(workload, conditions, pods, events, attempt, again=again)
 
 
 def status_when_gone(kind: str, pods: Sequence[Object] = (), *, ttl: bool = False) -> Status:
@@ -73,10 +84,13 @@ def _failed(workload: Object, condition: Object, pods: Sequence[Object], attempt
         if words in said:
             reason, message = meaning
     end = min(ends, key=lambda each: each.order, default=None)
+    limit = _limit(workload)
+    if reasons.BACK_OFF in said and workload.get("kind") == "PyTorchJob" and limit is not None:
+        attempt = limit  # the operator has deleted the pods that would say so
     code = end.code if end is not None else None
     if reason is Reason.TIME_LIMIT:
         code = None
-    elif end is not None and not (reason is Reason.SETUP and end.reason is Reason.EXIT_CODE):
+    elif end is not None and not (reason in (Reason.SETUP, Reason.PREEMPTED) and end.reason is Reason.EXIT_CODE):
         reason, message = end.reason, str(end)
     elif end is not None:
         message = joined(message, end.message)
@@ -90,14 +104,27 @@ def _failed(workload: Object, condition: Object, pods: Sequence[Object], attempt
     )
 
 
+def _ending(final: Object, pods: Sequence[Object]) -> bool:
+    """Return True while pods of a job that is over still end in order, each within its own grace."""
+    now = time.time()
+    over_at = podstates.moment(final.get("lastTransitionTime"))
+    return any(podstates.is_ending(pod, over_at, now) for pod in pods)
+
+
 def _going(
-    workload: Object, conditions: Mapping[str, Object], pods: Sequence[Object], events: Sequence[Object], attempt: int
+    workload: Object,
+    conditions: Mapping[str, Object],
+    pods: Sequence[Object],
+    events: Sequence[Object],
+    attempt: int,
+    *,
+    again: bool,
 ) -> Status:
-    """Of a job that is neither over nor held back."""
-    alive = [pod for pod in pods if not podstates.over(pod)]
-    running = [pod for pod in alive if podstates.running(pod)]
+    """Of a job that is neither over nor held back. `again`: what has failed is started again."""
+    going = [pod for pod in pods if not podstates.over(pod)]
+    running = [pod for pod in going if podstates.running(pod)]
     wanted = _wanted(workload)
-    reason, message = _obstacle(alive, events, seen=bool(pods))
+    reason, message = _obstacle(workload, going, events, seen=bool(pods))
     native = next((name for name in ("Restarting", "Running", "Created") if name in conditions), "")
     unheard = next((pod for pod in sorted(running, key=podstates.node_of) if _unheard(pod, events)), None)
     if unheard is not None:
@@ -106,7 +133,7 @@ def _going(
             message=f"node {podstates.node_of(unheard)}: its node does not answer",
         )  # fmt: skip
     if running or (not pods and "Running" in conditions):
-        if wanted is not None and 0 < len(running) < wanted and message:
+        if wanted is not None and len(running) < wanted and message:
             return Status(
                 state=State.RUNNING, reason=reason, attempt=attempt, native_state=native or "Running",
                 message=_line(f"{len(running)} of {wanted} pods run; {message}"),
@@ -115,9 +142,9 @@ def _going(
     if reason is Reason.NONE and not message:
         ended = [pod for pod in pods if podstates.over(pod)]
         end = min(podstates.ends(ended), key=lambda each: each.order, default=None)
-        if end is not None and attempt:
+        if end is not None and again:
             reason, message = end.reason, f"it is started again: {end}"
-        elif any(podstates.phase(pod) == "Succeeded" for pod in ended):
+        elif ended:
             return Status(state=State.RUNNING, attempt=attempt, message="it is ending", native_state=native)
     return Status(
         state=State.QUEUED, reason=reason, attempt=attempt, message=_line(message), native_state=native or "Pending"
@@ -133,7 +160,7 @@ def _held(workload: Object, attempt: int) -> Status:
     return Status(state=State.QUEUED, reason=reason, attempt=attempt, message=message, native_state="Suspended")
 
 
-def _obstacle(pods: Sequence[Object], events: Sequence[Object], *, seen: bool) -> Meaning:
+def _obstacle(workload: Object, pods: Sequence[Object], events: Sequence[Object], *, seen: bool) -> Meaning:
     """What keeps pods from running; the gravest of what there is, of the lowest node."""
     found = [
         (reason, f"node {podstates.node_of(pod)}: {what}")
@@ -141,7 +168,7 @@ def _obstacle(pods: Sequence[Object], events: Sequence[Object], *, seen: bool) -
         for reason, what in waits(pod, events)
     ]
     if not seen or not found:
-        found += _refusals(events, {podstates.name(pod) for pod in pods})
+        found += _refusals(workload, events)
     grave = [each for each in found if each[0] is Reason.SETUP]
     return next(iter(grave or found), (Reason.NONE, ""))
 
@@ -155,8 +182,11 @@ def waits(pod: Object, events: Sequence[Object]) -> Iterable[Meaning]:
     for condition in status.get("conditions") or []:
         if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
             held = condition.get("reason") == "SchedulingGated"
-            what = "a scheduling gate holds it" if held else "no node fits"
-            yield Reason.NO_CAPACITY, joined(what, "" if held else condition.get("message"))
+            said = "" if held else str(condition.get("message") or "")
+            reason, what = Reason.NO_CAPACITY, "a scheduling gate holds it" if held else "no node fits"
+            if reasons.NO_CLAIM.search(said):
+                reason, what = Reason.SETUP, "a volume claim is not there"
+            yield reason, joined(what, said)
     for container in (*(status.get("initContainerStatuses") or []), *(status.get("containerStatuses") or [])):
         waiting = (container.get("state") or {}).get("waiting")
         if not waiting or podstates.running(pod):
@@ -174,20 +204,23 @@ def waits(pod: Object, events: Sequence[Object]) -> Iterable[Meaning]:
     if status.get("phase") == "Pending" and not podstates.running(pod):
         # A pod that is scheduled and waits for volumes or a sandbox says so in its events alone.
         for event in _newest(events):
-            if _about(event, "Pod") == podstates.name(pod) and event.get("reason") in reasons.POD_EVENTS:
-                if event.get("reason") == "FailedScheduling":
+            if _is_about(event, "Pod", pod) and event.get("reason") in reasons.POD_EVENTS:
+                passes = any(words in str(event.get("message")) for words in reasons.PASSING)
+                if event.get("reason") == "FailedScheduling" or passes:
                     continue
                 reason, what = reasons.POD_EVENTS[str(event["reason"])]
                 yield reason, joined(what, event.get("message"))
                 break
 
 
-def _refusals(events: Sequence[Object], pods: set[str]) -> Iterable[Meaning]:
+def _refusals(workload: Object, events: Sequence[Object]) -> Iterable[Meaning]:
     """What keeps pods from being made: said in events of the objects that make them."""
     for event in _newest(events):
-        if event.get("type") != "Warning" or not str(event.get("reason", "")).startswith("FailedCreate"):
+        refused = str(event.get("reason", "")).startswith(reasons.REFUSALS)
+        if event.get("type") != "Warning" or not refused or _about(event, "Pod") is not None:
             continue
-        if _about(event, "Pod") in pods:
+        kind = str(workload.get("kind"))
+        if _about(event, kind) == podstates.name(workload) and not _is_about(event, kind, workload):
             continue
         said = str(event.get("message") or "")
         for words, (reason, what) in reasons.EVENTS:
@@ -199,23 +232,56 @@ def _refusals(events: Sequence[Object], pods: set[str]) -> Iterable[Meaning]:
         return
 
 
-def _attempts(kind: str, status: Object, pods: Sequence[Object]) -> int:
-    """How often the job was started again."""
+def _restarts(kind: str, status: Object, pods: Sequence[Object]) -> int:
+    """How often the job was started again, or will be when a Job's limit allows it."""
+    labels = [(pod.get("metadata") or {}).get("labels") or {} for pod in pods]
+    counts = [int(label) for each in labels if (label := str(each.get(names.RESTART_ATTEMPT, ""))).isdigit()]
     if kind == "JobSet":
-        return int(status.get("restarts") or 0)
+        return int(status.get("restarts") or max(counts, default=0))
     if kind == "PyTorchJob":
-        counts = [
-            int(each.get("restartCount") or 0) for pod in pods for each in podstates.containers(pod.get("status") or {})
-        ]
-        return max(counts, default=0)
-    failures: dict[int, int] = {}
-    for pod in pods:
-        if podstates.phase(pod) == "Failed":
-            failures[podstates.node_of(pod)] = failures.get(podstates.node_of(pod), 0) + 1
-        label = ((pod.get("metadata") or {}).get("labels") or {}).get(names.RESTART_ATTEMPT, "")
-        if kind == "TrainJob":
-            failures[podstates.node_of(pod)] = int(label) if label.isdigit() else 0
-    return max(failures.values(), default=0)
+        counts = [int(each.get("restartCount") or 0) for pod in pods for each in podstates.containers(pod)]
+    elif kind == "Job":
+        return _failures(
+            [pod for pod in pods if not any(end.code in indexed.HOPELESS for end in podstates.ends([pod]))]
+        )
+    return max(counts, default=0)
+
+
+def _failures(pods: Sequence[Object]) -> int:
+    """How many pods of one node have failed."""
+    nodes = [podstates.node_of(pod) for pod in pods if podstates.phase(pod) == "Failed"]
+    return max(map(nodes.count, nodes), default=0)
+
+
+def _limit(workload: Object) -> int | None:
+    """How often the job may be started again; None where its object does not say. The kubelet may start a container
+    once more before an operator counts."""
+    spec, kind = workload.get("spec") or {}, workload.get("kind")
+    if kind == "JobSet":
+        policy = spec.get("failurePolicy")
+        return None if policy is None else int(policy.get("maxRestarts") or 0)
+    if kind == "Job":
+        most = spec.get("backoffLimit")
+        return None if most is None else int(most) // int(spec.get("completions") or 1)
+    if kind == "PyTorchJob":
+        replicas = (spec.get("pytorchReplicaSpecs") or {}).values()
+        if any(each.get("restartPolicy") == "Never" for each in replicas):
+            return 0
+        elastic = (spec.get("elasticPolicy") or {}).get("maxRestarts")
+        if elastic is not None:
+            return int(elastic)
+        most = (spec.get("runPolicy") or {}).get("backoffLimit")
+        return (
+            None if most is None else max(0, int(most) - 1) // sum(int(each.get("replicas") or 1) for each in replicas)
+        )
+    return None
+
+
+def _starts_again(kind: str, restarts: int, limit: int | None) -> bool:
+    """Return True when another attempt follows what has failed, as far as the object says."""
+    if kind == "Job":
+        return restarts > 0 and (limit is None or restarts <= limit)
+    return limit is not None and restarts < limit
 
 
 def _cut_short(failed: Object, status: Object, pods: Sequence[Object]) -> bool:
@@ -248,14 +314,27 @@ def _suspended(workload: Object) -> bool:
 def _unheard(pod: Object, events: Sequence[Object]) -> bool:
     """Whether nothing has been heard of its node since it ran."""
     return podstates.not_ready(pod) and any(
-        event.get("reason") == "NodeNotReady" and _about(event, "Pod") == podstates.name(pod) for event in events
+        event.get("reason") == "NodeNotReady" and _is_about(event, "Pod", pod) for event in events
     )
+
+
+def lacks_pods(workload: Object, pods: Sequence[Object]) -> bool:
+    """Return True when fewer pods run than the job wants: events may say why."""
+    wanted = _wanted(workload)
+    return wanted is not None and sum(map(podstates.running, pods)) < wanted
 
 
 def _about(event: Object, kind: str) -> str | None:
     """The name of the object of that kind that the event is about, in either API of events."""
     about = event.get("involvedObject") or event.get("regarding") or {}
     return str(about.get("name")) if about.get("kind") == kind else None
+
+
+def _is_about(event: Object, kind: str, thing: Object) -> bool:
+    """Return True when the event is about this object, and not about an earlier one of its name."""
+    about = event.get("involvedObject") or event.get("regarding") or {}
+    uid = (thing.get("metadata") or {}).get("uid")
+    return _about(event, kind) == podstates.name(thing) and (not uid or about.get("uid") in (None, "", uid))
 
 
 def _newest(events: Sequence[Object]) -> list[Object]:

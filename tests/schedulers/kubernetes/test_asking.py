@@ -12,7 +12,7 @@ from urllib.parse import parse_qs, urlsplit
 from schedulers import Reason, State, Status
 from schedulers.kubernetes import asking, cancelling
 from schedulers.kubernetes.native import Native
-from tests.schedulers.kubernetes.shapes import pod, running, terminated
+from tests.schedulers.kubernetes.shapes import event, pod, running, terminated, workload
 
 from .conftest import MakeApi
 from .servers import Answer, reply, serving
@@ -89,3 +89,13 @@ def test_what_runs_on_after_the_end_is_cancelled(make: MakeApi, tmp_path: Path) 
         with serving(_cluster({"pods": pods, "log": b"", _NATIVE.name: {"kind": "TrainJob"}})) as server:
             assert cancelling.cancel_rest(make(server.url), _NATIVE, tmp_path) is still_runs
             assert any(each.startswith("DELETE") for each in server.asked) is still_runs
+
+
+def test_a_running_job_that_lacks_pods_says_why(make: MakeApi) -> None:
+    """After a restart the next pods may be refused."""
+    native = Native("job", "team", "run1", _NATIVE.job_id)
+    refusal = event("FailedCreate", 'pods "x" is forbidden: violates PodSecurity "restricted:latest"', "Job/run1")
+    objects = {"run1": workload("Job"), "pods": [_labelled(pod(0, running()))], "events": [refusal]}
+    found = _status(make, objects, native)
+    assert (found.state, found.reason) == (State.RUNNING, Reason.SETUP)
+    assert found.message.startswith("1 of 2 pods run; the namespace's Pod Security Standard refuses its pods")
