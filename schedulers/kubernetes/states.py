@@ -140,7 +140,7 @@ def _going(
             )  # fmt: skip
         return Status(state=State.RUNNING, attempt=attempt, native_state=native or "Running")
     if reason is Reason.NONE and not message:
-        ended = [pod for pod in pods if podstates.over(pod)]
+        ended = [pod for pod in pods if podstates.over(pod) or podstates.ends([pod])]
         end = min(podstates.ends(ended), key=lambda each: each.order, default=None)
         if end is not None and again:
             reason, message = end.reason, f"it is started again: {end}"

@@ -341,6 +341,17 @@ def test_no_attempt_follows_the_last_one() -> None:
     assert (unfit.state, unfit.attempt) == (State.RUNNING, 0)
 
 
+def test_a_container_that_the_kubelet_will_start_again() -> None:
+    """It has ended, and does not wait yet."""
+    made = workload("PyTorchJob", condition("Running"), nodes=1)
+    made["spec"] = {"pytorchReplicaSpecs": {"Master": {"restartPolicy": "OnFailure"}}, "runPolicy": {"backoffLimit": 2}}
+    ended_once = pod(0, terminated(5), operator=True, restart="OnFailure")
+    found = status_of(made, [ended_once])
+    assert (found.state, found.message) == (State.QUEUED, "it is started again: node 0: exit code 5")
+    ended_once["status"]["containerStatuses"][0]["restartCount"] = 1
+    assert (status_of(made, [ended_once]).state, status_of(made, [ended_once]).attempt) == (State.RUNNING, 1)
+
+
 def test_a_jobset_between_two_attempts() -> None:
     over = [pod(0, terminated(7, message="ValueError"), phase="Failed")]
     made = workload("JobSet", status={"restarts": 1})
