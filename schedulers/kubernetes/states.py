@@ -75,6 +75,11 @@ def status_when_gone(kind: str, pods: Sequence[Object] = (), *, ttl: bool = Fals
     return Status(state=State.FAILED, reason=Reason.LOST, native_state="Deleted", message=message)
 
 
+def is_over(kind: str, workload: Object | None, pods: Sequence[Object]) -> bool:
+    """Return True when neither the job (None: its object is gone) nor one of its pods will go on."""
+    return (status_when_gone(kind, pods) if workload is None else status_of(workload, pods)).state.final
+
+
 def _failed(workload: Object, condition: Object, pods: Sequence[Object], attempt: int) -> Status:
     said, word, ends = str(condition.get("message") or ""), str(condition.get("reason")), podstates.ends(pods)
     if word == jobset.FAILED_FOR_GOOD:
