@@ -16,6 +16,7 @@ API_VERSION, KIND, PLURAL = "batch/v1", "Job", "jobs"
 # What a shell, and accel's setup with it, says of a program that cannot be run: no attempt will find it.
 HOPELESS = (126, 127)
 _FAILURES = "batch.kubernetes.io/job-index-failure-count"
+_FAIL_WITH_DISRUPTION = {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
 
 
 def build(
@@ -24,12 +25,16 @@ def build(
     """The Job. A pod's index is its node's rank; `service` makes the names by which they find each other."""
     env = pods.world(spec, f"{metadata['name']}-0.{metadata['name']}")
     made = template(env=[*env, *([failures()] if spec.retry.max_restarts else [])])
+    job = job_spec(spec, made, restarts=spec.retry.max_restarts * spec.nodes, service=metadata["name"])
+    if not spec.retry.max_restarts:
+        # A pod that is evicted or preempted is gone at once; this leaves the reason in the Job's condition.
+        job["podFailurePolicy"]["rules"].append(_FAIL_WITH_DISRUPTION)
     return {
         "apiVersion": API_VERSION,
         "kind": KIND,
         "metadata": metadata,
         "spec": {
-            **job_spec(spec, made, restarts=spec.retry.max_restarts * spec.nodes, service=metadata["name"]),
+            **job,
             **_per_index(spec),
             **({} if options.ttl_s is None else {"ttlSecondsAfterFinished": options.ttl_s}),
             **({"suspend": True} if options.suspend or options.queue else {}),

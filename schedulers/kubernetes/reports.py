@@ -22,6 +22,7 @@ _OUT_OF_TIME = re.compile(r"^accel launch: the time limit of \d+ s is over", re.
 _TRACE = re.compile(r"^  \| (?P<line>\S.*)$", re.MULTILINE)
 _FIELD = re.compile(r"^  (?P<name>error|cause|remedy): +(?P<text>.*)$", re.MULTILINE)
 _ABOUT = re.compile(r"  (log|others|cause|remedy): ")
+_GREETING = re.compile(r"accel launch: \d+ nodes, node 0 at ")
 
 # A part of the cause that the report names -> what that means.
 _CAUSES: Mapping[str, Reason] = {
@@ -74,7 +75,7 @@ def read(text: str) -> Report | None:
 
 def last_line(text: str) -> str:
     """The last line that says what was wrong, where the beginning of a report is cut off, or where there is none."""
-    lines = [line for line in text.splitlines() if line.strip() and not _ABOUT.match(line)]
+    lines = [line for line in text.splitlines() if line.strip() and not (_ABOUT.match(line) or _GREETING.match(line))]
     return lines[-1].removeprefix("  | ").strip() if lines else ""
 
 

@@ -36,6 +36,11 @@ podFailurePolicy:
     - action: FailJob
       onExitCodes: {containerName: {{ include "job.container" $ }}, operator: In, values: [86, 126, 127]}
       onPodConditions: []
+{{- if and .subdomain (eq (int .restarts) 0) }}
+    # A pod that is evicted or preempted is gone at once; this leaves the reason in the Job's condition.
+    - action: FailJob
+      onPodConditions: [{type: DisruptionTarget, status: "True"}]
+{{- end }}
 template:
   {{- include "job.template" (dict "root" $ "env" .env "launch" list "annotations" .annotations "restartPolicy" "Never" "subdomain" .subdomain) | nindent 2 }}
 {{- end -}}
