@@ -141,6 +141,8 @@ class _Keeper:
             return
         with self._path.open("ab") as file:
             self._write(file, answer.pieces())
+        if answer.for_now and self._source.ended:
+            self._lack("its node no longer has it")
         self._ready = True
 
     def go_on(self) -> None:
@@ -208,6 +210,8 @@ class _Keeper:
             if self._size > _MOST:
                 self._lack(f"no more than {_MOST >> 20} MiB of it are kept")
                 return
+            if piece.gap:
+                self._note("its log was rotated before it was read")
             data = written(piece.after.stamp) + b" " + piece.data if piece.first else piece.data
             file.write(data)
             self._size += len(data)
@@ -215,6 +219,9 @@ class _Keeper:
 
     def _lack(self, why: str) -> None:
         self.problem = why
+        self._note(why)
+
+    def _note(self, why: str) -> None:
         with contextlib.suppress(OSError):
             self._path.with_suffix(_MISSING).write_text(why + "\n")
 
