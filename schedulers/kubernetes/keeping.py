@@ -1,4 +1,4 @@
-"""The logs of a job that is cancelled, kept in its directory: the cluster removes them with the pods.
+"""The logs of a job that is followed or cancelled, kept in its directory: the cluster removes them with the pods.
 
 `logs/NAME.kept` is the log of one run of a container as the kubelet sends it, after a line of JSON that says whose it
 is; whoever writes it has it locked. `logs/NAME.missing` says why it is not whole.
@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import fcntl
 import json
+import logging
 import os
 import threading
 import time
@@ -38,6 +39,8 @@ _SCHEMA = 1
 _MARGIN_S = 30.0
 _PAUSE_S = 0.1
 _LATE_S = 10.0
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,68 @@ def keep(api: Api, native: Native, directory: Path) -> str | None:
     return f"some of what the job wrote is not kept: {problems[0]}" if problems else None
 
 
+class Archive:
+    """One log, to which a follower adds what it reads.
+
+    Nothing is added after another process has written to it: one copy of each line is enough. Never raises.
+    """
+
+    def __init__(self, directory: Path, source: Source) -> None:
+        self._directory, self._source = directory, source
+        self._path = directory / _LOGS / f"{source.name}{_KEPT}"
+        self._at: str | None = None  # the place after what is there
+        self._size = 0
+        self._gap = self._given_up = False
+
+    def add(self, before: str, pieces: Sequence[Piece]) -> None:
+        """Append the pieces, which come after that place, as far as they are not there."""
+        if self._given_up:
+            return
+        try:
+            if self._at is None:
+                self._open()
+            self._append(before, pieces)
+        except OSError as error:
+            self._given_up = True
+            logger.debug("%s: %s", self._path, error.strerror or error)
+
+    def note_gap(self) -> None:
+        """Lines that come next may be missing."""
+        if not self._gap and not self._given_up:
+            self._gap = True
+            with contextlib.suppress(OSError):
+                self._path.with_suffix(_MISSING).write_text("its log was rotated before it was read\n")
+
+    def finish(self, at: str) -> None:
+        """Nobody writes to the log any more, and it ends at that place."""
+        if self._at == at and not self._gap and not self._given_up:
+            with contextlib.suppress(OSError):
+                self._path.with_suffix(_MISSING).unlink(missing_ok=True)
+
+    def _open(self) -> None:
+        """Raises OSError, as where the job has no directory: another machine has submitted it."""
+        self._path.parent.mkdir(exist_ok=True)
+        known = kept(self._directory).get(self._source.name)
+        if known is None:
+            self._path.with_suffix(_MISSING).write_text("it was not read to its end\n")
+            self._path.write_text(_header(self._source))
+        self._at = ""
+        for piece in known.pieces(None) if known is not None else ():
+            self._at = str(piece.after)
+        self._size = self._path.stat().st_size
+
+    def _append(self, before: str, pieces: Sequence[Piece]) -> None:
+        with self._path.open("ab") as file:
+            if not _locked(file.fileno(), fcntl.LOCK_EX) or os.fstat(file.fileno()).st_size != self._size:
+                self._given_up = True
+                return
+            for piece in pieces:
+                if before == self._at and self._size <= _MOST:
+                    self._size += file.write(_line_of(piece))
+                    self._at = str(piece.after)
+                before = str(piece.after)
+
+
 class _Keeper:
     """Of one log."""
 
@@ -143,6 +208,8 @@ class _Keeper:
             self._write(file, answer.pieces())
         if answer.for_now and self._source.ended:
             self._lack("its node no longer has it")
+        elif not (answer.lost or self.problem):  # as a follower has left it
+            self._path.with_suffix(_MISSING).unlink(missing_ok=True)
         self._ready = True
 
     def go_on(self) -> None:
@@ -168,8 +235,7 @@ class _Keeper:
                     self._at = piece.after
                 self._size = self._path.stat().st_size
                 return
-        header = {"schema": _SCHEMA, "source": dataclasses.asdict(self._source)}
-        self._path.write_text(json.dumps(header) + "\n")
+        self._path.write_text(_header(self._source))
 
     def _follow(self) -> None:
         """Until the container has ended, or its pod is gone."""
@@ -212,7 +278,7 @@ class _Keeper:
                 return
             if piece.gap:
                 self._note("its log was rotated before it was read")
-            data = written(piece.after.stamp) + b" " + piece.data if piece.first else piece.data
+            data = _line_of(piece)
             file.write(data)
             self._size += len(data)
             self._at = piece.after
@@ -226,6 +292,14 @@ class _Keeper:
             self._path.with_suffix(_MISSING).write_text(why + "\n")
 
 
+def _header(source: Source) -> str:
+    return json.dumps({"schema": _SCHEMA, "source": dataclasses.asdict(source)}) + "\n"
+
+
+def _line_of(piece: Piece) -> bytes:
+    return written(piece.after.stamp) + b" " + piece.data if piece.first else piece.data
+
+
 def _locked(fd: int, how: int) -> bool:
     """Whether the file is locked for us now, or nothing can be locked on its file system."""
     try:
@@ -237,4 +311,4 @@ def _locked(fd: int, how: int) -> bool:
     return True
 
 
-__all__ = ["Kept", "finished", "keep", "kept"]
+__all__ = ["Archive", "Kept", "finished", "keep", "kept"]

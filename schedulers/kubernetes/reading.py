@@ -12,7 +12,7 @@ import functools
 import itertools
 import threading
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,6 +40,7 @@ _ENDING_PAUSE_S = 0.1
 _HEAD = 64  # bytes, in which the time is at which a log begins
 _ABSENT_PAUSE_S = 0.5
 _KILLED = 137
+_ARCHIVED_AT_ONCE = 1000  # lines
 _LOOKS = 3  # at most, where pods go or containers are restarted while their logs are asked for
 _LOST, _GONE = "lost", "gone"
 
@@ -59,6 +60,7 @@ class _Job:
     said: dict[str, str] = field(default_factory=dict)
     seen: dict[str, Source] = field(default_factory=dict)
     tails: dict[str, list[Tail]] = field(default_factory=dict)
+    archives: dict[str, keeping.Archive] = field(default_factory=dict)
     not_before: dict[str, float] = field(default_factory=dict)
     failures: dict[str, int] = field(default_factory=dict)
     ended_at: dict[str, float] = field(default_factory=dict)
@@ -184,6 +186,8 @@ class _Pass:
         if self._over and not found and not self._positions and not self._job.seen and not self._keeps:
             text = "accel: it has no pods (any more), and nothing of what they wrote was kept\n"
             yield self._line(LogLine(rank=None, stream="missing", text=text, source=_GONE, position="1"))
+        elif self._over or not self._job.followed:
+            yield from self._unread(pods, found)
         if self._errors:
             raise Unreachable("; ".join(dict.fromkeys(map(str, self._errors))))
 
@@ -192,6 +196,7 @@ class _Pass:
         watcher = watching.running(self._api, self._native.namespace)
         seen = watcher.snapshot(self._native) if watcher is not None and not self._over else None
         workload = (seen and seen[0]) or asking.workload_of(self._api, self._native)
+        self._workload: Mapping[str, Any] = workload or {}
         self._gone = workload is None
         self._over = self._over or workload is None or states.status_of(workload).state.final
 
@@ -467,11 +472,14 @@ class _Pass:
         if tail is not None and (yield from self._of_stream(source, tail)):
             return
         self._drop_ending(source)
-        if source.name in self._keeps:
-            yield from self._kept(keeping.finished(self._keeps[source.name]))
-        elif for_now and not self._last:
+        kept = self._keeps.get(source.name)
+        if for_now and (kept is None or kept.missing) and not self._last:
             self.absent = self.overtaken = True
-        elif not (for_now and self._job.followed and not self._over):  # else there is time until its pod goes
+        elif for_now and (kept is None or kept.missing) and self._job.followed and not self._over:
+            pass  # there is time until its pod goes
+        elif kept is not None:
+            yield from self._kept(keeping.finished(kept))
+        else:
             yield self._missing(
                 source.name, source, f"what {source.who()} is missing: the cluster no longer has its log"
             )
@@ -503,6 +511,17 @@ class _Pass:
         pod = asking.pod_of(self._api, self._native, source.pod)
         return next((each for each in sources.of([pod] if pod else []) if each.name == source.name), None)
 
+    def _unread(self, pods: Sequence[Mapping[str, Any]], found: Sequence[Source]) -> Iterator[LogLine]:
+        """A line for each node, or attempt, whose log nobody has any more."""
+        known = {source.name: source for source in (*found, *self._job.seen.values())}
+        known |= {name: log.source for name, log in self._keeps.items()}
+        nodes = (states.nodes_of(self._workload) or 0) if self._over and known else 0
+        # A Job counts the pods that failed, also those that somebody deleted.
+        failures = (self._workload.get("status") or {}).get("failed") if self._workload.get("kind") == "Job" else 0
+        for name, what in sources.unread(nodes, int(failures or 0), pods, list(known.values())):
+            if name not in self._positions:
+                yield self._missing(name, None, what)
+
     def _to_the_end(self, pods: Sequence[Mapping[str, Any]]) -> Iterator[LogLine]:
         """Of a job whose object somebody deleted: its pods have their grace, and may have something to say in it."""
         if self._job.ending_until is None:
@@ -525,9 +544,22 @@ class _Pass:
         return [tail for tail in found if tail is not None]
 
     def _finish(self, source: Source) -> None:
-        self._job.final[source.name] = self._positions.get(source.name, "")
+        at = self._job.final[source.name] = self._positions.get(source.name, "")
+        if source.name in self._job.archives:
+            self._job.archives[source.name].finish(at)
 
-    def _made(self, source: Source, pieces: Sequence[Piece] | Iterator[Piece]) -> Iterator[LogLine]:
+    def _made(self, source: Source, pieces: Iterable[Piece]) -> Iterator[LogLine]:
+        """The lines; those of a job that is followed are archived."""
+        if self._directory is None or not self._job.followed:
+            yield from self._lines_of(source, pieces)
+            return
+        archive = self._job.archives.setdefault(source.name, keeping.Archive(self._directory, source))
+        iterator = iter(pieces)
+        while some := list(itertools.islice(iterator, _ARCHIVED_AT_ONCE)):
+            archive.add(self._positions.get(source.name, ""), some)
+            yield from self._lines_of(source, some)
+
+    def _lines_of(self, source: Source, pieces: Iterable[Piece]) -> Iterator[LogLine]:
         said = self._job.said
         for piece in pieces:
             if piece.gap:
@@ -543,6 +575,8 @@ class _Pass:
 
     def _rotated(self, source: Source) -> LogLine:
         """A gap before what comes next, which moves the reader on."""
+        if source.name in self._job.archives:
+            self._job.archives[source.name].note_gap()
         text = f"accel: some of what {source.who()} may be missing: its log was rotated before it was read\n"
         position = self._positions.get(source.name, "")
         return LogLine(

@@ -92,6 +92,33 @@ def of(pods: Sequence[Object]) -> list[Source]:
     return sorted(found, key=lambda source: source.order)
 
 
+def unread(nodes: int, failures: int, pods: Sequence[Object], known: Sequence[Source]) -> Iterator[tuple[str, str]]:
+    """The nodes and attempts of which there is no log: a name for each, and words.
+
+    nodes:    so many have surely had a pod.
+    failures: so many pods have failed, by the cluster's count.
+    known:    the logs that there are, and those that were read before their pods went.
+    """
+    main = [source for source in known if source.rank is not None or source.tee]
+    for attempt in range(min((source.attempt for source in main), default=0)):
+        yield f"attempt-{attempt}", f"what attempt {attempt} wrote is missing: its pods are gone"
+    there = {source.node for source in known}
+    there |= {node for pod in pods if (node := names.node_of(pod)) is not None}
+    for node in sorted(set(range(nodes)) - there):
+        yield f"node-{node}", f"what node {node} wrote is missing: its pod is gone"
+    uids = {str((pod.get("metadata") or {}).get("uid")) for pod in pods}
+    gone = {source.uid for source in known} - uids
+    count = failures - sum(map(_has_failed, pods)) - len(gone)
+    if count > 0:
+        which = "a pod" if count == 1 else f"{count} pods"
+        yield "failed-pods", f"what {which} that failed wrote is missing: the cluster has removed it"
+
+
+def _has_failed(pod: Object) -> bool:
+    deleted = (pod.get("metadata") or {}).get("deletionTimestamp") is not None
+    return deleted or (pod.get("status") or {}).get("phase") == "Failed"
+
+
 def is_launchers(piece: Piece, *, goes_on: bool) -> bool:
     """Whether the launcher wrote it; `goes_on`: it wrote the line before."""
     return piece.head.startswith(_LAUNCHER) or (goes_on and _REPORT.match(piece.head) is not None)

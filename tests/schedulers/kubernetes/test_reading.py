@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import tempfile
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
@@ -15,6 +16,7 @@ from schedulers import Cursor, LogLine, SchedulerError
 from schedulers.kubernetes import reading, sources, streams
 from schedulers.kubernetes.native import Native
 from schedulers.logfiles import MOST_BYTES
+from tests.waiting import until
 
 from .conftest import MakeApi
 from .servers import Server, reply, serving
@@ -31,9 +33,13 @@ def _answering(
     pods: int = _PODS,
     log: bytes | Callable[[Mapping[str, str]], bytes] = b"",
     flags: tuple[str, ...] = ("--quiet",),
+    status: dict[str, Any] | None = None,
+    nodes: int | None = None,
 ) -> Callable[[Any], None]:
     """An API server that has the pods of a job, each with one line, or this log, which may depend on the query. Of
     `again` another run has begun since."""
+
+    nodes = pods if nodes is None else nodes
 
     def of(node: int, *, restarted: bool = False) -> dict[str, Any]:
         state = running(1) if restarted else terminated(0, "Completed") if conditions else running()
@@ -52,7 +58,7 @@ def _answering(
         elif path.endswith("/pods"):
             reply(handler, {"kind": "PodList", "items": [of(node) for node in range(pods)]})
         else:
-            reply(handler, workload("Job", *conditions))
+            reply(handler, workload("Job", *conditions, nodes=nodes, status=status))
 
     return answer
 
@@ -234,3 +240,57 @@ def test_lines_that_a_stream_has_skipped_are_a_gap(make: MakeApi, monkeypatch: p
         assert [(piece.data, piece.gap) for piece in tail.rest()] == [
             (b"one\n", False), (b"two\n", False), (b"three\n", True)
         ]  # fmt: skip
+
+
+def test_a_line_for_each_node_and_pod_whose_log_is_gone(make: MakeApi) -> None:
+    with serving(_answering(_DONE, pods=1, nodes=3, status={"failed": 2})) as server:
+        reader = reading.Reader(make(server.url))
+        lines = list(reader.read(_NATIVE, None, None, over=True))
+        assert list(reader.read(_NATIVE, _cursor(lines), None, over=True)) == []
+    assert [line.text for line in lines if line.stream == "output"] == ["line of 0\n"]
+    assert [line.text for line in lines if line.stream == "missing"] == [
+        "accel: what node 1 wrote is missing: its pod is gone\n",
+        "accel: what node 2 wrote is missing: its pod is gone\n",
+        "accel: what 2 pods that failed wrote is missing: the cluster has removed it\n",
+    ]
+
+
+def test_a_line_for_each_attempt_whose_logs_are_gone() -> None:
+    made = pod(0, terminated(0), phase="Succeeded", labels={"jobset.sigs.k8s.io/restart-attempt": "2"})
+    made["metadata"] |= {"uid": "00000000"}
+    found = sources.of([made])
+    assert [what for _, what in sources.unread(1, 0, [made], found)] == [
+        "what attempt 0 wrote is missing: its pods are gone",
+        "what attempt 1 wrote is missing: its pods are gone",
+    ]
+
+
+def test_what_a_follower_read_of_a_pod_is_there_when_the_pod_is_gone(make: MakeApi, tmp_path: Path) -> None:
+    log = b"".join(b"2026-11-21T10:00:0%dZ line %d\n" % (number, number) for number in range(5))
+    with serving(_answering(_DONE, pods=1, log=log)) as server:
+        reader = reading.Reader(make(server.url))
+        reader.followed(_NATIVE)
+        lines = list(reader.read(_NATIVE, None, tmp_path, over=True))
+        again = list(reader.read(_NATIVE, None, tmp_path, over=True))
+    assert [line.text for line in lines] == [f"line {number}\n" for number in range(5)] == [line.text for line in again]
+    with serving(_answering(_DONE, pods=0, nodes=1)) as server:
+        reader = reading.Reader(make(server.url))
+        assert list(reader.read(_NATIVE, None, tmp_path, over=True)) == lines
+        assert list(reader.read(_NATIVE, _cursor(lines[:2]), tmp_path, over=True)) == lines[2:]
+
+
+def test_what_a_follower_did_not_read_is_said_to_be_missing(make: MakeApi, tmp_path: Path) -> None:
+    with serving(_answering(pods=1, log=b"2026-11-21T10:00:00Z one\n2026-11-21T10:00:00Z tw")) as server:
+        reader = reading.Reader(make(server.url))
+        reader.followed(_NATIVE)
+        lines: list[LogLine] = []
+
+        def is_read() -> bool:
+            lines.extend(reader.read(_NATIVE, _cursor(lines), tmp_path, over=False))
+            return bool(lines)
+
+        until(is_read, "a line is read")
+        reader.close()
+    with serving(_answering(_DONE, pods=0, nodes=1)) as server:
+        found = [line.text for line in reading.Reader(make(server.url)).read(_NATIVE, None, tmp_path, over=True)]
+    assert found == ["one\n", "accel: some of what node 0 wrote is missing: it was not read to its end\n"]
