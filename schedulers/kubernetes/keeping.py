@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import fcntl
 import json
-import logging
 import os
 import threading
 import time
@@ -39,8 +38,6 @@ _SCHEMA = 1
 _MARGIN_S = 30.0
 _PAUSE_S = 0.1
 _LATE_S = 10.0
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -122,18 +119,17 @@ class Archive:
         self._at: str | None = None  # the place after what is there
         self._size = 0
         self._gap = self._given_up = False
+        self._lock = threading.Lock()
 
     def add(self, before: str, pieces: Sequence[Piece]) -> None:
         """Append the pieces, which come after that place, as far as they are not there."""
-        if self._given_up:
-            return
-        try:
+        with self._lock, contextlib.suppress(OSError):
+            if self._given_up:
+                return
+            self._given_up = True  # unless all of this succeeds
             if self._at is None:
                 self._open()
-            self._append(before, pieces)
-        except OSError as error:
-            self._given_up = True
-            logger.debug("%s: %s", self._path, error.strerror or error)
+            self._given_up = not self._append(before, pieces)
 
     def note_gap(self) -> None:
         """Lines that come next may be missing."""
@@ -160,16 +156,17 @@ class Archive:
             self._at = str(piece.after)
         self._size = self._path.stat().st_size
 
-    def _append(self, before: str, pieces: Sequence[Piece]) -> None:
+    def _append(self, before: str, pieces: Sequence[Piece]) -> bool:
+        """False where another process writes, or has written, to the file. Raises OSError."""
         with self._path.open("ab") as file:
             if not _locked(file.fileno(), fcntl.LOCK_EX) or os.fstat(file.fileno()).st_size != self._size:
-                self._given_up = True
-                return
+                return False
             for piece in pieces:
                 if before == self._at and self._size <= _MOST:
                     self._size += file.write(_line_of(piece))
                     self._at = str(piece.after)
                 before = str(piece.after)
+        return True
 
 
 class _Keeper:
