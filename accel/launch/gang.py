@@ -152,8 +152,13 @@ def _end_in_time(run: Launch, tee: Tee) -> int:
 def _tell(run: Launch, tee: Tee, failure: report.Failure) -> int:
     if not run.quiet:
         tee.close()
-        say(failure.text_for(run.node_rank if run.static else 0))
+        say(_report(run, failure))
     return failure.exit_code
+
+
+def _report(run: Launch, failure: report.Failure) -> str:
+    """This node's part of the report. The logs of a job's nodes are merged."""
+    return failure.text_for(run.node_rank if run.static else None, merged="ACCEL_JOB_ID" in os.environ)
 
 
 def _quieten_torch() -> None:
@@ -196,7 +201,7 @@ def _observer(run: Launch, tee: Tee) -> Callable[..., None]:
         if isinstance(failure, report.Failure):
             facts["failure"] = failure.to_json()
             if facts["restarts_left"] and not run.quiet:
-                text = failure.text_for(run.node_rank if run.static else 0)
+                text = _report(run, failure)
                 say(f"{text}\naccel launch: starting all ranks again ({facts['restarts_left']} of "
                     f"{run.max_restarts} restarts left)")  # fmt: skip
         if event == "attempt":

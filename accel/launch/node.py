@@ -290,9 +290,16 @@ def _in_cluster(placed: Place, env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _told(placed: Place, port: int, env: Mapping[str, str]) -> str:
-    """Said once, by node 0; a job that a target watches over has it on record."""
-    if not placed.found.source or placed.rank != 0 or "ACCEL_LAUNCH_EVENTS" in env:
+    """Said once, by node 0; a job that a target watches over has it on record.
+
+    Every pod of a job says something: whoever reads its log knows by that line that the log has its beginning
+    (`GREETING` in schedulers/kubernetes/positions.py).
+    """
+    if "ACCEL_LAUNCH_EVENTS" in env:
         return ""
+    if not placed.found.source or placed.rank != 0:
+        in_pod = "ACCEL_JOB_ID" in env and "KUBERNETES_SERVICE_HOST" in env and guard.LAUNCH_ID not in env
+        return f"started on {os.uname().nodename}" if in_pod else ""
     return f"{placed.nodes} nodes, node 0 at {placed.address}:{port}, as {placed.found.source} says"
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ..job import Reason, State, Status
-from . import indexed, jobset, names, podstates, reasons
+from . import indexed, jobset, names, podstates, reasons, reports
 from .podstates import joined, true
 from .reasons import Meaning
 
@@ -138,7 +138,7 @@ def _going(
     """Of a job that is neither over nor held back. `again`: what has failed is started again."""
     going = [pod for pod in pods if not podstates.over(pod)]
     running = [pod for pod in going if podstates.running(pod)]
-    wanted = _wanted(workload)
+    wanted = nodes_of(workload)
     reason, message = _obstacle(workload, going, events, seen=bool(pods))
     native = next((name for name in ("Restarting", "Running", "Created") if name in conditions), "")
     unheard = next((pod for pod in sorted(running, key=podstates.node_of) if _unheard(pod, events)), None)
@@ -294,7 +294,7 @@ def _limit(workload: Object) -> int | None:
 
 def _out_of_time(pod: Object) -> bool:
     """Return True if the pod's launcher ended since the job's time limit had passed."""
-    for container in podstates.containers(pod.get("status") or {}):
+    for container in podstates.containers(pod):
         ended = (container.get("state") or {}).get("terminated") or {}
         report = reports.read(str(ended.get("message") or ""))
         if container.get("name") in names.MAIN and report is not None and report.reason is Reason.TIME_LIMIT:
@@ -315,7 +315,8 @@ def _cut_short(failed: Object, status: Object, pods: Sequence[Object]) -> bool:
     return failed.get("reason") == "DeadlineExceeded" and int(status.get("failed") or 0) > known
 
 
-def _wanted(workload: Object) -> int | None:
+def nodes_of(workload: Object) -> int | None:
+    """How many nodes the job has at least; None where its object does not say."""
     spec = workload.get("spec") or {}
     kind = workload.get("kind")
     if kind == "PyTorchJob":
@@ -345,7 +346,7 @@ def _unheard(pod: Object, events: Sequence[Object]) -> bool:
 
 def lacks_pods(workload: Object, pods: Sequence[Object]) -> bool:
     """Return True when fewer pods run than the job wants: events may say why."""
-    wanted = _wanted(workload)
+    wanted = nodes_of(workload)
     return wanted is not None and sum(map(podstates.running, pods)) < wanted
 
 

@@ -119,7 +119,7 @@ class KubernetesTarget:
         from .native import Native
 
         native = Native.parse(native_id)
-        return self._follower(self._of(native)).wait(native, timeout_s)
+        return self._follower(self._of(native)).wait(native, timeout_s, self._jobs / native.job_id)
 
     def logs(self, native_id: str, since: Cursor | None = None) -> Iterator[LogLine]:
         from .native import Native
