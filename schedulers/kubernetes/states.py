@@ -180,7 +180,9 @@ def waits(pod: Object, events: Sequence[Object]) -> Iterable[Meaning]:
         if word == "CrashLoopBackOff" and end is not None:
             reason, what = end.reason, _joined(what, end.message)
         else:
-            what = _joined(what, _advised(str(waiting.get("message") or ""), str(container.get("image") or "")))
+            # A Secret, ConfigMap or key that is absent has nothing to do with the image.
+            image = "" if word == "CreateContainerConfigError" else str(container.get("image") or "")
+            what = _joined(what, _advised(str(waiting.get("message") or ""), image))
         yield reason, what
     if status.get("phase") == "Pending" and not _running(pod):
         # A pod that is scheduled and waits for volumes or a sandbox says so in its events alone.
