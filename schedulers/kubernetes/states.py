@@ -109,7 +109,7 @@ def _going(
     """Of a job that is neither over nor held back."""
     alive = [pod for pod in pods if not _over(pod)]
     running = [pod for pod in alive if _running(pod)]
-    wanted = _wanted(workload)
+    wanted = wanted_pods(workload)
     reason, message = _obstacle(alive, events, seen=bool(pods))
     native = next((name for name in ("Restarting", "Running", "Created") if name in conditions), "")
     unheard = next((pod for pod in sorted(running, key=_node) if _unheard(pod, events)), None)
@@ -291,7 +291,8 @@ def _cut_short(failed: Object, status: Object, pods: Sequence[Object]) -> bool:
     return failed.get("reason") == "DeadlineExceeded" and int(status.get("failed") or 0) > known
 
 
-def _wanted(workload: Object) -> int | None:
+def wanted_pods(workload: Object) -> int | None:
+    """With how many pods the job starts; None where its object leaves that to another one."""
     spec = workload.get("spec") or {}
     kind = workload.get("kind")
     if kind == "PyTorchJob":
