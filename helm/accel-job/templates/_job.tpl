@@ -40,7 +40,9 @@ nothing would end the job. */ -}}
 {{- /* What `accel submit` notes on the job's object, by which accel on any machine follows the job: schedulers/job.py. */ -}}
 {{- define "job.spec" -}}
 {{- $wanted := .Values.resources -}}
-{{- $resources := dict "gpus" (int64 $wanted.gpus) "memory_gb" $wanted.memoryGb "shm_gb" $wanted.shmGb -}}
+{{- $resources := dict "gpus" (int64 $wanted.gpus) -}}
+{{- with $wanted.memoryGb -}}{{- $_ := set $resources "memory_gb" (float64 .) -}}{{- end -}}
+{{- with $wanted.shmGb -}}{{- $_ := set $resources "shm_gb" (float64 .) -}}{{- end -}}
 {{- with $wanted.cpus -}}{{- $_ := set $resources "cpus" (int64 .) -}}{{- end -}}
 {{- with $wanted.accelerator -}}{{- $_ := set $resources "accelerator" . -}}{{- end -}}
 {{- $spec := dict "argv" .Values.argv "entry" .Values.entry "name" (include "job.name" .) "nodes" (int64 .Values.nodes) -}}
