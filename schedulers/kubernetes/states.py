@@ -214,7 +214,9 @@ def waits(pod: Object, events: Sequence[Object]) -> Iterable[Meaning]:
         if word == "CrashLoopBackOff" and end is not None:
             reason, what = end.reason, joined(what, end.message)
         else:
-            what = joined(what, _advised(str(waiting.get("message") or ""), str(container.get("image") or "")))
+            # A Secret, ConfigMap or key that is absent has nothing to do with the image.
+            image = "" if word == "CreateContainerConfigError" else str(container.get("image") or "")
+            what = joined(what, _advised(str(waiting.get("message") or ""), image))
         yield reason, what
     if status.get("phase") == "Pending" and not podstates.running(pod):
         # A pod that is scheduled and waits for volumes or a sandbox says so in its events alone.
