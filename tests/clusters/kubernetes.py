@@ -99,7 +99,7 @@ class Kubernetes:
         self.network.up()
         self.control.create()
         self.control.start_etcd()
-        module = [sys.executable, "-m", "tests.clusters.kube.operators", self.box, self.control.address]
+        module = [sys.executable, "-m", "tests.clusters.kube.operators", str(self.box), self.control.address]
         self._operators.start(["env", "-C", ROOT, *module])  # it waits for the server, and has imported by then
         self.control.start_api()
         self.control.start_controllers(self.kubeconfig())

@@ -112,7 +112,7 @@ class Node:
         wait_until(f"{self.name} is up", self._booted, _START_S)
         self.start_containerd()
         directory = programs.directory()
-        kubelet = [
+        kubelet: list[str | Path] = [
             directory / "kubelet", f"--config={self.own}/kubelet.yaml", f"--kubeconfig={self.own}/kubeconfig.yaml",
             f"--hostname-override={self.name}", f"--node-ip={self.address}", "--cert-dir=/run/kubelet-pki",
         ]  # fmt: skip
