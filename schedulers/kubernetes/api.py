@@ -122,8 +122,9 @@ class Api:
             found = json.loads(response) if response.strip() else {}
         except ValueError:
             raise self._unreachable_by(f"it answers {method} {path} with no JSON: {response[:80]!r}") from None
-        for text in warnings if warned is not None else ():
-            warned(text)
+        if warned is not None:
+            for text in warnings:
+                warned(text)
         return found if isinstance(found, dict) else {"items": found}
 
     def pages(self, path: str, query: Mapping[str, str]) -> Iterator[dict[str, Any]]:
