@@ -85,6 +85,9 @@ class Existing(Kubernetes):
     def stop_api(self) -> None:
         _skip("an API server that stops")
 
+    def report(self, name: str, capacity: dict[str, str]) -> None:
+        _skip("things that a node may be said to have")
+
     def freeze(self, part: str, frozen: bool = True) -> None:
         _skip(f"a {part} that freezes")
 

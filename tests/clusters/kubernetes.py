@@ -108,8 +108,10 @@ class Kubernetes:
         self.operator.start(self.client)
         names = list(self.nodes)
         wait_until("its nodes are ready", lambda: nodes.ready(self.client.call, names), START_S)
-        for name in names:
-            self._report_gpus(name, gpus)
+        for name in names if gpus else ():
+            labels = {"metadata": {"labels": {"nvidia.com/gpu.product": "NVIDIA-A100-SXM4-80GB"}}}
+            self.client.call("PATCH", f"/api/v1/nodes/{name}", labels, content_type=MERGE)
+            self.report(name, {"nvidia.com/gpu": str(gpus)})
         wait_until(f"{self._operators.name} are ready ({self._operators.log})", self._operators_ready, START_S)
 
     def stop(self) -> None:
@@ -255,6 +257,12 @@ class Kubernetes:
             node.empty()
         wait_until(f"the disk of {node.name} has room", lambda: self._takes_pods(node.name), START_S)
 
+    def report(self, name: str, capacity: dict[str, str]) -> None:
+        """Of a node, that it has these things; as a device plug-in's are counted."""
+        self._patch_node(name, {"status": {"capacity": capacity}})
+        what = next(iter(capacity))
+        wait_until(f"{name} has {what}", lambda: self._has(name, what), START_S)
+
     def lose_node(self, name: str) -> None:
         """Power loss, and `miss_node`."""
         self.nodes[name].lose()
@@ -301,12 +309,6 @@ class Kubernetes:
             list(pool.map(start, made))
         nodes.route_pods(self.network, made)
 
-    def _report_gpus(self, name: str, gpus: int) -> None:
-        if gpus:
-            labels = {"metadata": {"labels": {"nvidia.com/gpu.product": "NVIDIA-A100-SXM4-80GB"}}}
-            self.client.call("PATCH", f"/api/v1/nodes/{name}", labels, content_type=MERGE)
-            self._patch_node(name, {"status": {"capacity": {"nvidia.com/gpu": str(gpus)}}})
-
     def _patch_node(self, name: str, body: Object) -> None:
         kind = "application/strategic-merge-patch+json"
         self.client.call("PATCH", f"/api/v1/nodes/{name}/status", body, content_type=kind)
@@ -314,6 +316,9 @@ class Kubernetes:
     def _takes_pods(self, name: str) -> bool:
         taints = self.client.call("GET", f"/api/v1/nodes/{name}")["spec"].get("taints") or []
         return nodes.ready(self.client.call, [name]) and not taints
+
+    def _has(self, name: str, what: str) -> bool:
+        return what in self.client.call("GET", f"/api/v1/nodes/{name}")["status"]["allocatable"]
 
     def _ended(self, path: str) -> bool:
         try:
