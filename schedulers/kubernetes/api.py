@@ -108,20 +108,26 @@ class Api:
         timeout_s: float = 30.0,
         warned: Callable[[str], None] | None = None,
     ) -> dict[str, Any]:
-        """The answer. `warned` is called with each warning that came with it. Asks again, for a second or two, where the API server has too much to do or cannot be reached and
-        asking twice does no harm.
+        """The answer. `warned` is called with each warning that came with it. Asks again, for a second or two, where
+        the API server has too much to do or cannot be reached and asking twice does no harm.
 
         Raises an ApiError for a no, Unreachable when there is no answer, ConfigError when it cannot be asked at all.
         """
         data = None if body is None else json.dumps(body).encode()
-        headers = {"accept": "application/json", **({} if data is None else {"content-type": content_type})}
+        # Servers compress long lists only.
+        headers = {
+            "accept": "application/json",
+            "accept-encoding": "gzip",
+            **({} if data is None else {"content-type": content_type}),
+        }
         response, warnings = self._answered(method, path, query, data, headers, timeout_s)
         try:
             found = json.loads(response) if response.strip() else {}
         except ValueError:
             raise self._unreachable_by(f"it answers {method} {path} with no JSON: {response[:80]!r}") from None
-        for text in warnings if warned is not None else ():
-            warned(text)
+        if warned is not None:
+            for text in warnings:
+                warned(text)
         return found if isinstance(found, dict) else {"items": found}
 
     def pages(self, path: str, query: Mapping[str, str]) -> Iterator[dict[str, Any]]:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 Object = dict[str, Any]
 
 _AT_ONCE = 100  # ids in one selector: it is part of a URL
+# What pods' own conditions say too, and what is most of a busy namespace's warnings.
+_NOT_OF_USE = ",reason!=FailedScheduling,reason!=BackOff,reason!=Failed,reason!=Unhealthy"
 _FEW = 8  # objects whose warnings are asked for one by one; of more, those of the whole namespace are
 
 logger = logging.getLogger(__name__)
@@ -32,12 +34,18 @@ def statuses(api: Api, natives: Sequence[Native], *, ttl: bool = False) -> tuple
     found: dict[str, Status] = {}
     silent: dict[str, str] = {}
     groups: dict[tuple[str, str], list[Native]] = {}
+    watched: dict[str, dict[Native, tuple[Object, list[Object]]]] = {}
     for native in natives:
-        status = _watched(api, native)
-        if status is not None:
-            found[str(native)] = status
+        seen = _watched(api, native)
+        if seen is not None:
+            watched.setdefault(native.namespace, {})[native] = seen
         else:
             groups.setdefault((native.namespace, native.workload), []).append(native)
+    for namespace, known in watched.items():
+        try:
+            found |= {str(native): status for native, status in _with_warnings(api, namespace, known).items()}
+        except Unreachable as error:
+            silent |= dict.fromkeys(map(str, known), str(error))
     for (namespace, _), group in groups.items():
         for part in (group[at : at + _AT_ONCE] for at in range(0, len(group), _AT_ONCE)):
             try:
@@ -75,18 +83,18 @@ def listed(api: Api, path: str, query: dict[str, str]) -> Iterator[Object]:
         yield from answer.get("items") or []
 
 
-def _watched(api: Api, native: Native) -> Status | None:
-    """None when it must be asked for: nobody watches, or what is seen would be final, which must be exact."""
+def _watched(api: Api, native: Native) -> tuple[Object, list[Object]] | None:
+    """The job's object and pods; None when they must be queried: nobody watches, or what is seen would be final, which
+    must be exact."""
     watcher = watching.running(api, native.namespace)
     seen = None if watcher is None else watcher.snapshot(native)
     if seen is None:
         return None
-    workload, pods, events = seen
-    if workload is None:
-        return None
-    status = states.status_of(workload, pods, events)
+    workload, pods = seen
     # The watches of pods and of objects are two, and the one may be behind the other.
-    return None if status.state.final else status
+    if workload is None or states.status_of(workload, pods).state.final:
+        return None
+    return workload, pods
 
 
 def _listed(api: Api, namespace: str, natives: Sequence[Native], *, ttl: bool) -> dict[str, Status]:
@@ -97,16 +105,22 @@ def _listed(api: Api, namespace: str, natives: Sequence[Native], *, ttl: bool) -
         for pod in listed(api, api.path("v1", "pods", namespace=namespace), {"labelSelector": _selector(there)}):
             pods.setdefault(((pod.get("metadata") or {}).get("labels") or {}).get(names.JOB_ID, ""), []).append(pod)
     mine = {native: _with_deleted(api, native, pods.get(names.label_value(native.job_id), [])) for native in there}
-    found = {native: states.status_of(workloads[native.name], mine[native]) for native in there}
+    found = _with_warnings(api, namespace, {native: (workloads[native.name], mine[native]) for native in there})
+    return {str(native): found[native] if native in found else _gone(native, ttl=ttl) for native in natives}
+
+
+def _with_warnings(api: Api, namespace: str, jobs: dict[Native, tuple[Object, list[Object]]]) -> dict[Native, Status]:
+    """The status of each job, by its object and pods; of those that wait, also by what the cluster warned of."""
+    found = {native: states.status_of(workload, pods) for native, (workload, pods) in jobs.items()}
     waiting = [
         native
         for native, status in found.items()
-        if status.state is State.QUEUED or (not status.state.final and any(map(states.not_ready, mine[native])))
+        if status.state is State.QUEUED or (not status.state.final and any(map(states.not_ready, jobs[native][1])))
     ]
-    events = _warnings(api, namespace, {native: mine[native] for native in waiting})
+    events = _warnings(api, namespace, {native: jobs[native][1] for native in waiting})
     for native in waiting:
-        found[native] = states.status_of(workloads[native.name], mine[native], events.get(native, []))
-    return {str(native): found[native] if native in found else _gone(native, ttl=ttl) for native in natives}
+        found[native] = states.status_of(*jobs[native], events.get(native, []))
+    return found
 
 
 def _with_deleted(api: Api, native: Native, pods: list[Object]) -> list[Object]:
@@ -141,7 +155,7 @@ def _warnings(api: Api, namespace: str, jobs: dict[Native, list[Object]]) -> dic
     events: dict[str, list[Object]] = {}
     try:
         for name in few:
-            query = {"fieldSelector": watching.WARNINGS + (f",involvedObject.name={name}" if name else "")}
+            query = {"fieldSelector": watching.WARNINGS + (f",involvedObject.name={name}" if name else _NOT_OF_USE)}
             for each in listed(api, path, query):
                 events.setdefault(str((each.get("involvedObject") or {}).get("name")), []).append(each)
     except Forbidden as error:
@@ -150,8 +164,7 @@ def _warnings(api: Api, namespace: str, jobs: dict[Native, list[Object]]) -> dic
 
 
 def _selector(natives: Iterable[Native]) -> str:
-    values = [names.label_value(native.job_id) for native in natives]
-    return f"{names.JOB_ID} in ({','.join(values)})"
+    return names.selector_of(names.label_value(native.job_id) for native in natives)
 
 
 def _gone(native: Native, *, ttl: bool) -> Status:

@@ -32,6 +32,10 @@ class Follower:
         failed: the API server is certain of it. Raises an ApiError when the server refuses the question."""
         found, silent = asking.statuses(self._api, natives, ttl=self._ttl)
         self._over |= {native for native, status in found.items() if status.state.final}
+        for native in natives:
+            watcher = watching.running(self._api, native.namespace)
+            if watcher is not None and str(native) in self._over:
+                watcher.forget(native)
         return found, silent
 
     def wait(self, native: Native, timeout_s: float) -> bool | None:
