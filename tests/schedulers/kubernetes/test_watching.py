@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
+from accel.cli import exits, main
 from schedulers import JobSpec, Reason, State
 from schedulers.kubernetes import manifests, watching
 from schedulers.kubernetes.api import Api
@@ -22,6 +23,8 @@ from schedulers.kubernetes.code import Code
 from schedulers.kubernetes.follower import Follower
 from schedulers.kubernetes.native import Native
 from schedulers.kubernetes.options import KubernetesOptions
+from schedulers.store import Store
+from schedulers.target import Plan
 from tests.clusters.kube import crds, programs
 from tests.clusters.kube.control import API_PORT, ControlPlane
 from tests.needs import missing
@@ -64,8 +67,8 @@ class Server:
         file.write_text(yaml.safe_dump(text))
         return KubernetesOptions(kubeconfig=str(file), image="example.org/train")
 
-    def submit(self, namespace: str = "default") -> Native:
-        job_id = f"job{next(self._numbers)}"
+    def submit(self, namespace: str = "default", job_id: str = "") -> Native:
+        job_id = job_id or f"job{next(self._numbers)}"
         spec, options = JobSpec(argv=("train.py",)), self.options(namespace=namespace)
         made = manifests.build(spec, options, job_id, Code(kind="image")).workload
         path = self.admin.path("kubeflow.org/v1", "pytorchjobs", namespace=namespace)
@@ -416,6 +419,27 @@ def test_many_jobs_are_asked_for_in_few_questions(server: Server, followers: lis
     assert not silent
     asked = sum(after[key] - before.get(key, 0) for key in after if key[0] in ("pytorchjobs", "pods", "events"))
     assert asked <= 6
+
+
+def test_wait_queries_once_for_all_jobs_that_have_ended(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ACCEL_HOME", str(tmp_path))
+    store = Store.default()
+    namespace = server.namespace()
+    options = {"kubeconfig": server.options(namespace=namespace).kubeconfig, "image": "example.org/train"}
+    ids = [store.new_id() for _ in range(10)]
+    for job_id in ids:
+        native, spec = server.submit(namespace, job_id), JobSpec(argv=("train.py",))
+        plan = Plan(target="k", kind="kubernetes", job_id=job_id)
+        store.create(job_id, spec, plan, target="k", kind="kubernetes", options=options, native_id=str(native))
+        server.end(native)
+    before = server.counted("apiserver_request_total")
+    assert main(["wait", *ids]) == exits.OK
+    after = server.counted("apiserver_request_total")
+    asked = {key: after[key] - before.get(key, 0) for key in after if key[0] in ("pytorchjobs", "pods", "events")}
+    assert {key: count for key, count in asked.items() if count} == {("pytorchjobs", "LIST"): 1, ("pods", "LIST"): 1}
+    assert capsys.readouterr().out == "".join(f"{job_id}\tsucceeded\n" for job_id in ids)
 
 
 def watching_threads(*namespaces: str) -> list[threading.Thread]:
