@@ -108,8 +108,10 @@ class Api:
         timeout_s: float = 30.0,
         warned: Callable[[str], None] | None = None,
     ) -> dict[str, Any]:
-        """The answer. `warned` is called with each warning that came with it. Asks again, for a second or two, where
-        the API server has too much to do or cannot be reached and asking twice does no harm.
+        """The answer. `warned` is called with each warning that came with it.
+
+        Asks again, for a second or two, where the API server has too much to do or cannot be reached and asking twice
+        does no harm.
 
         Raises an ApiError for a no, Unreachable when there is no answer, ConfigError when it cannot be asked at all.
         """
