@@ -177,6 +177,17 @@ def list_jobs(
     return records
 
 
+def refresh(jobs: Sequence[Job]) -> None:
+    """Polls each target once for all of these jobs that are not over, as `list_jobs` does. Raises StoreError."""
+    live = [job for job in jobs if not job.record.reload().status.state.final]
+    shared: dict[str, Target] = {}
+    for job in live:
+        shared |= job._shared
+    poll_all([job.record for job in live], shared)
+    for job in live:
+        job._shared |= {key: target for key, target in shared.items() if key == group(job.record)}
+
+
 class Job:
     """A handle on one job. Holds what the store last said; any number of handles, in any processes, may be used."""
 

@@ -33,22 +33,24 @@ def restore(record: Record) -> Target:
     return restore_target(record.target, record.kind, options, jobs)
 
 
-def poll_all(records: Sequence[Record]) -> None:
+def poll_all(records: Sequence[Record], shared: dict[str, Target] | None = None) -> None:
     """Polls each target once for all its jobs, looks there for those whose submit was cut off, and records the answers.
-    What goes wrong with one target, or one record, is a warning on the records concerned."""
+    What goes wrong with one target, or one record, is a warning on the records concerned. `shared` holds targets that
+    may be used, by `group`, and is added to."""
+    shared = {} if shared is None else shared
     groups: dict[str, list[Record]] = {}
     for record in records:
         if record.native_id is not None or cut_off(record):
             groups.setdefault(_asked_with(record), []).append(record)
     if len(groups) < 2:
         for those in groups.values():
-            _poll(those)
+            _poll(those, shared)
         return
     from concurrent.futures import ThreadPoolExecutor
 
     # One unreachable target must not make the others wait for its timeout.
     with ThreadPoolExecutor(max_workers=min(16, len(groups))) as pool:
-        list(pool.map(_poll, groups.values()))
+        list(pool.map(functools.partial(_poll, shared=shared), groups.values()))
 
 
 def group(record: Record) -> str:
@@ -86,11 +88,11 @@ def _gathering(name: str) -> Gathers | None:
     return kind if isinstance(kind, Gathers) else None
 
 
-def _poll(records: Sequence[Record]) -> None:
+def _poll(records: Sequence[Record], shared: dict[str, Target]) -> None:
     asked_at = time.time()
     silent: Mapping[str, str] = {}
     try:
-        target = _any_target(records)
+        target = _any_target(records, shared)
         records = _submitted(records, target)
         answers: Mapping[str, Status] = target.poll([record.native_id or "" for record in records]) if records else {}
     except (SchedulerError, OSError) as error:
@@ -125,12 +127,19 @@ def _submitted(records: Sequence[Record], target: Target) -> list[Record]:
     return confirmed
 
 
-def _any_target(records: Sequence[Record]) -> Target:
+def _any_target(records: Sequence[Record], shared: dict[str, Target]) -> Target:
     """That of the first record whose options can still be meant: each can be asked about all. Raises ConfigError."""
     for record in records[:-1]:
         with contextlib.suppress(SchedulerError):
-            return restore(record)
-    return restore(records[-1])
+            return _restored(record, shared)
+    return _restored(records[-1], shared)
+
+
+def _restored(record: Record, shared: dict[str, Target]) -> Target:
+    key = group(record)
+    if key not in shared:
+        shared[key] = restore(record)
+    return shared[key]
 
 
 def absorb(record: Record, answer: Status | None, asked_at: float, native_id: str | None = None) -> Status:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from .parser import Parser
 
+_FRESH_S = 5.0
 EXAMPLES = """\
   accel wait @last && echo trained
   accel wait --timeout 30m 1k2m 1k2n
@@ -36,14 +37,20 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: Namespace) -> int:
+    from schedulers import handle
+
     from .rows import record_json
     from .stream import say_how_to_stop
 
     jobs = finding.find_all("accel wait", args.jobs, args)
     deadline = None if args.timeout is None else time.monotonic() + args.timeout
     codes = []
-    for job in jobs:
+    refreshed = float("-inf")
+    for at, job in enumerate(jobs):
         try:
+            if at + 1 < len(jobs) and time.monotonic() - refreshed > _FRESH_S:
+                handle.refresh(jobs[at:])  # one query for all that have ended by now
+                refreshed = time.monotonic()
             codes.append(_wait(job, deadline, quiet=args.json))
         except KeyboardInterrupt:
             say_how_to_stop(job)

@@ -116,7 +116,12 @@ class Api:
         Raises an ApiError for a no, Unreachable when there is no answer, ConfigError when it cannot be asked at all.
         """
         data = None if body is None else json.dumps(body).encode()
-        headers = {"accept": "application/json", **({} if data is None else {"content-type": content_type})}
+        # Servers compress long lists only.
+        headers = {
+            "accept": "application/json",
+            "accept-encoding": "gzip",
+            **({} if data is None else {"content-type": content_type}),
+        }
         response, warnings = self._answered(method, path, query, data, headers, timeout_s)
         try:
             found = json.loads(response) if response.strip() else {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import Unreachable
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 Object = dict[str, Any]
 
 _AT_ONCE = 100  # ids in one selector: it is part of a URL
+# What pods' own conditions say too, and what is most of a busy namespace's warnings.
+_NOT_OF_USE = ",reason!=FailedScheduling,reason!=BackOff,reason!=Failed,reason!=Unhealthy"
 _FEW = 8  # objects whose warnings are asked for one by one; of more, those of the whole namespace are
 
 logger = logging.getLogger(__name__)
@@ -32,12 +34,20 @@ def statuses(api: Api, natives: Sequence[Native], *, ttl: bool = False) -> tuple
     found: dict[str, Status] = {}
     silent: dict[str, str] = {}
     groups: dict[tuple[str, str], list[Native]] = {}
+    watched: dict[str, dict[Native, tuple[Object, list[Object]]]] = {}
     for native in natives:
-        status = _watched(api, native)
-        if status is not None:
-            found[str(native)] = status
+        seen = _watched(api, native)
+        if seen is not None:
+            watched.setdefault(native.namespace, {})[native] = seen
         else:
             groups.setdefault((native.namespace, native.workload), []).append(native)
+    for namespace, known in watched.items():
+        try:
+            plain = {native: states.status_of(workload, pods) for native, (workload, pods) in known.items()}
+            warned = _with_warnings(api, namespace, known, plain)
+            found |= {str(native): status for native, status in warned.items()}
+        except Unreachable as error:
+            silent |= dict.fromkeys(map(str, known), str(error))
     for (namespace, _), group in groups.items():
         for part in (group[at : at + _AT_ONCE] for at in range(0, len(group), _AT_ONCE)):
             try:
@@ -75,18 +85,18 @@ def listed(api: Api, path: str, query: dict[str, str]) -> Iterator[Object]:
         yield from answer.get("items") or []
 
 
-def _watched(api: Api, native: Native) -> Status | None:
-    """None when it must be asked for: nobody watches, or what is seen would be final, which must be exact."""
+def _watched(api: Api, native: Native) -> tuple[Object, list[Object]] | None:
+    """The job's object and pods; None when they must be queried: nobody watches, or what is seen would be final, which
+    must be exact."""
     watcher = watching.running(api, native.namespace)
     seen = None if watcher is None else watcher.snapshot(native)
     if seen is None:
         return None
-    workload, pods, events = seen
-    if workload is None:
-        return None
-    status = states.status_of(workload, pods, events)
+    workload, pods = seen
     # The watches of pods and of objects are two, and the one may be behind the other.
-    return None if status.state.final else status
+    if workload is None or states.status_of(workload, pods).state.final:
+        return None
+    return workload, pods
 
 
 def _listed(api: Api, namespace: str, natives: Sequence[Native], *, ttl: bool) -> dict[str, Status]:
@@ -97,23 +107,31 @@ def _listed(api: Api, namespace: str, natives: Sequence[Native], *, ttl: bool) -
         pods.setdefault(((pod.get("metadata") or {}).get("labels") or {}).get(names.JOB_ID, ""), []).append(pod)
     mine = {native: pods.get(names.label_value(native.job_id), []) for native in natives}
     found = {native: _status(api, native, workloads[native.name], mine[native]) for native in there}
-    waiting = [
-        native
-        for native, status in found.items()
-        if not status.state.final
-        and (
-            status.state is State.QUEUED
-            or any(map(podstates.not_ready, mine[native]))
-            or states.lacks_pods(workloads[native.name], mine[native])
-        )
-    ]
-    events = _warnings(api, namespace, {native: mine[native] for native in waiting})
-    for native in waiting:
-        found[native] = states.status_of(workloads[native.name], mine[native], events.get(native, []))
+    found |= _with_warnings(api, namespace, {native: (workloads[native.name], mine[native]) for native in there}, found)
     for native in natives:
         if native not in found:
             found[native] = states.status_when_gone(native.kind, mine[native], ttl=ttl)
     return {str(native): found[native] for native in natives}
+
+
+def _with_warnings(
+    api: Api, namespace: str, jobs: Mapping[Native, tuple[Object, list[Object]]], known: Mapping[Native, Status]
+) -> dict[Native, Status]:
+    """The status of each job, which is known by its object and pods; of those that wait, also by what the cluster
+    warned of."""
+    waiting = [
+        native
+        for native, (workload, pods) in jobs.items()
+        if not known[native].state.final
+        and (
+            known[native].state is State.QUEUED
+            or any(map(podstates.not_ready, pods))
+            or states.lacks_pods(workload, pods)
+        )
+    ]
+    events = _warnings(api, namespace, {native: jobs[native][1] for native in waiting})
+    warned = {native: states.status_of(*jobs[native], events.get(native, [])) for native in waiting}
+    return {**known, **warned}
 
 
 def _status(api: Api, native: Native, workload: Object, pods: list[Object]) -> Status:
@@ -156,7 +174,7 @@ def _warnings(api: Api, namespace: str, jobs: dict[Native, list[Object]]) -> dic
     events: dict[str, list[Object]] = {}
     try:
         for name in few:
-            query = {"fieldSelector": watching.WARNINGS + (f",involvedObject.name={name}" if name else "")}
+            query = {"fieldSelector": watching.WARNINGS + (f",involvedObject.name={name}" if name else _NOT_OF_USE)}
             for each in listed(api, path, query):
                 events.setdefault(str((each.get("involvedObject") or {}).get("name")), []).append(each)
     except Forbidden as error:
@@ -165,8 +183,7 @@ def _warnings(api: Api, namespace: str, jobs: dict[Native, list[Object]]) -> dic
 
 
 def _selector(natives: Iterable[Native]) -> str:
-    values = [names.label_value(native.job_id) for native in natives]
-    return f"{names.JOB_ID} in ({','.join(values)})"
+    return names.selector_of(names.label_value(native.job_id) for native in natives)
 
 
 __all__ = ["listed", "pod_of", "pods_of", "statuses", "workload_of"]

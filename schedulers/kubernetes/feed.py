@@ -1,4 +1,4 @@
-"""One collection of objects, listed once and then watched: what the API server has of it, a moment later.
+"""The objects of some jobs, of one kind, listed once and then watched: what the API server has, a moment later.
 
 https://kubernetes.io/docs/reference/using-api/api-concepts/#efficient-detection-of-changes
 """
@@ -10,11 +10,12 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..errors import SchedulerError, Unreachable
 from ..printable import one_line
+from . import names
 from .errors import ApiError, Forbidden, Gone
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ _LIFETIME_S = (240, 300)  # of one watch: a server's own end of it comes later
 _LATE_S = 60.0
 _FIRST_S, _LAST_S = 0.2, 10.0  # before a server that does not answer is tried again
 _REFUSED_S = 60.0
+_MOST_JOBS = 100
 _ALARMING_S = 2.0  # that a server has not answered: less is a connection that was lost
 
 Object = dict[str, Any]
@@ -47,15 +49,17 @@ class Sink(Protocol):
 class Feed:
     """A thread that keeps a sink up to date until `stop`. A daemon.
 
+    jobs:    those of which it has the objects, by the values of their labels.
     live:    what the sink was told is what the server has, but for a moment.
     refused: why the server will not have it watched.
     """
 
-    def __init__(self, api: Api, path: str, query: Mapping[str, str], sink: Sink) -> None:
+    def __init__(self, api: Api, path: str, jobs: Collection[str], sink: Sink) -> None:
         self._api = api
         self._path = path
-        self._query = dict(query)
+        self._wanted = frozenset(jobs)
         self._sink = sink
+        self.jobs: frozenset[str] = frozenset()
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._stream: Stream | None = None
@@ -68,6 +72,20 @@ class Feed:
 
     def start(self) -> None:
         self._thread.start()
+
+    def select(self, jobs: Collection[str]) -> None:
+        """Lists and watches the objects of these jobs instead."""
+        with self._lock:
+            self._wanted = frozenset(jobs)
+            if self.live:
+                self.settled.clear()
+            stream = self._stream
+        if stream is not None:
+            stream.close()
+
+    def covers(self, job: str) -> bool:
+        """Return True where the sink knows what the server has of this job."""
+        return self.live and job in self.jobs
 
     def stop(self) -> None:
         """Does not wait for the thread, which ends by itself."""
@@ -85,7 +103,7 @@ class Feed:
         self._live_at = time.monotonic()
         while not self._stop.is_set():
             try:
-                if version is None:
+                if version is None or self.jobs != self._wanted:
                     version = self._list()
                 for told in self._watch(version):
                     version, failures = told, 0
@@ -111,19 +129,21 @@ class Feed:
         """Tells the sink all that there is; returns the version from which to watch."""
         objects: list[Object] = []
         version = ""
-        for answer in self._api.pages(self._path, self._query):
+        wanted = self._wanted
+        for answer in self._api.pages(self._path, _query(wanted)):
             objects += answer.get("items") or []
             version = str((answer.get("metadata") or {}).get("resourceVersion") or "0")
             if self._stop.is_set():
                 break
         self._sink.replaced(objects)
+        self.jobs = wanted
         return version
 
     def _watch(self, version: str) -> Iterator[str]:
         """One watch, to its end; the versions that the sink has been told of. The first comes when it is open."""
         lifetime = random.randint(*_LIFETIME_S)
         query = {
-            **self._query,
+            **_query(self.jobs),
             "watch": "true",
             "allowWatchBookmarks": "true",
             "resourceVersion": version,
@@ -132,11 +152,13 @@ class Feed:
         stream = self._api.stream(self._path, query=query, idle_s=lifetime + _LATE_S)
         with self._lock:
             self._stream = stream
+            current = self.jobs == self._wanted and not self._stop.is_set()
+            if current:
+                self.live, self.refused = True, None
+                self.settled.set()
         try:
-            if self._stop.is_set():
+            if not current:
                 return
-            self.live, self.refused = True, None
-            self.settled.set()
             yield version
             rest = b""
             for chunk in stream:
@@ -180,6 +202,11 @@ class Feed:
         self.refused = error
         self.settled.set()
         self._sink.troubled()
+
+
+def _query(jobs: Collection[str]) -> dict[str, str]:
+    """The selector is part of a URL: of very many jobs it is that of all."""
+    return {"labelSelector": names.selector_of(jobs) if len(jobs) <= _MOST_JOBS else names.JOB_ID}
 
 
 __all__ = ["Feed", "Object", "Sink"]

@@ -81,8 +81,12 @@ class Follower:
         found, silent = asking.statuses(self._api, natives, ttl=self._ttl)
         over = {native for native, status in found.items() if status.state.final}
         self._over |= over
-        for native in over & self._archivists.keys():
-            self._archivists.pop(native).finish()
+        for ended in over & self._archivists.keys():
+            self._archivists.pop(ended).finish()
+        for native in natives:
+            watcher = watching.running(self._api, native.namespace)
+            if watcher is not None and str(native) in over:
+                watcher.forget(native)
         return found, silent
 
     def wait(self, native: Native, timeout_s: float, directory: Path | None = None) -> bool | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import re
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 OWN = "accel.dev/"
@@ -84,6 +84,11 @@ def labels(name: str, job_id: str) -> dict[str, str]:
 def selector(job_id: str) -> str:
     """Finds everything that belongs to the job."""
     return f"{JOB_ID}={label_value(job_id)}"
+
+
+def selector_of(jobs: Iterable[str]) -> str:
+    """Finds everything that belongs to these jobs, which are values of their label."""
+    return f"{JOB_ID} in ({','.join(sorted(jobs))})"
 
 
 def node_of(pod: Mapping[str, Any]) -> int | None:

@@ -80,7 +80,7 @@ def needed(options: KubernetesOptions) -> dict[tuple[str, str], tuple[str, ...]]
         (_group(builder.API_VERSION), builder.PLURAL): ("create", "get", "list", "watch", "delete"),
         ("", "pods"): ("get", "list", "watch"),
         ("", "pods/log"): ("get",),
-        ("", "events"): ("list", "watch"),
+        ("", "events"): ("list",),
     }
     made = ("create", "get", "list", "patch", "delete")
     if options.code in ("auto", "configmap"):

@@ -1,5 +1,5 @@
-"""What an API server has of this process' jobs, kept up to date by one watch each of their objects, their pods and
-the namespace's warnings, for all jobs and targets that ask the same server as the same user in the same namespace.
+"""What an API server has of the jobs that this process waits for, kept up to date by one watch of their objects and one
+of their pods, for all targets that ask the same server as the same user in the same namespace.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 _IDLE_S = 60.0  # a watcher whom nobody has asked for so long ends
 _SWEEP_S = 5.0
-_MOST_EVENTS = 5000  # objects that they are about
-_MOST_OF_ONE = 20
 _MOST_DELETED = 1000
 _SETTLE_S = 5.0
 
@@ -41,7 +39,7 @@ class Watcher:
         self._workloads: dict[str, dict[str, Object]] = {}
         self._pods: dict[str, dict[str, Object]] = {}  # by the label of the job
         self._deleted: OrderedDict[str, Object] = OrderedDict()  # pods, as they were last; by their uid
-        self._events: OrderedDict[str, OrderedDict[tuple[str, str], Object]] = OrderedDict()
+        self._waited_at: dict[str, float] = {}  # when somebody last waited for a job; by its label
         self._news: dict[tuple[str, str], threading.Event] = {}
         self._asked_at = time.monotonic()
         self._stopped = False
@@ -57,7 +55,7 @@ class Watcher:
         feed = self._feed(native)
         with self._lock:
             news = self._news.setdefault((native.plural, native.name), threading.Event())
-            if feed.live and self._may_be_over(native):
+            if feed.covers(names.label_value(native.job_id)) and self._may_be_over(native):
                 return True
         if feed.refused is not None:
             return None
@@ -66,18 +64,20 @@ class Watcher:
             return None if feed.refused is not None else True
         return False
 
-    def snapshot(self, native: Native) -> tuple[Object | None, list[Object], list[Object]] | None:
-        """The job's object (None: there is none), its pods and what was warned of; None when that is not known now."""
+    def snapshot(self, native: Native) -> tuple[Object | None, list[Object]] | None:
+        """The job's object (None: there is none) and its pods; None when that is not known now."""
+        job = names.label_value(native.job_id)
         with self._lock:
             self._asked_at = time.monotonic()
             feeds = [self._feeds.get(native.plural), self._feeds.get("pods")]
-            if not all(feed is not None and feed.live for feed in feeds):
+            if not all(feed is not None and feed.covers(job) for feed in feeds):
                 return None
-            workload = self._workloads[native.plural].get(native.name)
-            pods = list(self._pods.get(names.label_value(native.job_id), {}).values())
-            about = concerned(native, pods)
-            events = [event for name in about for event in self._events.get(name, {}).values()]
-            return workload, pods, events
+            return self._workloads[native.plural].get(native.name), list(self._pods.get(job, {}).values())
+
+    def forget(self, native: Native) -> None:
+        """Leaves out a job that is over when the watches are opened for others."""
+        with self._lock:
+            self._waited_at.pop(names.label_value(native.job_id), None)
 
     def deleted_pods(self, native: Native) -> list[Object]:
         """Pods that are gone, as they were seen last: an operator that gives a job up deletes them at once."""
@@ -100,29 +100,39 @@ class Watcher:
         self._wake()
 
     def _feed(self, native: Native) -> Feed:
-        """The feed of the job's kind, with those of pods and events beside it. The first time, waits a moment for
-        them: what they know need not be asked for."""
+        """The feed of the job's kind, with that of the pods beside it. Where the job is not watched yet, waits a moment
+        for them: what they know need not be queried."""
         with self._lock:
-            feed = self._feeds.get(native.plural)
-            if feed is not None:
+            jobs = self._selected(names.label_value(native.job_id))
+            opened: list[Feed] = []
+            for plural, version in ((native.plural, native.api_version), ("pods", "v1")):
+                if plural not in self._feeds:
+                    path = self.api.path(version, plural, namespace=self.namespace)
+                    sink = _Pods(self) if plural == "pods" else _Workloads(self, plural)
+                    self._workloads.setdefault(plural, {})
+                    opened.append(self._feeds.setdefault(plural, Feed(self.api, path, self._waited_at, sink)))
+            widened = [] if jobs is None else [feed for feed in self._feeds.values() if feed not in opened]
+            feed = self._feeds[native.plural]
+            if self._stopped:
+                self._feeds = {}
                 return feed
-            path = self.api.path(native.api_version, native.plural, namespace=self.namespace)
-            self._workloads.setdefault(native.plural, {})
-            feed = Feed(self.api, path, {"labelSelector": names.JOB_ID}, _Workloads(self, native.plural))
-            made = {native.plural: feed}
-            if "pods" not in self._feeds:
-                pods, events = (self.api.path("v1", each, namespace=self.namespace) for each in ("pods", "events"))
-                made["pods"] = Feed(self.api, pods, {"labelSelector": names.JOB_ID}, _Pods(self))
-                made["events"] = Feed(self.api, events, {"fieldSelector": WARNINGS}, _Events(self))
-            self._feeds |= {} if self._stopped else made
-        if self._stopped:
-            return feed
-        for each in made.values():
-            each.start()
-        for name in (native.plural, "pods"):
-            if name in made:
-                made[name].settled.wait(_SETTLE_S)
+            for each in opened:
+                each.start()
+            for each in widened:
+                each.select(jobs or ())
+        for each in (*opened, *widened):
+            each.settled.wait(_SETTLE_S)
         return feed
+
+    def _selected(self, job: str) -> list[str] | None:
+        """The jobs that are to be watched, where this one is new; None where it is among them already."""
+        now = time.monotonic()
+        new = job not in self._waited_at
+        self._waited_at[job] = now
+        if not new:
+            return None
+        self._waited_at = {each: at for each, at in self._waited_at.items() if now - at < _IDLE_S}
+        return list(self._waited_at)
 
     def _may_be_over(self, native: Native) -> bool:
         workload = self._workloads[native.plural].get(native.name)
@@ -143,8 +153,10 @@ class _Workloads:
         known = {_name(each): _lean(each) for each in objects}
         with self._watcher._lock:
             self._watcher._workloads[self._plural] = known
-        # Whoever waits looks for itself: what is over, or gone, meanwhile was not told of.
-        self._watcher._wake(self._plural)
+        # What is over, or gone, meanwhile was not reported.
+        for plural, name in list(self._watcher._news):
+            if plural == self._plural and (name not in known or states.status_of(known[name]).state.final):
+                self._watcher._wake(plural, name)
 
     def changed(self, change: str, thing: Object) -> None:
         name = _name(thing)
@@ -184,38 +196,6 @@ class _Pods:
                 deleted.popitem(last=False)
             if not pods:
                 del self._watcher._pods[_job(thing)]
-
-    def troubled(self) -> None:
-        pass
-
-
-class _Events:
-    """Of the whole namespace, since they bear no labels: the newest of each kind about each object."""
-
-    def __init__(self, watcher: Watcher) -> None:
-        self._watcher = watcher
-
-    def replaced(self, objects: Sequence[Object]) -> None:
-        with self._watcher._lock:
-            self._watcher._events.clear()
-        for each in objects:
-            self.changed("ADDED", each)
-
-    def changed(self, change: str, thing: Object) -> None:
-        if change == "DELETED":  # of old age, an hour after: what it said may hold still
-            return
-        about = str((thing.get("involvedObject") or {}).get("name"))
-        with self._watcher._lock:
-            events = self._watcher._events
-            of_one = events.setdefault(about, OrderedDict())
-            events.move_to_end(about)
-            key = (str(thing.get("reason")), str(thing.get("message"))[:80])
-            of_one[key] = _lean(thing)
-            of_one.move_to_end(key)
-            while len(of_one) > _MOST_OF_ONE:
-                of_one.popitem(last=False)
-            while len(events) > _MOST_EVENTS:
-                events.popitem(last=False)
 
     def troubled(self) -> None:
         pass

@@ -33,7 +33,7 @@ def test_the_role_is_the_least(helm: helms.Helm) -> None:
         "batch/jobs": job,
         "/pods": {"get", "list", "watch"},
         "/pods/log": {"get"},
-        "/events": {"list", "watch"},
+        "/events": {"list"},
         "/configmaps": made,
         "/services": made,
     }

@@ -38,7 +38,6 @@
   resources: [events]
   verbs:
     - list # why a pod does not start: no node fits, quota, admission
-    - watch # the same, as it happens
 {{- if .Values.rbac.configMaps }}
 - apiGroups: [""]
   resources: [configmaps]

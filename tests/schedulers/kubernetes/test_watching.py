@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
+from accel.cli import exits, main
 from schedulers import JobSpec, Reason, State
 from schedulers.kubernetes import manifests, watching
 from schedulers.kubernetes.api import Api
@@ -22,6 +23,8 @@ from schedulers.kubernetes.code import Code
 from schedulers.kubernetes.follower import Follower
 from schedulers.kubernetes.native import Native
 from schedulers.kubernetes.options import KubernetesOptions
+from schedulers.store import Store
+from schedulers.target import Plan
 from tests.clusters.kube import crds, programs
 from tests.clusters.kube.control import API_PORT, ControlPlane
 from tests.needs import missing
@@ -64,8 +67,8 @@ class Server:
         file.write_text(yaml.safe_dump(text))
         return KubernetesOptions(kubeconfig=str(file), image="example.org/train")
 
-    def submit(self, namespace: str = "default") -> Native:
-        job_id = f"job{next(self._numbers)}"
+    def submit(self, namespace: str = "default", job_id: str = "") -> Native:
+        job_id = job_id or f"job{next(self._numbers)}"
         spec, options = JobSpec(argv=("train.py",)), self.options(namespace=namespace)
         made = manifests.build(spec, options, job_id, Code(kind="image")).workload
         path = self.admin.path("kubeflow.org/v1", "pytorchjobs", namespace=namespace)
@@ -176,10 +179,10 @@ def status(follower: Follower, native: Native) -> Any:
     return found[str(native)]
 
 
-def test_twenty_jobs_are_followed_by_one_watch_each_of_jobs_pods_and_warnings(
-    server: Server, follower: Follower
-) -> None:
+def test_twenty_jobs_are_followed_by_one_watch_each_of_jobs_and_pods(server: Server, follower: Follower) -> None:
     jobs = [server.submit() for _ in range(20)]
+    for native in jobs:
+        server.end(native, "Running")
     ended: list[State] = []
     rounds = dict.fromkeys(map(str, jobs), 0)
 
@@ -192,8 +195,10 @@ def test_twenty_jobs_are_followed_by_one_watch_each_of_jobs_pods_and_warnings(
     threads = [threading.Thread(target=wait, args=(native,)) for native in jobs]
     for each in threads:
         each.start()
-    kinds = ("pytorchjobs", "pods", "events")
-    until(lambda: all(server.counted("apiserver_longrunning_gauge").get((kind, "WATCH")) for kind in kinds), "watches")
+    kinds = ("pytorchjobs", "pods")
+    until(
+        lambda: all(server.counted("apiserver_longrunning_requests").get((kind, "WATCH")) for kind in kinds), "watches"
+    )
 
     def quiet() -> bool:
         before, begun = server.counted("apiserver_request_total"), dict(rounds)
@@ -202,7 +207,7 @@ def test_twenty_jobs_are_followed_by_one_watch_each_of_jobs_pods_and_warnings(
         return not any(after[key] != before.get(key) and key[0] in kinds for key in after)
 
     until(quiet, "what is watched is not asked for; what was asked before has its answer")
-    open_now = server.counted("apiserver_longrunning_gauge")
+    open_now = server.counted("apiserver_longrunning_requests")
     for native in jobs:
         server.end(native)
     for each in threads:
@@ -224,6 +229,26 @@ def test_a_job_that_ends_or_is_deleted_wakes_who_waits_for_it_and_no_other(serve
     assert gone.message == "its PyTorchJob is gone: it was deleted, and not through accel"
     assert follower.wait(other, 0.1) is False
     assert status(follower, other).state is State.QUEUED
+
+
+def test_only_what_belongs_to_the_jobs_is_watched(server: Server, followers: list[Follower]) -> None:
+    """Of a namespace with many jobs. Others that are waited for are added to the watches that there are."""
+    with Relay(server.control.address, API_PORT) as relay:
+        follower = Follower(server.api(port=relay.port))
+        followers.append(follower)
+        first, second, *_ = (server.submit() for _ in range(3))
+        watched(follower, first)
+        watcher = watching._watchers[f"{follower._api.identity}\0default"]
+        assert set(watcher._workloads["pytorchjobs"]) == {first.name}
+        watched(follower, second)
+        assert set(watcher._workloads["pytorchjobs"]) == {first.name, second.name}
+        until(lambda: watcher.snapshot(first) is not None and watcher.snapshot(second) is not None, "both are known")
+        server.end(first)
+        waited(follower, first)
+        assert status(follower, first).state is State.SUCCEEDED
+        third = server.submit()
+        watched(follower, third)
+        assert set(watcher._workloads["pytorchjobs"]) == {second.name, third.name}
 
 
 def test_a_job_that_was_submitted_this_moment_is_never_gone(server: Server, follower: Follower) -> None:
@@ -312,9 +337,9 @@ def test_targets_of_one_server_and_user_share_their_watches_and_namespaces_do_no
     native, there = server.submit(), server.submit(server.namespace())
     for each in followers:
         each.wait(native, 0.1)
-    until(lambda: len(watching_threads(native.namespace)) == 3, "three watch")
+    until(lambda: len(watching_threads(native.namespace)) == 2, "two watch")
     followers[0].wait(there, 0.1)
-    until(lambda: len(watching_threads(native.namespace, there.namespace)) == 6, "three more do")
+    until(lambda: len(watching_threads(native.namespace, there.namespace)) == 4, "two more do")
     followers[0].close()  # the other's next question opens them anew
     server.end(native)
     waited(followers[1], native)
@@ -330,7 +355,7 @@ def test_watches_end_when_nobody_asks_and_leave_no_connection(
         followers.append(follower)
         native = server.submit()
         follower.wait(native, 0.1)
-        until(lambda: relay.open >= 3, "three watch")
+        until(lambda: relay.open >= 2, "two watch")
         monkeypatch.setattr(watching, "_IDLE_S", 0.5)
         until(lambda: not watching_threads(), "the threads end")
         api.close()
@@ -394,6 +419,27 @@ def test_many_jobs_are_asked_for_in_few_questions(server: Server, followers: lis
     assert not silent
     asked = sum(after[key] - before.get(key, 0) for key in after if key[0] in ("pytorchjobs", "pods", "events"))
     assert asked <= 6
+
+
+def test_wait_queries_once_for_all_jobs_that_have_ended(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ACCEL_HOME", str(tmp_path))
+    store = Store.default()
+    namespace = server.namespace()
+    options = {"kubeconfig": server.options(namespace=namespace).kubeconfig, "image": "example.org/train"}
+    ids = [store.new_id() for _ in range(10)]
+    for job_id in ids:
+        native, spec = server.submit(namespace, job_id), JobSpec(argv=("train.py",))
+        plan = Plan(target="k", kind="kubernetes", job_id=job_id)
+        store.create(job_id, spec, plan, target="k", kind="kubernetes", options=options, native_id=str(native))
+        server.end(native)
+    before = server.counted("apiserver_request_total")
+    assert main(["wait", *ids]) == exits.OK
+    after = server.counted("apiserver_request_total")
+    asked = {key: after[key] - before.get(key, 0) for key in after if key[0] in ("pytorchjobs", "pods", "events")}
+    assert {key: count for key, count in asked.items() if count} == {("pytorchjobs", "LIST"): 1, ("pods", "LIST"): 1}
+    assert capsys.readouterr().out == "".join(f"{job_id}\tsucceeded\n" for job_id in ids)
 
 
 def watching_threads(*namespaces: str) -> list[threading.Thread]:
