@@ -267,7 +267,7 @@ def test_helm_makes_the_runtime_some_turns_of_a_controller_before_the_train_job(
     assert hooks == helms.hooked(made, "pre-upgrade")
     runtime, *turns = hooks
     assert runtime["kind"] == "TrainingRuntime"
-    assert len(turns) >= 8
+    assert len(turns) == 16
     assert {(each["kind"], each["spec"]["completions"], each["spec"]["parallelism"]) for each in turns} == {
         ("Job", 0, 0)
     }
