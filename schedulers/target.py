@@ -257,6 +257,17 @@ class Clears(Protocol):
 
 
 @runtime_checkable
+class Outlives(Protocol):
+    """A target where a part of a job may run on after the job has ended."""
+
+    def cancel_rest(self, native_id: str) -> bool:
+        """Cancel what still runs of a job that is over, and keep its logs. Returns True when something still ran.
+
+        Raises Unreachable.
+        """
+
+
+@runtime_checkable
 class RunsInPlace(Protocol):
     """A class of targets whose jobs run in the directories of their records."""
 

@@ -80,7 +80,7 @@ def _listed(kind: str, workload: dict[str, Any]) -> Listed:
     """With the name and nodes of its annotation; without one, as its labels and the object itself say."""
     metadata = workload["metadata"]
     job_id, name = metadata["labels"][names.JOB_ID], metadata["labels"].get(names.NAME) or metadata["name"]
-    nodes = states.wanted_pods(workload) or 1
+    nodes = states.nodes_of(workload) or 1
     with contextlib.suppress(KeyError, ValueError, SpecError):
         spec = JobSpec.from_json(json.loads(metadata["annotations"][names.SPEC]))
         name, nodes = spec.name, spec.nodes

@@ -119,7 +119,7 @@ class KubernetesTarget:
         from .native import Native
 
         native = Native.parse(native_id)
-        return self._follower(self._of(native)).wait(native, timeout_s)
+        return self._follower(self._of(native)).wait(native, timeout_s, self._jobs / native.job_id)
 
     def logs(self, native_id: str, since: Cursor | None = None) -> Iterator[LogLine]:
         from .native import Native
@@ -140,6 +140,14 @@ class KubernetesTarget:
 
         native = Native.parse(native_id)
         cancelling.cancel(self._of(native).api, native, self._jobs / native.job_id)
+
+    def cancel_rest(self, native_id: str) -> bool:
+        """Deletes the object of a job that is over where one of its pods still runs. Raises Unreachable."""
+        from . import cancelling
+        from .native import Native
+
+        native = Native.parse(native_id)
+        return cancelling.cancel_rest(self._of(native).api, native, self._jobs / native.job_id)
 
     def shell(self, native_id: str, node: int, argv: Sequence[str], *, terminal: bool) -> int:
         """In the pod of that node. Raises SubmitError, ApiError, Unreachable."""

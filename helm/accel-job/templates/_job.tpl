@@ -201,6 +201,7 @@ resources:
 {{- with .Values -}}
 {{- if not (kindIs "invalid" .runAsUser) -}}{{- $_ := set $found "runAsUser" (int64 .runAsUser) -}}{{- end -}}
 {{- if not (kindIs "invalid" .runAsGroup) -}}{{- $_ := set $found "runAsGroup" (int64 .runAsGroup) -}}{{- end -}}
+{{- if .readOnlyRootFilesystem -}}{{- $_ := set $found "readOnlyRootFilesystem" true -}}{{- end -}}
 {{- if eq .podSecurity "restricted" -}}
 {{- $_ := set $found "runAsNonRoot" true -}}
 {{- $_ := set $found "allowPrivilegeEscalation" false -}}
