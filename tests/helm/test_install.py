@@ -12,10 +12,13 @@ from pathlib import Path
 
 import pytest
 
+import schedulers
+from schedulers import State, Store
+from schedulers.adopting import jobs_elsewhere
 from tests.clusters.kubernetes import IMAGE, Kubernetes
 from tests.waiting import until
 
-from . import charts
+from . import charts, helms
 from .releases import Failed, Releases, both, releases
 
 NAME = "team"
@@ -91,8 +94,9 @@ def test_the_charts_own_test(
     helm: Releases, chart: Callable[[str], Path], kubernetes: Kubernetes, namespace: str
 ) -> None:
     """It passes with the Role that there is, and names what the Role lacks."""
-    values = {"snapshots": {"create": True, "keep": False}}
-    helm.install(NAME, chart("accel"), values)
+    repository, _, tag = IMAGE.rpartition(":")
+    tools = {"image": {"repository": repository, "tag": tag}, "runAsUser": 1000}
+    helm.install(NAME, chart("accel"), {"snapshots": {"create": True, "keep": False}, "tools": tools})
     before = there(kubernetes, namespace)
     helm.test(NAME)
     until_there(kubernetes, namespace, before)  # nothing is left of a test that passed
@@ -105,18 +109,15 @@ def test_the_charts_own_test(
     kubernetes.client.call("PUT", path, role)
     with pytest.raises(Failed):
         helm.test(NAME)
-    pod = f"{NAME}-accel-check"
+    # What failed stays to be looked at, as long as the release.
+    (pod,) = checks(kubernetes, namespace)
     assert kubernetes.logs(namespace, pod).splitlines()[0] == "not allowed: get pods/log (group core)"
     helm.uninstall(NAME)
-    # What failed stays to be looked at: the pod, and with Helm 3 its script.
-    stays = {f"pods/{pod}", f"configmaps/{pod}"}
-    until(lambda: set(there(kubernetes, namespace)) <= stays, "only what failed is left")
-    for each in there(kubernetes, namespace):
-        kubernetes.client.call("DELETE", f"/api/v1/namespaces/{namespace}/{each}")
     until_there(kubernetes, namespace, [])
 
 
 @both
+@pytest.mark.usefixtures("home")
 def test_a_training_job_by_values(
     version: str, helm: Releases, chart: Callable[[str], Path], kubernetes: Kubernetes, namespace: str
 ) -> None:
@@ -143,14 +144,30 @@ def test_a_training_job_by_values(
     said = [kubernetes.logs(namespace, f"{name}-{role}-0") for role in ("master", "worker")]
     assert [text.splitlines()[-1] for text in said] == [f"node {name.removeprefix(f'{NAME}-')}"] * 2, said
 
+    # accel finds it on any machine that has a target for the namespace.
+    job_id = name.removeprefix(f"{NAME}-")
+    store = Store.default()
+    (listed,) = jobs_elsewhere("kubernetes", store, store.ids())
+    assert (listed.id, listed.name, listed.nodes, listed.status.state) == (job_id, NAME, 2, State.SUCCEEDED)
+    assert store.ids() == []
+    job = schedulers.find(job_id, target="kubernetes")
+    assert abs(job.record.created_at - listed.created_at) < 1
+    assert job.wait(60).state is State.SUCCEEDED
+    assert [line.text for line in job.logs() if line.text.startswith("node")] == [f"node {job_id}\n"] * 2
+
     # A job that is another one gets another name: Helm makes it, and takes the earlier one away.
-    helm.upgrade(NAME, made, {**values, "argv": ["true"]})
+    helm.upgrade(NAME, made, {**values, "argv": ["no-such-command"]})
     assert helm.revisions(NAME) == 2
     deadline = time.monotonic() + 90
     while name in (left := [each["metadata"]["name"] for each in kubernetes.client.call("GET", jobs)["items"]]):
         assert time.monotonic() < deadline, left
         time.sleep(0.2)
     assert len(left) == 1
+    if version == "helm3":
+        with pytest.raises(Failed):
+            helm.test(NAME)
+        (pod,) = checks(kubernetes, namespace)
+        assert "there is no command no-such-command" in kubernetes.logs(namespace, pod)
     helm.uninstall(NAME)
     until_there(kubernetes, namespace, [])
 
@@ -173,6 +190,23 @@ def test_each_kind_of_training_job_by_values(
         return [each for each in there(kubernetes, namespace) if not each.startswith("trainingruntimes/trainjob-")]
 
     until(lambda: left() == [], "but for the runtime, which is a hook, nothing is left")
+
+
+def test_a_train_job_is_made_at_the_first_try_without_helm(
+    helm3: helms.Helm3, kubernetes: Kubernetes, namespace: str
+) -> None:
+    """As kubectl makes what `helm template` gives: object after object."""
+    values = {"image": IMAGE, "argv": ["train.py"], "workload": "trainjob", "suspend": True}
+    for made in helms.objects(helm3.render(charts.ROOT / "helm/accel-job", values, namespace=namespace)):
+        kubernetes.apply(made, namespace)
+    kinds = {each.partition("/")[0] for each in there(kubernetes, namespace)}
+    assert {"trainingruntimes", "trainjobs"} <= kinds
+
+
+def checks(cluster: Kubernetes, namespace: str) -> list[str]:
+    """The pods of the charts' own tests."""
+    pods = [each.removeprefix("pods/") for each in there(cluster, namespace) if each.startswith("pods/")]
+    return [pod for pod in pods if "-check-" in pod]
 
 
 def only(cluster: Kubernetes, path: str) -> str:

@@ -145,11 +145,6 @@ def differences(chart: object, builders: object, place: str = "") -> Iterator[st
         yield f"{place}: the chart has {chart!r}, the builders {builders!r}"
 
 
-def objects(text: str) -> list[helms.Manifest]:
-    """But for those of the chart's own test."""
-    return [each for each in helms.objects(text) if notes(each).get("helm.sh/hook") != "test"]
-
-
 def notes(made: helms.Manifest) -> dict[str, str]:
     return made["metadata"].get("annotations") or {}
 
@@ -159,7 +154,7 @@ def job_id(made: list[helms.Manifest]) -> str:
 
 
 def assert_same(helm: helms.Helm, values: Mapping[str, Any]) -> None:
-    made = objects(helm.render(CHART, values))
+    made = helms.objects(helm.render(CHART, values))
     assert list(differences(comparable(made), comparable(built(whole(values), job_id(made))))) == []
 
 
@@ -171,7 +166,7 @@ def test_the_chart_and_the_builders_make_the_same(helm: helms.Helm, file: Path) 
 @each_file
 def test_accel_finds_the_job_by_what_the_chart_notes_on_it(helm: helms.Helm, file: Path) -> None:
     values = whole(charts.load(file))
-    made = objects(helm.render(CHART, charts.load(file)))
+    made = helms.objects(helm.render(CHART, charts.load(file)))
     (noted,) = [notes(each)[names.SPEC] for each in made if names.SPEC in notes(each)]
     setup = tuple(tuple(argv) for argv in values["setup"])
     assert JobSpec.from_json(json.loads(noted)) == dataclasses.replace(spec_of(values), setup=setup)
@@ -180,9 +175,8 @@ def test_accel_finds_the_job_by_what_the_chart_notes_on_it(helm: helms.Helm, fil
 
 @each_file
 def test_the_operators_would_take_them(helm3: helms.Helm3, file: Path) -> None:
-    for made in helms.objects(helm3.render(CHART, charts.load(file))):
-        for key in ("backoffLimitPerIndex", "maxFailedIndexes"):  # of Kubernetes 1.28; older ones leave them out
-            made["kind"] == "Job" and made["spec"].pop(key, None)
+    for made in helms.objects(helm3.render_for_cluster(CHART, charts.load(file))):
+        checking.without_newer(made)
         # A hook's annotations are Helm's, and any object may have them.
         assert [strict.errors(made, version) for version in checking.VERSIONS] == [[], []], made["kind"]
 
@@ -206,7 +200,7 @@ def test_every_workload_takes_every_option(helm3: helms.Helm3, workload: str, mo
 def test_code_in_the_values_is_split_as_the_builders_split_it(helm: helms.Helm) -> None:
     data = random.Random(1).randbytes((768 << 10) + 5)
     values = {**LEAST, "code": {"kind": "configmap", "archive": base64.b64encode(data).decode()}}
-    made = objects(helm.render(CHART, values))
+    made = helms.objects(helm.render(CHART, values))
     assert sorted(o["metadata"]["name"][-6:] for o in made if o["kind"] == "ConfigMap") == ["code-0", "code-1"]
     assert list(differences(comparable(made), comparable(built(whole(values), job_id(made))))) == []
 
@@ -220,8 +214,8 @@ def test_code_in_the_values_can_be_unpacked(helm3: helms.Helm3, tmp_path: Path) 
         tar.addfile(about, io.BytesIO(b"1 + 1"))
     archive = base64.b64encode(packed.getvalue()).decode()
     text = helm3.render(CHART, {**LEAST, "code": {"kind": "configmap", "archive": archive}})
-    words = checking.pods(objects(text))[0]["initContainers"][0]["command"]
-    (code,) = [each for each in objects(text) if each["kind"] == "ConfigMap"]
+    words = checking.pods(helms.objects(text))[0]["initContainers"][0]["command"]
+    (code,) = [each for each in helms.objects(text) if each["kind"] == "ConfigMap"]
     (tmp_path / "code-0").write_bytes(base64.b64decode(code["binaryData"]["code-0"]))
     moved = [word.replace("/accel-code", str(tmp_path)).replace("/accel/code", f"{tmp_path}/code") for word in words]
     assert os.spawnvp(os.P_WAIT, moved[0], moved) == 0
@@ -231,7 +225,7 @@ def test_code_in_the_values_can_be_unpacked(helm3: helms.Helm3, tmp_path: Path) 
 @each_file
 def test_pods_are_restricted_unless_told_otherwise(helm3: helms.Helm3, file: Path) -> None:
     values = whole(charts.load(file))
-    pods = checking.pods(helms.objects(helm3.render(CHART, values)))
+    pods = checking.pods(helms.objects(helm3.render_for_cluster(CHART, values)))
     assert pods
     numbered = {"securityContext": {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}}
     for pod in pods if values["podSecurity"] == "restricted" else []:
@@ -243,7 +237,7 @@ def test_pods_are_restricted_unless_told_otherwise(helm3: helms.Helm3, file: Pat
 
 def test_other_values_are_another_job(helm: helms.Helm) -> None:
     ids = [
-        job_id(objects(helm.render(CHART, {**LEAST, **more}, release, namespace)))
+        job_id(helms.objects(helm.render(CHART, {**LEAST, **more}, release, namespace)))
         for more, release, namespace in [
             ({}, "a", "x"), ({}, "a", "x"), ({}, "b", "x"), ({"grace": 31}, "a", "x"), ({}, "a", "y")
         ]
@@ -256,23 +250,41 @@ def test_other_values_are_another_job(helm: helms.Helm) -> None:
     ("release", "name"), [("train", "train"), ("2026.run.a", "run-a"), ("7", "job"), ("x" * 53, "x" * 28)]
 )
 def test_the_name_comes_from_the_release(helm: helms.Helm, release: str, name: str) -> None:
-    made = objects(helm.render(CHART, LEAST, release))[0]
+    made = helms.objects(helm.render(CHART, LEAST, release))[0]
     assert made["metadata"]["name"] == f"{name}-{job_id([made])}"
     assert len(made["metadata"]["name"]) <= names.MOST
 
 
-def test_the_runtime_is_there_before_the_train_job(helm: helms.Helm) -> None:
-    text = helm.render(CHART, {**LEAST, "workload": "trainjob"})
-    assert helms.named(text, "TrainingRuntime")["metadata"]["annotations"]["helm.sh/hook"] == "pre-install,pre-upgrade"
-    assert set(notes(helms.named(text, "TrainJob"))) == {names.SPEC}
+def test_kubectl_makes_the_runtime_before_the_train_job_and_runs_no_test(helm: helms.Helm) -> None:
+    """It makes objects in their order, and knows no hooks."""
+    made = helms.objects(helm.render(CHART, {**LEAST, "workload": "trainjob"}))
+    assert [(each["kind"], sorted(notes(each))) for each in made] == [
+        ("TrainingRuntime", []),
+        ("TrainJob", [names.SPEC]),
+    ]
+
+
+def test_helm_makes_the_runtime_some_turns_of_a_controller_before_the_train_job(helm3: helms.Helm3) -> None:
+    made = helms.objects(helm3.render_for_cluster(CHART, {**LEAST, "workload": "trainjob"}))
+    hooks = helms.hooked(made, "pre-install")
+    assert hooks == helms.hooked(made, "pre-upgrade")
+    runtime, *turns = hooks
+    assert runtime["kind"] == "TrainingRuntime"
+    assert len(turns) == 16
+    assert {(each["kind"], each["spec"]["completions"], each["spec"]["parallelism"]) for each in turns} == {
+        ("Job", 0, 0)
+    }
+    weights = [int(notes(each)["helm.sh/hook-weight"]) for each in hooks]
+    assert sorted(set(weights)) == weights
+    (job,) = [each for each in made if each["kind"] == "TrainJob"]
+    assert set(notes(job)) == {names.SPEC}
 
 
 @each_file
-def test_the_charts_own_test_looks_into_the_jobs_pod(helm: helms.Helm, file: Path) -> None:
+def test_the_charts_own_test_looks_into_the_jobs_pod(helm3: helms.Helm3, file: Path) -> None:
     values = whole(charts.load(file))
-    made = helms.objects(helm.render(CHART, values))
-    job = checking.pods([each for each in made if notes(each).get("helm.sh/hook") != "test"])[0]
-    (test,) = [each["spec"] for each in made if each["kind"] == "Pod"]
+    job = checking.pods(helms.objects(helm3.render(CHART, values)))[0]
+    (test,) = checking.pods(helms.hooked(helms.objects(helm3.render_for_cluster(CHART, values)), "test"))
     alike = ("image", "securityContext", "workingDir", "env")
     inside, trains = test["containers"][0], job["containers"][0]
     own = [each for each in trains["env"] if each["name"] not in _OF_THE_WORLD]

@@ -68,7 +68,8 @@ def cluster(helm3: helms.Helm3) -> Iterator[ApiServer]:
 
 def run(text: str, kind: str, address: str, account: Path) -> subprocess.CompletedProcess[str]:
     """Runs what the pod of that kind of object would run."""
-    pod = checking.pods([helms.named(text, kind)])[0]
+    found = [each for each in helms.objects(text) if each["kind"] == kind]
+    pod = checking.pods(helms.hooked(found, "test") or found)[0]
     program, bare, script, *words = pod["containers"][0]["command"]
     assert (program, bare) == ("python3", "-B")
     path = CHART / "files" / Path(script).name
@@ -155,14 +156,14 @@ def test_a_server_that_cannot_be_asked_is_a_line(helm3: helms.Helm3, cluster: Ap
 
 @pytest.fixture
 def everything(helm3: helms.Helm3) -> str:
-    return helm3.render(CHART, charts.load(charts.VALUES / "accel/everything.yaml"))
+    return helm3.render_for_cluster(CHART, charts.load(charts.VALUES / "accel/everything.yaml"))
 
 
 def test_the_check_passes_with_exactly_the_role(everything: str, account: Path) -> None:
     rules = helms.named(everything, "Role", "team-ml")["rules"]
     server = ApiServer(KINDS, rules)
     with serving(server) as server.address:
-        done = run(everything, "Pod", server.address, account)
+        done = run(everything, "Job", server.address, account)
     assert done.returncode == 0, done.stdout + done.stderr
     count = sum(len(rule["verbs"]) for rule in rules)
     assert f"{count} of {count} permissions; kinds there: pytorchjobs, jobs, trainjobs" in done.stdout
@@ -175,7 +176,7 @@ def test_the_check_names_every_verb_that_is_lacking(everything: str, account: Pa
     with serving(server) as server.address:
         for first in (0, 1):
             server.rules = [{**rule, "verbs": rule["verbs"][1 - first :: 2]} for rule in rules]
-            done = run(everything, "Pod", server.address, account)
+            done = run(everything, "Job", server.address, account)
             lacking = [
                 f"not allowed: {verb} {rule['resources'][0]} (group {rule['apiGroups'][0] or 'core'})"
                 for rule in rules
@@ -188,7 +189,7 @@ def test_the_check_names_every_verb_that_is_lacking(everything: str, account: Pa
 def test_the_check_fails_on_a_cluster_without_any_of_the_kinds(everything: str, account: Path) -> None:
     server = ApiServer({"/api/v1": ["configmaps"]}, helms.named(everything, "Role", "team-ml")["rules"])
     with serving(server) as server.address:
-        done = run(everything, "Pod", server.address, account)
+        done = run(everything, "Job", server.address, account)
     assert done.returncode == 1
     assert "kinds there: none" in done.stdout
 

@@ -232,3 +232,23 @@ imagePullPolicy: {{ . }}
 {{- if eq .Values.workdir "." -}}{{- $top -}}{{- else -}}{{- printf "%s/%s" (trimSuffix "/" $top) .Values.workdir -}}{{- end -}}
 {{- end -}}
 {{- end -}}
+
+{{- /* Whether Helm, or another that knows its hooks, applies this to a cluster: `helm template` without `--api-versions`
+names only what Kubernetes' client library has, where this group is not. */ -}}
+{{- define "job.hooks" -}}
+{{- if .Capabilities.APIVersions.Has "apiregistration.k8s.io/v1" }}true{{ end -}}
+{{- end -}}
+
+{{- /* The spec of a Job that makes no pod, and so ends at once. */ -}}
+{{- define "job.noPods" -}}
+completions: 0
+parallelism: 0
+ttlSecondsAfterFinished: 60
+template:
+  spec:
+    restartPolicy: Never
+    automountServiceAccountToken: false
+    containers:
+      - name: none
+        {{- include "job.base" (dict "root" . "devices" false "image" .Values.image) | nindent 8 }}
+{{- end -}}
