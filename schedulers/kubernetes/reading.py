@@ -583,9 +583,16 @@ class _Pass:
         if source.name in self._job.archives:
             self._job.archives[source.name].note_gap()
         text = f"accel: some of what {source.who()} may be missing: its log was rotated before it was read\n"
-        position = self._positions.get(source.name, "")
-        return LogLine(
-            rank=source.rank, attempt=source.attempt, stream="missing", text=text, source=source.name, position=position
+        position = self._positions.get(source.name) or str(Position.at(1))  # of an empty log: its beginning
+        return self._line(
+            LogLine(
+                rank=source.rank,
+                attempt=source.attempt,
+                stream="missing",
+                text=text,
+                source=source.name,
+                position=position,
+            )
         )
 
     def _missing(self, name: str, source: Source | None, why: str) -> LogLine:

@@ -159,6 +159,9 @@ def _runs(
     metadata = pod.get("metadata") or {}
     name, uid, restarts = str(container.get("name")), str(metadata.get("uid")), int(container.get("restartCount") or 0)
     state, last = container.get("state") or {}, (container.get("lastState") or {}).get("terminated")
+    if _is_unknown(state.get("terminated")):
+        # The kubelet has removed the container, as of an evicted pod, and counts a restart that never was.
+        state, last, restarts = (state, None, restarts - 1) if _is_unknown(last) and restarts else ({}, last, restarts)
     alone = "" if main else f".{name}"
     tee = "--tee" in launch
     # A job's own commands come before the launcher, and write what they like.
@@ -185,6 +188,10 @@ def _runs(
         yield made(restarts, last, previous=True, ended=True, settled=True)
     for run in range(newest):
         yield made(run, lost=True, ended=True, settled=True)
+
+
+def _is_unknown(ended: Object | None) -> bool:
+    return ended is not None and ended.get("reason") == "ContainerStatusUnknown"
 
 
 def _launch(command: Sequence[str]) -> Sequence[str]:

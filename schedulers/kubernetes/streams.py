@@ -126,8 +126,10 @@ def fetch(
     except NotFound:
         found.absent = True
     except Invalid as error:
-        # "container … is waiting to start: …" of one that has none yet, "previous terminated container … not found".
-        found.absent = "not found" in str(error) and "waiting to start" not in str(error)
+        # "container … is waiting to start: …" of one that has none yet, "previous terminated container … not found",
+        # and "container … is terminated" of one that the kubelet has removed.
+        gone = "not found" in str(error) or "is terminated" in str(error)
+        found.absent = gone and "waiting to start" not in str(error)
     except SchedulerError as error:
         found.error = error
     except OSError as error:

@@ -98,12 +98,15 @@ def _counted(text: str, rank: str = "") -> None:
 
 
 def test_what_a_program_wrote_comes_back_byte_for_byte(submit: Submit) -> None:
+    """But for a `\\r` before a line's end, which containerd leaves out."""
     job = submit(r"printf 'a\377\200b\n\n\303'; sleep 0.3; printf '\274\r 50%%\r100%%\r\nlast'")
     assert job.wait(90).state is State.SUCCEEDED
-    lines = [line for line in job.logs() if line.rank == 0]
-    written = "".join(line.text for line in lines).encode("utf-8", "surrogateescape")
-    assert written == b"a\xff\x80b\n\n\xc3\xbc\r 50%\r100%\r\nlast"
-    assert [line.text for line in lines] == ["a\udcff\udc80b\n", "\n", "ü\r", " 50%\r", "100%\r\n", "last"]
+    lines = list(job.logs())
+    program = [line for line in lines if line.rank == 0]
+    written = "".join(line.text for line in program).encode("utf-8", "surrogateescape")
+    assert written.replace(b"\r\n", b"\n") == b"a\xff\x80b\n\n\xc3\xbc\r 50%\r100%\nlast"
+    texts = [line.text.replace("\r\n", "\n") for line in program]
+    assert texts == ["a\udcff\udc80b\n", "\n", "ü\r", " 50%\r", "100%\n", "last"]
     for number in range(len(lines) + 1):
         assert list(job.logs(since=_cursor(lines[:number]))) == lines[number:]
 
@@ -195,8 +198,8 @@ def test_a_stream_outlives_the_log_that_the_cluster_keeps(submit: Submit, shared
     assert _text([first, second, *lines], 0, 0) == "run 0\nmore\nits end"
 
 
-def test_restarts_are_attempts_and_every_run_is_read_to_its_end(submit: Submit, shared: Path) -> None:
-    """The container is restarted three times, while it is followed: its runs, though the cluster keeps two.
+def test_restarts_are_attempts_and_every_run_is_read_to_its_end(submit: Submit, shared: Path, tmp_path: Path) -> None:
+    """The container is restarted three times, while it is followed: its runs, though the cluster keeps one or two.
 
     A run goes on only once the run before it was read: the cluster removes nothing that is still wanted.
     """
@@ -220,12 +223,15 @@ def test_restarts_are_attempts_and_every_run_is_read_to_its_end(submit: Submit, 
         assert _text(followed, 0, run).startswith(wanted)
     assert sum(line.text.startswith("run ") for line in followed) == 4 * 201
     assert not [line for line in followed if line.stream == "missing"]
-    # Who comes late is told what the cluster no longer has, once.
-    late = list(schedulers.find(job.id).logs())
-    assert [line.attempt for line in late if line.stream == "missing"] == [0, 1]
-    assert all("last two runs" in line.text for line in late if line.stream == "missing")
+    # What was followed is archived.
+    assert schedulers.find(job.id).status().state is State.SUCCEEDED
+    assert sorted(line.text for line in schedulers.find(job.id).logs()) == sorted(line.text for line in followed)
+    # Elsewhere, what the cluster no longer has is reported, once.
+    elsewhere = schedulers.find(job.id, Store(tmp_path / "elsewhere"), target="kubernetes")
+    late = list(elsewhere.logs())
+    assert [line.attempt for line in late if line.stream == "missing"][:2] == [0, 1]
     assert _text(late, 0, 3).startswith("run 3 line 1\n")
-    assert list(schedulers.find(job.id).logs(since=_cursor(late))) == []
+    assert list(elsewhere.logs(since=_cursor(late))) == []
 
 
 def test_a_run_that_ends_just_before_the_one_before_it_is_asked_for_is_not_taken_for_that(
@@ -254,7 +260,8 @@ def test_a_run_that_ends_just_before_the_one_before_it_is_asked_for_is_not_taken
     assert asked == [0]
     assert job.wait(90).state is State.SUCCEEDED
     lines += job.logs(since=_cursor(lines))
-    assert [(line.attempt, line.text) for line in lines if line.stream == "output"] == [(1, "run 1\n"), (2, "run 2\n")]
+    written = [(line.attempt, line.text) for line in lines if line.stream == "output" and line.rank is not None]
+    assert written == [(1, "run 1\n"), (2, "run 2\n")]
     assert [line.attempt for line in lines if line.stream == "missing"] == [0]
 
 
@@ -493,22 +500,25 @@ def test_a_pod_that_goes_when_it_is_asked_what_it_wrote_so_far_is_said(
 
 
 def test_pods_that_are_gone_are_said_and_what_was_read_of_them_is_not(
-    kubernetes: Kubernetes, namespace: str, submit: Submit
+    kubernetes: Kubernetes, namespace: str, submit: Submit, tmp_path: Path
 ) -> None:
     job = submit("echo one; echo two")
+    elsewhere = schedulers.find(job.id, Store(tmp_path / "elsewhere"), target="kubernetes")
     assert job.wait(90).state is State.SUCCEEDED
-    lines = list(job.logs())
+    lines = list(elsewhere.logs())
     assert _text(lines) == "one\ntwo\n"
     for pod in kubernetes.pods(namespace):
         kubernetes.client.call("DELETE", f"/api/v1/namespaces/{namespace}/pods/{pod['metadata']['name']}")
     until(lambda: not kubernetes.pods(namespace), "they are gone")
-    assert list(job.logs(since=_cursor(lines))) == []
-    (said,) = job.logs(since=_cursor(lines[:1]))
+    assert list(elsewhere.logs(since=_cursor(lines))) == []
+    (said,) = elsewhere.logs(since=_cursor(lines[:1]))
     assert (said.stream, said.rank) == ("missing", 0)
     assert said.text == "accel: the end of what node 0 wrote is missing: its pod is gone\n"
-    assert list(job.logs(since=_cursor([said]))) == []
-    (told,) = schedulers.find(job.id).logs()
+    assert list(elsewhere.logs(since=_cursor([said]))) == []
+    (told,) = schedulers.find(job.id, Store(tmp_path / "third"), target="kubernetes").logs()
     assert told.text == "accel: it has no pods (any more), and nothing of what they wrote was kept\n"
+    # Who waited has archived all of it.
+    assert list(schedulers.find(job.id).logs()) == lines
 
 
 def test_more_logs_than_streams_are_all_followed(submit: Submit, shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -543,3 +553,50 @@ def test_pods_that_are_made_anew_are_attempts(submit: Submit, shared: Path, work
     for run in range(2):
         assert _text(followed, 0, run) == "".join(f"run {run} line {n + 1}\n" for n in range(50))
     assert not [line for line in followed if line.stream == "missing"]
+
+
+def test_a_log_that_was_rotated_away_is_read_or_reported(submit: Submit, shared: Path) -> None:
+    """A kubelet keeps 10 MiB at hand. Whatever else was written is read by who follows, or is reported."""
+    text = f"yes $(printf %01023d 0) | head -c 12582912; touch {shared}/written; {_UNTIL}".format(there=shared / "go")
+    job = submit(text, options=_host(shared))
+    until((shared / "written").exists, "it has written")
+    until(lambda: len(list(job.logs())) < 12_288, "the log is rotated")
+    follower = Follower(job)
+    (shared / "go").touch()
+    for lines in (follower.ended(), list(job.logs())):
+        assert len([line for line in lines if line.stream == "output"]) < 12_288
+        gaps = [line.text for line in lines if line.stream == "missing"]
+        assert gaps == ["accel: some of what node 0 wrote may be missing: its log was rotated before it was read\n"]
+
+
+def test_a_line_that_the_kubelet_splits_is_one_line_from_every_place(submit: Submit) -> None:
+    """Its last part is written seconds after the first, and an answer from then on begins inside the line."""
+    part = "printf '%020000d' 0"
+    job = submit(f"echo before; {part}; {part}; sleep 2.2; echo; echo after; sleep 1; echo end")
+    assert job.wait(90).state is State.SUCCEEDED
+    lines = [line for line in job.logs() if line.rank is not None]
+    assert [line.text for line in lines] == ["before\n", "0" * 40_000 + "\n", "after\n", "end\n"]
+    for number in range(1, len(lines) + 1):
+        assert list(job.logs(since=_cursor(lines[:number]))) == lines[number:]
+
+
+def test_a_node_s_log_is_archived_when_its_pod_is_evicted(
+    kubernetes: Kubernetes, namespace: str, submit: Submit, shared: Path, tmp_path: Path
+) -> None:
+    """Its follower has all of it, once, and misses nothing; elsewhere one line says that it is gone."""
+    text = f"trap 'echo goodbye; exit 143' TERM; echo hello; while ! [ -e {shared}/go ]; do sleep 0.05; done; echo done"
+    job = submit(text, max_restarts=1, options={"workload": "job", **_host(shared)})
+    follower = Follower(job)
+    until(lambda: "hello\n" in follower.text(), "it runs")
+    (pod,) = (each["metadata"]["name"] for each in kubernetes.pods(namespace))
+    eviction = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": pod, "namespace": namespace}}
+    kubernetes.client.call("POST", f"/api/v1/namespaces/{namespace}/pods/{pod}/eviction", eviction)
+    until(lambda: follower.text().count("hello\n") == 2, "it runs again")
+    (shared / "go").touch()
+    followed = follower.ended()
+    assert _text(followed) == "hello\ngoodbye\nhello\ndone\n"
+    assert not [line for line in followed if line.stream == "missing"]
+    assert _text(list(schedulers.find(job.id).logs())) == _text(followed)
+    elsewhere = schedulers.find(job.id, Store(tmp_path / "elsewhere"), target="kubernetes")
+    (gone,) = (line.text for line in elsewhere.logs() if line.stream == "missing")
+    assert gone == "accel: what a pod that failed wrote is missing: the cluster has removed it\n"

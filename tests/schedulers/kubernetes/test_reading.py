@@ -183,14 +183,18 @@ def test_a_place_that_was_rotated_away_is_reported_once(make: MakeApi, rest: byt
 
 
 def test_a_log_without_the_launcher_s_first_line_has_lost_its_beginning(make: MakeApi) -> None:
-    def texts(log: bytes) -> list[str]:
+    def texts(log: bytes | Callable[[Mapping[str, str]], bytes]) -> list[str]:
         with serving(_answering(_DONE, pods=1, log=log, flags=())) as server:
-            return [line.text for line in reading.Reader(make(server.url)).read(_NATIVE, None, None, over=True)]
+            reader = reading.Reader(make(server.url))
+            lines = list(reader.read(_NATIVE, None, None, over=True))
+            assert list(reader.read(_NATIVE, _cursor(lines), None, over=True)) == []
+        return [line.text for line in lines]
 
     line = b"2026-11-21T10:00:09Z a line\n"
     assert texts(_GREETING + line) == ["accel launch: started on p-0\n", "a line\n"]
     assert texts(b"2026-11-21T10:00:00Z ld.so: a warning\n" + _GREETING)[1:] == ["accel launch: started on p-0\n"]
     assert texts(line) == ["a line\n", _ROTATED]
+    assert texts(lambda query: b"") == [_ROTATED]
     many = texts(line * 20_000)
     assert many.count(_ROTATED) == 1
     assert len(many) == 20_001

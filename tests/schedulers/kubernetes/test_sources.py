@@ -58,6 +58,29 @@ def test_the_runs_of_a_container_are_those_that_the_kubelet_keeps(container: dic
     assert found == runs
 
 
+_THREE = [(0, False, True), (1, False, True), (2, False, False)]
+_UNKNOWN = {"terminated": {"exitCode": 137, "reason": "ContainerStatusUnknown"}}
+
+
+@pytest.mark.parametrize(
+    ("container", "runs"),
+    [
+        ({"restartCount": 1, "state": _UNKNOWN, "lastState": _UNKNOWN}, [(0, False, False)]),
+        ({"restartCount": 3, "state": _UNKNOWN, "lastState": _UNKNOWN}, _THREE),
+        ({"restartCount": 0, "state": _UNKNOWN, "lastState": {}}, []),
+    ],
+)  # fmt: skip
+def test_an_evicted_pod_s_container_has_not_run_once_more(container: dict[str, Any], runs: list[Any]) -> None:
+    """The kubelet counts a restart for a container that ran when it was removed."""
+    pod = {
+        "metadata": {"name": "p", "uid": "0123456789", "labels": {"batch.kubernetes.io/job-completion-index": "0"}},
+        "status": {"phase": "Failed", "reason": "Evicted", "containerStatuses": [{"name": "pytorch", **container}]},
+    }
+    found = sorted(sources.of([pod]), key=lambda source: source.run)
+    assert [(source.run, source.previous, source.lost) for source in found] == runs
+    assert all(source.ended for source in found)
+
+
 def test_names_tell_pods_apart_and_attempts_follow_each_other() -> None:
     first = _pod(_container(_FAILED), uid="aaaaaaaa-1", phase="Failed", creationTimestamp="2026-11-21T16:00:00Z")
     second = _pod(_container(_RUNS), uid="bbbbbbbb-2", creationTimestamp="2026-11-21T16:00:09Z")
