@@ -13,6 +13,7 @@ import pytest
 
 from tests.needs import missing
 
+from . import existing
 from .kubernetes import Kubernetes
 from .kubernetes import claim as claim_kubernetes
 from .kubernetes import lacks as lacks_kubernetes
@@ -86,7 +87,11 @@ def _cluster(pytestconfig: pytest.Config) -> Kubernetes:
 
 
 def kubernetes(nodes: int) -> Iterator[Kubernetes]:
-    """For a fixture: a cluster of so many nodes, until it is done with."""
+    """For a fixture: a cluster of so many nodes, or the one that somebody has, until it is done with."""
+    if (theirs := existing.given()) is not None:
+        with existing.Existing(theirs) as cluster:
+            yield cluster
+        return
     absent = lacks_kubernetes()
     if absent:
         missing(*absent)

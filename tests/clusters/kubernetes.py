@@ -1,55 +1,53 @@
-"""A real Kubernetes control plane on this computer, with nodes whose pods are processes, and operators' doubles.
+"""A real Kubernetes on this computer: control plane, two nodes with kubelets, and the training operator.
 
-    python -m tests.clusters.kubernetes build        etcd, kube-apiserver, kube-controller-manager; once for all
-    python -m tests.clusters.kubernetes up [NODES] [--gpus=N] [--kinds=pytorchjob,jobset,trainjob]
+    python -m tests.clusters.kubernetes up [NODES] [--gpus=N]
                                                      one that is up is left alone; prints what a client needs
     python -m tests.clusters.kubernetes kubeconfig   the path of the administrator's
     python -m tests.clusters.kubernetes status       which of its programs run
     python -m tests.clusters.kubernetes diagnose     the last lines of every log
     python -m tests.clusters.kubernetes down         ends everything and removes it
 
-etcd, the API server and the controller manager (namespaces, garbage collection, quota, service accounts, node
-eviction) are Kubernetes' own. What there is no room for on one computer is played by processes of the project, which
-talk to the API server as the real ones do: the scheduler and the kubelets (`kube/node.py`), the training
-operator, Trainer, JobSet and the Job controller (`kube/operators.py`). A pod's image means nothing: its command
-runs over this computer's files, what it writes is its own, and `python` and `accel` are those of the tests. An image
-whose name has `no-such` in it cannot be pulled.
+The programs are Kubernetes' own (`kube/programs.py` says where they come from). JobSet and Trainer, and a storage
+driver, are played by a process that talks to the API server as the real ones do (`kube/operators.py`). Containers see
+this computer's /usr, the interpreter and accel, read-only (`kube/images.py`); GPUs are numbers that the nodes report.
 
-It needs root, and the packages iproute2, util-linux and mount. Everything is found again by names, so that one program
-may start a cluster and another end it.
+It needs root, and the packages that `lacks` names. Everything is found again by names, so that one program may start a
+cluster and another end it.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 import sys
 import uuid
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
 import yaml
 
-from .kube import binaries, objects, webhook
-from .kube.client import Client, Object, Refused
-from .kube.control import API_PORT, BEFORE_INDEXED, ControlPlane, Daemon
-from .kube.crds import INSTALLED, definitions, established, stored_kinds
-from .kube.node import KUBELET_PORT, NodeShape, Shape
-from .kube.sandbox import TOOLS
-from .netns import ClusterError, Network, Slot, call, lacking, wait_until
+from .kube import images, nodes, objects, programs, webhook
+from .kube.client import MERGE, Client, Object, Refused
+from .kube.control import ControlPlane, Daemon
+from .kube.crds import INSTALLED, definitions, established
+from .kube.nodes import Node
+from .kube.training import TrainingOperator
+from .netns import ClusterError, Network, Slot, lacking, wait_until
 
 ROOT = Path(__file__).parents[2]
+IMAGE = os.environ.get("ACCEL_TEST_IMAGE", images.TRAIN)
 START_S = 120.0
 _KIND, _SECOND_OCTET = "ak", 83
 _COMMAND_SLOT = Slot(_KIND, 250)
-_CAPACITY = {"cpu": "16", "memory": "64Gi", "pods": "100", "ephemeral-storage": "100Gi"}
-_ISOLATED = "unshare --mount --pid --fork --kill-child --mount-proc --propagation private"
-_MOST_NODES = 5
+_MOST_NODES = 4
 
 
 def lacks() -> tuple[str, str] | None:
     """What this computer lacks for a cluster, and the remedy."""
-    return lacking(**TOOLS) or binaries.lacking()
+    return lacking(**nodes.PROGRAMS) or nodes.lacking_plugins() or programs.lacking()
 
 
 class Kubernetes:
@@ -60,7 +58,9 @@ class Kubernetes:
         self.box = slot.box
         self.network = Network(slot, _SECOND_OCTET)
         self.control = ControlPlane(self.box, self.network.address(0))
-        self._own = Daemon("node", self.box), Daemon("operators", self.box)
+        self.operator = TrainingOperator(self.network, self.control.authority)
+        self.nodes: dict[str, Node] = {}
+        self._operators = Daemon("operators", self.box)
         self._client: Client | None = None
 
     def __enter__(self) -> Kubernetes:
@@ -76,7 +76,8 @@ class Kubernetes:
 
     @property
     def daemons(self) -> tuple[Daemon, ...]:
-        return (self.control.etcd, self.control.api, self.control.controllers, *self._own)
+        control = self.control
+        return control.etcd, control.api, control.controllers, control.scheduler, control.names, self._operators
 
     @property
     def client(self) -> Client:
@@ -85,33 +86,30 @@ class Kubernetes:
             self._client = self.control.client()
         return self._client
 
-    def start(self, nodes: int = 2, *, gpus: int = 8, kinds: Sequence[str] = INSTALLED) -> None:
-        """`nodes` nodes, n1 and so on, with 16 CPUs, 64 GiB and `gpus` seeming GPUs each; and these operators.
+    def start(self, count: int = 2, *, gpus: int = 8) -> None:
+        """`count` nodes, n1 and so on, with this computer's processors and memory, and `gpus` seeming GPUs each.
 
         Raises ClusterError, with what the programs said last.
         """
-        if not 1 <= nodes <= _MOST_NODES:
-            raise ClusterError(f"between 1 and {_MOST_NODES} nodes, not {nodes}")
+        if not 1 <= count <= _MOST_NODES:
+            raise ClusterError(f"between 1 and {_MOST_NODES} nodes, not {count}")
         self.stop()
         self.box.mkdir(mode=0o711)
         self.network.up()
-        shape = self._shape(nodes, gpus)
-        for node in shape.nodes:
-            call("ip", "addr", "add", f"{node.address}/24", "dev", self.network.bridge)
         self.control.create()
-        for node in shape.nodes:
-            self.control.authority.issue(node.name, ("system:nodes",), [node.address])
-        shape.save(self.box / "nodes.json")
         self.control.start_etcd()
-        if self.control.minor < BEFORE_INDEXED:
-            for key, definition in stored_kinds():
-                self.control.put(key, definition)
-        self._start_programs()  # they wait for the server, and have all imported by then
+        module = [sys.executable, "-m", "tests.clusters.kube.operators", self.box, self.control.address]
+        self._operators.start(["env", "-C", ROOT, *module])  # it waits for the server, and has imported by then
         self.control.start_api()
-        self.install(kinds)
         self.control.start_controllers(self.kubeconfig())
-        for daemon in self._own:
-            wait_until(f"{daemon.name} is ready ({daemon.log})", partial(self._is_ready, daemon), START_S)
+        self.install(INSTALLED)
+        self._start_nodes(count)
+        self.operator.start(self.client)
+        names = list(self.nodes)
+        wait_until("its nodes are ready", lambda: nodes.ready(self.client.call, names), START_S)
+        for name in names:
+            self._report_gpus(name, gpus)
+        wait_until(f"{self._operators.name} are ready ({self._operators.log})", self._operators_ready, START_S)
 
     def stop(self) -> None:
         """Ends every process of the cluster and removes all that there was."""
@@ -120,6 +118,10 @@ class Kubernetes:
         if self._client is not None:
             self._client.close()
             self._client = None
+        for node in self._all_nodes():
+            node.end()
+        self.operator.end()
+        self.nodes = {}
         self.network.down()
         shutil.rmtree(self.box, ignore_errors=True)
 
@@ -163,13 +165,13 @@ class Kubernetes:
         name = f"{prefix}-{uuid.uuid4().hex[:8]}"
         self.client.call("POST", "/api/v1/namespaces", {"metadata": {"name": name}})
         path = f"/api/v1/namespaces/{name}/serviceaccounts/default"
-        wait_until(f"{name} has its service account", lambda: self._has_token(path), START_S)
+        wait_until(f"{name} has its service account", lambda: self._has_account(path), START_S)
         return name
 
     def remove_namespace(self, name: str, *, wait: bool = True) -> None:
         """With all that is in it; unless `wait` is false, it is gone when this returns, which takes some seconds."""
         path = f"/api/v1/namespaces/{name}"
-        for pod in self.client.call("GET", f"{path}/pods")["items"]:
+        for pod in self.client.call("GET", f"{path}/pods")["items"] if wait else ():
             objects.quietly(self.client, "DELETE", f"{path}/pods/{pod['metadata']['name']}", {"gracePeriodSeconds": 0})
         objects.quietly(self.client, "DELETE", path)
         if wait:
@@ -235,60 +237,86 @@ class Kubernetes:
         """Through the API server."""
         return self.client.text(f"/api/v1/namespaces/{namespace}/pods/{pod}/log", query=query)
 
-    def evict(self, namespace: str, pod: str, message: str = "The node was low on resource: memory. ") -> None:
-        """By the kubelet, as when its node runs out of something."""
-        self._command(verb="evict", namespace=namespace, pod=pod, message=message)
-
-    def oom_kill(self, namespace: str, pod: str, container: str | None = None) -> None:
-        self._command(verb="oom", namespace=namespace, pod=pod, container=container)
+    def evict(self, namespace: str, pod: str) -> None:
+        """By its kubelet, since the disk of its node is full; the disk has room again when this returns."""
+        path = f"/api/v1/namespaces/{namespace}/pods/{pod}"
+        found = self.client.call("GET", path)
+        node = self.nodes[found["spec"]["nodeName"]]
+        node.fill(found)
+        try:
+            wait_until(f"{pod} is evicted", lambda: self._ended(path), START_S)
+        finally:
+            node.empty()
+        wait_until(f"the disk of {node.name} has room", lambda: self._takes_pods(node.name), START_S)
 
     def lose_node(self, name: str) -> None:
-        """Power loss: its processes are gone, nothing is heard of it, and its pods are told to go after a second."""
-        self._command(verb="lose", node=name)
+        """Power loss. That the cluster misses it is written by hand: after 60 seconds it would be found out.
+
+        Its pods are told to go after a second.
+        """
+        self.nodes[name].lose()
+        condition = {
+            "type": "Ready", "status": "Unknown", "reason": "NodeStatusUnknown",
+            "message": "Kubelet stopped posting node status.",
+        }  # fmt: skip
+        self._patch_node(name, {"status": {"conditions": [condition]}})
 
     def find_node(self, name: str) -> None:
-        """It is back, ready, and gives up the pods that were told to go."""
-        self._command(verb="find", node=name)
+        """It is back and ready; what its pods ran is not."""
+        self.nodes[name].start()
+        wait_until(f"{name} is ready", lambda: self._takes_pods(name), START_S)
 
     def diagnose(self) -> str:
         """The last lines of every log."""
-        return "\n".join(daemon.last_words() for daemon in self.daemons)
+        words = [daemon.last_words() for daemon in self.daemons]
+        return "\n".join([*words, *(node.last_words() for node in self.nodes.values())])
 
-    def _start_programs(self) -> None:
-        """A process table and mounts of their own: nothing of a pod outlives these."""
-        for daemon in self._own:
-            module = f"tests.clusters.kube.{daemon.name}"
-            daemon.start([*_ISOLATED.split(), "env", "-C", ROOT, sys.executable, "-m", module, self.box])
+    def _all_nodes(self) -> list[Node]:
+        """Also those that another program started."""
+        return list(self.nodes.values()) or [Node(self.network, index, 1) for index in range(1, _MOST_NODES + 1)]
 
-    def _is_ready(self, daemon: Daemon) -> bool:
-        if not daemon.alive():
-            raise ClusterError(self.diagnose())
-        return (self.box / f"{daemon.name}.ready").exists()
+    def _start_nodes(self, count: int) -> None:
+        archives = images.write(self.box / "images")
+        (self.box / "spec.json").write_text(json.dumps(images.base_spec()))
+        shutil.copy(self.kubeconfig(), self.box / "proxy.yaml")
+        made = [Node(self.network, index, count) for index in range(1, count + 1)]
+        self.nodes = {node.name: node for node in made}
 
-    def _shape(self, nodes: int, gpus: int) -> Shape:
-        address = self.network.address(0)
-        subnet = address.rpartition(".")[0]
-        capacity = {**_CAPACITY, **({"nvidia.com/gpu": str(gpus)} if gpus else {})}
-        labels = {"nvidia.com/gpu.product": "NVIDIA-A100-SXM4-80GB"} if gpus else {}
-        made = [
-            NodeShape(name=f"n{index}", address=f"{subnet}.{index + 1}", capacity=capacity, labels=labels)
-            for index in range(1, nodes + 1)
-        ]
-        return Shape(
-            server=self.server, api_address=address, api_port=API_PORT, bridge=self.network.bridge,
-            cable=f"{self.slot.tag}v", subnet=subnet, nodes=tuple(made),
-        )  # fmt: skip
+        def start(node: Node) -> None:
+            node.prepare(self.control.authority)
+            node.start()
+            node.load(archives)
 
-    def _command(self, **told: object) -> None:
-        first = Shape.load(self.box / "nodes.json").nodes[0]
-        server = f"https://{first.address}:{KUBELET_PORT}"
-        client = Client(server, self.control.authority.certificate, self.control.admin)
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(start, made))
+        nodes.route_pods(self.network, made)
+
+    def _report_gpus(self, name: str, gpus: int) -> None:
+        if gpus:
+            labels = {"metadata": {"labels": {"nvidia.com/gpu.product": "NVIDIA-A100-SXM4-80GB"}}}
+            self.client.call("PATCH", f"/api/v1/nodes/{name}", labels, content_type=MERGE)
+            self._patch_node(name, {"status": {"capacity": {"nvidia.com/gpu": str(gpus)}}})
+
+    def _patch_node(self, name: str, body: Object) -> None:
+        kind = "application/strategic-merge-patch+json"
+        self.client.call("PATCH", f"/api/v1/nodes/{name}/status", body, content_type=kind)
+
+    def _takes_pods(self, name: str) -> bool:
+        taints = self.client.call("GET", f"/api/v1/nodes/{name}")["spec"].get("taints") or []
+        return nodes.ready(self.client.call, [name]) and not taints
+
+    def _ended(self, path: str) -> bool:
         try:
-            client.call("POST", "/command", told)
+            return bool(self.client.call("GET", path)["status"].get("phase") in ("Succeeded", "Failed"))
         except Refused as error:
-            raise ClusterError(str(error)) from None
-        finally:
-            client.close()
+            if error.status == 404:
+                return True
+            raise
+
+    def _operators_ready(self) -> bool:
+        if not self._operators.alive():
+            raise ClusterError(self.diagnose())
+        return (self.box / "operators.ready").exists()
 
     def _established(self, path: str) -> bool:
         try:
@@ -298,12 +326,12 @@ class Kubernetes:
                 raise
             return False
 
-    def _has_token(self, path: str) -> bool:
+    def _has_account(self, path: str) -> bool:
         try:
-            account = self.client.call("GET", path)
+            self.client.call("GET", path)
         except Refused:
             return False
-        return bool(account.get("secrets")) or self.control.minor >= BEFORE_INDEXED
+        return True
 
 
 def claim() -> Kubernetes:
@@ -319,9 +347,7 @@ def claim() -> Kubernetes:
 
 def main(words: Sequence[str]) -> int:
     try:
-        if list(words) == ["build"]:
-            return binaries.main()
-        absent = lacks()
+        absent = lacks() if words[:1] == ["up"] else None
         if absent:
             print(f"{absent[0]} is missing: {absent[1]}", file=sys.stderr)
             return 1
@@ -355,11 +381,10 @@ def _up(cluster: Kubernetes, *words: str) -> None:
     options = dict(word.removeprefix("--").partition("=")[::2] for word in words if word.startswith("--"))
     (count,) = [int(word) for word in words if not word.startswith("--")] or [2]
     gpus = int(options.pop("gpus", "8"))
-    kinds = options.pop("kinds", ",".join(INSTALLED)).split(",")
     if options:
         raise ValueError(options)
     if not cluster.control.api.alive():
-        cluster.start(count, gpus=gpus, kinds=[kind for kind in kinds if kind])
+        cluster.start(count, gpus=gpus)
     print(f"export KUBECONFIG={cluster.kubeconfig()}")
 
 

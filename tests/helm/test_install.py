@@ -1,21 +1,18 @@
 """Both charts in a real cluster, with both versions of Helm: installed, upgraded, tested, uninstalled.
 
-The API server of the tests is Kubernetes 1.20, and the charts ask for 1.25: what is installed is a copy of them that
-does not ask. CronJobs (`batch/v1` since 1.21) and the queues of Kueue and Volcano, which that server does not have, are
-switched off.
+The queues of Kueue and Volcano, which the cluster does not have, are switched off.
 """
 
 from __future__ import annotations
 
 import re
-import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.clusters.kubernetes import Kubernetes
+from tests.clusters.kubernetes import IMAGE, Kubernetes
 from tests.waiting import until
 
 from . import charts
@@ -28,16 +25,8 @@ _TOKENS = re.compile(r"secrets/.*-token-")
 
 
 @pytest.fixture
-def chart(tmp_path: Path) -> Callable[[str], Path]:
-    def copy(name: str) -> Path:
-        made = tmp_path / name
-        shutil.copytree(charts.ROOT / "helm" / name, made)
-        about = (made / "Chart.yaml").read_text()
-        assert 'kubeVersion: ">=1.25.0-0"\n' in about
-        (made / "Chart.yaml").write_text(about.replace('kubeVersion: ">=1.25.0-0"\n', ""))
-        return made
-
-    return copy
+def chart() -> Callable[[str], Path]:
+    return lambda name: charts.ROOT / "helm" / name
 
 
 @pytest.fixture
@@ -133,7 +122,7 @@ def test_a_training_job_by_values(
 ) -> None:
     made = chart("accel-job")
     values = {
-        "image": "example.org/train:1", "entry": "command", "argv": ["sh", "-c", "echo node $ACCEL_JOB_ID"], "nodes": 2,
+        "image": IMAGE, "entry": "command", "argv": ["sh", "-c", "echo node $ACCEL_JOB_ID"], "nodes": 2,
         "cpu": True, "procsPerNode": 1, "ttl": 3600,
     }  # fmt: skip
     helm.install(NAME, made, values)
@@ -172,7 +161,7 @@ def test_each_kind_of_training_job_by_values(
 ) -> None:
     """Held back, so that nothing runs; the API server takes their objects, and Helm takes them away again."""
     made = chart("accel-job")
-    values = {"image": "example.org/train:1", "argv": ["train.py"], "nodes": 2, "timeLimit": 60, "suspend": True}
+    values = {"image": IMAGE, "argv": ["train.py"], "nodes": 2, "timeLimit": 60, "suspend": True}
     for workload in ("jobset", "job", "trainjob"):
         helm.install(workload, made, {**values, "workload": workload, "maxRestarts": 1})
     kinds = [each.partition("/")[0] for each in there(kubernetes, namespace)]
@@ -184,17 +173,6 @@ def test_each_kind_of_training_job_by_values(
         return [each for each in there(kubernetes, namespace) if not each.startswith("trainingruntimes/trainjob-")]
 
     until(lambda: left() == [], "but for the runtime, which is a hook, nothing is left")
-
-
-@both
-def test_a_server_that_is_too_old_is_refused(helm: Releases, kubernetes: Kubernetes, namespace: str) -> None:
-    """The charts as they are, on the server of the tests."""
-    if kubernetes.control.minor >= 25:
-        pytest.skip("needs a server older than 1.25, as the one that is built; KUBEBUILDER_ASSETS names a newer one")
-    for name, values in (("accel", {}), ("accel-job", {"image": "i", "argv": ["train.py"]})):
-        with pytest.raises(Exception, match=r"kubeVersion: >=1\.25\.0-0"):
-            helm.install(NAME, charts.ROOT / "helm" / name, values)
-    assert there(kubernetes, namespace) == []
 
 
 def only(cluster: Kubernetes, path: str) -> str:

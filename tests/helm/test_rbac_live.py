@@ -16,7 +16,7 @@ from schedulers import Job, SchedulerError, State
 from schedulers.config import load_target
 from schedulers.pruning import prune
 from schedulers.store import Store
-from tests.clusters.kubernetes import Kubernetes
+from tests.clusters.kubernetes import IMAGE, Kubernetes
 from tests.waiting import until
 
 from ..schedulers.kubernetes.conftest import made_by, printed
@@ -40,7 +40,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "pods": {"code_claim": CLAIM},
     "pods/exec": {"code_claim": CLAIM},
 }
-BASE = {"cpu": True, "image": "example.org/train:1", "code": "auto"}
+BASE = {"cpu": True, "image": IMAGE, "code": "auto"}
 ROLE = "/apis/rbac.authorization.k8s.io/v1/namespaces/{}/roles/" + ACCOUNT
 
 Rules = list[dict[str, Any]]

@@ -35,15 +35,17 @@ class Credentials:
 class Client:
     """One user at one server, with a certificate or a token. May be used by several threads."""
 
-    def __init__(self, server: str, authority: Path, credentials: Credentials | str) -> None:
+    def __init__(self, server: str, authority: Path | None, credentials: Credentials | str) -> None:
         self.server = server
         files: Object = {}
         if isinstance(credentials, Credentials):
             files = {"cert_file": str(credentials.certificate), "key_file": str(credentials.key)}
-        self._headers = {"Authorization": f"Bearer {credentials}"} if isinstance(credentials, str) else {}
+        self._headers = (
+            {"Authorization": f"Bearer {credentials}"} if isinstance(credentials, str) and credentials else {}
+        )
         self._pool = urllib3.PoolManager(
             **files,
-            ca_certs=str(authority),
+            ca_certs=authority and str(authority),
             retries=urllib3.Retry(total=0, redirect=0),
             timeout=urllib3.Timeout(connect=5, read=60),
             maxsize=4,

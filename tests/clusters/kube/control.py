@@ -1,23 +1,20 @@
-"""etcd, the API server and the controller manager of a Kubernetes cluster of the tests."""
+"""The control plane of a Kubernetes cluster of the tests: etcd, API server, controllers, scheduler, name server."""
 
 from __future__ import annotations
 
 import base64
 import http.client
 import json
-import re
 import signal
-import subprocess
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
-from functools import cache
 from pathlib import Path
 
 import urllib3
 
 from ..netns import ClusterError, remembered, spawn, wait_until
-from . import binaries
+from . import programs
 from .client import Client, Credentials, Refused
 from .pki import Authority
 
@@ -25,12 +22,21 @@ API_PORT = 6443
 _ETCD_PORT, _PEER_PORT = 2379, 2380
 _START_S = 120.0
 _GARBAGE = "400"  # Go's collector took a quarter of a busy API server's time; there is memory enough
-_CONTROLLERS = (
-    "namespace serviceaccount serviceaccount-token garbagecollector podgc resourcequota nodelifecycle endpoint "
-    "persistentvolume-binder pvc-protection pv-protection clusterrole-aggregation"
-)
-# Older servers have no Indexed Jobs: theirs is switched off, and `stored_kinds` and the operators' double stand in.
-BEFORE_INDEXED = 24
+# Who names a service, from within a pod; the API server has the first address of the range.
+_NAMES_OF_API = tuple(f"kubernetes{end}" for end in ("", ".default", ".default.svc"))
+SERVICES = "10.99.0.0/16"
+_CORE_FILE = """\
+.:53 {{
+  bind {address}
+  errors
+  kubernetes cluster.local in-addr.arpa {{
+    kubeconfig {kubeconfig}
+    pods insecure
+    ttl 30
+  }}
+  cache 30
+}}
+"""
 
 
 class Daemon:
@@ -71,13 +77,10 @@ class ControlPlane:
         self.address = address
         self.server = f"https://{address}:{API_PORT}"
         self.authority = Authority(box / "pki")
-        self.etcd, self.api, self.controllers = (Daemon(name, box) for name in binaries.PROGRAMS)
+        self.etcd, self.api = Daemon("etcd", box), Daemon("kube-apiserver", box)
+        self.controllers, self.scheduler = Daemon("kube-controller-manager", box), Daemon("kube-scheduler", box)
+        self.names = Daemon("coredns", box)
         self._etcd_url = f"http://{address}:{_ETCD_PORT}"
-
-    @property
-    def minor(self) -> int:
-        """The version of the server: 20 of 1.20."""
-        return _minor(self._program("kube-apiserver"))
 
     def credentials(self, user: str, groups: Sequence[str] = ()) -> Credentials:
         file = self.authority.directory / f"{user.replace(':', '_')}.crt"
@@ -94,7 +97,7 @@ class ControlPlane:
 
     def create(self) -> None:
         self.authority.create()
-        self.authority.issue("server", (), [self.address, "127.0.0.1", "10.99.0.1"])
+        self.authority.issue("server", (), [self.address, "127.0.0.1", "10.99.0.1"], _NAMES_OF_API)
         self.credentials("kubelet-client", ("system:masters",))
 
     def start_etcd(self) -> None:
@@ -122,22 +125,23 @@ class ControlPlane:
             client.close()
 
     def start_controllers(self, kubeconfig: Path) -> None:
+        """Kubernetes' own controllers, the scheduler and the cluster's name server."""
+        options = {
+            "kubeconfig": str(kubeconfig),
+            "leader-elect": "false",
+            "kube-api-qps": "500",
+            "kube-api-burst": "1000",
+        }
         words = {
-            "kubeconfig": str(kubeconfig), "controllers": ",".join(_CONTROLLERS.split()), "leader-elect": "false",
-            "secure-port": "0", "kube-api-qps": "500", "kube-api-burst": "1000",
             "service-account-private-key-file": str(self.authority.token_key),
-            "root-ca-file": str(self.authority.certificate),
-            "node-monitor-period": "1s", "node-monitor-grace-period": "60s", "pod-eviction-timeout": "1s",
+            "root-ca-file": str(self.authority.certificate), "secure-port": "0",
+            "node-monitor-period": "1s", "node-monitor-grace-period": "60s",
         }  # fmt: skip
-        if self.minor < BEFORE_INDEXED:
-            words["port"] = "0"
-        else:
-            words["controllers"] += ",job"
-        self.controllers.start([self._program("kube-controller-manager"), *_options(words)])
-
-    def put(self, key: str, value: object) -> None:
-        """Writes an object into the store past the API server, which must not run yet."""
-        self._etcd("kv/put", {"key": _base64(key.encode()), "value": _base64(json.dumps(value).encode())})
+        self.controllers.start([self._program("kube-controller-manager"), *_options({**options, **words})])
+        self.scheduler.start([self._program("kube-scheduler"), *_options({**options, "secure-port": "0"})])
+        config = self.box / "Corefile"
+        config.write_text(_CORE_FILE.format(address=self.address, kubeconfig=kubeconfig))
+        self.names.start([self._program("coredns"), "-conf", config])
 
     def compact(self) -> None:
         """Forgets all past revisions."""
@@ -175,11 +179,12 @@ class ControlPlane:
 
     def _api_options(self) -> dict[str, str]:
         pki = self.authority.directory
-        words = {
+        return {
             "etcd-servers": self._etcd_url, "bind-address": self.address, "advertise-address": self.address,
-            "secure-port": str(API_PORT), "service-cluster-ip-range": "10.99.0.0/24",
+            "secure-port": str(API_PORT), "service-cluster-ip-range": SERVICES,
             "tls-cert-file": f"{pki}/server.crt", "tls-private-key-file": f"{pki}/server.key",
-            "client-ca-file": str(self.authority.certificate), "authorization-mode": "RBAC",
+            "client-ca-file": str(self.authority.certificate), "authorization-mode": "Node,RBAC",
+            "enable-admission-plugins": "NodeRestriction",
             "service-account-issuer": "https://kubernetes.default.svc",
             "service-account-signing-key-file": str(self.authority.token_key),
             "service-account-key-file": str(self.authority.token_public_key),
@@ -191,22 +196,12 @@ class ControlPlane:
             "default-not-ready-toleration-seconds": "1", "default-unreachable-toleration-seconds": "1",
             "max-requests-inflight": "2000", "max-mutating-requests-inflight": "1000", "shutdown-delay-duration": "0s",
             "enable-priority-and-fairness": "false",
+            # A webhook is called at the addresses of its Service: no kube-proxy runs here.
+            "enable-aggregator-routing": "true",
         }  # fmt: skip
-        if self.minor < BEFORE_INDEXED:
-            words["runtime-config"] = "batch/v1=false,batch/v1beta1=false"
-        return words
 
     def _program(self, name: str) -> Path:
-        return binaries.directory() / name
-
-
-@cache
-def _minor(program: Path) -> int:
-    told = subprocess.run([program, "--version"], capture_output=True, text=True).stdout
-    found = re.search(r"v1\.(\d+)\.", told)
-    if found is None:
-        raise ClusterError(f"{program} --version says {told!r}")
-    return int(found[1])
+        return programs.directory([name]) / name
 
 
 def _options(words: Mapping[str, str]) -> list[str]:

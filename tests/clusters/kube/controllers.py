@@ -7,11 +7,12 @@ import copy
 import sys
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from .client import Object, Refused
 from .watch import Connection, Events, Listing, stamp
 
+_NOT_MADE = {"JobSet": "JobCreationFailed", "TrainJob": "TrainJobResourcesCreationFailed"}
 POD, SERVICE = "/api/v1/pods", "/api/v1/services"
 
 
@@ -119,14 +120,13 @@ class Controller(ABC):
 
     async def create(self, owner: Object, path: str, body: Object) -> bool:
         """False when it is there already, or the server does not take it: that is told as an event, and tried again."""
-        kind = body.get("kind", "Pod")
         try:
             await self.cluster.create(owner, path, body)
         except Refused as error:
             if error.reason == "AlreadyExists":
                 return False
-            said = f"Error creating: {error.args[0].partition(': ')[2]}"
-            reason = f"FailedCreate{kind}" if owner["kind"] == "PyTorchJob" else "FailedCreate"
+            said = error.args[0].partition(": ")[2]
+            reason = _NOT_MADE[owner["kind"]]
             self.events.tell(owner, reason, said, warning=True)
             asyncio.get_running_loop().call_later(1.0, self.look, owner["metadata"]["uid"])
             return False
@@ -188,30 +188,13 @@ def set_condition(status: Object, kind: str, reason: str, message: str, *, true:
     status["conditions"] = [each for each in conditions if each["type"] != kind] + [fresh]
 
 
-def phase(pod: Object) -> str:
-    return str((pod.get("status") or {}).get("phase") or "Pending")
-
-
 def going(items: Sequence[Object]) -> list[Object]:
     """Without those that are being deleted."""
     return [each for each in items if not each["metadata"].get("deletionTimestamp")]
 
 
-def ready(pod: Object) -> bool:
-    conditions = (pod.get("status") or {}).get("conditions") or []
-    return any(each["type"] == "Ready" and each["status"] == "True" for each in conditions)
-
-
 def merged(*parts: Mapping[str, str] | None) -> dict[str, str]:
     return {key: value for part in parts for key, value in (part or {}).items()}
-
-
-def exit_codes(pod: Object) -> Iterator[tuple[str, int]]:
-    """Of each container that ended."""
-    for each in (pod.get("status") or {}).get("containerStatuses") or []:
-        ended = (each.get("state") or {}).get("terminated")
-        if ended:
-            yield each["name"], ended["exitCode"]
 
 
 def _controller_of(item: Object) -> str | None:

@@ -1,15 +1,13 @@
 """The kinds of objects that a Kubernetes cluster of the tests knows beside the server's own.
 
 PyTorchJob's definition is upstream's. Those of JobSet, TrainJob and TrainingRuntime say the fields, types and limits of
-which a job makes use, and take any pod template. Job, as newer servers have it, stands in for that of an old one.
+which a job makes use, and take any pod template.
 """
 
 from __future__ import annotations
 
 import json
-import uuid
-from collections.abc import Iterator, Mapping
-from datetime import datetime, timezone
+from collections.abc import Mapping
 from pathlib import Path
 
 from .client import Object
@@ -82,7 +80,6 @@ _JOBSET_SPEC = _of(
     managedBy=_TEXT,
     coordinator=_OPEN,
 )
-_CRONJOB_SPEC: Object = {**_OPEN, **_of("schedule jobTemplate", schedule=_TEXT, jobTemplate=_OPEN)}
 _TRAINJOB_SPEC = _of(
     "runtimeRef",
     activeDeadlineSeconds=_SECONDS,
@@ -143,27 +140,7 @@ def definitions(name: str) -> list[Object]:
     raise ValueError(f"no kind {name!r}: there are {', '.join(INSTALLED)}")
 
 
-def stored_kinds() -> Iterator[tuple[str, Object]]:
-    """The kinds of `batch/v1` as the store of a running server has them, each with its key there.
-
-    1.20's own Jobs are never Indexed nor suspended. No server takes these definitions from a client, since their group
-    has no dot; one that finds them serves them.
-    """
-    for kind, spec in (("Job", _JOB_SPEC), ("CronJob", _CRONJOB_SPEC)):
-        found = _definition("batch", "v1", kind, f"{kind.lower()}s", spec)
-        now = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
-        found["metadata"] |= {"uid": str(uuid.uuid4()), "creationTimestamp": now, "generation": 1}
-        found["spec"]["conversion"] = {"strategy": "None"}
-        conditions = [_true(each, now) for each in ("NamesAccepted", "Established")]
-        found["status"] = {"conditions": conditions, "acceptedNames": found["spec"]["names"], "storedVersions": ["v1"]}
-        yield f"/registry/apiextensions.k8s.io/customresourcedefinitions/{found['metadata']['name']}", found
-
-
 def established(definition: Mapping[str, object]) -> bool:
     status = definition.get("status")
     conditions = status.get("conditions") or [] if isinstance(status, Mapping) else []
     return any(each["type"] == "Established" and each["status"] == "True" for each in conditions)
-
-
-def _true(kind: str, now: str) -> Object:
-    return {"type": kind, "status": "True", "reason": "Accepted", "message": "", "lastTransitionTime": now}

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 from .client import Object, Refused
 from .controllers import SERVICE, Controller, condition, going, merged, set_condition
-from .jobs import INDEX, JOB, expire
 from .watch import seconds
 
+JOB, INDEX = "/apis/batch/v1/jobs", "batch.kubernetes.io/job-completion-index"
 JOBSET = "/apis/jobset.x-k8s.io/v1alpha2/jobsets"
 _LABEL = "jobset.sigs.k8s.io"
 _TRAINER = "/apis/trainer.kubeflow.org/v1alpha1"
@@ -151,6 +151,19 @@ class TrainJobs(Controller):
             found = condition(told, theirs)
             if found is not None:
                 set_condition(status, ours, found["reason"], found["message"])
+
+
+async def expire(controller: Controller, item: Object, status: Object, ends: Sequence[str]) -> float | None:
+    """Deletes the object, and all that is its own, so long after one of these conditions; says when to look again."""
+    ttl = item["spec"].get("ttlSecondsAfterFinished")
+    ended = next((found for kind in ends if (found := condition(status, kind)) is not None), None)
+    if ttl is None or ended is None:
+        return None
+    left = seconds(ended["lastTransitionTime"]) + ttl - time.time()
+    if left > 0:
+        return float(left)
+    await controller.cluster.delete(controller.path, item, "Foreground")
+    return None
 
 
 def _action(policy: Object, job: Object) -> str:

@@ -51,7 +51,9 @@ class Authority:
         public = signing.public_key()
         self.token_public_key.write_bytes(public.public_bytes(_PEM, serialization.PublicFormat.SubjectPublicKeyInfo))
 
-    def issue(self, name: str, groups: Sequence[str] = (), addresses: Sequence[str] = ()) -> tuple[Path, Path]:
+    def issue(
+        self, name: str, groups: Sequence[str] = (), addresses: Sequence[str] = (), names: Sequence[str] = ()
+    ) -> tuple[Path, Path]:
         """The files of a certificate and its key: for a user of this name, or for a server at these addresses."""
         file = self.directory / (name.replace(":", "_").replace("/", "_") + ".crt")
         ca_key = serialization.load_pem_private_key((self.directory / "ca.key").read_bytes(), None)
@@ -59,8 +61,9 @@ class Authority:
         ca = x509.load_pem_x509_certificate(self.certificate.read_bytes())
         key = ec.generate_private_key(ec.SECP256R1())
         built = _builder(_name(name, groups), ca.subject, key.public_key())
-        if addresses:
-            alternatives = [x509.IPAddress(ipaddress.ip_address(address)) for address in addresses]
+        if addresses or names:
+            alternatives: list[x509.GeneralName] = [x509.DNSName(each) for each in names]
+            alternatives += [x509.IPAddress(ipaddress.ip_address(address)) for address in addresses]
             built = built.add_extension(x509.SubjectAlternativeName(alternatives), critical=False)
         _write_key(file.with_suffix(".key"), key)
         file.write_bytes(built.sign(ca_key, hashes.SHA256()).public_bytes(_PEM))

@@ -22,7 +22,10 @@ _PORT, _PATH = 9443, "/validate-trainer-kubeflow-org-v1alpha1-trainjob"
 def configuration(address: str, authority: bytes) -> Object:
     """What makes an API server ask it."""
     where = {"url": f"https://{address}:{_PORT}{_PATH}", "caBundle": base64.b64encode(authority).decode()}
-    rule = {"apiGroups": [_GROUP], "apiVersions": [_VERSION], "operations": ["CREATE"], "resources": ["trainjobs"]}
+    rule = {
+        "apiGroups": [_GROUP], "apiVersions": [_VERSION], "operations": ["CREATE", "UPDATE"],
+        "resources": ["trainjobs"],
+    }  # fmt: skip
     webhook = {
         "name": f"validator.trainjob.{_GROUP}", "clientConfig": where, "rules": [rule], "failurePolicy": "Fail",
         "sideEffects": "None", "admissionReviewVersions": ["v1"], "timeoutSeconds": 30,

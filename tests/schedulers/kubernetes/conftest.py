@@ -16,7 +16,7 @@ import schedulers
 from schedulers import Job
 from schedulers.kubernetes.api import Api
 from schedulers.kubernetes.options import KubernetesOptions
-from tests.clusters.kubernetes import Kubernetes
+from tests.clusters.kubernetes import IMAGE, Kubernetes
 from tests.waiting import until as until
 
 from .servers import authority, reply, serving
@@ -90,7 +90,7 @@ def submit(namespace: str, home: Path, project: Path) -> Submit:
     """Submits the text of a shell script, which needs no code, to the namespace of the test."""
 
     def submit(text: str, args: tuple[str, ...] = (), **given: Any) -> Job:
-        options = {"cpu": True, "image": "example.org/train:1", "code": "image", **given.pop("options", {})}
+        options = {"cpu": True, "image": IMAGE, "code": "image", **given.pop("options", {})}
         words = ["-c", text, "sh", *args]
         settings = {"procs_per_node": 1, "grace_s": 2.0, "target": "kubernetes", **given}
         return schedulers.submit("sh", words, entry="command", cwd=project, options=options, **settings)

@@ -16,7 +16,7 @@ from schedulers.kubernetes.errors import Forbidden, Unauthorized
 from schedulers.kubernetes.options import KubernetesOptions
 from schedulers.kubernetes.probing import needed
 from schedulers.record import Record
-from tests.clusters.kubernetes import Kubernetes
+from tests.clusters.kubernetes import IMAGE, Kubernetes
 from tests.waiting import until
 
 from .conftest import Submit, made_by, printed
@@ -228,7 +228,7 @@ def test_from_inside_the_cluster(submit: Submit, kubernetes: Kubernetes, namespa
     code = (
         "import os, schedulers; os.environ['ACCEL_HOME'] = '/tmp/home'\n"
         "job = schedulers.submit('true', entry='command', target='kubernetes', procs_per_node=1, cwd='/tmp',\n"
-        "  options={'cpu': True, 'image': 'example.org/train:1', 'code': 'image'})\n"
+        f"  options={{'cpu': True, 'image': '{IMAGE}', 'code': 'image'}})\n"
         "print('inner', job.wait(120).state.value, flush=True)"
     )
     job = submit('python -c "$1"', (code,), options={"service_account": "bot", "workload": "job"})

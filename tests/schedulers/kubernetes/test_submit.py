@@ -17,7 +17,7 @@ from schedulers.job import JobSpec
 from schedulers.kubernetes import names
 from schedulers.polling import restore
 from schedulers.record import Record
-from tests.clusters.kubernetes import Kubernetes
+from tests.clusters.kubernetes import IMAGE, Kubernetes
 from tests.waiting import until
 
 from .conftest import MakeApi, Submit, judging, made_by, with_quota
@@ -311,7 +311,7 @@ def test_a_spec_is_found_by_another_machine(
 ) -> None:
     job = submit("sleep 600", name="found", options={"workload": "job"})
     monkeypatch.setenv("ACCEL_HOME", str(home.parent / "another machine"))
-    options = {"cpu": True, "image": "example.org/train:1"}
+    options = {"cpu": True, "image": IMAGE}
     with pytest.raises(schedulers.UnknownJob):
         schedulers.find("0" * len(job.id), target="kubernetes", options=options)
     found = schedulers.find(job.id, target="kubernetes", options=options)  # though this one would make PyTorchJobs

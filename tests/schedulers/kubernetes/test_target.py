@@ -14,7 +14,7 @@ from schedulers.pruning import prune
 from schedulers.record import Record
 from schedulers.store import Store
 from tests import macos
-from tests.clusters.kubernetes import Kubernetes
+from tests.clusters.kubernetes import IMAGE, Kubernetes
 from tests.waiting import until
 
 from .conftest import Submit, made_by, printed, with_quota
@@ -35,7 +35,7 @@ def test_each_kind_of_workload(workload: str, submit: Submit, kubernetes: Kubern
 
 
 def test_a_client_on_macos(namespace: str, home: Path, project: Path, tmp_path: Path) -> None:
-    options = {"cpu": True, "image": "example.org/train:1", "code": "auto"}
+    options = {"cpu": True, "image": IMAGE, "code": "auto"}
     given = {"target": "kubernetes", "procs_per_node": 1, "cwd": str(project), "options": options}
     platform, state, text = macos.submit(macos.path(tmp_path / "macos"), ["cat", "note.txt"], given)
     assert (platform, state) == ("darwin", "succeeded")
@@ -167,7 +167,7 @@ def test_a_job_keeps_to_its_cluster(
 
 def test_from_the_command_line(home: Path, namespace: str, project: Path, kubernetes: Kubernetes) -> None:
     (project / "accel.yaml").write_text(
-        "targets:\n  lab:\n    kind: kubernetes\n    workload: job\n    cpu: true\n    image: example.org/train:1\n"
+        f"targets:\n  lab:\n    kind: kubernetes\n    workload: job\n    cpu: true\n    image: {IMAGE}\n"
         f"    namespace: {namespace}\n"
     )
     (project / "train.py").write_text("import os; print('rank', os.environ['RANK'], flush=True)\n")

@@ -15,7 +15,7 @@ from schedulers import State
 from schedulers.handle import submit_spec
 from schedulers.job import JobSpec, Retry
 from schedulers.kubernetes.native import Native
-from tests.clusters.kubernetes import ROOT, Kubernetes
+from tests.clusters.kubernetes import IMAGE, ROOT, Kubernetes
 from tests.needs import package
 from tests.waiting import until
 
@@ -30,7 +30,7 @@ def test_digits_on_two_pods_of_two_ranks(namespace: str, home: Path, project: Pa
     shutil.copy(DIGITS, project / "train.py")
     job = schedulers.submit(
         "train.py", ["--epochs", "2"], cwd=project, target="kubernetes", nodes=2, procs_per_node=2,
-        options={"cpu": True, "image": "example.org/train:1"},
+        options={"cpu": True, "image": IMAGE},
     )  # fmt: skip
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     one = [sys.executable, "train.py", "--epochs", "2"]
@@ -50,7 +50,7 @@ def test_a_world_that_may_grow(
     text = 'echo "world $WORLD_SIZE"; until [ -e /told/enough ]; do sleep 0.2; done'
     (tmp_path / "told").mkdir()
     options = {
-        "cpu": True, "image": "example.org/train:1", "code": "image", "pod_security": "privileged",
+        "cpu": True, "image": IMAGE, "code": "image", "pod_security": "privileged",
         "volumes": [{"mount": "/told", "host_path": str(tmp_path / "told")}],
     }  # fmt: skip
     spec = JobSpec(

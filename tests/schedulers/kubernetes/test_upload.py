@@ -20,7 +20,7 @@ import schedulers
 from schedulers import Job, State, SubmitError
 from schedulers.errors import SpecError
 from schedulers.kubernetes import claim as claiming
-from tests.clusters.kubernetes import Kubernetes
+from tests.clusters.kubernetes import IMAGE, Kubernetes
 from tests.needs import package
 from tests.waiting import until
 
@@ -46,7 +46,7 @@ def step(real):
 WSClient.write_channel = step(WSClient.write_channel)
 WSClient.read_channel = step(WSClient.read_channel)
 schedulers.submit("sh", ["-c", sys.argv[2]], entry="command", target="kubernetes", procs_per_node=1, code=".",
-                  options={"cpu": True, "image": "example.org/train:1", "code_claim": "snapshots"})
+                  options={"cpu": True, "image": sys.argv[3], "code_claim": "snapshots"})
 print("whole")
 """
 
@@ -154,7 +154,7 @@ def test_an_image_without_the_interpreter(claim: None, large: str, submit: Submi
 def test_killed_while_the_code_is_sent(
     at: int, claim: None, large: str, kubernetes: Kubernetes, namespace: str, home: Path, project: Path, submit: Submit
 ) -> None:
-    words = [sys.executable, "-c", CUT, str(at), SHOWN]
+    words = [sys.executable, "-c", CUT, str(at), SHOWN, IMAGE]
     done = subprocess.run(words, cwd=project, capture_output=True, text=True, timeout=240)
     assert done.returncode == -9, done.stderr
     (record,) = schedulers.list_jobs(refresh=False)

@@ -22,7 +22,7 @@ from schedulers.kubernetes.code import Code
 from schedulers.kubernetes.follower import Follower
 from schedulers.kubernetes.native import Native
 from schedulers.kubernetes.options import KubernetesOptions
-from tests.clusters.kube import binaries, crds
+from tests.clusters.kube import crds, programs
 from tests.clusters.kube.control import API_PORT, ControlPlane
 from tests.needs import missing
 from tests.waiting import until
@@ -111,7 +111,7 @@ class Server:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    if (absent := binaries.lacking()) is not None:
+    if (absent := programs.lacking(programs.API)) is not None:
         missing(*absent)
     # An address that no other process takes, whose port is then free.
     high, low = divmod(os.getpid() % 64000, 250)
