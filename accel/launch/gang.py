@@ -101,6 +101,8 @@ def run_gang(run: Launch, launch_id: str) -> int:
     try:
         return _run_agent(run, server, signals, tee)
     finally:
+        if limit is not None:
+            limit.disarm()
         tee.close()
         server.close()
         end_all(lambda: keeper.others(descendants(os.getpid())), grace_s=run.grace_s)

@@ -41,6 +41,8 @@ def run_single(run: Launch, launch_id: str) -> int:
         tee.follow([(0, 0, log)])
         code = watch.until_end()
     finally:
+        if run.deadline is not None:
+            run.deadline.disarm()
         end_all(lambda: keeper.others(descendants(os.getpid())), grace_s=min(run.grace_s, _LEFTOVER_GRACE_S))
         tee.close()
         keeper.dismiss()

@@ -59,5 +59,6 @@ def runtime(
 
 def warnings(spec: JobSpec, options: KubernetesOptions) -> list[str]:
     if spec.time_limit_s is not None and spec.retry.max_restarts:
-        return ["a TrainJob's time limit counts from its first start, over all attempts together"]
+        end = f"the cluster ends it {pods.backstop_s(spec)} s after its start"
+        return [f"a TrainJob's time limit counts for each attempt anew; {end}"]
     return []

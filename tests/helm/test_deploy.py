@@ -10,12 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 
 from schedulers.kubernetes.options import KubernetesOptions
 
 from ..needs import missing
-from . import charts, checking
+from . import charts
 
 HERE = charts.ROOT / "deploy/kubernetes"
 DOCKERFILE = HERE / "Dockerfile"
@@ -104,36 +103,3 @@ def test_the_page_names_every_file() -> None:
     links = re.findall(r"^\| `(\.\./\S+)` \|", PAGE, re.MULTILINE)
     assert links
     assert [link for link in links if not (HERE / link).exists()] == []
-
-
-def test_the_operators_init_container_may_run_in_a_restricted_namespace() -> None:
-    text = (HERE / "pytorch-init-container.yaml").read_text()
-    fields = {"InitContainerImage": "alpine:3", "MasterAddr": "job-master-0", "MaxTries": "100"}
-    filled = re.sub(r"\{\{\.(\w+)\}\}", lambda field: fields[field[1]], text)
-    (container,) = yaml.safe_load(filled)
-    assert container["name"] == "init-pytorch"
-    alone = {"securityContext": container["securityContext"], "containers": [container]}
-    assert checking.unrestricted(alone) == []
-    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "p"}}
-    assert checking.complaints([{**pod, "spec": {"initContainers": [container], "containers": [container]}}]) == []
-
-
-def test_the_operators_init_container_waits_as_long_as_it_is_told(tmp_path: Path) -> None:
-    text = (HERE / "pytorch-init-container.yaml").read_text()
-    filled = text.replace("{{.InitContainerImage}}", "i").replace("{{.MasterAddr}}", "m").replace("{{.MaxTries}}", "3")
-    (container,) = yaml.safe_load(filled)
-    (tmp_path / "sleep").write_text("#!/bin/sh\n")
-    (tmp_path / "nslookup").write_text(
-        f'#!/bin/sh\necho "$1" >>{tmp_path}/asked\n[ "$(wc -l <{tmp_path}/asked)" -ge "$ANSWERS_AT" ]\n'
-    )
-    for name in ("sleep", "nslookup"):
-        (tmp_path / name).chmod(0o755)
-
-    def run(answers_at: int) -> tuple[int, str]:
-        (tmp_path / "asked").unlink(missing_ok=True)
-        env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "ANSWERS_AT": str(answers_at)}
-        done = subprocess.run(container["command"], env=env, timeout=60)
-        return done.returncode, (tmp_path / "asked").read_text()
-
-    assert run(2) == (0, "m\nm\n")
-    assert run(9) == (1, "m\nm\nm\n")

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -160,8 +160,11 @@ class Launcher:
         *argv: str | bytes,
         command: list[str] | None = None,
         preexec: Callable[[], object] | None = None,
+        within: Mapping[str, str] | None = None,
         **env: str,
     ) -> Run:
+        """`within` and `env` are variables of its environment."""
+        env = {**(within or {}), **env}
         out, err = (self.tmp / f"{len(self._runs)}.{name}" for name in ("out", "err"))
         argv = (*(command or LAUNCH), *argv)
         with open(out, "wb") as stdout, open(err, "wb") as stderr:
@@ -181,7 +184,7 @@ class Launcher:
 
     def __call__(self, *argv: str | bytes, code: int = 0, command: list[str] | None = None, **env: str) -> Done:
         """Runs it to its end, and checks the exit code and that nothing is left when it is there."""
-        done = self.start(*argv, command=command, preexec=None, **env).wait()
+        done = self.start(*argv, command=command, preexec=None, within=env).wait()
         assert done.code == code, done
         return done
 

@@ -41,7 +41,7 @@ def past(tmp_path: Path, seconds: float) -> dict[str, str]:
 
 @pytest.mark.parametrize("flags", [(), ("--num_processes", "2", "--tee", "3", "--log_dir", "logs")])
 def test_ranks_end_when_the_limit_has_passed(launcher: Launcher, tmp_path: Path, flags: tuple[str, ...]) -> None:
-    run = launcher.start(*flags, launcher.script(WAITS), **past(tmp_path, 0))
+    run = launcher.start(*flags, launcher.script(WAITS), within=past(tmp_path, 0))
     run.says("ready")
     run.send(signal.SIGALRM)  # as the clock would
     done = run.wait()
@@ -56,7 +56,8 @@ def test_ranks_end_when_the_limit_has_passed(launcher: Launcher, tmp_path: Path,
 def test_the_limit_counts_from_the_first_start_in_the_pod(
     launcher: Launcher, tmp_path: Path, flags: tuple[str, ...]
 ) -> None:
-    done = launcher(*flags, launcher.script(WAITS), code=86, **past(tmp_path, 1000))
+    done = launcher.start(*flags, launcher.script(WAITS), within=past(tmp_path, 1000)).wait()
+    assert done.code == 86, done
     assert OVER in done.err
 
 
@@ -68,7 +69,7 @@ def test_the_limit_of_one_node_is_that_of_all(launcher: Launcher, tmp_path: Path
         (tmp_path / str(rank)).mkdir()
         pod = past(tmp_path / str(rank), 0) | cluster | {"ACCEL_NODE_RANK": str(rank)}
         flags = ("--num_processes", "2", "--tee", "3", "--log_dir", f"n{rank}")
-        runs.append(launcher.start(*flags, launcher.script(WAITS), **pod))
+        runs.append(launcher.start(*flags, launcher.script(WAITS), within=pod))
     for run in runs:
         run.says("ready")
     runs[1].send(signal.SIGALRM)
@@ -79,9 +80,21 @@ def test_the_limit_of_one_node_is_that_of_all(launcher: Launcher, tmp_path: Path
     launcher.nothing_left(10)
 
 
+def test_an_alarm_that_is_not_needed_any_more() -> None:
+    limit = deadline.Deadline(limit_s=1000, exit_code=86, first_at=time.time())
+    before = signal.getsignal(signal.SIGALRM)
+    try:
+        limit.arm(lambda: None)
+        assert 0 < signal.getitimer(signal.ITIMER_REAL)[0] <= 1000
+        limit.disarm()
+        assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
 def test_a_signal_goes_before_the_limit(launcher: Launcher, tmp_path: Path) -> None:
     script = launcher.script(WAITS.replace("SystemExit(85)", "SystemExit(0)"))
-    run = launcher.start("--num_processes", "2", "--tee", "3", "--log_dir", "logs", script, **past(tmp_path, 0))
+    run = launcher.start("--num_processes", "2", "--tee", "3", "--log_dir", "logs", script, within=past(tmp_path, 0))
     run.says("ready")
     run.send(signal.SIGTERM)
     assert run.wait().code == 143

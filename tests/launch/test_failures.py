@@ -141,16 +141,30 @@ def test_a_command_that_cannot_be_run(launcher: Launcher, text: str, mode: int, 
     launcher(*GANG, "--no_python", "./run", code=code)
     assert failure(launcher)["reason"] == "setup"
     for flags in (SINGLE, ()):
-        done = launcher(*flags, "--no_python", "./run", code=1)
+        done = launcher(*flags, "--no_python", "./run", code=code)
         assert done.err.startswith("accel launch: cannot run './run': ")
         assert done.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "said"),
+    [
+        ("no-such-command", 127, "there is no command 'no-such-command' on PATH"),
+        ("./train.py", 126, "'./train.py' is not executable: chmod +x"),
+    ],
+)
+def test_a_command_that_is_not_there(launcher: Launcher, name: str, code: int, said: str) -> None:
+    """As a shell's, so that no scheduler tries it again."""
+    launcher.script("print('ran')")
+    for flags in (GANG, SINGLE, ()):
+        done = launcher(*flags, "--no_python", name, code=code)
+        assert done.err.startswith(f"accel launch: {said}"), done
 
 
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
         (("no.py",), "there is no script 'no.py' in "),
-        (("--no_python", "no-such-command"), "there is no command 'no-such-command' on PATH"),
         (("--log_dir", "/proc", "train.py"), "--log_dir /proc cannot be written to: "),
         (("--log_dir", "train.py", "train.py"), "--log_dir train.py cannot be written to: File exists"),
         (

@@ -189,7 +189,7 @@ def _start(launcher: Launcher, kill: Kill) -> Run:
     if kill.when == "importing":
         launcher.script(HOOK, "hook/sitecustomize.py")
         env["PYTHONPATH"] = f"{launcher.here}/hook:{launcher.env()['PYTHONPATH']}"
-    run = launcher.start("--shutdown_timeout", grace, *kill.flags, script, command=None, preexec=None, **env)
+    run = launcher.start("--shutdown_timeout", grace, *kill.flags, script, command=None, preexec=None, within=env)
     if kill.when == "importing":
         run.says("importing torch")
     elif kill.when == "grace":

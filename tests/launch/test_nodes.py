@@ -43,7 +43,7 @@ class Machines:
         return self._launcher.start(
             "--num_machines", str(self._count), "--machine_rank", str(rank), "--main_process_ip", self._address,
             "--main_process_port", self._port, "--num_processes", str(processes * self._count),
-            "--log_dir", f"node{rank}", "--shutdown_timeout", "3", *argv, **env,
+            "--log_dir", f"node{rank}", "--shutdown_timeout", "3", *argv, within=env,
         )  # fmt: skip
 
     def in_pod(self, rank: int, uid: str, script: str, *argv: str) -> Run:
@@ -208,7 +208,15 @@ def test_node_0_is_found_before_its_name_exists(launcher: Launcher) -> None:
     }  # fmt: skip
     runs = [
         launcher.start(
-            "--num_processes", "2", "--tee", "3", "--log_dir", f"n{rank}", script, ACCEL_NODE_RANK=str(rank), **cluster
+            "--num_processes",
+            "2",
+            "--tee",
+            "3",
+            "--log_dir",
+            f"n{rank}",
+            script,
+            ACCEL_NODE_RANK=str(rank),
+            within=cluster,
         )
         for rank in (1, 0)
     ]

@@ -62,7 +62,6 @@ FLAGS = [
     ("--aws_access_key_id A @", "--aws_access_key_id needs --aws_secret_access_key"),
     ("--cpu=yes @", "--cpu takes no value"),
     ("trian.py", "there is no script 'trian.py' in "),
-    ("--no_python no-such-command", "there is no command 'no-such-command' on PATH"),
     ("--config_file nowhere.yaml @", "--config_file: cannot read nowhere.yaml: it does not exist"),
     ("--config_file . @", "--config_file: cannot read .: it is not a file"),
 ]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from schedulers import JobSpec, Resources, Retry, SpecError
 from schedulers.kubernetes import checking, manifests, names, pods
 from schedulers.kubernetes import code as coding
 from schedulers.kubernetes.code import Code
+from schedulers.kubernetes.options import Volume
 from tests.golden import assert_golden
 from tests.schedulers.kubernetes.support import IMAGE, JOB_ID, KINDS, everything, everything_spec, least, options
 
@@ -261,3 +264,86 @@ def test_a_world_that_may_grow_and_is_not_restarted() -> None:
     (line,) = manifests.warnings(spec, least())
     assert line.startswith("--nodes 2:8 without --max-restarts: pods may join, and the first that goes")
     assert manifests.warnings(dataclasses.replace(spec, retry=Retry(max_restarts=1)), least()) == ()
+
+
+def _containers(made: manifests.Manifests) -> list[dict[str, Any]]:
+    (template, *_) = [found for each in made for _, found in checking.templates(each)]
+    inside = template["spec"]
+    return [*inside["initContainers"], *inside["containers"]]
+
+
+@pytest.mark.parametrize("workload", KINDS)
+def test_words_with_control_characters(workload: str) -> None:
+    """Trainer's controller reads no such character; the words arrive all the same."""
+    spec = JobSpec(argv=("a.py", "\x01\x7f\x85 $(A)\r"), env={"WORD": "\x1b[0m $(A)", "LINES": "a\n\tb"})
+    container = _containers(build(spec, least(workload=workload, python=sys.executable)))[-1]
+    given = {each["name"]: each.get("value", "") for each in container["env"]}
+    words, given = (
+        [expanded(word) for word in container["command"]],
+        {key: expanded(value) for key, value in given.items()},
+    )
+    if workload == "trainjob":
+        text = "".join((*words, *given.values())).replace("\n", "").replace("\t", "")
+        assert text.isprintable()
+        shown = "import json, os, sys; print(json.dumps([sys.argv[1:], dict(os.environ)]))"
+        words[3] = json.dumps({**json.loads(words[3]), "argv": [sys.executable, "-c", shown, *spec.argv]})
+        arrived, given = json.loads(subprocess.check_output(words, env=given))
+        assert arrived == list(spec.argv)
+    else:
+        assert words[-1] == spec.argv[-1]
+    assert {key: given[key] for key in spec.env} == spec.env
+
+
+@pytest.mark.parametrize("workload", KINDS)
+def test_a_root_file_system_that_is_read_only(workload: str) -> None:
+    """/tmp and HOME are the pod's own, in each container that may write there."""
+    made = build(JobSpec(argv=("a.py",)), least(workload=workload, read_only_root_filesystem=True))
+    for container in _containers(made):
+        assert container["securityContext"]["readOnlyRootFilesystem"] is True
+        assert {"name": "accel-tmp", "mountPath": "/tmp"} in container["volumeMounts"]
+    env = {each["name"]: each.get("value") for each in container["env"]}
+    assert env["HOME"] == "/accel/home"
+    assert {"name": "accel-home", "mountPath": "/accel/home"} in container["volumeMounts"]
+    mine = least(workload=workload, read_only_root_filesystem=True, volumes=(Volume(mount="/tmp/", claim="scratch"),))
+    assert [each["mountPath"] for each in _containers(build(JobSpec(argv=("a.py",)), mine))[-1]["volumeMounts"]].count(
+        "/tmp"
+    ) == 0
+    for container in _containers(build(JobSpec(argv=("a.py",)), least(workload=workload))):
+        assert "readOnlyRootFilesystem" not in container["securityContext"]
+
+
+def test_setup_needs_a_root_file_system_that_can_be_written() -> None:
+    install = (("pip", "install", "x"),)
+    said = "installs, and read_only_root_filesystem lets nothing be installed"
+    with pytest.raises(SpecError, match=said):
+        build(JobSpec(argv=("a.py",), setup=install), least(read_only_root_filesystem=True))
+    with pytest.raises(SpecError, match=said):
+        least(read_only_root_filesystem=True, setup=install)
+
+
+@pytest.mark.parametrize("workload", KINDS)
+def test_the_end_of_what_a_container_of_the_code_prints_is_kept(workload: str) -> None:
+    for container in _containers(build(JobSpec(argv=("a.py",)), least(workload=workload))):
+        assert container["terminationMessagePolicy"] == "FallbackToLogsOnError"
+
+
+@pytest.mark.parametrize("workload", KINDS)
+def test_node_0_has_a_name_before_any_pod(workload: str) -> None:
+    def first(**given: Any) -> list[str]:
+        made = build(JobSpec(argv=("a.py",), name="train", **given), least(workload=workload))
+        return [each["metadata"]["name"] for each in made.first if each["kind"] == "Service"]
+
+    assert first(nodes=2) == [f"train-{JOB_ID}-rendezvous"]
+    assert first() == []
+    if workload == "pytorchjob":
+        assert first(nodes=2, max_nodes=4) == []  # torch's elastic rendezvous goes by names of pods
+
+
+@pytest.mark.parametrize("workload", KINDS)
+def test_the_clusters_time_limit_is_behind_the_launchers(workload: str) -> None:
+    spec = JobSpec(argv=("a.py",), time_limit_s=60, grace_s=10)
+    made = build(spec, least(workload=workload))
+    assert "'activeDeadlineSeconds': 370" in str(made.workload)
+    env = {each["name"]: each.get("value") for each in _containers(made)[-1]["env"]}
+    codes = "86,86" if workload == "pytorchjob" else "86,0"
+    assert (env["ACCEL_TIME_LIMIT"], env["ACCEL_TIME_LIMIT_EXIT"]) == ("60", codes)

@@ -10,7 +10,7 @@ from schedulers.kubernetes.native import Native
 from tests.clusters.kubernetes import Kubernetes
 from tests.waiting import until
 
-from .conftest import Submit
+from .conftest import Submit, printed
 
 _RUNS = "echo hello; sleep 600"
 
@@ -142,6 +142,24 @@ def test_a_time_limit_is_not_tried_again(submit: Submit) -> None:
     for job in jobs:
         status = job.wait(120)
         assert (status.state, status.reason, status.attempt) == (State.FAILED, Reason.TIME_LIMIT, 0), (job, status)
+
+
+_KILLS_ITS_LAUNCHER = """\
+[ $TORCHELASTIC_RESTART_COUNT = 0 ] || exit 0
+[ $RANK = 1 ] && kill -9 $(cut -d' ' -f4 /proc/$PPID/stat)
+sleep 600
+"""
+
+
+def test_a_launcher_that_was_killed_costs_one_restart(submit: Submit) -> None:
+    """By its own rank, here. The launcher that comes back ends what is left of the attempt before."""
+    jobs = [
+        submit(_KILLS_ITS_LAUNCHER, nodes=2, max_restarts=1, options={"workload": workload})
+        for workload in ("pytorchjob", "job")
+    ]
+    for job in jobs:
+        status = job.wait(180)
+        assert (status.state, status.attempt) == (State.SUCCEEDED, 1), (job, status, printed(job))
 
 
 def test_a_program_that_is_not_there_is_not_tried_again(submit: Submit) -> None:
