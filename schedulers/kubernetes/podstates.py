@@ -14,7 +14,7 @@ from .reasons import Meaning
 Object = Mapping[str, Any]
 
 _GRACE_S = 30.0  # a pod's own default
-_MARGIN_S = 20.0  # for the kill, and for news of it
+_MARGIN_S = 10.0  # for the kill, and for news of it
 _LATE_S = 60.0  # after the end of its grace, a pod that is deleted is on a node that does not answer
 # The echoes of another rank's failure: the launcher was told to end, or was killed when it did not.
 _ECHOES = (143, 137)

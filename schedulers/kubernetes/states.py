@@ -75,7 +75,7 @@ def status_when_gone(kind: str, pods: Sequence[Object] = (), *, ttl: bool = Fals
         state = State.RUNNING if any(map(podstates.running, pods)) else State.QUEUED
         message = f"its {kind} is deleted, and its pods are ending"
         return Status(state=state, message=message, native_state="Deleting")
-    message = f"its {kind} is gone: it was deleted, and not through accel"
+    message = f"its {kind} is gone: it was cancelled from another machine, or somebody deleted it"
     if ttl:
         message = f"its {kind} is gone: its ttl_s passed before anybody asked, or somebody deleted it"
     return Status(state=State.FAILED, reason=Reason.LOST, native_state="Deleted", message=message)

@@ -7,17 +7,43 @@ from pathlib import Path
 
 from schedulers import Job, Reason, State
 from schedulers.kubernetes.native import Native
-from tests.clusters.kubernetes import Kubernetes
+from tests.clusters.kube.client import MERGE, Refused
+from tests.clusters.kubernetes import IMAGE, Kubernetes
 from tests.waiting import until
 
-from .conftest import Submit, printed
+from .conftest import Submit, made_by, printed
 
 _RUNS = "echo hello; sleep 600"
+_NO_UPDATES = """\
+apiVersion: admissionregistration.k8s.io/v1
+kind: ValidatingAdmissionPolicy
+metadata: {{name: accel-test-{namespace}}}
+spec:
+  matchConstraints:
+    namespaceSelector: {{matchLabels: {{kubernetes.io/metadata.name: {namespace}}}}}
+    resourceRules:
+    - {{apiGroups: [kubeflow.org], apiVersions: [v1], operations: [UPDATE], resources: [pytorchjobs]}}
+  validations: [{{expression: "false", message: no update of this one}}]
+---
+apiVersion: admissionregistration.k8s.io/v1
+kind: ValidatingAdmissionPolicyBinding
+metadata: {{name: accel-test-{namespace}}}
+spec: {{policyName: accel-test-{namespace}, validationActions: [Deny]}}
+"""
 
 
 def _pod(kubernetes: Kubernetes, namespace: str) -> str:
     (pod,) = kubernetes.pods(namespace)
     return str(pod["metadata"]["name"])
+
+
+def _refuses_updates(kubernetes: Kubernetes, path: str) -> bool:
+    body = {"metadata": {"annotations": {"example.org/a": "b"}}}
+    try:
+        kubernetes.client.call("PATCH", path, body, content_type=MERGE, query={"dryRun": "All"})
+    except Refused:
+        return True
+    return False
 
 
 def _running(job: Job) -> None:
@@ -97,15 +123,72 @@ def test_an_evicted_pod(kubernetes: Kubernetes, namespace: str, submit: Submit) 
     waiting.join(60)
 
 
-def test_a_container_that_took_too_much_memory(kubernetes: Kubernetes, namespace: str, submit: Submit) -> None:
+def test_a_container_that_took_too_much_memory(submit: Submit) -> None:
+    job = submit("exec tail /dev/zero", cpus=1, memory_gb=0.25)
+    status = job.wait(90)
+    assert (status.state, status.reason, status.exit_code) == (State.FAILED, Reason.OUT_OF_MEMORY, 137)
+    assert "accel launch" not in status.message
+
+
+def test_what_a_pod_writes_as_it_is_evicted(kubernetes: Kubernetes, namespace: str, submit: Submit) -> None:
+    """The operator fails the job at once; its pod ends, and writes, for two seconds more."""
+    job = submit("trap 'sleep 2; echo bye; exit 143' TERM; echo hello; sleep 600 & wait", grace_s=10.0)
+    _running(job)
+    lines: list[str] = []
+    follower = threading.Thread(target=lambda: lines.extend(line.text for line in job.logs(follow=True)), daemon=True)
+    follower.start()
+    until(lambda: lines, "it is followed")
+    pod = _pod(kubernetes, namespace)
+    eviction = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": pod, "namespace": namespace}}
+    kubernetes.client.call("POST", f"/api/v1/namespaces/{namespace}/pods/{pod}/eviction", eviction)
+    follower.join(60)
+    assert "bye\n" in lines
+    assert (job.status().state, job.status().reason) == (State.FAILED, Reason.PREEMPTED)
+
+
+def test_what_runs_on_after_the_end_is_cancelled(kubernetes: Kubernetes, namespace: str, submit: Submit) -> None:
+    """One pod fails before its launcher starts; the others wait for it."""
+    script = 'case "$(hostname)" in *worker-1) exit 3; esac'
+    fails = {"name": "fails", "image": IMAGE, "command": ["sh", "-c", script]}
+    patch = {"spec": {"initContainers": [fails]}}
+    job = submit("true", nodes=3, options={"pod_patch": patch})
+    until(lambda: job.status().message.startswith("it has failed, and its pods are ending"), "it has failed")
+    assert job.status().reason is Reason.SETUP
+    assert job.cancel_rest()
+    until(lambda: not kubernetes.pods(namespace), "its pods are gone")
+    assert not job.cancel_rest()
+    assert any("accel launch: 3 nodes" in line.text for line in job.logs())
+
+
+def test_cancel_frees_an_object_that_hangs(kubernetes: Kubernetes, namespace: str, submit: Submit) -> None:
+    """As after a deletion in the foreground, whose last step a webhook has refused."""
     job = submit(_RUNS)
     _running(job)
-    waiting = _waited(job)
-    kubernetes.oom_kill(namespace, _pod(kubernetes, namespace))
-    until(lambda: job.status().state.final, "it has failed")
-    status = job.status()
-    assert (status.state, status.reason, status.exit_code) == (State.FAILED, Reason.OUT_OF_MEMORY, 137)
-    waiting.join(60)
+    native = Native.parse(job.native_id or "")
+    path = f"/apis/kubeflow.org/v1/namespaces/{namespace}/pytorchjobs/{native.name}"
+    kubernetes.apply(_NO_UPDATES.format(namespace=namespace))
+    try:
+        until(lambda: _refuses_updates(kubernetes, path), "updates are refused")
+        kubernetes.client.call("DELETE", path, {"propagationPolicy": "Foreground"})
+        until(lambda: not kubernetes.pods(namespace), "its pods are gone")
+        assert kubernetes.client.call("GET", path)["metadata"]["finalizers"] == ["foregroundDeletion"]
+        assert job.cancel().state is State.CANCELLED
+        assert not made_by(job, kubernetes, namespace)
+    finally:
+        policies = "/apis/admissionregistration.k8s.io/v1/validatingadmissionpolic"
+        kubernetes.client.call("DELETE", f"{policies}ybindings/accel-test-{namespace}")
+        kubernetes.client.call("DELETE", f"{policies}ies/accel-test-{namespace}")
+
+
+def test_no_attempt_follows_the_only_one(submit: Submit) -> None:
+    """Of a Job, whose conditions change some times between a pod's end and its own."""
+    job = submit("exit 7", options={"workload": "job"})
+    seen = set()
+    while not (status := job.status()).state.final:
+        seen.add((status.attempt, status.message))
+    assert (status.state, status.exit_code, status.attempt) == (State.FAILED, 7, 0)
+    assert {attempt for attempt, _ in seen} == {0}
+    assert not [message for _, message in seen if "again" in message]
 
 
 def test_an_exit_code_is_the_program_s(submit: Submit) -> None:
@@ -181,5 +264,5 @@ def test_deletion_by_somebody_else(kubernetes: Kubernetes, namespace: str, submi
     until(lambda: job.record.reload().status.state.final, "who waits is told")
     status = job.record.status
     assert (status.state, status.reason, status.native_state) == (State.FAILED, Reason.LOST, "Deleted")
-    assert status.message == "its PyTorchJob is gone: it was deleted, and not through accel"
+    assert status.message == "its PyTorchJob is gone: it was cancelled from another machine, or somebody deleted it"
     waiting.join(60)

@@ -79,7 +79,7 @@ def test_a_job_that_somebody_else_deletes_is_lost(submit: Submit, kubernetes: Ku
     kubernetes.client.call("DELETE", path)
     status = job.wait(60)
     assert (status.state, status.reason, status.native_state) == (State.FAILED, Reason.LOST, "Deleted")
-    assert status.message == "its PyTorchJob is gone: it was deleted, and not through accel"
+    assert status.message == "its PyTorchJob is gone: it was cancelled from another machine, or somebody deleted it"
 
 
 def test_a_rank_that_fails_is_named(submit: Submit) -> None:

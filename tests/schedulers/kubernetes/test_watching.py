@@ -226,7 +226,7 @@ def test_a_job_that_ends_or_is_deleted_wakes_who_waits_for_it_and_no_other(serve
     waited(follower, deleted)
     gone = status(follower, deleted)
     assert (gone.state, gone.reason, gone.native_state) == (State.FAILED, Reason.LOST, "Deleted")
-    assert gone.message == "its PyTorchJob is gone: it was deleted, and not through accel"
+    assert gone.message == "its PyTorchJob is gone: it was cancelled from another machine, or somebody deleted it"
     assert follower.wait(other, 0.1) is False
     assert status(follower, other).state is State.QUEUED
 
