@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -138,6 +139,8 @@ class Node:
             raise ClusterError(f"no {program} runs on {self.name}")
         for process in found:
             process.send(number)
+            if number == signal.SIGCONT:  # nsenter stops with its child, and continues it
+                os.kill(int(Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[1]), number)
             if number == signal.SIGKILL:
                 process.wait(20)
 
@@ -254,7 +257,8 @@ class Node:
             "evictionHard": {"memory.available": "100Mi", "nodefs.available": _FREE, "imagefs.available": "1%"},
             "evictionPressureTransitionPeriod": "1s",
             "imageGCHighThresholdPercent": 99, "imageGCLowThresholdPercent": 98,
-            "nodeStatusUpdateFrequency": "5s", "registryPullQPS": 50, "registryBurst": 100,
+            "nodeStatusUpdateFrequency": "5s", "nodeLeaseDurationSeconds": 8,
+            "registryPullQPS": 50, "registryBurst": 100,
             # A container that fails is started again after 2 seconds; otherwise after 10, 20, 40 …
             "featureGates": {"KubeletCrashLoopBackOffMax": True},
             "crashLoopBackOff": {"maxContainerRestartPeriod": "2s"},

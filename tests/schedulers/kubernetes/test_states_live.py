@@ -66,19 +66,6 @@ def _becomes(job: Job, reason: Reason, *words: str) -> None:
     until(is_said, f"{reason} with {words}")
 
 
-def _becomes_unready(kubernetes: Kubernetes, namespace: str, pod: str) -> None:
-    """As the node controller does where a kubelet falls silent; here, its node was said to be lost before."""
-    path = f"/api/v1/namespaces/{namespace}"
-    conditions = {"status": {"conditions": [{"type": "Ready", "status": "False"}]}}
-    kind = "application/strategic-merge-patch+json"
-    kubernetes.client.call("PATCH", f"{path}/pods/{pod}/status", conditions, content_type=kind)
-    event = {
-        "metadata": {"generateName": "event-", "namespace": namespace}, "type": "Warning", "reason": "NodeNotReady",
-        "involvedObject": {"kind": "Pod", "name": pod, "namespace": namespace}, "message": "Node is not ready",
-    }  # fmt: skip
-    kubernetes.client.call("POST", f"{path}/events", event)
-
-
 def test_an_image_that_cannot_be_pulled(submit: Submit) -> None:
     job = submit("true", options={"image": "example.org/no-such:1"})
     _becomes(job, Reason.SETUP, "node 0: the image cannot be pulled", "example.org/no-such:1")
@@ -205,7 +192,6 @@ def test_a_node_that_is_lost(kubernetes: Kubernetes, namespace: str, submit: Sub
     node = pod["spec"]["nodeName"]
     kubernetes.lose_node(node)
     try:
-        _becomes_unready(kubernetes, namespace, pod["metadata"]["name"])
         _becomes(job, Reason.NODE_FAILURE, "node 0: its node does not answer")
     finally:
         kubernetes.find_node(node)
