@@ -258,7 +258,8 @@ class Job:
         return self._logs(follow, ranks, since, tail, None)
 
     def cancel(self, wait: bool = True) -> Status:
-        """Asks for an orderly end: a warning, the job's grace, the kill. A job that is over stays as it is.
+        """Asks for an orderly end: a warning, the job's grace, the kill. A job that is over stays as it is; what still
+        runs of it is cancelled.
 
         With `wait`, returns when the job is over, or its status when it is not a minute after its grace.
         A submit that goes on on this machine is ended, where it is a process of its own; of one that goes on elsewhere,
@@ -268,6 +269,7 @@ class Job:
         """
         status = self.status(refresh=self.record.native_id is not None)
         if status.state.final:
+            self.cancel_rest()
             return status
         self.record.append("cancel", host=os.uname().nodename, pid=os.getpid())
         if self.record.native_id is None:
@@ -280,6 +282,15 @@ class Job:
             return self.wait(self.spec.grace_s + _CANCEL_ALLOWANCE_S)
         except TimeoutError:
             return self.record.status
+
+    def cancel_rest(self) -> bool:
+        """Cancel what still runs of a job that is over. Returns True when something still ran. Raises Unreachable."""
+        from .target import Outlives
+
+        if self.native_id is None:
+            return False
+        target = self._target()
+        return isinstance(target, Outlives) and target.cancel_rest(self.native_id)
 
     def _cancel_submit(self) -> Status:
         """After the cancel was recorded: ends the submit, or waits for its end, where it goes on on this machine."""

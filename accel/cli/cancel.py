@@ -23,7 +23,8 @@ EXAMPLES = """\
   accel cancel @last
   accel cancel --no-wait 1k2m 1k2n
 
-SIGTERM, the job's grace, SIGKILL. A job that has ended already is no error."""
+SIGTERM, the job's grace, SIGKILL. A job that has ended already is no error; what still runs of it is
+cancelled."""
 
 KILL_ALLOWANCE_S = 60.0  # after the grace, for the kill and its news to get here
 
@@ -58,7 +59,8 @@ def _ask(job: Job) -> bool:
     try:
         state = job.status(refresh=job.native_id is not None).state  # of a job that was not sent, that would send it
         if state.final:
-            note(f"job {job.id} had already ended: {state.value}")
+            rest = "; what still ran of it is cancelled" if job.cancel_rest() else ""
+            note(f"job {job.id} had already ended: {state.value}{rest}")
         else:
             job.cancel(wait=False)
             if job.record.warning:

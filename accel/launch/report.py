@@ -66,7 +66,7 @@ class Failure:
     rank: int | None
     node: int
     host: str
-    attempt: int
+    attempt: int | None  # None where nothing can tell
     exit_code: int
     reason: str = "exit_code"
     how: str
@@ -98,12 +98,12 @@ class Failure:
         return self.text() if here or not merged else self.text(traceback=False)
 
     def headline(self) -> str:
+        attempt = "" if self.attempt is None else f" in attempt {self.attempt}"
         if self.reason == "preempted":
-            return f"accel launch: preempted in attempt {self.attempt}: {self.cause} (exit code {self.exit_code})"
+            return f"accel launch: preempted{attempt}: {self.cause} (exit code {self.exit_code})"
         who = f"rank {self.rank}" if self.rank is not None else "the launcher"
-        return (
-            f"accel launch: {who} on node {self.node} ({self.host}) failed first, in attempt {self.attempt}: {self.how}"
-        )
+        comma = "," if attempt else ""
+        return f"accel launch: {who} on node {self.node} ({self.host}) failed first{comma}{attempt}: {self.how}"
 
     def text(self, *, traceback: bool = True) -> str:
         """For people: some lines, the first of which says it all."""
@@ -137,7 +137,7 @@ def first(exits: Iterable[Exit], ended_at: float) -> Exit:
     return min(before, key=lambda one: (one.echo, one.moment))
 
 
-def diagnose(one: Exit, *, node: int, host: str, attempt: int, oom_kills: int, others: str) -> Failure:
+def diagnose(one: Exit, *, node: int, host: str, attempt: int | None, oom_kills: int, others: str) -> Failure:
     """The failure that `one` is, with a cause and a remedy where they are known."""
     error = one.error or {}
     secrets = _secrets()

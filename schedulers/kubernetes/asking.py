@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import Unreachable
-from ..job import Reason, State, Status
+from ..job import State, Status
 from ..printable import one_line
-from . import names, states, watching
+from . import names, podstates, states, watching
 from .errors import Forbidden, NotFound
 from .native import Native
 
@@ -93,26 +93,41 @@ def _listed(api: Api, namespace: str, natives: Sequence[Native], *, ttl: bool) -
     workloads = _workloads(api, namespace, natives)
     there = [native for native in natives if native.name in workloads]
     pods: dict[str, list[Object]] = {}
-    if there:
-        for pod in listed(api, api.path("v1", "pods", namespace=namespace), {"labelSelector": _selector(there)}):
-            pods.setdefault(((pod.get("metadata") or {}).get("labels") or {}).get(names.JOB_ID, ""), []).append(pod)
-    mine = {native: _with_deleted(api, native, pods.get(names.label_value(native.job_id), [])) for native in there}
-    found = {native: states.status_of(workloads[native.name], mine[native]) for native in there}
+    for pod in listed(api, api.path("v1", "pods", namespace=namespace), {"labelSelector": _selector(natives)}):
+        pods.setdefault(((pod.get("metadata") or {}).get("labels") or {}).get(names.JOB_ID, ""), []).append(pod)
+    mine = {native: pods.get(names.label_value(native.job_id), []) for native in natives}
+    found = {native: _status(api, native, workloads[native.name], mine[native]) for native in there}
     waiting = [
         native
         for native, status in found.items()
-        if status.state is State.QUEUED or (not status.state.final and any(map(states.not_ready, mine[native])))
+        if not status.state.final
+        and (
+            status.state is State.QUEUED
+            or any(map(podstates.not_ready, mine[native]))
+            or states.lacks_pods(workloads[native.name], mine[native])
+        )
     ]
     events = _warnings(api, namespace, {native: mine[native] for native in waiting})
     for native in waiting:
         found[native] = states.status_of(workloads[native.name], mine[native], events.get(native, []))
-    return {str(native): found[native] if native in found else _gone(native, ttl=ttl) for native in natives}
+    for native in natives:
+        if native not in found:
+            found[native] = states.status_when_gone(native.kind, mine[native], ttl=ttl)
+    return {str(native): found[native] for native in natives}
 
 
-def _with_deleted(api: Api, native: Native, pods: list[Object]) -> list[Object]:
-    """The job's pods; where there are none any more, as they were last."""
+def _status(api: Api, native: Native, workload: Object, pods: list[Object]) -> Status:
+    """The status of a job by its pods; of one that has failed, also by those that are gone, as they were last: an
+    operator that gives a job up deletes them at once, as does an eviction."""
+    status = states.status_of(workload, pods)
     watcher = watching.running(api, native.namespace)
-    return pods if pods or watcher is None else watcher.deleted_pods(native)
+    if status.state is not State.FAILED or watcher is None:
+        return status
+    there = {names.node_of(pod) for pod in pods}
+    last = {names.node_of(pod): pod for pod in watcher.deleted_pods(native)}
+    deleted = [pod for node, pod in last.items() if node not in there]
+    known = states.status_of(workload, [*pods, *deleted])
+    return known if known.state is State.FAILED else status
 
 
 def _workloads(api: Api, namespace: str, natives: Sequence[Native]) -> dict[str, Object]:
@@ -152,13 +167,6 @@ def _warnings(api: Api, namespace: str, jobs: dict[Native, list[Object]]) -> dic
 def _selector(natives: Iterable[Native]) -> str:
     values = [names.label_value(native.job_id) for native in natives]
     return f"{names.JOB_ID} in ({','.join(values)})"
-
-
-def _gone(native: Native, *, ttl: bool) -> Status:
-    message = f"its {native.kind} is gone: it was deleted, and not through accel"
-    if ttl:
-        message = f"its {native.kind} is gone: its ttl_s passed before anybody asked, or somebody deleted it"
-    return Status(state=State.FAILED, reason=Reason.LOST, native_state="Deleted", message=message)
 
 
 __all__ = ["listed", "pod_of", "pods_of", "statuses", "workload_of"]

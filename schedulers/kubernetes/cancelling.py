@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from pathlib import Path
 
 from ..printable import one_line
+from . import asking, podstates
 from .api import Api
 from .errors import NotFound
 from .native import Native
@@ -15,8 +17,12 @@ logger = logging.getLogger(__name__)
 
 
 def cancel(api: Api, native: Native, directory: Path) -> None:
-    """In the foreground: the object goes when everything that belongs to it is gone. Cancelling what is gone is no
-    error. Raises ApiError, Unreachable."""
+    """Archive the logs and delete the job's object. Cancelling a job that is gone is no error. Raises ApiError,
+    Unreachable.
+
+    In the background: a deletion in the foreground needs an UPDATE at its end, which Trainer's webhook refuses since
+    the runtime is gone by then. This also frees an object that an earlier deletion left behind.
+    """
     from .keeping import keep
 
     warning = keep(api, native, directory)
@@ -24,4 +30,13 @@ def cancel(api: Api, native: Native, directory: Path) -> None:
         logger.warning("%s", one_line(warning))
     path = api.path(native.api_version, native.plural, native.name, namespace=native.namespace)
     with contextlib.suppress(NotFound):
-        api.call("DELETE", path, query={"propagationPolicy": "Foreground"})
+        api.call("DELETE", path, query={"propagationPolicy": "Background"})
+
+
+def cancel_rest(api: Api, native: Native, directory: Path) -> bool:
+    """Cancel a job that is over when one of its pods still runs, as others of a failed PyTorchJob do. Returns True when
+    one does. Raises ApiError, Unreachable."""
+    if not any(podstates.alive(pod, time.time()) for pod in asking.pods_of(api, native)):
+        return False
+    cancel(api, native, directory)
+    return True

@@ -8,6 +8,7 @@ https://kubernetes.io/docs/concepts/workloads/pods/disruptions/; Jobs: `k8s.io/a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from ..job import Reason
@@ -64,6 +65,13 @@ POD: Mapping[str, Meaning] = {
     "DeadlineExceeded": (Reason.TIME_LIMIT, "its time limit passed"),
 }
 
+# What an eviction says of a pod that filled its own limit, and not its node's disk.
+# https://github.com/kubernetes/kubernetes/blob/master/pkg/kubelet/eviction/helpers.go
+OWN_STORAGE = re.compile(
+    "ephemeral local storage usage exceeds|exceeded its local ephemeral storage limit|Usage of EmptyDir volume"
+)
+STORAGE: Meaning = (Reason.EXIT_CODE, "it used more local storage than the pod may (resources: ephemeral-storage)")
+
 # The reason of a pod's condition DisruptionTarget.
 DISRUPTED: Mapping[str, Meaning] = {
     "PreemptionByScheduler": (Reason.PREEMPTED, "its pod made place for a more important one"),
@@ -89,12 +97,22 @@ JOB: Mapping[str, Meaning] = {
     "TrainJobJobsCreationFailed": (Reason.SETUP, "its pods could not be made"),
     "JobsCreationFailed": (Reason.SETUP, "its pods could not be made"),
 }
+# Of a Job that may not restart: one of its pods was deleted by the cluster, and is gone.
+DISRUPTION: Meaning = (Reason.PREEMPTED, "its pod was evicted or preempted, or its node was lost")
+BACK_OFF = "specified backoff limit"
 # The training operator has one reason for all failures, and says in words which it was.
 SAID_OF_JOB: tuple[tuple[str, Meaning], ...] = (
     ("longer than specified deadline", (Reason.TIME_LIMIT, "its time limit passed")),
-    ("specified backoff limit", (Reason.EXIT_CODE, "")),
+    (BACK_OFF, (Reason.EXIT_CODE, "")),
+    ("has condition DisruptionTarget", DISRUPTION),
 )
 
+# How the reasons of events begin that say of an object's pods that they cannot be made.
+REFUSALS = ("FailedCreate", "JobCreationFailed", "TrainJobResourcesCreationFailed")
+# What the kubelet says of a volume in the first second of a pod, and of no volume that lacks.
+PASSING = ("failed to sync configmap cache", "failed to sync secret cache", "not registered")
+# What the scheduler says of a claim that does not exist.
+NO_CLAIM = re.compile(r'persistentvolumeclaim "[^"]*" not found')
 # What an event's message holds -> what it means. Tried in their order, for events of type Warning.
 EVENTS: tuple[tuple[str, Meaning], ...] = (
     ("exceeded quota", (Reason.NO_CAPACITY, "the namespace's quota does not allow its pods")),

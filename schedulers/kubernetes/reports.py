@@ -13,14 +13,16 @@ from dataclasses import dataclass
 from ..job import Reason
 
 _FIRST = re.compile(
-    r"^accel launch: (?P<who>rank \d+|the launcher) on node (?P<node>\d+) \(.*?\) failed first, "
-    r"in attempt (?P<attempt>\d+): (?P<how>.*)$",
+    r"^accel launch: (?P<who>rank \d+|the launcher) on node (?P<node>\d+) \(.*?\) failed first"
+    r"(, in attempt \d+)?: (?P<how>.*)$",
     re.MULTILINE,
 )
-_PREEMPTED = re.compile(r"^accel launch: preempted in attempt \d+: (?P<why>.*) \(exit code \d+\)$", re.MULTILINE)
+_PREEMPTED = re.compile(r"^accel launch: preempted( in attempt \d+)?: (?P<why>.*) \(exit code \d+\)$", re.MULTILINE)
+_OUT_OF_TIME = re.compile(r"^accel launch: the time limit of \d+ s is over", re.MULTILINE)
 _TRACE = re.compile(r"^  \| (?P<line>\S.*)$", re.MULTILINE)
 _FIELD = re.compile(r"^  (?P<name>error|cause|remedy): +(?P<text>.*)$", re.MULTILINE)
 _ABOUT = re.compile(r"  (log|others|cause|remedy): ")
+_GREETING = re.compile(r"accel launch: \d+ nodes, node 0 at ")
 
 # A part of the cause that the report names -> what that means.
 _CAUSES: Mapping[str, Reason] = {
@@ -47,6 +49,8 @@ class Report:
 
 def read(text: str) -> Report | None:
     """The last report in a text; None where there is none."""
+    if _OUT_OF_TIME.search(text):
+        return Report(who="", node=None, reason=Reason.TIME_LIMIT, message="its time limit passed")
     preempted = _last(_PREEMPTED, text)
     found = _last(_FIRST, text)
     if preempted is not None and (found is None or preempted.start() > found.start()):
@@ -71,7 +75,7 @@ def read(text: str) -> Report | None:
 
 def last_line(text: str) -> str:
     """The last line that says what was wrong, where the beginning of a report is cut off, or where there is none."""
-    lines = [line for line in text.splitlines() if line.strip() and not _ABOUT.match(line)]
+    lines = [line for line in text.splitlines() if line.strip() and not (_ABOUT.match(line) or _GREETING.match(line))]
     return lines[-1].removeprefix("  | ").strip() if lines else ""
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from ..errors import ConfigError, SchedulerError, SubmitError, Unreachable
 from ..job import Cursor, JobSpec, LogLine, Status
-from ..target import Checked, Found, Plan, TargetContext, parse_ids
+from ..target import Checked, Found, Listed, Plan, TargetContext, parse_ids
 from . import options as meaning
 from . import planning
 from .options import KubernetesOptions
@@ -141,6 +141,14 @@ class KubernetesTarget:
         native = Native.parse(native_id)
         cancelling.cancel(self._of(native).api, native, self._jobs / native.job_id)
 
+    def cancel_rest(self, native_id: str) -> bool:
+        """Deletes the object of a job that is over where one of its pods still runs. Raises Unreachable."""
+        from . import cancelling
+        from .native import Native
+
+        native = Native.parse(native_id)
+        return cancelling.cancel_rest(self._of(native).api, native, self._jobs / native.job_id)
+
     def shell(self, native_id: str, node: int, argv: Sequence[str], *, terminal: bool) -> int:
         """In the pod of that node. Raises SubmitError, ApiError, Unreachable."""
         from . import shelling
@@ -161,6 +169,12 @@ class KubernetesTarget:
         from . import finding, placing
 
         return finding.find(self._cluster(placing.read(self._jobs, job_id)).api, self._options, job_id)
+
+    def listed(self) -> list[Listed]:
+        """The jobs in the target's namespace. Raises Unreachable, ApiError."""
+        from . import finding
+
+        return finding.jobs(self._cluster(None).api, self._options)
 
     def check(self, gpus: int = 0) -> Checked:
         """Asks the API server what it has, and what we may do there. Raises Unreachable, SchedulerError."""

@@ -27,6 +27,7 @@ _MOST_DELETED = 1000
 _SETTLE_S = 5.0
 
 WARNINGS = "type=Warning"
+_POD_SPEC = ("nodeName", "restartPolicy", "terminationGracePeriodSeconds")
 
 
 class Watcher:
@@ -230,7 +231,11 @@ def concerned(native: Native, pods: Sequence[Object]) -> list[str]:
 def lean_pod(pod: Object) -> Object:
     """What is asked of pods, and no more: there may be thousands."""
     spec = pod.get("spec") or {}
-    kept = {key: spec[key] for key in ("nodeName", "terminationGracePeriodSeconds") if spec.get(key) is not None}
+    kept = {
+        key: spec[key]
+        for key in ("nodeName", "restartPolicy", "terminationGracePeriodSeconds")
+        if spec.get(key) is not None
+    }
     kept["containers"] = [
         {"name": each.get("name"), "command": each.get("command")} for each in spec.get("containers") or []
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 Object = dict[str, Any]
@@ -23,8 +24,14 @@ def workload(kind: str, *conditions: Object, nodes: int = 2, status: Object | No
     }
 
 
-def condition(type_: str, reason: str = "", message: str = "", status: str = "True") -> Object:
-    return {"type": type_, "status": status, "reason": reason, "message": message}
+def condition(type_: str, reason: str = "", message: str = "", status: str = "True", at: str = "") -> Object:
+    found = {"type": type_, "status": status, "reason": reason, "message": message}
+    return {**found, "lastTransitionTime": at} if at else found
+
+
+def seconds_ago(seconds: float) -> str:
+    """A time as API servers write it."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() - seconds))
 
 
 def pod(
@@ -36,6 +43,8 @@ def pod(
     operator: bool = False,
     labels: dict[str, str] | None = None,
     deleted: bool = False,
+    restart: str = "Never",
+    uid: str | None = None,
     **status: Any,
 ) -> Object:
     role = {
@@ -47,8 +56,10 @@ def pod(
         "metadata": {
             "name": f"run1-{node}",
             "labels": {**(role if operator else index), **(labels or {})},
-            **({"deletionTimestamp": "2026-11-21T10:00:00Z"} if deleted else {}),
+            **({} if uid is None else {"uid": uid}),
+            **({"deletionTimestamp": seconds_ago(-10)} if deleted else {}),
         },
+        "spec": {"restartPolicy": restart, "terminationGracePeriodSeconds": 30},
         "status": {
             "phase": phase,
             "conditions": list(conditions),
@@ -79,8 +90,10 @@ def ended(code: int, reason: str = "Error", message: str = "", at: str = "10:00:
     return {"exitCode": code, "reason": reason, "message": message, "finishedAt": f"2026-11-21T{at}Z"}
 
 
-def event(reason: str, message: str, about: str = "Pod/run1-0", type_: str = "Warning", at: str = "10:00:00") -> Object:
+def event(
+    reason: str, message: str, about: str = "Pod/run1-0", type_: str = "Warning", at: str = "10:00:00", uid: str = ""
+) -> Object:
     kind, _, name = about.partition("/")
     when = f"2026-11-21T{at}Z"
     return {"type": type_, "reason": reason, "message": message, "lastTimestamp": when,
-            "involvedObject": {"kind": kind, "name": name}}  # fmt: skip
+            "involvedObject": {"kind": kind, "name": name, **({"uid": uid} if uid else {})}}  # fmt: skip

@@ -12,6 +12,9 @@ from tests.schedulers.kubernetes.shapes import condition, pod, terminated, waiti
 
 _DISK = "The node was low on resource: ephemeral-storage. Threshold quantity: 1Gi, available: 900Mi."
 
+_GREETING = "accel launch: 2 nodes, node 0 at run1-master-0:29500, as the training operator says\n"
+_DISRUPTED = "Pod team/run1-0-x has condition DisruptionTarget matching FailJob rule at index 1"
+
 
 @pytest.mark.parametrize(
     ("kind", "failed", "pods", "reason", "code", "message"),
@@ -54,6 +57,49 @@ _DISK = "The node was low on resource: ephemeral-storage. Threshold quantity: 1G
             Reason.PREEMPTED,
             None,
             f"node 0: its pod was evicted: {_DISK}",
+        ),
+        # Not its neighbours, but the job itself.
+        (
+            "Job",
+            condition("Failed", "BackoffLimitExceeded"),
+            [
+                pod(
+                    0,
+                    terminated(137),
+                    phase="Failed",
+                    reason="Evicted",
+                    message="Pod ephemeral local storage usage exceeds the total limit of containers 10Mi. ",
+                    conditions=(condition("DisruptionTarget", "TerminationByKubelet"),),
+                )
+            ],
+            Reason.EXIT_CODE,
+            137,
+            "node 0: it used more local storage than the pod may (resources: ephemeral-storage): Pod ephemeral local",
+        ),
+        # The last line of a log is no reason for a kill.
+        (
+            "PyTorchJob",
+            condition("Failed", "PyTorchJobFailed"),
+            [pod(0, terminated(137, "OOMKilled", message=_GREETING), phase="Failed", operator=True)],
+            Reason.OUT_OF_MEMORY,
+            137,
+            "node 0: it used more memory than the pod may (--memory)",
+        ),
+        (
+            "PyTorchJob",
+            condition("Failed", "PyTorchJobFailed"),
+            [pod(0, terminated(137, message=_GREETING), phase="Failed", operator=True)],
+            Reason.EXIT_CODE,
+            137,
+            "node 0: exit code 137",
+        ),
+        (
+            "Job",
+            condition("Failed", "PodFailurePolicy", _DISRUPTED),
+            [],
+            Reason.PREEMPTED,
+            None,
+            "its pod was evicted or preempted, or its node was lost",
         ),
         (
             "Job",
@@ -184,6 +230,7 @@ def test_why_a_job_failed(
     assert (found.state, found.reason, found.exit_code) == (State.FAILED, reason, code)
     assert found.message.startswith(message)
     assert "\n" not in found.message
+    assert "accel launch" not in found.message
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from tests.schedulers.kubernetes.shapes import (
     event,
     pod,
     running,
+    seconds_ago,
     terminated,
     waiting,
     workload,
@@ -55,6 +56,13 @@ _UNSCHEDULABLE = condition(
     "0/3 nodes are available: 1 node(s) had untolerated taint {a: b}, 2 Insufficient nvidia.com/gpu.",
     "False",
 )
+_NO_CLAIM = condition(
+    "PodScheduled",
+    "Unschedulable",
+    '0/2 nodes are available: persistentvolumeclaim "nope" not found. preemption: 0/2 nodes are available',
+    "False",
+)
+_CACHE = 'MountVolume.SetUp failed for volume "accel-code" : failed to sync configmap cache: timed out waiting'
 _QUOTA = (
     'pods "run1-0" is forbidden: exceeded quota: team, requested: requests.cpu=8, used: requests.cpu=4, limited: 10'
 )
@@ -109,7 +117,19 @@ _ROOT = "container has runAsNonRoot and image will run as root"
             [pod(0, waiting("CreateContainerConfigError", 'secret "keys" not found'), phase="Pending")],
             [],
             Reason.SETUP,
-            'node 0: the container cannot be made: example.org/train:2 (secret "keys" not found)',
+            'node 0: the container cannot be made: secret "keys" not found',
+        ),
+        (
+            [
+                pod(
+                    0,
+                    waiting("CreateContainerConfigError", "couldn't find key token in Secret a/keys"),
+                    phase="Pending",
+                )
+            ],
+            [],
+            Reason.SETUP,
+            "node 0: the container cannot be made: couldn't find key token in Secret a/keys",
         ),
         ([pod(0, waiting("SomethingNew", "said so"), phase="Pending")], [], Reason.SETUP, "node 0: SomethingNew"),
         (
@@ -171,6 +191,44 @@ _ROOT = "container has runAsNonRoot and image will run as root"
             ],
             Reason.SETUP,
             "its service account is not there",
+        ),
+        # JobSet and Trainer say of what they cannot make in events alone.
+        (
+            [],
+            [event("JobCreationFailed", "job creation failed for: ttl: Invalid value", "JobSet/run1")],
+            Reason.SETUP,
+            "its pods cannot be made: job creation failed for: ttl",
+        ),
+        (
+            [],
+            [event("TrainJobResourcesCreationFailed", "error converting YAML", "TrainJob/run1")],
+            Reason.SETUP,
+            "its pods cannot be made: error converting YAML",
+        ),
+        (
+            [pod(0, phase="Pending", conditions=(_NO_CLAIM,))],
+            [],
+            Reason.SETUP,
+            'node 0: a volume claim is not there: 0/2 nodes are available: persistentvolumeclaim "nope" not found',
+        ),
+        # So it goes in the first second of every pod, and the next try finds it.
+        (
+            [pod(0, waiting("ContainerCreating"), phase="Pending")],
+            [event("FailedMount", _CACHE)],
+            Reason.NONE,
+            "",
+        ),
+        (
+            [pod(0, waiting("ContainerCreating"), phase="Pending", uid="new")],
+            [event("FailedMount", "configmap not found", uid="old")],
+            Reason.NONE,
+            "",
+        ),
+        (
+            [pod(0, waiting("ContainerCreating"), phase="Pending", uid="new")],
+            [event("FailedMount", "configmap not found", uid="new")],
+            Reason.SETUP,
+            "node 0: a volume cannot be mounted: configmap not found",
         ),
         ([], [event("SuccessfulCreate", "Created pod: a", "Job/run1", "Normal")], Reason.NONE, ""),
         (
@@ -270,6 +328,116 @@ def test_a_gang_between_two_attempts() -> None:
     assert found.message == "it is started again: node 0: ValueError"
 
 
+def test_no_attempt_follows_the_last_one() -> None:
+    """Between a pod's end and the condition Failed there are moments of which the object says nothing, or
+    FailureTarget."""
+    over = [pod(0, terminated(7, message="ValueError"), phase="Failed"), pod(1, terminated(143), phase="Failed")]
+    made = workload("Job")
+    made["spec"]["backoffLimit"] = 0
+    for conditions in ([], [condition("FailureTarget", "BackoffLimitExceeded", "Job has reached the limit")]):
+        made["status"]["conditions"] = conditions
+        for pods in (over, [over[0], pod(1, running(), deleted=True)]):
+            found = status_of(made, pods)
+            assert (found.state, found.attempt) == (State.RUNNING, 0), (conditions, pods)
+            assert "again" not in found.message
+    made["spec"]["backoffLimit"] = 2
+    again = status_of(made, over)  # FailureTarget stands, whatever the limit
+    assert (again.state, again.reason, again.attempt) == (State.RUNNING, Reason.EXIT_CODE, 0)
+    made["status"]["conditions"] = []
+    again = status_of(made, over)
+    assert (again.state, again.attempt) == (State.QUEUED, 1)
+    assert again.message == "it is started again: node 0: ValueError"
+    last = status_of(made, [*over, *over])
+    assert (last.state, last.attempt) == (State.RUNNING, 1)
+    unfit = status_of(made, [pod(0, terminated(127), phase="Failed")])
+    assert (unfit.state, unfit.attempt) == (State.RUNNING, 0)
+
+
+def test_a_container_that_the_kubelet_will_start_again() -> None:
+    """It has ended, and does not wait yet."""
+    made = workload("PyTorchJob", condition("Running"), nodes=1)
+    made["spec"] = {"pytorchReplicaSpecs": {"Master": {"restartPolicy": "OnFailure"}}, "runPolicy": {"backoffLimit": 2}}
+    ended_once = pod(0, terminated(5), operator=True, restart="OnFailure")
+    found = status_of(made, [ended_once])
+    assert (found.state, found.message) == (State.QUEUED, "it is started again: node 0: exit code 5")
+    ended_once["status"]["containerStatuses"][0]["restartCount"] = 1
+    assert (status_of(made, [ended_once]).state, status_of(made, [ended_once]).attempt) == (State.RUNNING, 1)
+
+
+def test_a_jobset_between_two_attempts() -> None:
+    over = [pod(0, terminated(7, message="ValueError"), phase="Failed")]
+    made = workload("JobSet", status={"restarts": 1})
+    made["spec"]["failurePolicy"] = {"maxRestarts": 2}
+    assert status_of(made, over).message == "it is started again: node 0: ValueError"
+    made["spec"]["failurePolicy"] = {"maxRestarts": 1}
+    assert (status_of(made, over).state, status_of(made, over).attempt) == (State.RUNNING, 1)
+
+
+def test_a_pytorchjob_has_no_more_attempts_than_it_may() -> None:
+    """The kubelet may start a container once more before the operator counts."""
+    made = workload("PyTorchJob", condition("Failed", "PyTorchJobFailed", "it has reached the specified backoff limit"))
+    for role in made["spec"]["pytorchReplicaSpecs"].values():
+        role["restartPolicy"] = "OnFailure"
+    made["spec"]["runPolicy"] = {"backoffLimit": 1 * 2 + 1}
+    restarted = [pod(0, running(2), operator=True, restart="OnFailure")]
+    assert status_of(made, restarted).attempt == 1
+    assert status_of(made, []).attempt == 1
+    made["spec"]["elasticPolicy"] = {"minReplicas": 2, "maxRestarts": 3}
+    assert status_of(made, []).attempt == 3
+    made["spec"]["pytorchReplicaSpecs"]["Worker"]["restartPolicy"] = "Never"
+    assert status_of(made, []).attempt == 0
+
+
+@pytest.mark.parametrize("kind", _KINDS)
+def test_a_job_is_not_over_while_its_pods_are_ending(kind: str) -> None:
+    """The operator fails a job half a second after one of its pods is deleted; the others end in order, and speak."""
+    operator = kind == "PyTorchJob"
+    still = pod(0, running(), operator=operator)
+    gone = pod(1, running(), operator=operator, deleted=True)
+    gone["status"]["conditions"] = [condition("DisruptionTarget", "EvictionByEvictionAPI", "Eviction API: evicting")]
+    for pods in ([still], [gone], [still, gone]):
+        made = workload(kind, condition("Failed", at=seconds_ago(1)), condition("Running", status="False"))
+        found = status_of(made, pods)
+        assert (found.state, found.exit_code) == (State.RUNNING, None)
+        assert found.message.startswith("it has failed, and its pods are ending")
+    done = workload(kind, condition(_DONE[kind], at=seconds_ago(1)))
+    assert status_of(done, [still]).state is State.RUNNING
+    ended = pod(0, terminated(1), phase="Failed", operator=operator)
+    assert status_of(made, [ended]).state is State.FAILED
+
+
+def test_a_pod_that_goes_on_after_its_grace_does_not_hold_up_the_end() -> None:
+    still = pod(0, running(), operator=True)
+    made = workload("PyTorchJob", condition("Failed", at=seconds_ago(100)))
+    assert status_of(made, [still]).state is State.FAILED
+    still["metadata"]["deletionTimestamp"] = seconds_ago(100)
+    made = workload("PyTorchJob", condition("Failed", at=seconds_ago(1)))
+    assert status_of(made, [still]).state is State.FAILED
+
+
+@pytest.mark.parametrize(
+    ("kind", "about", "pods"),
+    [
+        ("PyTorchJob", "PyTorchJob/run1", [pod(0, running(), operator=True)]),
+        ("PyTorchJob", "PyTorchJob/run1", []),
+        ("Job", "Job/run1", [pod(0, running())]),
+        ("JobSet", "Job/run1-node-0", [pod(0, running())]),
+        ("TrainJob", "Job/run1-node-0", [pod(0, running(name="node"))]),
+    ],
+)
+def test_next_pods_that_are_refused(kind: str, about: str, pods: list[Any]) -> None:
+    made = workload(kind, condition("Running"))
+    found = status_of(made, pods, [event("FailedCreatePod", _QUOTA, about)])
+    assert (found.state, found.reason) == (State.RUNNING, Reason.NO_CAPACITY)
+    assert found.message.startswith(f"{len(pods)} of 2 pods run; the namespace's quota does not allow its pods")
+
+
+def test_an_event_of_an_earlier_object_of_that_name() -> None:
+    made = workload("Job", uid="new")
+    assert status_of(made, [], [event("FailedCreate", _QUOTA, "Job/run1", uid="old")]).reason is Reason.NONE
+    assert status_of(made, [], [event("FailedCreate", _QUOTA, "Job/run1", uid="new")]).reason is Reason.NO_CAPACITY
+
+
 def test_a_pod_on_a_node_that_is_lost() -> None:
     lost = condition("DisruptionTarget", "DeletionByTaintManager", "Taint manager: deleting due to NoExecute taint")
     pods = [pod(0, running()), pod(1, running(), conditions=(lost,), deleted=True)]
@@ -290,6 +458,13 @@ def test_the_last_moments_of_a_job() -> None:
     ]
     found = status_of(workload("Job"), pods)
     assert (found.state, found.message) == (State.RUNNING, "it is ending")
+
+    # The kubelet reports a container's end before the pod's phase; a pod that may restart ended for good with code 0.
+    ended = [pod(0, terminated(0, "Completed")), pod(1, terminated(0, "Completed"), restart="OnFailure")]
+    for kind in _KINDS:
+        assert status_of(workload(kind), ended).state is State.RUNNING
+    failed = [pod(0, terminated(1), operator=True), pod(1, terminated(1), operator=True)]
+    assert status_of(workload("PyTorchJob", condition("Running")), failed).state is State.RUNNING
 
 
 def test_pods_that_are_no_part_of_the_gang_do_not_count() -> None:
