@@ -174,7 +174,9 @@ class Stamped:
 
     def end(self, *, complete: bool) -> list[Piece]:
         """What is left when nothing more comes: with `complete`, the last line too, if nobody ended it."""
-        # The kubelet's own words have no end either.
+        if self._stamp and self._at is None and stamp_of(bytes(self._rest).partition(b" ")[0]) is None:
+            self._rest.clear()  # the kubelet's own words, as of a container that was removed while its log was followed
+        # They have no end in the place of a log either.
         complete = complete or (not self._stamp and ABSENT.match(self._rest) is not None)
         pieces = self._line(bytes(self._rest), complete=True) if complete and self._rest else []
         self._rest.clear()

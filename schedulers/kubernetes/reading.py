@@ -485,9 +485,9 @@ class _Pass:
         elif kept is not None:
             yield from self._kept(keeping.finished(kept))
         else:
-            yield self._missing(
-                source.name, source, f"what {source.who()} is missing: the cluster no longer has its log"
-            )
+            begun = source.name in self._positions
+            what = f"the end of what {source.who()} may be" if begun else f"what {source.who()} is"
+            yield self._missing(source.name, source, f"{what} missing: the cluster no longer has its log")
 
     def _is_still(self, source: Source, answer: Fetched) -> bool:
         """Whether its run is still the one that it was read as."""

@@ -159,9 +159,11 @@ def _runs(
     metadata = pod.get("metadata") or {}
     name, uid, restarts = str(container.get("name")), str(metadata.get("uid")), int(container.get("restartCount") or 0)
     state, last = container.get("state") or {}, (container.get("lastState") or {}).get("terminated")
-    if _is_unknown(state.get("terminated")):
+    if state.get("running") is None and _is_unknown(last) and restarts:
         # The kubelet has removed the container, as of an evicted pod, and counts a restart that never was.
-        state, last, restarts = (state, None, restarts - 1) if _is_unknown(last) and restarts else ({}, last, restarts)
+        restarts, state, last = restarts - 1, {"terminated": last}, None
+    elif _is_unknown(state.get("terminated")):
+        state = {}
     alone = "" if main else f".{name}"
     tee = "--tee" in launch
     # A job's own commands come before the launcher, and write what they like.

@@ -237,3 +237,13 @@ def test_a_log_that_is_absent_is_neither_empty_nor_lost(place: Position | None, 
         stamped = Stamped(place)
         assert stamped.feed(words[:30]) + stamped.feed(words[30:]) + stamped.end(complete=complete) == []
         assert (stamped.absent, stamped.lost, stamped.said) == (True, False, [words.decode().strip()])
+
+
+def test_why_a_kubelet_ends_a_stream_is_no_line_of_the_log() -> None:
+    log = b"2026-11-21T16:33:00Z last\n"
+    for words in (
+        b'rpc error: code = NotFound desc = an error occurred when try to find container "0": not found',
+        b"20",
+    ):
+        stamped = Stamped(None)
+        assert _text(stamped.feed(log + words) + stamped.end(complete=True)) == b"last\n"

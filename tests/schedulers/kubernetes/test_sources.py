@@ -67,6 +67,7 @@ _UNKNOWN = {"terminated": {"exitCode": 137, "reason": "ContainerStatusUnknown"}}
     [
         ({"restartCount": 1, "state": _UNKNOWN, "lastState": _UNKNOWN}, [(0, False, False)]),
         ({"restartCount": 3, "state": _UNKNOWN, "lastState": _UNKNOWN}, _THREE),
+        ({"restartCount": 1, "state": {"waiting": {}}, "lastState": _UNKNOWN}, [(0, False, False)]),
         ({"restartCount": 0, "state": _UNKNOWN, "lastState": {}}, []),
     ],
 )  # fmt: skip
