@@ -1,9 +1,10 @@
-"""Jobs that another machine submitted: looked for on a target by their id, and taken into this store."""
+"""Jobs that another machine submitted: found on a target by their id and taken into this store, or only listed."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import time
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from .errors import SpecError, StoreError, UnknownJob
@@ -12,8 +13,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from .config import ResolvedTarget
+    from .job import Status
     from .record import Record
     from .store import Store
+    from .target import Listed
 
 
 def record_or_adopt(
@@ -60,6 +63,7 @@ def _adopted(
             kind=resolved.kind,
             options=resolved.options,
             native_id=found.native_id,
+            made_at=found.created_at,
         )
     except StoreError:
         # Another process has been as quick, unless that is not what is wrong.
@@ -67,3 +71,52 @@ def _adopted(
             raise
         record = store.record(job_id)
     return record, resolved
+
+
+def jobs_elsewhere(
+    target: str, store: Store, known: Collection[str], options: Mapping[str, Any] | None = None
+) -> list[Record]:
+    """The jobs that a target knows and this store does not (`known`: its ids), polled now: records of no file, to be
+    shown and not kept. None of a kind of target that cannot list its jobs.
+
+    Raises what making the target and a query raise.
+    """
+    from .config import resolve_target
+    from .target import Lists
+
+    resolved = resolve_target(target, store.jobs, overrides=options)
+    if not isinstance(resolved.target, Lists):
+        return []
+    others = [job for job in resolved.target.listed() if job.job_id not in known]
+    asked_at = time.time()
+    statuses = resolved.target.poll([job.native_id for job in others]) if others else {}
+    return [
+        _unstored(job, resolved, dataclasses.replace(statuses[job.native_id], observed_at=asked_at))
+        for job in others
+        if job.native_id in statuses  # else it was deleted between the two queries
+    ]
+
+
+def _unstored(job: Listed, resolved: ResolvedTarget, status: Status) -> Record:
+    from .processes import Place
+    from .record import Record
+
+    return Record(
+        id=job.job_id,
+        path="",
+        name=job.name,
+        target=resolved.name,
+        kind=resolved.kind,
+        nodes=job.nodes,
+        procs=None,
+        created_at=job.created_at,
+        submitter=("", 0),
+        submitted_from=Place(""),
+        after=(),
+        native_id=job.native_id,
+        status=status,
+        started_at=None,
+        ended_at=None,
+        absent_since=None,
+        adopted=True,
+    )

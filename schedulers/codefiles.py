@@ -105,7 +105,7 @@ def _link(top: str, whole: str) -> str:
     if os.path.isabs(target) or not (inside == top or inside.startswith(top.rstrip(os.sep) + os.sep)):
         raise SnapshotError(
             f"{whole!r} is a link to {target!r}, outside the code directory: other machines do not have that; "
-            f"delete it, or have it ignored (.gitignore; without git {IGNORE_FILE})"
+            f"delete it, or have it ignored ({IGNORE_FILE})"
         )
     return target
 

@@ -30,6 +30,8 @@ _EPOCH_MS = 1_704_067_200_000  # 2024-01-01
 _RANDOM_BITS = 15
 _ID_LENGTH = 11
 _ID = re.compile(r"[0-9a-z][0-9a-z_-]{0,62}\Z")
+# Ids that are hashes begin so (helm/accel-job). None that holds the time has since January 2025.
+_TIMELESS = "0"
 _ABANDONED_S = 3600.0
 
 
@@ -72,13 +74,15 @@ class Store:
         kind: str,
         options: Mapping[str, Any] | None = None,
         native_id: str | None = None,
+        made_at: float | None = None,
     ) -> Record:
         """Writes the intent to run the job: when this returns it is on the disk, whole, and says `submitting`.
 
         `options` are the target's, kept so that the job is found again from any directory. With a `native_id` it is a
         job that another machine submitted: `adopted`, never to be submitted here, and `queued` until its target is
-        asked. Raises StoreError when it cannot be written or the id is taken, SpecError when the spec holds what JSON
-        cannot.
+        asked; it was made at `made_at`, or when its id says.
+
+        Raises StoreError when it cannot be written or the id is taken, SpecError when the spec holds what JSON cannot.
         """
         if not _ID.match(job_id):
             raise StoreError(f"{job_id!r} is not a job id")
@@ -88,7 +92,13 @@ class Store:
             "target.json": {"name": target, "kind": kind, "options": dict(options or {}), "source": plan.source},
             "events.jsonl": first_row(spec, target=target, kind=kind)
             if native_id is None
-            else adopted_row(spec, target=target, kind=kind, native_id=native_id, created_at=created_at(job_id)),
+            else adopted_row(
+                spec,
+                target=target,
+                kind=kind,
+                native_id=native_id,
+                created_at=created_at(job_id) if made_at is None else made_at,
+            ),
         }
         texts = {name: disk.encode({"schema": disk.SCHEMA, **data}, name) + b"\n" for name, data in files.items()}
         if options is None:
@@ -138,7 +148,16 @@ class Store:
             return []
         except OSError as error:
             raise disk.refusal(error, self._jobs, "read") from error
-        return sorted((name for name in names if _ID.match(name)), reverse=True)
+        return sorted((name for name in names if _ID.match(name)), key=self._order, reverse=True)
+
+    def _order(self, job_id: str) -> str:
+        """Return the id, or of one that holds no time, as charts make them, an id of the time when the job was made."""
+        if not job_id.startswith(_TIMELESS):
+            return job_id
+        with contextlib.suppress(StoreError):
+            made_at = read_record(job_id, f"{self._jobs}/{job_id}").created_at
+            return _encode(max(0, int(made_at * 1000) - _EPOCH_MS) << _RANDOM_BITS)
+        return job_id
 
     def records(self, ids: Iterable[str] | None = None) -> list[Record | Damaged]:
         """All jobs, newest first, or those of `ids` (whole ones) in their order; no other file is read.

@@ -137,12 +137,25 @@ class Found:
     spec: as it was submitted, as far as the backend can tell; paths in it are that machine's.
     plan: what was done, as far as it can be told.
     whole: False where something that belongs to the job may be missing, which only its submit makes.
+    created_at: seconds since the epoch; None where the backend does not know, and the id tells.
     """
 
     native_id: str
     spec: JobSpec
     plan: Plan
     whole: bool = True
+    created_at: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listed:
+    """A job that a backend knows: what a list shows of it, apart from its status."""
+
+    job_id: str
+    native_id: str
+    name: str
+    nodes: int
+    created_at: float
 
 
 @runtime_checkable
@@ -164,6 +177,14 @@ class Finds(Protocol):
 
         Raises Unreachable when it may be in a part of the backend that could not be asked.
         """
+
+
+@runtime_checkable
+class Lists(Protocol):
+    """A target whose backend can list all jobs of accel that it knows, whichever machine submitted them."""
+
+    def listed(self) -> list[Listed]:
+        """The jobs, in any order. Changes nothing there. Raises what a query raises."""
 
 
 @runtime_checkable

@@ -25,7 +25,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "test": ("accel.cli.test", "Check that training works: here on 1, 2 and 4 processes, or on a target"),
     "list": ("accel.cli.list", "List jobs, the newest first"),
     "status": ("accel.cli.status", "Say where a job is"),
-    "describe": ("accel.cli.describe", "Show all that is known about a job: spec, plan, events, failure"),
+    "describe": ("accel.cli.describe", "Show all that is known about a job: spec, plan, events"),
     "logs": ("accel.cli.logs", "Print or follow what a job's ranks wrote"),
     "wait": ("accel.cli.wait", "Wait for jobs to end and exit with their code"),
     "shell": ("accel.cli.shell", "Open a shell where a rank runs, or run a command there"),

@@ -42,11 +42,14 @@ def find_all(command: str, references: Sequence[str], args: Namespace) -> list[J
 
 
 def options_of(command: str, args: Namespace) -> dict[str, Any]:
-    """The target's options that the command line gives: --option, --hosts and --hostfile. Raises UsageError."""
+    """The target's options that the command line gives: --option, --hosts and --hostfile (of a command
+    that has them). Raises UsageError."""
     found: dict[str, Any] = {}
     for key, value in args.option:
         if found.setdefault(key, value) != value:
             raise UsageError(command, f"--option gives {key} twice, with two values: keep one")
+    if "hosts" not in args:
+        return found
     if args.hosts is not None and args.hostfile is not None:
         raise UsageError(command, "--hosts and --hostfile both say where: keep one")
     if args.hosts is not None:

@@ -56,7 +56,7 @@ def _explain(found: Mapping[str, Value]) -> int:
 
 def _launch(given: Mapping[str, Any], found: Mapping[str, Value], words: list[str]) -> int:
     from accel.launch.engines import launch
-    from accel.launch.errors import LaunchError, Refused
+    from accel.launch.errors import CannotRun, LaunchError, Refused
     from accel.launch.node import say
     from accel.launch.worker import Program
     from accel.settings.checks import without_effect
@@ -69,6 +69,8 @@ def _launch(given: Mapping[str, Any], found: Mapping[str, Value], words: list[st
         return launch(options, Program.of(words, module=options["module"], command=options["no_python"]))
     except LaunchError as error:
         say(f"accel launch: {_located(str(error), found)}")
+        if isinstance(error, CannotRun):
+            return error.exit_code
         return exits.USAGE if isinstance(error, Refused) else exits.ERROR
 
 

@@ -5,6 +5,10 @@ Piped, a line for each job without a heading, and between tabs: id, name, state,
 
 Without a filter, only the jobs that are shown are read and polled.
 
+With --target, the target is also asked for the jobs that it knows and this machine does not, where its kind can list
+them: jobs of other machines and of `helm/accel-job`. They are shown and not kept here: `accel status JOB --target NAME`
+makes one known here. Where the target cannot be asked, a line on stderr says so, and the jobs known here are shown.
+
 --json  {"jobs": […], "older": N}: each job in the shape that `accel.cli.rows` gives, or {"id", "state": "damaged",
         "message"}; `older` counts the jobs that --limit left out.
 """
@@ -15,19 +19,22 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from . import exits, values
+from . import exits, finding, values
 from .output import age, moment, note, print_json, print_rows
+from .words import UsageError
 
 if TYPE_CHECKING:
     from argparse import Namespace
 
     from schedulers.record import Damaged, Record
+    from schedulers.store import Store
 
     from .parser import Parser
 
 EXAMPLES = """\
   accel list --state running --state queued
-  accel list --all --target local | cut -f1,3"""
+  accel list --all --target local | cut -f1,3
+  accel list --target cluster                    # also jobs that other machines submitted there"""
 
 STATES = ("submitting", "queued", "running", "succeeded", "failed", "cancelled", "damaged")
 COLUMNS = ("ID", "NAME", "STATE", "TARGET", "NODES", "SUBMITTED", "MESSAGE")
@@ -37,7 +44,9 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--state", metavar="STATE", choices=STATES, action="append", help=f"{', '.join(STATES)}; repeatable"
     )
-    parser.add_argument("--target", metavar="NAME", help="only jobs of this target")
+    parser.add_argument("--target", metavar="NAME", help="only jobs of this target, those of other machines too")
+    option = "with --target: an option of it, typed as in accel.yaml; repeatable"
+    parser.add_argument("--option", metavar="KEY=VALUE", type=values.option, action="append", default=[], help=option)
     parser.add_argument("--limit", metavar="N", type=values.count, default=50, help="at most N jobs (default: 50)")
     parser.add_argument("--all", action="store_true", help="every job there is")
     parser.add_argument("--json", action="store_true", help="answer in JSON")
@@ -53,6 +62,11 @@ def run(args: Namespace) -> int:
     print_rows(COLUMNS, (_cells(job, moment) for job in shown), on_terminal=(_cells(job, _ago) for job in shown))
     for warning in dict.fromkeys(job.warning for job in shown if not isinstance(job, Damaged) and job.warning):
         note(f"warning: {warning}")
+    unknown = [job.id for job in shown if not isinstance(job, Damaged) and not job.path]
+    if unknown:
+        which = f"1 job is not known here: accel status {unknown[0]}"
+        many = f"{len(unknown)} jobs are not known here: accel status JOB"
+        note(f"{which if len(unknown) == 1 else many} --target {args.target}")
     if older:
         note(f"{older} older jobs are not shown (--all)")
     return exits.OK
@@ -65,11 +79,36 @@ def _shown(args: Namespace) -> tuple[list[Record | Damaged], int]:
 
     store = Store.default()
     most = None if args.all else max(0, args.limit)
+    if args.option and args.target is None:
+        raise UsageError("accel list", "--option goes with --target NAME")
     if args.state or args.target is not None:
-        jobs = [job for job in list_jobs(store=store) if _wanted(job, args)]
+        jobs = [job for job in [*_elsewhere(args, store), *list_jobs(store=store)] if _wanted(job, args)]
+        jobs.sort(key=_made_at, reverse=True)
         return jobs[:most], len(jobs) - len(jobs[:most])
     ids = store.ids()
     return list_jobs(store=store, ids=ids[:most]), len(ids) - len(ids[:most])
+
+
+def _elsewhere(args: Namespace, store: Store) -> list[Record]:
+    """The jobs that the target of --target knows and this machine does not."""
+    from schedulers.adopting import jobs_elsewhere
+    from schedulers.errors import SchedulerError
+
+    if args.target is None:
+        return []
+    options = finding.options_of("accel list", args)
+    try:
+        return jobs_elsewhere(args.target, store, set(store.ids()), options)
+    except SchedulerError as error:
+        note(f"warning: jobs of other machines are left out: {error}")
+        return []
+
+
+def _made_at(job: Record | Damaged) -> float:
+    from schedulers.record import Damaged
+    from schedulers.store import created_at
+
+    return created_at(job.id) if isinstance(job, Damaged) else job.created_at
 
 
 def _wanted(job: Record | Damaged, args: Namespace) -> bool:

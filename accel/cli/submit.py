@@ -95,7 +95,8 @@ def _review(resolved: ResolvedTarget, plan: Plan) -> list[str]:
             f"--dry-run=server: a {resolved.kind} target has nobody to ask (kinds that have: {kinds_with('review')}); "
             "--dry-run asks nobody",
         )
-    return resolved.target.review(plan)
+    with progress():
+        return resolved.target.review(plan)
 
 
 def _show_plans(jobs: Sequence[JobSpec], args: Namespace) -> int:

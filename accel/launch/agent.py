@@ -25,7 +25,7 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from accel.exit_codes import REQUEUE
+from accel.exit_codes import REQUEUE, TIME_LIMIT
 
 from . import report
 from .forkserver import ForkServer, ServerGone
@@ -38,6 +38,10 @@ _ECHO_WAIT_S = 3.0
 _OTHERS_END_S = 300.0  # as torchrun
 
 
+class TimeLimitPassed(SignalException):
+    """The launcher ends since the job's time limit has passed."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankSettings:
     """What the agent must know to start one rank beside what the rendezvous says."""
@@ -46,7 +50,7 @@ class RankSettings:
     log_of: Callable[[int, int], str | None]  # (rank, attempt) -> path
     spawn: bool
     grace_s: float
-    first_attempt: int = 0
+    first_attempt: int | None = 0  # of the job; None where nothing can tell
     requeued: bool = False  # ranks that ask to be started again are so by the scheduler, elsewhere perhaps
 
 
@@ -81,7 +85,8 @@ class GangAgent(SimpleElasticAgent):
         self._next_peer_check = 0.0
         self._finished = False
         self._oom_kills = 0
-        self._attempt = settings.first_attempt - 1
+        self._first_attempt = settings.first_attempt
+        self._started = -1  # attempts of this launcher
         self.failure: Failure | None = None
 
     # What the elastic agent asks for.
@@ -89,9 +94,22 @@ class GangAgent(SimpleElasticAgent):
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         with self._meeting():
             super()._rendezvous(worker_group)
+        handler = worker_group.spec.rdzv_handler
+        if isinstance(handler, GangRendezvous):
+            self._first_attempt = handler.first_attempt
+
+    @property
+    def _attempt(self) -> int:
+        """The number that the ranks and their logs have."""
+        return self._started + (self._first_attempt or 0)
+
+    @property
+    def _told_attempt(self) -> int | None:
+        """The number for people; None where nothing can tell it."""
+        return None if self._first_attempt is None else self._attempt
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        self._attempt += 1
+        self._started += 1
         self._exits, self._finished, self._ended_at = {}, False, float("inf")
         self._oom_kills = oom_kill_count()
         pids: dict[int, Any] = {}
@@ -210,20 +228,20 @@ class GangAgent(SimpleElasticAgent):
             return None
         one = next(one for one in self._exits.values() if one.code == REQUEUE)
         return diagnose(one, node=self._worker_group.group_rank or 0, host=socket.gethostname(),
-                        attempt=self._attempt, oom_kills=0, others="")  # fmt: skip
+                        attempt=self._told_attempt, oom_kills=0, others="")  # fmt: skip
 
     def _own_failure(self) -> tuple[Failure, bool]:
         """What failed first on this node, and whether that is only an echo of something else."""
         one = first(self._exits.values(), self._ended_at)
         group = self._worker_group
         ended = [other for other in self._exits.values() if other.local_rank != one.local_rank]
-        failure = diagnose(one, node=group.group_rank or 0, host=socket.gethostname(), attempt=self._attempt,
+        failure = diagnose(one, node=group.group_rank or 0, host=socket.gethostname(), attempt=self._told_attempt,
                            oom_kills=oom_kill_count() - self._oom_kills, others=_fate(ended))  # fmt: skip
         return failure, one.echo
 
     def _launcher_failure(self, message: str, *, how: str = "failed", exit_code: int = 1) -> Failure:
         node, host = self._worker_group.group_rank or 0, socket.gethostname()
-        return Failure(rank=None, node=node, host=host, attempt=self._attempt, exit_code=exit_code,
+        return Failure(rank=None, node=node, host=host, attempt=self._told_attempt, exit_code=exit_code,
                        reason="node_failure", how=how, message=message, time=time.time())  # fmt: skip
 
     def _lost_node(self) -> dict[str, Any] | None:
@@ -241,6 +259,10 @@ class GangAgent(SimpleElasticAgent):
     def _check_interrupted(self) -> None:
         try:
             self._interrupted()
+        except TimeLimitPassed as limit:
+            failure = self._launcher_failure("", how=str(limit), exit_code=TIME_LIMIT)
+            self._gang(GangRendezvous.announce_failure, dataclasses.replace(failure, reason="time_limit").to_json())
+            raise
         except SignalException as told:  # the other nodes' ranks would wait for ours, which are about to be ended
             name, code = report.signal_name(told.sigval), 128 + told.sigval
             failure = self._launcher_failure("", how=f"was told to end by {name}", exit_code=code)

@@ -13,3 +13,11 @@ class Refused(LaunchError):
 
 class RendezvousFailed(LaunchError):
     """The nodes did not find each other in time."""
+
+
+class CannotRun(Refused):
+    """The command cannot be run: exit code 127 if it is missing, else 126, as of a shell."""
+
+    def __init__(self, message: str, *, missing: bool) -> None:
+        super().__init__(message)
+        self.exit_code = 127 if missing else 126

@@ -17,7 +17,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousPa
 from schedulers.processes import descendants, end_all
 
 from . import guard, report
-from .agent import GangAgent, RankSettings
+from .agent import GangAgent, RankSettings, TimeLimitPassed
 from .errors import LaunchError, Refused
 from .forkserver import ForkServer, ServerGone
 from .node import Launch, die_of, log_path, recorder, said_again, say
@@ -41,6 +41,7 @@ class Signals:
         self._received: int | None = None
         self._acting = False
         self._raising = False
+        self.limit = ""  # the time limit that has passed, for people
         for signum in _ENDING:
             signal.signal(signum, self._on_end)
         for signum in WARNINGS:
@@ -54,6 +55,11 @@ class Signals:
         self._received = signum
         if self._raising:
             self.check()
+
+    def end_in_time(self, limit: str) -> None:
+        if self._received is None:
+            self.limit = limit
+            self._on_end(signal.SIGTERM, None)
 
     @contextlib.contextmanager
     def raising(self) -> Iterator[None]:
@@ -69,6 +75,8 @@ class Signals:
         """Raises SignalException, once, when this process has been told to end."""
         if self._received is not None and not self._acting:
             self._acting = True
+            if self.limit:
+                raise TimeLimitPassed(self.limit, signal.SIGTERM)
             raise SignalException(
                 f"received {report.signal_name(self._received)}", _ENDING[signal.Signals(self._received)]
             )
@@ -86,6 +94,9 @@ def run_gang(run: Launch, launch_id: str) -> int:
     server = ForkServer.start(run.program, keeper.pipe, run.grace_s)
     # From here on only the launcher itself: a rank has left through SystemExit, below this frame's feet.
     signals = Signals(server)
+    limit = run.deadline
+    if limit is not None:
+        limit.arm(lambda: signals.end_in_time(limit.text))
     tee = Tee(run.tee, run.log_dir)
     try:
         return _run_agent(run, server, signals, tee)
@@ -102,6 +113,8 @@ def _run_agent(run: Launch, server: ForkServer, signals: Signals, tee: Tee) -> i
     agent = _agent(run, handler, server, signals, tee)
     try:
         result = agent.run()
+    except TimeLimitPassed:
+        return _end_in_time(run, tee)
     except SignalException as error:
         failure = agent.preempted()
         if failure is not None:
@@ -120,6 +133,8 @@ def _run_agent(run: Launch, server: ForkServer, signals: Signals, tee: Tee) -> i
                 handler.leave()
     if not result.is_failed():
         return 0
+    if run.deadline is not None and getattr(agent.failure, "reason", "") == "time_limit":
+        return _end_in_time(run, tee)  # another node's clock was the first
     preempted = agent.preempted()
     if preempted is not None and preempted.reason != getattr(agent.failure, "reason", ""):
         _observer(run, tee)("failure", failure=preempted, restarts_left=0)  # another node was told to end, and told us
@@ -128,11 +143,22 @@ def _run_agent(run: Launch, server: ForkServer, signals: Signals, tee: Tee) -> i
     return _tell(run, tee, failure)
 
 
+def _end_in_time(run: Launch, tee: Tee) -> int:
+    assert run.deadline is not None
+    tee.close()
+    return run.deadline.end(run.quiet)
+
+
 def _tell(run: Launch, tee: Tee, failure: report.Failure) -> int:
     if not run.quiet:
         tee.close()
-        say(failure.text_for(run.node_rank if run.static else 0))
+        say(_report(run, failure))
     return failure.exit_code
+
+
+def _report(run: Launch, failure: report.Failure) -> str:
+    """This node's part of the report. The logs of a job's nodes are merged."""
+    return failure.text_for(run.node_rank if run.static else None, merged="ACCEL_JOB_ID" in os.environ)
 
 
 def _quieten_torch() -> None:
@@ -156,7 +182,7 @@ def _agent(run: Launch, handler: RendezvousHandler, server: ForkServer, signals:
         log_of=lambda rank, attempt: log_path(run.log_dir, rank, attempt),
         spawn=run.spawn,
         grace_s=run.grace_s,
-        first_attempt=run.first_attempt,
+        first_attempt=run.incarnation.attempt,
         requeued=run.requeued,
     )
     os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"  # all machines run equally many ranks: no exchange, no wait
@@ -175,7 +201,7 @@ def _observer(run: Launch, tee: Tee) -> Callable[..., None]:
         if isinstance(failure, report.Failure):
             facts["failure"] = failure.to_json()
             if facts["restarts_left"] and not run.quiet:
-                text = failure.text_for(run.node_rank if run.static else 0)
+                text = _report(run, failure)
                 say(f"{text}\naccel launch: starting all ranks again ({facts['restarts_left']} of "
                     f"{run.max_restarts} restarts left)")  # fmt: skip
         if event == "attempt":
@@ -194,7 +220,9 @@ def _rendezvous(run: Launch, signals: Signals) -> RendezvousHandler:
             names=run.node_names,
             timeout_s=timeout_s, lost_after_s=_seconds(run, "lost_after", LOST_AFTER_S),
             stay_s=_seconds(run, "stay", STAY_S), interrupted=signals.check,
-            ending=lambda: signals.received is not None,
+            ending=lambda: signals.received is not None, incarnation=run.incarnation,
+            service=run.service, own_address=run.own_address,
+            say=lambda text: None if run.quiet else say(f"accel launch: {text}"),
         )  # fmt: skip
     from torch.distributed.elastic.rendezvous import registry
 

@@ -11,16 +11,17 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NoReturn
 
 from accel.settings.checks import contradictions
-from schedulers.errors import SpecError
-from schedulers.topology import Topology, number
+from schedulers.topology import Topology
 
-from . import compat, environment, guard, pid1
+from . import compat, deadline, environment, guard, incarnation, pid1
+from .deadline import Deadline
 from .devices import VISIBLE, Devices, find, only_cpu
-from .errors import LaunchError, Refused, RendezvousFailed
+from .errors import CannotRun, LaunchError, Refused, RendezvousFailed
+from .incarnation import Incarnation
 from .placing import Place, check_spread, place
 from .room import check_room
 from .tee import parse
@@ -40,15 +41,18 @@ class Launch:
     node_rank: int
     address: str
     port: int
+    service: str = ""  # a name of node 0 that exists before node 0 does
+    own_address: str = ""  # of this node, where its scheduler tells it
     env: Mapping[str, str] = field(default_factory=dict)
     rdzv_backend: Literal["static", "c10d"] = "static"
     rdzv_conf: Mapping[str, str] = field(default_factory=dict)
     run_id: str = "accel"
     role: str = "default"
     max_restarts: int = 0
-    first_attempt: int = 0  # of a job whose supervisor has started it before
+    incarnation: Incarnation = field(default_factory=Incarnation)  # of a job that has been started before
     grace_s: float = 30.0
     monitor_interval_s: float = 0.1
+    deadline: Deadline | None = None
     log_dir: str | None = None
     tee: str = "0"
     spawn: bool = False
@@ -64,6 +68,10 @@ class Launch:
         """Return True if the number of machines is fixed. One machine needs no elastic agent of torch's, whose stores
         listen on all interfaces."""
         return self.rdzv_backend == "static" or self.max_nodes == 1
+
+    @property
+    def first_attempt(self) -> int:
+        return self.incarnation.attempt or 0
 
     @property
     def alone(self) -> bool:
@@ -92,12 +100,13 @@ def plan(options: Mapping[str, Any], program: Program, env: Mapping[str, str] = 
     port = _port(options["main_process_port"], placed.max_nodes, found)
     return Launch(
         program=program, processes=processes, nodes=nodes, max_nodes=placed.max_nodes, node_rank=placed.rank,
-        address=placed.address, port=port, env=extra, rdzv_backend=options["rdzv_backend"],
+        address=placed.address, port=port, **_in_cluster(placed, env), env=extra, rdzv_backend=options["rdzv_backend"],
         rdzv_conf=_pairs(options["rdzv_conf"]), run_id=options["rdzv_id"] or env.get("ACCEL_JOB_ID") or "accel",
         role=options["role"], max_restarts=options["max_restarts"], grace_s=options["shutdown_timeout"],
         monitor_interval_s=options["monitor_interval"], log_dir=options["log_dir"], tee=options["tee"],
         spawn=(options["start_method"] or ("spawn" if sys.platform == "darwin" else "fork")) == "spawn",
-        quiet=options["quiet"], first_attempt=_first_attempt(env, found), node_names=found.names,
+        quiet=options["quiet"], incarnation=incarnation.planned(env, found),
+        deadline=deadline.planned(env, placed.rank), node_names=found.names,
         source=found.source, told=_told(placed, port, env),
         requeued="ACCEL_REQUEUED" in env and guard.LAUNCH_ID not in env,
         events=None if guard.LAUNCH_ID in env else env.get("ACCEL_LAUNCH_EVENTS"),
@@ -111,6 +120,7 @@ def launch(run: Launch) -> int:
     this process's place, or that of a child of PID 1.
     """
     _open_standard_descriptors()
+    run = _counted(run)
     if run.told and not run.quiet:
         say(f"accel launch: {run.told}")
     ignore_warnings()  # from the first moment: loading torch takes a second, and a scheduler's warning may come in it
@@ -121,7 +131,7 @@ def launch(run: Launch) -> int:
     os.environ[guard.LAUNCH_ID] = launch_id
     if run.alone:
         os.environ.update(_world_of_one(run))
-        if run.log_dir is None:
+        if run.log_dir is None and run.deadline is None:
             code = pid1.stay() if os.getpid() == 1 else None
             if code is not None:
                 return code
@@ -148,6 +158,13 @@ def launch(run: Launch) -> int:
         reason = "rendezvous" if isinstance(error, RendezvousFailed) else "setup"
         recorder(run.log_dir, run.events)("refused", reason=reason, message=str(error))
         raise
+
+
+def _counted(run: Launch) -> Launch:
+    """Count this start, and the time limit from the first one."""
+    start = incarnation.started(run.incarnation, os.environ)
+    limit = run.deadline and replace(run.deadline, first_at=start.first_at)
+    return replace(run, incarnation=start, deadline=limit)
 
 
 def say(text: str) -> None:
@@ -209,7 +226,12 @@ def _become(program: Program, launch_id: str) -> NoReturn:
     try:
         exec_command(command)
     except OSError as error:
-        raise LaunchError(f"cannot run {command[0]!r}: {error.strerror}") from None
+        raise cannot_run(command, error) from None
+
+
+def cannot_run(command: list[str], error: OSError) -> CannotRun:
+    missing = isinstance(error, FileNotFoundError)
+    return CannotRun(f"cannot run {command[0]!r}: {error.strerror}", missing=missing)
 
 
 def _open_standard_descriptors() -> None:
@@ -243,7 +265,9 @@ def _check_program(program: Program) -> None:
         here = os.getcwd()
         raise Refused(f"there is no script {name!r} in {here}{_near_script(name)}")
     if program.entry == "command" and shutil.which(name) is None:
-        raise Refused(f"there is no command {name!r} on PATH ({os.environ.get('PATH', '')})")
+        if os.path.dirname(name) and os.path.exists(name):
+            raise CannotRun(f"{name!r} is not executable: chmod +x", missing=False)
+        raise CannotRun(f"there is no command {name!r} on PATH ({os.environ.get('PATH', '')})", missing=True)
 
 
 def _near_script(name: str) -> str:
@@ -258,18 +282,25 @@ def _near_script(name: str) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
+def _in_cluster(placed: Place, env: Mapping[str, str]) -> dict[str, str]:
+    """How the pods of a job find node 0, where their places are the cluster's and not typed."""
+    if not placed.found.source or guard.LAUNCH_ID in env:
+        return {}
+    return {"service": env.get("ACCEL_SERVICE", ""), "own_address": env.get("ACCEL_POD_IP", "")}
+
+
 def _told(placed: Place, port: int, env: Mapping[str, str]) -> str:
-    """Said once, by node 0; a job that a target watches over has it on record."""
-    if not placed.found.source or placed.rank != 0 or "ACCEL_LAUNCH_EVENTS" in env:
+    """Said once, by node 0; a job that a target watches over has it on record.
+
+    Every pod of a job says something: whoever reads its log knows by that line that the log has its beginning
+    (`GREETING` in schedulers/kubernetes/positions.py).
+    """
+    if "ACCEL_LAUNCH_EVENTS" in env:
         return ""
+    if not placed.found.source or placed.rank != 0:
+        in_pod = "ACCEL_JOB_ID" in env and "KUBERNETES_SERVICE_HOST" in env and guard.LAUNCH_ID not in env
+        return f"started on {os.uname().nodename}" if in_pod else ""
     return f"{placed.nodes} nodes, node 0 at {placed.address}:{port}, as {placed.found.source} says"
-
-
-def _first_attempt(env: Mapping[str, str], found: Topology) -> int:
-    try:
-        return number(env, "ACCEL_ATTEMPT", default=found.attempt)
-    except SpecError as error:
-        raise Refused(str(error)) from None
 
 
 def _devices(options: Mapping[str, Any], env: Mapping[str, str]) -> Devices:

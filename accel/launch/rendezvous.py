@@ -11,7 +11,6 @@ import errno
 import json
 import socket
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -21,6 +20,7 @@ from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from .errors import LaunchError, RendezvousFailed
+from .incarnation import Incarnation, latest
 from .patience import Patience, StoreSilent
 
 T = TypeVar("T")
@@ -31,7 +31,10 @@ LOST_AFTER_S = 30.0
 STAY_S = 10.0
 _SLICE_S = 0.25
 _BEAT_S = 1.0
+_SERVICE_S = 30.0
 _STORE_TIMEOUT = timedelta(seconds=60)
+# Raised by questions to a store that has gone, or does not answer.
+_GONE = (DistStoreError, DistNetworkError, StoreSilent)
 
 
 class GangRendezvous(RendezvousHandler):
@@ -43,6 +46,10 @@ class GangRendezvous(RendezvousHandler):
     interrupted: called between slices of waiting; raises to give up.
     names:       of the nodes, by rank, where they are known: for messages.
     ending:      whether this node has been told to end.
+    incarnation: this start of the launcher. A later one of the same node takes over its rank.
+    say:         tells people something.
+    service:     a name of node 0 that exists before node 0 does; `address` is looked up only if nobody answers there.
+    own_address: an address of this node that the others reach. The ranks get that of node 0 instead of `address`.
     """
 
     def __init__(
@@ -59,6 +66,10 @@ class GangRendezvous(RendezvousHandler):
         interrupted: Callable[[], None] = lambda: None,
         names: Sequence[str] = (),
         ending: Callable[[], bool] = lambda: False,
+        incarnation: Incarnation | None = None,
+        say: Callable[[str], None] = lambda _: None,
+        service: str = "",
+        own_address: str = "",
     ) -> None:
         self._address, self._port = address if nodes > 1 else LOOPBACK, port
         self._node_rank, self._nodes, self._run_id = node_rank, nodes, run_id
@@ -68,13 +79,17 @@ class GangRendezvous(RendezvousHandler):
         self._names = names
         self._patience = Patience(lost_after_s, ending)
         self._refused = False  # another node has this one's rank: it has no say in what becomes of the gang
-        self._token = f"{socket.gethostname()} {uuid.uuid4().hex}"
+        self._say = say
+        self._service, self._own_address = service, own_address
+        self._incarnation = incarnation or Incarnation()
+        self.first_attempt = self._incarnation.attempt  # of the job, as all nodes agree once they have met
         self._control: Store | None = None  # outlives the attempts
         self._served: list[TCPStore] = []  # held: a store lives as long as its object
         self._met = False  # in this attempt
         self._next_beat = 0.0
         self._heard: dict[int, tuple[int, float]] = {}  # node -> its beats, and when they last became more
         self._lost: set[int] = set()
+        self._address_for_ranks = self._address
         self.attempt = -1
 
     # What the elastic agent asks for.
@@ -92,15 +107,17 @@ class GangRendezvous(RendezvousHandler):
         self._met = False
         deadline = time.monotonic() + self._timeout_s
         if self.attempt == 0:
-            first = self._serve(self._port, deadline) if self._node_rank == 0 else self._connect(deadline)
-            self._port = first.port
-            self._control = PrefixStore(f"accel/{self._run_id}", first)
+            self._open(deadline)
         port = self._port_of_attempt(deadline)
         if self._nodes > 1:
-            self._meet(deadline)
+            while not self._join(deadline):
+                self._open(deadline)  # the store of the attempt before has gone
+            self._wait([f"node/{rank}" for rank in range(self._nodes)], deadline)
+            self._agree()
         self._met = True
         self._heard.clear()
-        return RendezvousInfo(self._store(), self._node_rank, self._nodes, RendezvousStoreInfo(self._address, port))
+        master = RendezvousStoreInfo(self._address_for_ranks, port)
+        return RendezvousInfo(self._store(), self._node_rank, self._nodes, master)
 
     def is_closed(self) -> bool:
         return False
@@ -175,17 +192,16 @@ class GangRendezvous(RendezvousHandler):
         if not self._met:
             self._give_up(f"node {self._node_rank} was ended before all nodes had met")
         control = self._control
-        gone = self._ask(lambda: control.add("gone", 1))
+        self._ask(lambda: control.set(f"gone/{self._node_rank}", ""))
         began = time.monotonic()
-        while self._node_rank == 0 and gone < self._present():
+        while self._node_rank == 0 and not control.check([f"gone/{rank}" for rank in self._present()]):
             if time.monotonic() - began >= (self._stay_s if self._ending() else STAY_S):
                 break
             time.sleep(0.02)
-            gone = control.add("gone", 0)
 
-    def _present(self) -> int:
-        """How many nodes came to this attempt: those that will want to know how it ended."""
-        return sum(self._store().check([f"node/{rank}"]) for rank in set(range(self._nodes)) - self._lost)
+    def _present(self) -> list[int]:
+        """The nodes that came to this attempt: those that will want to know how it ended."""
+        return [rank for rank in set(range(self._nodes)) - self._lost if self._store().check([f"node/{rank}"])]
 
     def _give_up(self, why: str) -> None:
         store = self._store()
@@ -197,17 +213,25 @@ class GangRendezvous(RendezvousHandler):
 
     # Meeting.
 
-    def _store(self) -> PrefixStore:
+    def _store(self, attempt: int | None = None) -> PrefixStore:
         assert self._control is not None
-        return PrefixStore(f"attempt-{self.attempt}", self._control)
+        return PrefixStore(f"attempt-{self.attempt if attempt is None else attempt}", self._control)
+
+    def _open(self, deadline: float) -> None:
+        first = self._serve(self._port, deadline) if self._node_rank == 0 else self._connect(deadline)
+        self._port = first.port
+        self._control = PrefixStore(f"accel/{self._run_id}", first)
+        self._patience = Patience(self._lost_after_s, self._ending)
+        if self._node_rank == 0 and self._nodes > 1 and self._own_address:
+            self._control.set("address", self._own_address)
 
     def _serve(self, port: int, deadline: float) -> TCPStore:
         listener = self._listen(port)
         port = listener.getsockname()[1]
         # Node 0 goes by its public address too, as its ranks will: a wrong one is found out here, not in a hang there.
-        self._reach_node_0(port, deadline)
+        address = self._reach_node_0(port, deadline)
         store = TCPStore(
-            self._address, port, None, True, _STORE_TIMEOUT, wait_for_workers=False, master_listen_fd=listener.detach()
+            address, port, None, True, _STORE_TIMEOUT, wait_for_workers=False, master_listen_fd=listener.detach()
         )
         self._served.append(store)
         return store
@@ -230,18 +254,20 @@ class GangRendezvous(RendezvousHandler):
             ) from None
 
     def _connect(self, deadline: float) -> TCPStore:
-        self._reach_node_0(self._port, deadline)
-        return TCPStore(self._address, self._port, None, False, _STORE_TIMEOUT, wait_for_workers=False)
+        address = self._reach_node_0(self._port, deadline)
+        return TCPStore(address, self._port, None, False, _STORE_TIMEOUT, wait_for_workers=False)
 
-    def _reach_node_0(self, port: int, deadline: float) -> None:
-        """Knocks until node 0 answers: it may start later than this node, and its name may resolve later still."""
+    def _reach_node_0(self, port: int, deadline: float) -> str:
+        """Knock until node 0 answers: it may start later than this node. Return the address that it answered at."""
+        began = time.monotonic()
         while True:
-            self._interrupted()
-            try:
-                socket.create_connection((self._address, port), timeout=2).close()
-                return
-            except OSError as error:
-                problem = error.strerror or str(error)
+            for address in self._addresses(time.monotonic() - began):
+                self._interrupted()
+                try:
+                    socket.create_connection((address, port), timeout=2).close()
+                    return address
+                except OSError as error:
+                    problem = error.strerror or str(error)
             if time.monotonic() >= deadline:
                 break
             time.sleep(_SLICE_S)
@@ -256,6 +282,16 @@ class GangRendezvous(RendezvousHandler):
             f"within {self._timeout_s:g} s: {problem}. {remedy}"
         )
 
+    def _addresses(self, waited_s: float) -> Sequence[str]:
+        """Where node 0 may be. A pod's name is not looked up early: a name server keeps "no such name" for a while."""
+        if self._nodes == 1:
+            return [self._address]
+        if self._node_rank == 0:
+            return [self._own_address or self._address]
+        if not self._service:
+            return [self._address]
+        return [self._service] if waited_s < _SERVICE_S else [self._service, self._address]
+
     def _port_of_attempt(self, deadline: float) -> int:
         if self.attempt == 0:
             return self._port
@@ -267,16 +303,74 @@ class GangRendezvous(RendezvousHandler):
         store = self._store()
         return int(self._ask(lambda: store.get("port")))
 
-    def _meet(self, deadline: float) -> None:
-        store = self._store()
-        holder = self._ask(lambda: store.compare_set(f"node/{self._node_rank}", "", self._token)).decode()
-        if holder != self._token:
-            self._refused = True
-            raise LaunchError(
-                f"machine rank {self._node_rank} is taken by {holder.split()[0]}: "
-                "give every machine a --machine_rank of its own"
-            )
-        self._wait([f"node/{rank}" for rank in range(self._nodes)], deadline)
+    def _join(self, deadline: float) -> bool:
+        """Enter this node's rank. Return False if the store was that of an attempt that this launcher's predecessor
+        joined: node 0 ends with it, is started again, and opens another."""
+        store, mine = self._store(), self._incarnation.encode()
+        key, keys = f"node/{self._node_rank}", [f"node/{rank}" for rank in range(self._nodes)]
+        try:
+            holder = self._ask(lambda: store.compare_set(key, "", mine)).decode()
+            if holder == mine:
+                return True
+            predecessor = Incarnation.decode(holder)
+            if not self._incarnation.replaces(predecessor):
+                self._refused = True
+                raise LaunchError(
+                    f"machine rank {self._node_rank} is taken by {predecessor.host}: "
+                    "give every machine a --machine_rank of its own"
+                )
+            if not self._ask(lambda: store.check(keys) or store.check(["gave up"])):
+                self._ask(lambda: store.compare_set(key, holder, mine))  # nobody has started a rank yet
+                return True
+            self._end_predecessor(predecessor.host, deadline)
+        except _GONE:
+            self._interrupted()
+            if self.attempt:
+                raise
+        return False
+
+    def _agree(self) -> None:
+        """Agree with the other nodes on the number of the job's attempt, and on node 0's address."""
+        control = self._control
+        if self.attempt == 0 and control is not None:
+            store, keys = self._store(), [f"node/{rank}" for rank in range(self._nodes)]
+            try:
+                nodes = self._ask(lambda: store.multi_get(keys))
+                if self._ask(lambda: control.check(["address"])):
+                    self._address_for_ranks = self._ask(lambda: control.get("address")).decode()
+            except _GONE as error:
+                raise self._lost_node_0(error) from None
+            self.first_attempt = latest([Incarnation.decode(node.decode()) for node in nodes])
+
+    def _lost_node_0(self, error: Exception) -> RendezvousFailed:
+        return RendezvousFailed(f"node {self._node_rank} lost node 0 at {self._address}: {error}")
+
+    def _end_predecessor(self, host: str, deadline: float) -> None:
+        """End the attempt that this launcher's predecessor left, and wait until its store has gone."""
+        failure = {
+            "rank": None, "node": self._node_rank, "host": host, "attempt": None, "exit_code": 1,
+            "reason": "node_failure", "how": "was started again", "message": "", "time": time.time(),
+        }  # fmt: skip
+        store, control = self._ask(self._current), self._control
+        assert control is not None
+        self._ask(lambda: store.compare_set("failure", "", json.dumps(failure)))
+        self._ask(lambda: control.set(f"gone/{self._node_rank}", ""))
+        self._say(f"node {self._node_rank} was started again, and waits for node 0 to end the attempt before")
+        while time.monotonic() < deadline:
+            self._interrupted()
+            self._ask(lambda: control.check(["gone/0"]))
+            time.sleep(_SLICE_S)
+        raise RendezvousFailed(
+            f"node {self._node_rank} was started again, and node 0 at {self._address}:{self._port} has not "
+            f"ended the attempt before within {self._timeout_s:g} s"
+        )
+
+    def _current(self) -> PrefixStore:
+        """The store of the attempt that runs: the gang's launchers may have started their ranks again."""
+        attempt = self.attempt
+        while self._store(attempt + 1).check(["node/0"]):
+            attempt += 1
+        return self._store(attempt)
 
     def _wait(self, keys: list[str], deadline: float) -> None:
         store = self._store()
@@ -287,9 +381,9 @@ class GangRendezvous(RendezvousHandler):
                     return
                 if self._ask(lambda: store.check(["gave up"])):
                     raise RendezvousFailed(self._ask(lambda: store.get("gave up")).decode())
-            except (DistStoreError, DistNetworkError, StoreSilent) as error:
+            except _GONE as error:
                 self._interrupted()
-                raise RendezvousFailed(f"node {self._node_rank} lost node 0 at {self._address}: {error}") from None
+                raise self._lost_node_0(error) from None
             if time.monotonic() >= deadline:
                 missing = [self._named(int(key.rpartition("/")[2])) for key in keys if not store.check([key])]
                 why = (

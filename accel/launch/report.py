@@ -8,6 +8,7 @@ import json
 import os
 import re
 import signal
+import socket
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -65,7 +66,7 @@ class Failure:
     rank: int | None
     node: int
     host: str
-    attempt: int
+    attempt: int | None  # None where nothing can tell
     exit_code: int
     reason: str = "exit_code"
     how: str
@@ -85,26 +86,34 @@ class Failure:
         known = {field.name for field in dataclasses.fields(cls)}
         return cls(**{key: value for key, value in data.items() if key in known})
 
-    def text_for(self, node: int) -> str:
-        """What a node's launcher says: all of it where it happened and on node 0, where people look, else one line."""
-        return self.text() if node in (0, self.node) else self.headline()
+    def text_for(self, node: int | None, *, merged: bool = False) -> str:
+        """What a node's launcher says: all of it where it happened and on node 0, where people look, else one line.
+
+        node:   None in an elastic world, whose nodes have no fixed ranks: each reports as node 0 does.
+        merged: the output of all nodes is read together, and one traceback is enough.
+        """
+        here = self.host == socket.gethostname() if node is None else node == self.node
+        if not here and node:
+            return self.headline()
+        return self.text() if here or not merged else self.text(traceback=False)
 
     def headline(self) -> str:
+        attempt = "" if self.attempt is None else f" in attempt {self.attempt}"
         if self.reason == "preempted":
-            return f"accel launch: preempted in attempt {self.attempt}: {self.cause} (exit code {self.exit_code})"
+            return f"accel launch: preempted{attempt}: {self.cause} (exit code {self.exit_code})"
         who = f"rank {self.rank}" if self.rank is not None else "the launcher"
-        return (
-            f"accel launch: {who} on node {self.node} ({self.host}) failed first, in attempt {self.attempt}: {self.how}"
-        )
+        comma = "," if attempt else ""
+        return f"accel launch: {who} on node {self.node} ({self.host}) failed first{comma}{attempt}: {self.how}"
 
-    def text(self) -> str:
+    def text(self, *, traceback: bool = True) -> str:
         """For people: some lines, the first of which says it all."""
         if self.reason == "preempted":
             return self.headline()
         lines = [self.headline()]
         who = f"rank {self.rank}" if self.rank is not None else "the launcher"
-        lines += [f"  | {line}" for line in self.traceback.rstrip().splitlines()[-12:]]
-        if not self.traceback and self.message not in ("", f"{who} {self.how}"):
+        trace = self.traceback.rstrip().splitlines()[-12:] if traceback else []
+        lines += [f"  | {line}" for line in trace]
+        if not trace and self.message not in ("", f"{who} {self.how}"):
             lines.append(f"  error:  {self.message}")
         if self.cause:
             lines.append(f"  cause:  {self.cause}")
@@ -128,7 +137,7 @@ def first(exits: Iterable[Exit], ended_at: float) -> Exit:
     return min(before, key=lambda one: (one.echo, one.moment))
 
 
-def diagnose(one: Exit, *, node: int, host: str, attempt: int, oom_kills: int, others: str) -> Failure:
+def diagnose(one: Exit, *, node: int, host: str, attempt: int | None, oom_kills: int, others: str) -> Failure:
     """The failure that `one` is, with a cause and a remedy where they are known."""
     error = one.error or {}
     secrets = _secrets()

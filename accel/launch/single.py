@@ -14,8 +14,7 @@ from accel.exit_codes import REQUEUE
 from schedulers.processes import adopt_orphans, descendants, die_with_parent, end_all, wake_pipe
 
 from . import guard, report
-from .errors import LaunchError
-from .node import Launch, die_of, log_path, recorder, said_again, say
+from .node import Launch, cannot_run, die_of, log_path, recorder, said_again, say
 from .tee import Tee
 from .worker import WARNINGS, ignore_warnings, open_log
 
@@ -35,6 +34,8 @@ def run_single(run: Launch, launch_id: str) -> int:
     record("attempt", attempt=run.first_attempt)
     tee = Tee(run.tee, run.log_dir)
     watch = _Watch(run.grace_s)
+    if run.deadline is not None:
+        run.deadline.arm(watch.end_in_time)
     try:
         watch.program = _start(run, log)
         tee.follow([(0, 0, log)])
@@ -43,13 +44,15 @@ def run_single(run: Launch, launch_id: str) -> int:
         end_all(lambda: keeper.others(descendants(os.getpid())), grace_s=min(run.grace_s, _LEFTOVER_GRACE_S))
         tee.close()
         keeper.dismiss()
+    if watch.late and run.deadline is not None:
+        return run.deadline.end(run.quiet)
     if watch.told is not None and code != REQUEUE:
         return die_of(watch.told)
     if code == 0:
         return 0
     one = report.Exit(rank=0, local_rank=0, pid=watch.program.pid, code=code, time=time.time(),
                       error=report.error_in_log(log), log=log)  # fmt: skip
-    failure = report.diagnose(one, node=0, host=socket.gethostname(), attempt=run.first_attempt,
+    failure = report.diagnose(one, node=0, host=socket.gethostname(), attempt=run.incarnation.attempt,
                               oom_kills=report.oom_kill_count() - oom_kills, others="")  # fmt: skip
     record("failure", failure=failure.to_json())
     if not run.quiet:
@@ -76,7 +79,7 @@ def _start(run: Launch, log: str | None) -> subprocess.Popen[bytes]:
                 preexec_fn=enter,
             )
     except OSError as error:
-        raise LaunchError(f"cannot run {command[0]!r}: {error.strerror}") from None
+        raise cannot_run(command, error) from None
 
 
 class _Watch:
@@ -92,6 +95,7 @@ class _Watch:
         self._deadline: float | None = None
         self._pending: list[int] = []
         self.told: int | None = None
+        self.late = False  # told by the time limit
         self._woken, waker = wake_pipe()
         signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -108,6 +112,11 @@ class _Watch:
         if self.told is None:
             self.told = signum
             self._pending.append(signal.SIGINT if signum == signal.SIGINT else signal.SIGTERM)
+
+    def end_in_time(self) -> None:
+        if self.told is None:
+            self.late = True
+            self._on_end(signal.SIGTERM, None)
 
     def until_end(self) -> int:
         while (code := self.program.poll()) is None:

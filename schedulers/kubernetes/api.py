@@ -11,14 +11,14 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlencode
 
 from ..errors import ConfigError, Unreachable
 from . import connecting, kubeconfig
 from .credentials import Credentials
-from .errors import error_of
+from .errors import error_of, warnings_of
 from .options import KubernetesOptions
 
 if TYPE_CHECKING:
@@ -106,19 +106,24 @@ class Api:
         body: object = None,
         content_type: str = "application/json",
         timeout_s: float = 30.0,
+        warned: Callable[[str], None] | None = None,
     ) -> dict[str, Any]:
-        """The answer. Asks again, for a second or two, where the API server has too much to do or cannot be reached and
-        asking twice does no harm.
+        """The answer. `warned` is called with each warning that came with it.
+
+        Asks again, for a second or two, where the API server has too much to do or cannot be reached and asking twice
+        does no harm.
 
         Raises an ApiError for a no, Unreachable when there is no answer, ConfigError when it cannot be asked at all.
         """
         data = None if body is None else json.dumps(body).encode()
         headers = {"accept": "application/json", **({} if data is None else {"content-type": content_type})}
-        response = self._answered(method, path, query, data, headers, timeout_s)
+        response, warnings = self._answered(method, path, query, data, headers, timeout_s)
         try:
             found = json.loads(response) if response.strip() else {}
         except ValueError:
             raise self._unreachable_by(f"it answers {method} {path} with no JSON: {response[:80]!r}") from None
+        for text in warnings if warned is not None else ():
+            warned(text)
         return found if isinstance(found, dict) else {"items": found}
 
     def pages(self, path: str, query: Mapping[str, str]) -> Iterator[dict[str, Any]]:
@@ -203,13 +208,14 @@ class Api:
 
     def _answered(
         self, method: str, path: str, query: Query | None, data: bytes | None, headers: dict[str, str], timeout_s: float
-    ) -> bytes:
+    ) -> tuple[bytes, list[str]]:
+        """The body of the answer, and its warnings."""
         import urllib3
 
         for wait in (*_WAITS_S, None):
             response = self._respond(method, path, query, data, headers, timeout_s, stream=False)
             try:
-                return bytes(response.read())
+                return bytes(response.read()), warnings_of(response.headers.getlist("warning"))
             except (urllib3.exceptions.HTTPError, OSError) as error:
                 if method not in _AGAIN or wait is None:
                     raise self.unreachable(error) from None

@@ -22,6 +22,8 @@ _FETCHED = f"{_HOME}/packed"
 # A ConfigMap and its key, and all of a snapshot: https://kubernetes.io/docs/concepts/configuration/configmap/
 MOST = 1 << 20
 _PART = 768 << 10
+# What these containers print last is why they failed.
+_POLICY = "FallbackToLogsOnError"
 _UNKNOWN = "{sha256 of the packed code}"
 
 # Runs in the job's image, before anything of accel is known to be there; any Python from 3.8 on. A pod whose sandbox
@@ -141,8 +143,11 @@ def volumes(code: Code, options: KubernetesOptions, name: str) -> list[Object]:
     return []
 
 
-def init_containers(code: Code, options: KubernetesOptions, base: Object, python: str) -> list[Object]:
-    """The containers that bring the code. `base` is what every container of the pod has: image, security, resources."""
+def init_containers(
+    code: Code, options: KubernetesOptions, base: Object, python: str, mounted: Sequence[Object] = ()
+) -> list[Object]:
+    """The containers that bring the code. `base` is what every container of the pod has: image, security, resources;
+    `mounted` are the mounts."""
     if code.kind == "image":
         return []
     home: Object = {"name": "accel", "mountPath": _HOME}
@@ -157,12 +162,13 @@ def init_containers(code: Code, options: KubernetesOptions, base: Object, python
         "name": BRINGS,
         **base,
         "command": [python, "-c", UNPACK, code.digest, DIRECTORY, *parts],
-        "volumeMounts": mounts,
+        "terminationMessagePolicy": _POLICY,
+        "volumeMounts": [*mounts, *mounted],
     }
-    return [*_fetching(code, options, base), unpack]
+    return [*_fetching(code, options, base, mounted), unpack]
 
 
-def _fetching(code: Code, options: KubernetesOptions, base: Object) -> Sequence[Object]:
+def _fetching(code: Code, options: KubernetesOptions, base: Object, mounted: Sequence[Object]) -> Sequence[Object]:
     store = options.code_store
     if code.kind != "store" or store is None:
         return []
@@ -174,9 +180,10 @@ def _fetching(code: Code, options: KubernetesOptions, base: Object) -> Sequence[
     if store.region is not None:
         env.append({"name": "AWS_REGION", "value": store.region})
     fetch: Object = {**base, "name": "accel-fetch", "image": store.image, "command": command, "env": env}
+    fetch["terminationMessagePolicy"] = _POLICY
     if store.secret is not None:
         fetch["envFrom"] = [{"secretRef": {"name": store.secret}}]
-    fetch["volumeMounts"] = [{"name": "accel", "mountPath": _HOME}]
+    fetch["volumeMounts"] = [{"name": "accel", "mountPath": _HOME}, *mounted]
     return [fetch]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import SchedulerError
@@ -70,6 +70,7 @@ _REFUSALS: tuple[tuple[str, str], ...] = (
     ("is being terminated", "the namespace is being deleted"),
 )
 _LONGEST = 600
+_WARNING = re.compile(r'\d{3} \S+ "((?:[^"\\]|\\.)*)"')
 
 
 def error_of(status: int, body: bytes, *, where: str, who: str) -> ApiError:
@@ -90,6 +91,12 @@ def document(body: bytes) -> dict[str, Any]:
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def warnings_of(headers: Sequence[str]) -> list[str]:
+    """The texts of an answer's `Warning` headers (RFC 7234), which are UTF-8 and were decoded as Latin-1."""
+    texts = [re.sub(r"\\(.)", r"\1", found) for header in headers for found in _WARNING.findall(header)]
+    return [_short(text.encode("latin-1", "replace").decode("utf-8", "replace")) for text in texts]
 
 
 def _words(status: int, message: str, details: Mapping[str, Any], who: str) -> str:

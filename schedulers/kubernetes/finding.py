@@ -1,15 +1,16 @@
-"""A job that another machine submitted: found by its label, and what it is by an annotation."""
+"""Jobs that another machine submitted: found by their label, and what they are by an annotation."""
 
 from __future__ import annotations
 
 import contextlib
+import datetime
 import json
 from typing import Any
 
 from ..errors import SchedulerError, SpecError, UnknownJob
 from ..job import JobSpec
-from ..target import Found, Plan
-from . import names
+from ..target import Found, Listed, Plan
+from . import names, states
 from .api import Api
 from .errors import Forbidden, NotFound
 from .manifests import BUILDERS
@@ -33,8 +34,8 @@ def listed(api: Api, kind: str, selector: str, *, asked: bool) -> list[dict[str,
     builder = BUILDERS[kind]
     passed = (NotFound,) if asked else (NotFound, Forbidden)
     with contextlib.suppress(*passed):
-        query = {"labelSelector": selector}
-        return list(api.call("GET", api.path(builder.API_VERSION, builder.PLURAL), query=query).get("items") or [])
+        path = api.path(builder.API_VERSION, builder.PLURAL)
+        return [item for page in api.pages(path, {"labelSelector": selector}) for item in page.get("items") or []]
     return []
 
 
@@ -60,4 +61,40 @@ def _found(api: Api, kind: str, workload: dict[str, Any], job_id: str) -> Found:
         warnings=("submitted by another machine: this is what it asked for",),
     )
     native = Native(kind, str(metadata["namespace"]), str(metadata["name"]), job_id)
-    return Found(native_id=str(native), spec=spec, plan=plan, whole=False)
+    return Found(native_id=str(native), spec=spec, plan=plan, whole=False, created_at=_made_at(metadata))
+
+
+def jobs(api: Api, options: KubernetesOptions) -> list[Listed]:
+    """All jobs in the target's namespace that have accel's label, of every kind of workload that the cluster has and
+    shows; the target's own kind must be readable. Raises what asking raises."""
+    found: dict[str, Listed] = {}
+    for kind in BUILDERS:
+        for workload in listed(api, kind, names.JOB_ID, asked=kind == options.workload):
+            if not _made_by_another(workload):
+                job = _listed(kind, workload)
+                found.setdefault(job.job_id, job)
+    return list(found.values())
+
+
+def _listed(kind: str, workload: dict[str, Any]) -> Listed:
+    """With the name and nodes of its annotation; without one, as its labels and the object itself say."""
+    metadata = workload["metadata"]
+    job_id, name = metadata["labels"][names.JOB_ID], metadata["labels"].get(names.NAME) or metadata["name"]
+    nodes = states.nodes_of(workload) or 1
+    with contextlib.suppress(KeyError, ValueError, SpecError):
+        spec = JobSpec.from_json(json.loads(metadata["annotations"][names.SPEC]))
+        name, nodes = spec.name, spec.nodes
+    native = Native(kind, str(metadata["namespace"]), str(metadata["name"]), job_id)
+    return Listed(job_id=job_id, native_id=str(native), name=name, nodes=nodes, created_at=_made_at(metadata))
+
+
+def _made_by_another(workload: dict[str, Any]) -> bool:
+    """Return True for the JobSet of a TrainJob and the Job of a JobSet, which may carry the labels of theirs."""
+    kinds = {builder.KIND for builder in BUILDERS.values()}
+    owners = workload["metadata"].get("ownerReferences") or []
+    return any(owner.get("controller") and owner.get("kind") in kinds for owner in owners)
+
+
+def _made_at(metadata: dict[str, Any]) -> float:
+    made = datetime.datetime.fromisoformat(str(metadata["creationTimestamp"]).replace("Z", "+00:00"))
+    return made.timestamp()

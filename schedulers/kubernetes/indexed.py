@@ -5,7 +5,6 @@ https://kubernetes.io/docs/concepts/workloads/controllers/job/#completion-mode
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 from ..job import JobSpec
@@ -16,6 +15,7 @@ from .options import KubernetesOptions
 API_VERSION, KIND, PLURAL = "batch/v1", "Job", "jobs"
 # What a shell, and accel's setup with it, says of a program that cannot be run: no attempt will find it.
 HOPELESS = (126, 127)
+_FAILURES = "batch.kubernetes.io/job-index-failure-count"
 _FAIL_WITH_DISRUPTION = {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
 
 
@@ -23,7 +23,8 @@ def build(
     spec: JobSpec, options: KubernetesOptions, metadata: Object, job_id: str, template: Callable[..., Object]
 ) -> Object:
     """The Job. A pod's index is its node's rank; `service` makes the names by which they find each other."""
-    made = template(env=environment(spec, f"{metadata['name']}-0.{metadata['name']}"))
+    env = pods.world(spec, f"{metadata['name']}-0.{metadata['name']}")
+    made = template(env=[*env, *([failures()] if spec.retry.max_restarts else [])])
     job = job_spec(spec, made, restarts=spec.retry.max_restarts * spec.nodes, service=metadata["name"])
     if not spec.retry.max_restarts:
         # A pod that is evicted or preempted is gone at once; this leaves the reason in the Job's condition.
@@ -34,26 +35,34 @@ def build(
         "metadata": metadata,
         "spec": {
             **job,
+            **_per_index(spec),
             **({} if options.ttl_s is None else {"ttlSecondsAfterFinished": options.ttl_s}),
             **({"suspend": True} if options.suspend or options.queue else {}),
         },
     }
 
 
-def environment(spec: JobSpec, master: str) -> list[Object]:
-    """What the pods read of their world; the index the cluster adds (JOB_COMPLETION_INDEX)."""
-    return [
-        {"name": "ACCEL_NODES", "value": str(spec.nodes)},
-        {"name": "ACCEL_MASTER", "value": master},
-        {"name": "ACCEL_PORT", "value": str(pods.PORT)},
-    ]
+def failures() -> Object:
+    """How often the pods of this index have failed: the attempt. Empty where the cluster does not note it."""
+    return {
+        "name": "ACCEL_POD_FAILURES",
+        "valueFrom": {"fieldRef": {"fieldPath": f"metadata.annotations['{_FAILURES}']"}},
+    }
+
+
+def _per_index(spec: JobSpec) -> Object:
+    """A limit for each index: only then does the Job note on a pod how often its predecessors have failed."""
+    if not spec.retry.max_restarts:
+        return {}
+    return {"backoffLimitPerIndex": spec.retry.max_restarts, "maxFailedIndexes": 0}
 
 
 def job_spec(spec: JobSpec, template: Object, *, restarts: int, service: str | None = None) -> Object:
     """A JobSpec with a pod for each node, which fails when more than `restarts` of its pods have failed."""
     inside = {**template["spec"], "restartPolicy": "Never", **({"subdomain": service} if service else {})}
     container = inside["containers"][0]["name"]
-    rule = {"containerName": container, "operator": "In", "values": list(HOPELESS)}
+    rule = {"containerName": container, "operator": "In", "values": [pods.TIME_LIMIT, *HOPELESS]}
+    limit_s = pods.backstop_s(spec)
     return {
         "completions": spec.nodes,
         "parallelism": spec.nodes,
@@ -62,7 +71,7 @@ def job_spec(spec: JobSpec, template: Object, *, restarts: int, service: str | N
         # With such a policy a pod is replaced when it is gone, never beside the one that ends. The schema of 1.25 asks
         # for the empty list.
         "podFailurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": rule, "onPodConditions": []}]},
-        **({} if spec.time_limit_s is None else {"activeDeadlineSeconds": math.ceil(spec.time_limit_s)}),
+        **({} if limit_s is None else {"activeDeadlineSeconds": limit_s}),
         "template": {**template, "spec": inside},
     }
 

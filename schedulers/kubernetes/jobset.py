@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ..job import JobSpec
-from . import indexed, names
+from . import indexed, names, pods
 from .code import Object
 from .options import KubernetesOptions
 
@@ -27,7 +27,7 @@ def build(
 ) -> Object:
     """The JobSet: one Indexed Job of all nodes, made anew for every attempt."""
     name = metadata["name"]
-    made = template(env=[*indexed.environment(spec, f"{name}-{REPLICATED}-0-0.{name}"), attempt()])
+    made = template(env=[*pods.world(spec, f"{name}-{REPLICATED}-0-0.{name}"), attempt()])
     return {
         "apiVersion": API_VERSION,
         "kind": KIND,

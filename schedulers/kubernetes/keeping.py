@@ -1,4 +1,4 @@
-"""The logs of a job that is cancelled, kept in its directory: the cluster removes them with the pods.
+"""The logs of a job that is followed or cancelled, kept in its directory: the cluster removes them with the pods.
 
 `logs/NAME.kept` is the log of one run of a container as the kubelet sends it, after a line of JSON that says whose it
 is; whoever writes it has it locked. `logs/NAME.missing` says why it is not whole.
@@ -107,6 +107,68 @@ def keep(api: Api, native: Native, directory: Path) -> str | None:
     return f"some of what the job wrote is not kept: {problems[0]}" if problems else None
 
 
+class Archive:
+    """One log, to which a follower adds what it reads.
+
+    Nothing is added after another process has written to it: one copy of each line is enough. Never raises.
+    """
+
+    def __init__(self, directory: Path, source: Source) -> None:
+        self._directory, self._source = directory, source
+        self._path = directory / _LOGS / f"{source.name}{_KEPT}"
+        self._at: str | None = None  # the place after what is there
+        self._size = 0
+        self._gap = self._given_up = False
+        self._lock = threading.Lock()
+
+    def add(self, before: str, pieces: Sequence[Piece]) -> None:
+        """Append the pieces, which come after that place, as far as they are not there."""
+        with self._lock, contextlib.suppress(OSError):
+            if self._given_up:
+                return
+            self._given_up = True  # unless all of this succeeds
+            if self._at is None:
+                self._open()
+            self._given_up = not self._append(before, pieces)
+
+    def note_gap(self) -> None:
+        """Lines that come next may be missing."""
+        if not self._gap and not self._given_up:
+            self._gap = True
+            with contextlib.suppress(OSError):
+                self._path.with_suffix(_MISSING).write_text("its log was rotated before it was read\n")
+
+    def finish(self, at: str) -> None:
+        """Nobody writes to the log any more, and it ends at that place."""
+        if self._at == at and not self._gap and not self._given_up:
+            with contextlib.suppress(OSError):
+                self._path.with_suffix(_MISSING).unlink(missing_ok=True)
+
+    def _open(self) -> None:
+        """Raises OSError, as where the job has no directory: another machine has submitted it."""
+        self._path.parent.mkdir(exist_ok=True)
+        known = kept(self._directory).get(self._source.name)
+        if known is None:
+            self._path.with_suffix(_MISSING).write_text("it was not read to its end\n")
+            self._path.write_text(_header(self._source))
+        self._at = ""
+        for piece in known.pieces(None) if known is not None else ():
+            self._at = str(piece.after)
+        self._size = self._path.stat().st_size
+
+    def _append(self, before: str, pieces: Sequence[Piece]) -> bool:
+        """False where another process writes, or has written, to the file. Raises OSError."""
+        with self._path.open("ab") as file:
+            if not _locked(file.fileno(), fcntl.LOCK_EX) or os.fstat(file.fileno()).st_size != self._size:
+                return False
+            for piece in pieces:
+                if before == self._at and self._size <= _MOST:
+                    self._size += file.write(_line_of(piece))
+                    self._at = str(piece.after)
+                before = str(piece.after)
+        return True
+
+
 class _Keeper:
     """Of one log."""
 
@@ -141,6 +203,10 @@ class _Keeper:
             return
         with self._path.open("ab") as file:
             self._write(file, answer.pieces())
+        if answer.for_now and self._source.ended:
+            self._lack("its node no longer has it")
+        elif not (answer.lost or self.problem):  # as a follower has left it
+            self._path.with_suffix(_MISSING).unlink(missing_ok=True)
         self._ready = True
 
     def go_on(self) -> None:
@@ -166,8 +232,7 @@ class _Keeper:
                     self._at = piece.after
                 self._size = self._path.stat().st_size
                 return
-        header = {"schema": _SCHEMA, "source": dataclasses.asdict(self._source)}
-        self._path.write_text(json.dumps(header) + "\n")
+        self._path.write_text(_header(self._source))
 
     def _follow(self) -> None:
         """Until the container has ended, or its pod is gone."""
@@ -208,15 +273,28 @@ class _Keeper:
             if self._size > _MOST:
                 self._lack(f"no more than {_MOST >> 20} MiB of it are kept")
                 return
-            data = written(piece.after.stamp) + b" " + piece.data if piece.first else piece.data
+            if piece.gap:
+                self._note("its log was rotated before it was read")
+            data = _line_of(piece)
             file.write(data)
             self._size += len(data)
             self._at = piece.after
 
     def _lack(self, why: str) -> None:
         self.problem = why
+        self._note(why)
+
+    def _note(self, why: str) -> None:
         with contextlib.suppress(OSError):
             self._path.with_suffix(_MISSING).write_text(why + "\n")
+
+
+def _header(source: Source) -> str:
+    return json.dumps({"schema": _SCHEMA, "source": dataclasses.asdict(source)}) + "\n"
+
+
+def _line_of(piece: Piece) -> bytes:
+    return written(piece.after.stamp) + b" " + piece.data if piece.first else piece.data
 
 
 def _locked(fd: int, how: int) -> bool:
@@ -230,4 +308,4 @@ def _locked(fd: int, how: int) -> bool:
     return True
 
 
-__all__ = ["Kept", "finished", "keep", "kept"]
+__all__ = ["Archive", "Kept", "finished", "keep", "kept"]

@@ -21,6 +21,8 @@ KUEUE_QUEUE = "kueue.x-k8s.io/queue-name"
 KUEUE_PRIORITY = "kueue.x-k8s.io/priority-class"
 # A label and an annotation of what a JobSet makes.
 RESTART_ATTEMPT = "jobset.sigs.k8s.io/restart-attempt"
+# A label (Kubernetes 1.28) and an annotation of the pods of an Indexed Job.
+COMPLETION_INDEX = "batch.kubernetes.io/job-completion-index"
 # The container that trains, in the pods of one operator or another.
 MAIN = ("pytorch", "node")
 
@@ -88,7 +90,7 @@ def node_of(pod: Mapping[str, Any]) -> int | None:
     """Which of the job's nodes this pod is; of an elastic world, which of its pods. None for a pod of another kind."""
     metadata = pod.get("metadata") or {}
     said = {**(metadata.get("annotations") or {}), **(metadata.get("labels") or {})}
-    index = said.get("batch.kubernetes.io/job-completion-index")
+    index = said.get(COMPLETION_INDEX)
     kind, replica = said.get("training.kubeflow.org/replica-type"), said.get("training.kubeflow.org/replica-index")
     if index is not None and index.isdigit():
         return int(index)

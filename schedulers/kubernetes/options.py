@@ -28,7 +28,7 @@ VENDORS: Mapping[str, tuple[str, str]] = {
 
 _SOURCES = ("claim", "config_map", "secret", "host_path", "nfs", "source")
 _QUANTITY = re.compile(r"\d+(\.\d+)?([eE]\d+|[numkMGTPE]|[KMGTPE]i)?\Z")
-_RESERVED_MOUNTS = ("/accel", "/accel/code", "/accel/packed", "/accel-code", "/dev/shm")
+_RESERVED_MOUNTS = ("/accel", "/accel/code", "/accel/home", "/accel/packed", "/accel-code", "/dev/shm")
 _MOST_ID = 2**31 - 1
 
 
@@ -108,6 +108,7 @@ class KubernetesOptions:
     suspend:         create the job suspended; somebody else lets it go.
     ttl_s:           so many seconds after its end the cluster removes the job, and its logs with it.
     pod_security:    the Pod Security Standard that the pods keep to.
+    read_only_root_filesystem: the image's files cannot be changed; /tmp and HOME are the pod's own. Not with `setup`.
     run_as_user, run_as_group, fs_group: numeric ids, for images whose user is root or has no number.
     labels, annotations: further ones, of the job and its pods.
     patch:           a strategic merge patch for the job's object, applied last; `pod_patch` is one for its pods.
@@ -147,6 +148,7 @@ class KubernetesOptions:
     suspend: bool = False
     ttl_s: int | None = None
     pod_security: Security = "restricted"
+    read_only_root_filesystem: bool = False
     run_as_user: int | None = None
     run_as_group: int | None = None
     fs_group: int | None = None
@@ -315,6 +317,8 @@ def _security_problems(options: KubernetesOptions) -> Iterator[str]:
         for volume in options.volumes:
             if volume.host_path is not None or "hostPath" in (volume.source or {}):
                 yield f"volumes: {volume.mount}: a directory of the node {advice}"
+    if options.read_only_root_filesystem and options.setup:
+        yield "setup installs, and read_only_root_filesystem lets nothing be installed: drop one"
     for key in ("run_as_user", "run_as_group", "fs_group"):
         value = getattr(options, key)
         if value is not None and not 0 <= value <= _MOST_ID:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
+import posixpath
 import shlex
+import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 
 from ..errors import SpecError, nearest
@@ -16,17 +19,33 @@ from .options import VENDORS, KubernetesOptions, Volume, gpu_resource, is_word
 PORT = 29500
 # The launcher gives its ranks the whole grace and must then have time to say what became of them.
 _MARGIN_S = 10
-# In the container's own file system: one that is started again begins without its predecessor's files.
-_LOGS = "/tmp/accel-logs"
+# The exit code of a launcher that ended its ranks at the time limit, as `accel.exit_codes` has it.
+TIME_LIMIT = 86
+# The cluster's own limit deletes pods with their logs. It is for launchers that cannot keep theirs.
+_BACKSTOP_S = 300
+# In volumes that live as long as the pod.
+_LOGS, _HOME, _STARTS = "/tmp/accel-logs", "/accel/home", "/accel/starts"
+# Trainer's controller cannot read a runtime with other control characters.
+_PLAIN_CONTROLS = "\n\t"
+_DECODE = (
+    "import json, os, sys; given = json.loads(sys.argv[1]); os.environ.update(given['env']); "
+    "os.execvp(given['argv'][0], given['argv'])"
+)
 # Whatever a program's directory holds, `accel` is the installed package.
 _ACCEL = "import sys; sys.path[:] = [p for p in sys.path if p]; from accel.cli import main; sys.exit(main())"
-_OWN = frozenset("ACCEL_JOB_ID ACCEL_NODES ACCEL_MASTER ACCEL_PORT ACCEL_SECRETS JOBSET_RESTART_ATTEMPT".split())
+_OWN = frozenset(
+    "ACCEL_JOB_ID ACCEL_NODES ACCEL_NODE_RANK ACCEL_MASTER ACCEL_PORT ACCEL_SERVICE ACCEL_POD_UID ACCEL_POD_IP "
+    "ACCEL_POD_FAILURES ACCEL_STARTS ACCEL_TIME_LIMIT ACCEL_TIME_LIMIT_EXIT ACCEL_SECRETS "
+    "JOBSET_RESTART_ATTEMPT".split()
+)
 _REFERENCE = "secret:NAME/KEY"
 
 
 def check(spec: JobSpec, options: KubernetesOptions, name: str) -> None:
     """Raises SpecError for a job that no kind of object can run as it is described."""
     where = f"target {name}"
+    if options.read_only_root_filesystem and spec.setup:
+        raise SpecError(f"{where}: --setup installs, and read_only_root_filesystem lets nothing be installed: drop one")
     if (spec.image or options.image) is None:
         raise SpecError(f"{where}: no container image; give --image, or write image: in accel.yaml")
     if spec.image is not None and not is_word(spec.image):
@@ -52,6 +71,43 @@ def check(spec: JobSpec, options: KubernetesOptions, name: str) -> None:
 def processes(spec: JobSpec) -> int:
     """Of each pod."""
     return spec.procs_per_node or spec.resources.gpus or 1
+
+
+def world(spec: JobSpec, master: str) -> list[Object]:
+    """The job's nodes, as variables of its pods. The rank of each is from its own fields."""
+    return [
+        {"name": "ACCEL_NODES", "value": str(spec.nodes)},
+        {"name": "ACCEL_MASTER", "value": master},
+        {"name": "ACCEL_PORT", "value": str(PORT)},
+    ]
+
+
+def backstop_s(spec: JobSpec) -> int | None:
+    """The cluster's time limit, some minutes after the launchers' own."""
+    return None if spec.time_limit_s is None else math.ceil(spec.time_limit_s + spec.grace_s) + _BACKSTOP_S
+
+
+def rendezvous(spec: JobSpec, options: KubernetesOptions, metadata: Object, job_id: str) -> Object:
+    """The Service of node 0, made before any pod.
+
+    A pod's own name exists only once the pod has an address, and a name server that was asked before keeps "no such
+    name" for half a minute. This name exists from the beginning, and its address stays when the pod is replaced.
+    """
+    index = "training.kubeflow.org/replica-index" if options.workload == "pytorchjob" else names.COMPLETION_INDEX
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {**metadata, "name": rendezvous_name(metadata["name"]), "labels": names.labels(spec.name, job_id)},
+        "spec": {
+            "publishNotReadyAddresses": True,
+            "selector": {names.JOB_ID: names.label_value(job_id), index: "0"},
+            "ports": [{"name": "rendezvous", "port": PORT, "protocol": "TCP"}],
+        },
+    }
+
+
+def rendezvous_name(name: str) -> str:
+    return f"{name}-rendezvous"
 
 
 def container_name(options: KubernetesOptions) -> str:
@@ -114,9 +170,9 @@ def _spec(
         "securityContext": pod_security(options),
         "initContainers": [
             _drop_empty({**each, "command": [unexpanded(word) for word in each["command"]]})
-            for each in coding.init_containers(code, options, base, python)
+            for each in coding.init_containers(code, options, base, python, tmp_mounts(options))
         ],
-        "containers": [_drop_empty(_main(spec, options, base, code, job_id, env, launch))],
+        "containers": [_drop_empty(_main(spec, options, base, code, name, job_id, env, launch))],
         "volumes": _volumes(spec, options, name, code),
     }
 
@@ -126,6 +182,7 @@ def _main(
     options: KubernetesOptions,
     base: Object,
     code: Code,
+    name: str,
     job_id: str,
     env: Sequence[Object],
     launch: Sequence[str],
@@ -136,14 +193,16 @@ def _main(
     return {
         "name": container_name(options),
         **base,
-        "command": [unexpanded(word) for word in command(spec, options, launch)],
+        "command": [unexpanded(word) for word in _passed(command(spec, options, launch), spec, options)],
         "workingDir": coding.workdir(code, options, spec.workdir),
-        "env": [*_environment(spec, options, job_id), *env],
+        "env": [*_environment(spec, options, job_id), *_own_fields(spec, options, name), *env],
         "ports": ports,
         "resources": _resources(spec, options, devices=True),
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "volumeMounts": [
             {"name": "accel", "mountPath": "/accel"},
+            *([{"name": "accel-home", "mountPath": _HOME}] if _own_home(options) else []),
+            *tmp_mounts(options),
             {"name": "accel-shm", "mountPath": "/dev/shm"},
             *(_mount(volume, index) for index, volume in enumerate(options.volumes)),
         ],
@@ -172,6 +231,21 @@ def command(spec: JobSpec, options: KubernetesOptions, launch: Sequence[str] = (
     return ["sh", "-c", "\n".join(lines), "sh", *words]
 
 
+def _passed(words: list[str], spec: JobSpec, options: KubernetesOptions) -> list[str]:
+    """The command as the kind of object can hold it: as JSON where it or a variable has control characters."""
+    env = {key: value for key, value in spec.env.items() if not _holds(value, options)}
+    if not env and all(_holds(word, options) for word in words):
+        return words
+    text = json.dumps({"argv": words, "env": env}).replace("\x7f", "\\u007f")
+    return [options.python or "python3", "-c", _DECODE, text]
+
+
+def _holds(text: str, options: KubernetesOptions) -> bool:
+    """Return True if an object of this kind can hold the text."""
+    plain = text.translate({ord(each): None for each in _PLAIN_CONTROLS})
+    return options.workload != "trainjob" or not any(unicodedata.category(each) == "Cc" for each in plain)
+
+
 def unexpanded(text: str) -> str:
     """The text so that it arrives as it is: Kubernetes replaces `$(NAME)`, and `$$` is a dollar sign.
 
@@ -187,6 +261,8 @@ def security(options: KubernetesOptions) -> Object:
     root.
     """
     found: Object = {"runAsUser": options.run_as_user, "runAsGroup": options.run_as_group}
+    if options.read_only_root_filesystem:
+        found["readOnlyRootFilesystem"] = True
     if options.pod_security == "restricted":
         found |= {
             "runAsNonRoot": True,
@@ -209,18 +285,57 @@ def memory(gigabytes: float) -> str:
 
 def _environment(spec: JobSpec, options: KubernetesOptions, job_id: str) -> Iterator[Object]:
     yield {"name": "ACCEL_JOB_ID", "value": job_id}
-    if options.run_as_user is not None:
-        # A number that the image's /etc/passwd does not know has no home, and libraries ask for a name.
-        for key, value in (("HOME", "/accel"), ("USER", "accel"), ("LOGNAME", "accel")):
-            if key not in spec.env:
-                yield {"name": key, "value": value}
+    # A number that the image's /etc/passwd does not know has no home, and libraries ask for a name.
+    named = {} if options.run_as_user is None else {"USER": "accel", "LOGNAME": "accel"}
+    for key, value in {**({"HOME": _HOME} if _own_home(options) else {}), **named}.items():
+        if key not in spec.env:
+            yield {"name": key, "value": value}
     for key, value in spec.env.items():
+        if not _holds(value, options):
+            continue
         yield {"name": key, "value": unexpanded(value)}
     if spec.secrets:
         yield {"name": "ACCEL_SECRETS", "value": ",".join(spec.secrets)}
     for key, reference in spec.secrets.items():
         secret, inside = _secret(key, reference, "")
         yield {"name": key, "valueFrom": {"secretKeyRef": {"name": secret, "key": inside}}}
+
+
+def _own_home(options: KubernetesOptions) -> bool:
+    """Return True if the image's home cannot be written to, or is none of this user."""
+    return options.run_as_user is not None or options.read_only_root_filesystem
+
+
+def tmp_mounts(options: KubernetesOptions) -> list[Object]:
+    """/tmp as a volume of the pod where the image's cannot be written to, unless the options name another."""
+    if not options.read_only_root_filesystem or any(
+        posixpath.normpath(volume.mount) == "/tmp" for volume in options.volumes
+    ):
+        return []
+    return [{"name": "accel-tmp", "mountPath": "/tmp"}]
+
+
+def _own_fields(spec: JobSpec, options: KubernetesOptions, name: str) -> Iterator[Object]:
+    """What a launcher must know of its pod, to be told from its predecessors and to be found by the others."""
+    yield {"name": "ACCEL_POD_UID", "valueFrom": {"fieldRef": {"fieldPath": "metadata.uid"}}}
+    yield {"name": "ACCEL_STARTS", "value": _STARTS}
+    if spec.nodes > 1 and spec.max_nodes is None:
+        yield {"name": "ACCEL_POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
+        yield {"name": "ACCEL_SERVICE", "value": rendezvous_name(name)}
+    if spec.time_limit_s is not None:
+        yield {"name": "ACCEL_TIME_LIMIT", "value": str(math.ceil(spec.time_limit_s))}
+        yield {"name": "ACCEL_TIME_LIMIT_EXIT", "value": _limit_codes(spec, options)}
+
+
+def _limit_codes(spec: JobSpec, options: KubernetesOptions) -> str:
+    """The exit codes of node 0 and of the others at the time limit, with which their logs stay.
+
+    A Job that fails deletes the pods that still run: so the others succeed, and node 0 goes last. A PyTorchJob keeps
+    pods that have failed, but its kubelets start them again where it has restarts: so all succeed.
+    """
+    if options.workload != "pytorchjob":
+        return f"{TIME_LIMIT},0"
+    return "0,0" if spec.retry.max_restarts else f"{TIME_LIMIT},{TIME_LIMIT}"
 
 
 def _secret(variable: str, reference: str, where: str) -> tuple[str, str]:
@@ -283,6 +398,8 @@ def _volumes(spec: JobSpec, options: KubernetesOptions, name: str, code: Code) -
         shm["sizeLimit"] = memory(spec.resources.shm_gb)
     return [
         {"name": "accel", "emptyDir": {}},
+        *([{"name": "accel-home", "emptyDir": {}}] if _own_home(options) else []),
+        *({"name": mount["name"], "emptyDir": {}} for mount in tmp_mounts(options)),
         {"name": "accel-shm", "emptyDir": shm},
         *coding.volumes(code, options, name),
         *({"name": f"volume-{index}", **_source(volume)} for index, volume in enumerate(options.volumes)),

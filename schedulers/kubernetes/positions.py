@@ -8,6 +8,7 @@ many lines of one time, and is looked for in the log's own order.
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import re
 from collections.abc import Iterator
@@ -20,8 +21,15 @@ from ..logfiles import MOST_BYTES
 _STAMP = re.compile(rb"(\d{4})-(\d\d)-(\d\d)T(\d\d):(\d\d):(\d\d)(?:[.,](\d{1,9}))?(Z|[+-]\d\d:?\d\d)\Z")
 _POSITION = re.compile(r"(?P<stamp>\d{8}T\d{6}\.\d{9}Z)/(?P<lines>\d+)/(?P<bytes>\d+)\Z")
 _HEAD = 32  # so many bytes of a line say who wrote it
-# Later than that after the place that is looked for, in the log's own order, it cannot come any more.
+# The first line of every launcher in a pod: see `_told` in accel/launch/node.py. Only the dynamic linker and the
+# interpreter write before it.
+GREETING = re.compile(rb"accel launch: (\d+ nodes, node 0 |started on )")
+_LATEST_GREETING = 64 << 10  # bytes
 _MOST_SAID, _LONGEST_SAID = 16, 500  # lines, and bytes of each, of what comes instead of a log
+# What the kubelet answers, with status 200, in the place of a log that it does not have:
+# https://github.com/kubernetes/kubernetes/blob/master/pkg/kubelet/kuberuntime/kuberuntime_container.go
+ABSENT = re.compile(rb"unable to retrieve container logs for |failed to try resolving symlinks in path ")
+# Later than that after the place that is looked for, in the log's own order, it cannot come any more.
 _DISORDER_NS = 1_000_000_000
 
 
@@ -52,6 +60,11 @@ class Position:
         """Before what was written at that time (seconds since the epoch) or later, to the second."""
         moment = datetime.datetime.fromtimestamp(int(when), datetime.timezone.utc)
         return cls(f"{moment:%Y%m%dT%H%M%S}.000000000Z")
+
+    @property
+    def seconds(self) -> float:
+        """The time, since the epoch."""
+        return _nanoseconds(self.stamp) / 1e9
 
     @property
     def is_time(self) -> bool:
@@ -97,6 +110,7 @@ class Piece:
     head:    how the line begins, of which this is a part; `first` where it is the beginning itself.
     after:   the place just after it.
     partial: it has no ending, and the next one goes on with it.
+    gap:     lines before it may be missing: the node removed them before they were read.
     """
 
     data: bytes
@@ -104,6 +118,7 @@ class Piece:
     first: bool
     after: Position
     partial: bool = False
+    gap: bool = False
 
 
 class Stamped:
@@ -111,13 +126,18 @@ class Stamped:
 
     after: the place up to which it was. With `own=False` it is one of the container's run before this one, and this
            log then holds it only where its lines were taken for those of that run.
-    lost:  the place is not in the log, though it once was: what came after it may have been removed.
-    said:  what came instead of a log: the kubelet's own words.
+    lost:   the place is not in the log, though it once was: what came after it may have been removed. So may the
+            beginning of a log that `greets` and has no greeting: its writer's first line.
+    said:   what came instead of a log: the kubelet's own words. An answer that begins inside a line has none: the
+            kubelet splits lines after 16 KiB, and stamps their first part only.
+    absent: the kubelet has no such log now.
     """
 
-    def __init__(self, after: Position | None, *, own: bool = True) -> None:
+    def __init__(self, after: Position | None, *, own: bool = True, greets: bool = False) -> None:
         self._after = after
         self._own = own
+        self._ungreeted = 0 if greets and after is None else None  # bytes without the greeting so far
+        self._gap = False  # to be said with the next piece
         self._seeking = after is not None and not after.is_time
         self._held: list[Piece] = []
         self._rest = bytearray()
@@ -127,8 +147,18 @@ class Stamped:
         self._head = b""
         self._read = 0  # of that line, the bytes that were read before
         self._begun = False
-        self.lost = False
+        self.lost = self.absent = False
         self.said: list[str] = []
+
+    @property
+    def ungreeted(self) -> bool:
+        """Whether it was read from its beginning, and its writer's first line has not come so far."""
+        return self._ungreeted is not None
+
+    @property
+    def untold(self) -> bool:
+        """Whether there is a gap that no piece has said: nothing came after it."""
+        return self._gap
 
     def feed(self, chunk: bytes) -> list[Piece]:
         """The lines, parts that end with `\\r` and pieces that are whole now."""
@@ -144,10 +174,12 @@ class Stamped:
 
     def end(self, *, complete: bool) -> list[Piece]:
         """What is left when nothing more comes: with `complete`, the last line too, if nobody ended it."""
+        # The kubelet's own words have no end either.
+        complete = complete or (not self._stamp and ABSENT.match(self._rest) is not None)
         pieces = self._line(bytes(self._rest), complete=True) if complete and self._rest else []
         self._rest.clear()
-        if self._seeking:
-            return [*self._give_up(), *pieces]
+        if self._seeking and not self.absent:
+            return self._marked([*self._give_up(), *pieces])
         return pieces
 
     def _line(self, line: bytes, *, complete: bool) -> list[Piece]:
@@ -164,6 +196,7 @@ class Stamped:
             if stamp != self._stamp:
                 self._stamp, self._lines = stamp, 0
             self._at, self._head = 0, b""
+            self.said, self.absent = [], False
         self._head = (self._head[: self._at] + data[:_HEAD])[:_HEAD]
         pieces = list(self._pieces(data, self._at, complete))
         unread = [piece for piece in pieces if not piece.after.bytes or piece.after.bytes > self._read]
@@ -176,13 +209,31 @@ class Stamped:
             self._at += given
         else:
             self._rest = bytearray(data)
-        return self._unread(self._stamp, unread, complete)
+        return self._marked(self._unread(self._stamp, unread, complete))
+
+    def _marked(self, pieces: list[Piece]) -> list[Piece]:
+        """The pieces, of which the first says that there is a gap before it, where there is one."""
+        if self._ungreeted is not None and pieces:
+            self._ungreeted += sum(len(piece.data) for piece in pieces)
+            if any(piece.first and GREETING.match(piece.head) for piece in pieces):
+                self._ungreeted = None
+            elif self._ungreeted > _LATEST_GREETING:
+                self._ungreeted, self.lost, self._gap = None, True, True
+        if self._gap and pieces:
+            self._gap = False
+            pieces[0] = dataclasses.replace(pieces[0], gap=True)
+        return pieces
 
     def _hear(self, line: bytes, complete: bool) -> None:
-        if complete and len(self.said) < _MOST_SAID:
-            self.said.append(line[:_LONGEST_SAID].decode("utf-8", "replace").strip())
-        elif not complete:
+        """Note a line without a time. After a place, it is the rest of a line from before that place, unless it is
+        known for an answer of the kubelet."""
+        if not complete:
             del self._rest[MOST_BYTES:]
+            return
+        absent = ABSENT.match(line) is not None
+        self.absent = self.absent or absent
+        if len(self.said) < _MOST_SAID and (absent or self._after is None):
+            self.said.append(line[:_LONGEST_SAID].decode("utf-8", "replace").strip())
 
     def _pieces(self, data: bytes, at: int, complete: bool) -> Iterator[Piece]:
         parts = data.splitlines(keepends=True) or [b""]
@@ -222,7 +273,7 @@ class Stamped:
 
     def _give_up(self) -> list[Piece]:
         self._seeking = False
-        self.lost = self._own
+        self.lost = self._gap = self._own
         held, self._held = self._held, []
         return held
 
@@ -238,4 +289,4 @@ def _beyond(one: Position, other: Position) -> bool:
     return (one.lines, one.bytes) > (other.lines, other.bytes)
 
 
-__all__ = ["Piece", "Position", "Stamped", "stamp_of", "written"]
+__all__ = ["ABSENT", "GREETING", "Piece", "Position", "Stamped", "stamp_of", "written"]

@@ -5,7 +5,6 @@ https://www.kubeflow.org/docs/components/trainer/legacy-v1/user-guides/pytorch/
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 from ..job import JobSpec
@@ -13,22 +12,28 @@ from . import names, pods
 from .code import Object
 from .options import KubernetesOptions
 
+# Of the pods: the index of a worker is its node's rank, since there is no master.
+_WORKERS = {f"{names.OWN}elastic": "true"}
+REPLICA_INDEX = "training.kubeflow.org/replica-index"
 API_VERSION, KIND, PLURAL = "kubeflow.org/v1", "PyTorchJob", "pytorchjobs"
 
 
 def build(
     spec: JobSpec, options: KubernetesOptions, metadata: Object, job_id: str, template: Callable[..., Object]
 ) -> Object:
-    """The object. One node is a master; more are a master and workers; a world that may grow has workers only.
+    """The object. One node is a master; several are workers under an elasticPolicy, to which the operator adds no init
+    container: that one looks up the master's name before it exists, and says nothing of its security.
 
     `template` makes the pods' template out of what only this kind needs.
     """
-    if spec.max_nodes is None:
-        replicas = {"Master": 1} | ({"Worker": spec.nodes - 1} if spec.nodes > 1 else {})
-        made = template()
+    most = spec.max_nodes or spec.nodes
+    replicas = {"Worker": most} if most > 1 else {"Master": 1}
+    if spec.max_nodes is not None:
+        made = template(launch=_elastic_launch(spec, metadata["name"], job_id), labels=_WORKERS)
+    elif spec.nodes > 1:
+        made = template(env=[rank(), *pods.world(spec, f"{metadata['name']}-worker-0")], labels=_WORKERS)
     else:
-        replicas = {"Worker": spec.max_nodes}
-        made = template(launch=_elastic_launch(spec, metadata["name"], job_id), labels={f"{names.OWN}elastic": "true"})
+        made = template()
     restart = "OnFailure" if spec.retry.max_restarts else "Never"
     return {
         "apiVersion": API_VERSION,
@@ -37,7 +42,7 @@ def build(
         "spec": {
             "nprocPerNode": str(pods.processes(spec)),
             "runPolicy": _run_policy(spec, options),
-            **({} if spec.max_nodes is None else {"elasticPolicy": _elastic_policy(spec, job_id)}),
+            **({"elasticPolicy": _elastic_policy(spec, job_id)} if "Worker" in replicas else {}),
             "pytorchReplicaSpecs": {
                 role: {"replicas": count, "restartPolicy": restart, "template": made}
                 for role, count in replicas.items()
@@ -46,14 +51,13 @@ def build(
     }
 
 
+def rank() -> Object:
+    """The rank of a pod's node, from the label that the operator gives each pod."""
+    return {"name": "ACCEL_NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": f"metadata.labels['{REPLICA_INDEX}']"}}}
+
+
 def warnings(spec: JobSpec, options: KubernetesOptions) -> list[str]:
     found = []
-    if spec.nodes > 1 and spec.max_nodes is None and options.pod_security == "restricted":
-        found.append(
-            "the training operator adds an init container that says nothing of its security: a namespace that "
-            "enforces the restricted standard refuses it, until the operator has another template for it "
-            "(--pytorch-init-container-template-file); workload: jobset needs none"
-        )
     if spec.max_nodes is not None and not spec.retry.max_restarts:
         found.append(
             f"--nodes {spec.nodes}:{spec.max_nodes} without --max-restarts: pods may join, and the first that goes "
@@ -72,8 +76,9 @@ def _run_policy(spec: JobSpec, options: KubernetesOptions) -> Object:
         # The operator adds up the restarts of all pods, each of which restarts with the gang, and ends the job when
         # the sum reaches the limit. It then deletes the pods, logs and exit codes with them: so there is no limit of 0.
         policy["backoffLimit"] = restarts * most + 1
-    if spec.time_limit_s is not None:
-        policy["activeDeadlineSeconds"] = math.ceil(spec.time_limit_s)
+    limit_s = pods.backstop_s(spec)
+    if limit_s is not None:
+        policy["activeDeadlineSeconds"] = limit_s
     if options.ttl_s is not None:
         policy["ttlSecondsAfterFinished"] = options.ttl_s
     if options.suspend or options.queue:
@@ -86,7 +91,7 @@ def _run_policy(spec: JobSpec, options: KubernetesOptions) -> Object:
 def _elastic_policy(spec: JobSpec, job_id: str) -> Object:
     return {
         "minReplicas": spec.nodes,
-        "maxReplicas": spec.max_nodes,
+        "maxReplicas": spec.max_nodes or spec.nodes,
         "rdzvBackend": "c10d",
         "rdzvId": job_id,
         "maxRestarts": spec.retry.max_restarts,

@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import threading
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +38,9 @@ _RESTARTED_S = 5.0
 _MARGIN_S = 10.0  # that an ending pod has over its grace
 _ENDING_PAUSE_S = 0.1
 _HEAD = 64  # bytes, in which the time is at which a log begins
+_ABSENT_PAUSE_S = 0.5
+_KILLED = 137
+_ARCHIVED_AT_ONCE = 1000  # lines
 _LOOKS = 3  # at most, where pods go or containers are restarted while their logs are asked for
 _LOST, _GONE = "lost", "gone"
 
@@ -56,6 +60,7 @@ class _Job:
     said: dict[str, str] = field(default_factory=dict)
     seen: dict[str, Source] = field(default_factory=dict)
     tails: dict[str, list[Tail]] = field(default_factory=dict)
+    archives: dict[str, keeping.Archive] = field(default_factory=dict)
     not_before: dict[str, float] = field(default_factory=dict)
     failures: dict[str, int] = field(default_factory=dict)
     ended_at: dict[str, float] = field(default_factory=dict)
@@ -83,6 +88,9 @@ class Reader:
         """Somebody waits for the job, and will read it again and again."""
         self._job(native).followed_at = time.monotonic()
 
+    def is_followed(self, native: Native) -> bool:
+        return self._job(native).followed
+
     def read(self, native: Native, since: Cursor | None, directory: Path | None, *, over: bool) -> Iterator[LogLine]:
         """The lines that there are now. `over`: the job is known to have ended.
 
@@ -91,13 +99,16 @@ class Reader:
         cursor = Cursor.parse(str(since or ""))
         overtaken = 0
         while True:
-            look = _Pass(self._api, native, self._job(native), cursor, directory, over=over)
+            last = overtaken >= _LOOKS - 1
+            look = _Pass(self._api, native, self._job(native), cursor, directory, over=over, last=last)
             for line in look.lines():
                 cursor.advance(line)
                 yield line
-            overtaken += look.overtaken
-            if not look.ending and not (look.overtaken and overtaken < _LOOKS):
+            if not look.ending and not (look.overtaken and not last):
                 return
+            overtaken += look.overtaken
+            if look.absent:
+                time.sleep(_ABSENT_PAUSE_S)
 
     def cursor_at(self, native: Native, when: float, directory: Path | None) -> Cursor:
         """Where the logs that there are stood. Raises Unreachable."""
@@ -122,16 +133,25 @@ class _Pass:
 
     overtaken: a run that was asked for is no longer what it was when the pods were looked at, and its lines are not
     among those given.
+    absent: the kubelet could not find a log for now, and the reader may not have all of it.
     ending: the job's object is gone, and its pods are not quite.
     """
 
     def __init__(
-        self, api: Api, native: Native, job: _Job, since: Cursor | None, directory: Path | None, *, over: bool
+        self,
+        api: Api,
+        native: Native,
+        job: _Job,
+        since: Cursor | None,
+        directory: Path | None,
+        *,
+        over: bool,
+        last: bool = True,
     ) -> None:
         self._api, self._native, self._job = api, native, job
         self._directory = directory
-        self.overtaken = self.ending = False
-        self._over = over
+        self.overtaken = self.absent = self.ending = False
+        self._over, self._last = over, last
         self._gone = False
         self._errors: list[SchedulerError] = []
         self._ending: dict[str, Tail] = {}  # the streams of logs that are asked for as a whole
@@ -169,6 +189,8 @@ class _Pass:
         if self._over and not found and not self._positions and not self._job.seen and not self._keeps:
             text = "accel: it has no pods (any more), and nothing of what they wrote was kept\n"
             yield self._line(LogLine(rank=None, stream="missing", text=text, source=_GONE, position="1"))
+        elif self._over or not self._job.followed:
+            yield from self._unread(pods, found)
         if self._errors:
             raise Unreachable("; ".join(dict.fromkeys(map(str, self._errors))))
 
@@ -177,6 +199,7 @@ class _Pass:
         watcher = watching.running(self._api, self._native.namespace)
         seen = watcher.snapshot(self._native) if watcher is not None and not self._over else None
         workload = (seen and seen[0]) or asking.workload_of(self._api, self._native)
+        self._workload: Mapping[str, Any] = workload or {}
         if workload is None or states.status_of(workload).state.final:  # its pods may still be ending
             pods = seen[1] if seen is not None else asking.pods_of(self._api, self._native)
             self._over = self._over or states.is_over(self._native.kind, workload, pods)
@@ -230,14 +253,12 @@ class _Pass:
     def _of_stream(self, source: Source, tail: Tail) -> Generator[LogLine, None, bool]:
         """Of a log that cannot be asked for any more, what its stream brings: it may outlive the pod and the run, and
         end as the log did. Whether that is all of it, or more is to come."""
-        if self._over:
-            tail.wait()
-        yield from self._made(source, tail.take())
+        yield from self._made(source, tail.rest() if self._over else tail.take())
         if not tail.over:
             return True
         yield from self._made(source, tail.take())
         self._drop(tail)
-        if tail.error is not None or tail.lost:
+        if tail.error is not None:
             return False
         yield from self._made(source, tail.take_last())
         self._finish(source)
@@ -251,7 +272,7 @@ class _Pass:
         yield from self._made(log.source, log.pieces(self._position(log.source.name)))
         if log.missing:
             yield self._missing(
-                log.source.name, log.source, f"the end of what {log.source.who()} is missing: {log.missing}"
+                log.source.name, log.source, f"some of what {log.source.who()} is missing: {log.missing}"
             )
         self._finish(log.source)
 
@@ -264,19 +285,22 @@ class _Pass:
             if tail is not None and tail.checked and (yield from self._of_stream(source, tail)):
                 return
             begun = "the end of " if source.name in self._positions else ""
-            why = "the cluster keeps the logs of a container's last two runs only"
+            if source.name in self._keeps:
+                yield from self._kept(keeping.finished(self._keeps[source.name]))
+                return
+            why = "the cluster keeps the log of a container's last run, and of the one before it at most"
             maybe = "may be" if begun and source.name not in self._job.final else "is"
             yield self._missing(source.name, source, f"{begun}what {source.who()} {maybe} missing: {why}")
             return
         tail = self._tail(source.name)
         if self._may_be_restarted(source):
             if tail is not None and tail.checked and not tail.doubtful:
-                yield from self._taken(tail, tail.take())
+                yield from self._made(source, tail.take())
             return
         last = source.ended or (self._over and not self._gone)
         if tail is not None and last:
-            if tail.checked and not tail.lost:
-                # Its pod may be gone before the whole log is asked for: then the stream alone has the end of it.
+            if tail.checked and not tail.doubtful:
+                # Its pod may be gone, or its log rotated, before it is asked for: then the stream has the end of it.
                 self._ending[source.name] = tail
                 yield from self._made(source, tail.take())
             else:
@@ -284,7 +308,7 @@ class _Pass:
             wanted.append(source)
         elif tail is not None:
             if tail.checked and not tail.doubtful:
-                yield from self._taken(tail, tail.take())
+                yield from self._made(source, tail.take())
             if tail.over and (tail.error is not None or self._is_running(source)):
                 self._note_end(tail)
         elif last or not self._job.followed:
@@ -299,12 +323,6 @@ class _Pass:
             return False
         now = time.monotonic()
         return now - self._job.ended_at.setdefault(source.name, now) < _RESTARTED_S
-
-    def _taken(self, tail: Tail, pieces: Sequence[Piece]) -> Iterator[LogLine]:
-        if tail.lost and pieces and not tail.told:
-            tail.told = True
-            yield self._rotated(tail.source)
-        yield from self._made(tail.source, pieces)
 
     def _follow(self, source: Source, wanted: list[Source]) -> None:
         if len(self._job.all_tails()) >= _MOST_TAILS:
@@ -405,26 +423,71 @@ class _Pass:
             else:
                 self._errors.append(answer.error)
             return
+        if answer.absent and source.ended:
+            yield from self._of_absent(source, for_now=answer.for_now)
+            return
+        pieces = answer.pieces()
+        begin = list(itertools.islice(pieces, 1))
+        tail = self._ending.pop(source.name, None)
+        if answer.lost and tail is not None:
+            # The place was rotated away; the stream still has what came after it.
+            answer.close()
+            yield from self._made(source, tail.rest())
+            self._drop(tail)
+            yield from self._rest_of(source, tail)
+            return
+        if tail is not None:
+            self._drop(tail)
+        yield from self._made(source, itertools.chain(begin, pieces))
+        ungreeted = tail.ungreeted if tail is not None else answer.ungreeted
+        yield from self._ended_as(source, answer, untold=answer.untold and source.ended, ungreeted=ungreeted)
+
+    def _rest_of(self, source: Source, tail: Tail) -> Iterator[LogLine]:
+        """What is in the log after a stream of it that has ended."""
+        answer = self._fetched_now(source)
+        if answer.error is not None:
+            self._errors.append(answer.error)
+            return
+        yield from self._made(source, answer.pieces())
+        # A log that was rotated after its last line is empty: nothing is missing to who has followed it closely.
+        close = tail.over and tail.error is None and not tail.behind
+        untold = answer.untold and not close
+        yield from self._ended_as(source, answer, untold=untold, ungreeted=tail.ungreeted)
+
+    def _fetched_now(self, source: Source) -> Fetched:
+        after, own = self._start(source)
+        return fetch(self._api, self._native, source, after, own=own, complete=source.ended)
+
+    def _ended_as(self, source: Source, answer: Fetched, *, untold: bool, ungreeted: bool) -> Iterator[LogLine]:
+        """What is to be said when all of a log was read, which nobody may write to any more."""
+        if answer.said and source.ended:
+            yield self._missing(source.name, source, f"what {source.who()} is missing: {answer.said}")
+            return
+        # A launcher that could not start, with a few lines of the interpreter's, has not greeted anybody.
+        begun = source.name in self._positions
+        if untold or (ungreeted and (source.code == 0 or (begun and source.code in (None, _KILLED)))):
+            yield self._rotated(source)
+        if source.ended or (self._over and self._job.followed):
+            # A pod that goes on when its job has ended is not followed any further.
+            self._finish(source)
+
+    def _of_absent(self, source: Source, *, for_now: bool) -> Iterator[LogLine]:
+        """Of a log that the cluster does not have, what is left of it here."""
         tail = self._ending.get(source.name)
-        if answer.absent and tail is not None and (yield from self._of_stream(source, tail)):
+        if tail is not None and (yield from self._of_stream(source, tail)):
             return
         self._drop_ending(source)
-        if answer.absent and source.ended:
+        kept = self._keeps.get(source.name)
+        if for_now and (kept is None or kept.missing) and not self._last:
+            self.absent = self.overtaken = True
+        elif for_now and (kept is None or kept.missing) and self._job.followed and not self._over:
+            pass  # there is time until its pod goes
+        elif kept is not None:
+            yield from self._kept(keeping.finished(kept))
+        else:
             yield self._missing(
                 source.name, source, f"what {source.who()} is missing: the cluster no longer has its log"
             )
-            return
-        told = False
-        for piece in answer.pieces():
-            if answer.lost and not told:
-                told = True
-                yield self._rotated(source)
-            yield from self._made(source, [piece])
-        if answer.said and source.ended:
-            yield self._missing(source.name, source, f"what {source.who()} is missing: {answer.said}")
-        elif source.ended or (self._over and self._job.followed):
-            # A pod that goes on when its job has ended is not followed any further.
-            self._finish(source)
 
     def _is_still(self, source: Source, answer: Fetched) -> bool:
         """Whether its run is still the one that it was read as."""
@@ -453,6 +516,17 @@ class _Pass:
         pod = asking.pod_of(self._api, self._native, source.pod)
         return next((each for each in sources.of([pod] if pod else []) if each.name == source.name), None)
 
+    def _unread(self, pods: Sequence[Mapping[str, Any]], found: Sequence[Source]) -> Iterator[LogLine]:
+        """A line for each node, or attempt, whose log nobody has any more."""
+        known = {source.name: source for source in (*found, *self._job.seen.values())}
+        known |= {name: log.source for name, log in self._keeps.items()}
+        nodes = (states.nodes_of(self._workload) or 0) if self._over and known else 0
+        # A Job counts the pods that failed, also those that somebody deleted.
+        failures = (self._workload.get("status") or {}).get("failed") if self._workload.get("kind") == "Job" else 0
+        for name, what in sources.unread(nodes, int(failures or 0), pods, list(known.values())):
+            if name not in self._positions:
+                yield self._missing(name, None, what)
+
     def _to_the_end(self, pods: Sequence[Mapping[str, Any]]) -> Iterator[LogLine]:
         """Of a job whose object somebody deleted: its pods have their grace, and may have something to say in it."""
         if self._job.ending_until is None:
@@ -462,7 +536,7 @@ class _Pass:
         while time.monotonic() < self._job.ending_until:
             live = [tail for tail in self._own_tails() if not tail.over]
             for tail in live:
-                yield from self._taken(tail, tail.take())
+                yield from self._made(tail.source, tail.take())
             time.sleep(_ENDING_PAUSE_S)
             if not live:  # what came with the end, and a line that has none: when the pods are looked at again
                 return
@@ -475,11 +549,26 @@ class _Pass:
         return [tail for tail in found if tail is not None]
 
     def _finish(self, source: Source) -> None:
-        self._job.final[source.name] = self._positions.get(source.name, "")
+        at = self._job.final[source.name] = self._positions.get(source.name, "")
+        if source.name in self._job.archives:
+            self._job.archives[source.name].finish(at)
 
-    def _made(self, source: Source, pieces: Sequence[Piece] | Iterator[Piece]) -> Iterator[LogLine]:
+    def _made(self, source: Source, pieces: Iterable[Piece]) -> Iterator[LogLine]:
+        """The lines; those of a job that is followed are archived."""
+        if self._directory is None or not self._job.followed:
+            yield from self._lines_of(source, pieces)
+            return
+        archive = self._job.archives.setdefault(source.name, keeping.Archive(self._directory, source))
+        iterator = iter(pieces)
+        while some := list(itertools.islice(iterator, _ARCHIVED_AT_ONCE)):
+            archive.add(self._positions.get(source.name, ""), some)
+            yield from self._lines_of(source, some)
+
+    def _lines_of(self, source: Source, pieces: Iterable[Piece]) -> Iterator[LogLine]:
         said = self._job.said
         for piece in pieces:
+            if piece.gap:
+                yield self._rotated(source)
             partial, data = sources.goes_on(source, piece)
             rank, data = sources.rank_of(source, dataclasses.replace(piece, data=data))
             here = self._positions.get(source.name, "")
@@ -490,8 +579,11 @@ class _Pass:
             yield self._line(LogLine(rank=rank, attempt=source.attempt, text=text, partial=partial, **place))
 
     def _rotated(self, source: Source) -> LogLine:
-        text = f"accel: some of what {source.who()} is missing: its log was rotated before it was read\n"
-        position = self._positions[source.name]
+        """A gap before what comes next, which moves the reader on."""
+        if source.name in self._job.archives:
+            self._job.archives[source.name].note_gap()
+        text = f"accel: some of what {source.who()} may be missing: its log was rotated before it was read\n"
+        position = self._positions.get(source.name, "")
         return LogLine(
             rank=source.rank, attempt=source.attempt, stream="missing", text=text, source=source.name, position=position
         )

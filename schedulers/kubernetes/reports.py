@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from ..job import Reason
 
 _FIRST = re.compile(
-    r"^accel launch: (?P<who>rank \d+|the launcher) on node (?P<node>\d+) \(.*?\) failed first, "
-    r"in attempt (?P<attempt>\d+): (?P<how>.*)$",
+    r"^accel launch: (?P<who>rank \d+|the launcher) on node (?P<node>\d+) \(.*?\) failed first"
+    r"(, in attempt \d+)?: (?P<how>.*)$",
     re.MULTILINE,
 )
-_PREEMPTED = re.compile(r"^accel launch: preempted in attempt \d+: (?P<why>.*) \(exit code \d+\)$", re.MULTILINE)
+_PREEMPTED = re.compile(r"^accel launch: preempted( in attempt \d+)?: (?P<why>.*) \(exit code \d+\)$", re.MULTILINE)
+_OUT_OF_TIME = re.compile(r"^accel launch: the time limit of \d+ s is over", re.MULTILINE)
 _TRACE = re.compile(r"^  \| (?P<line>\S.*)$", re.MULTILINE)
 _FIELD = re.compile(r"^  (?P<name>error|cause|remedy): +(?P<text>.*)$", re.MULTILINE)
 _ABOUT = re.compile(r"  (log|others|cause|remedy): ")
@@ -48,6 +49,8 @@ class Report:
 
 def read(text: str) -> Report | None:
     """The last report in a text; None where there is none."""
+    if _OUT_OF_TIME.search(text):
+        return Report(who="", node=None, reason=Reason.TIME_LIMIT, message="its time limit passed")
     preempted = _last(_PREEMPTED, text)
     found = _last(_FIRST, text)
     if preempted is not None and (found is None or preempted.start() > found.start()):

@@ -18,11 +18,14 @@ from .api import Api
 from .errors import ApiError, Forbidden
 from .options import KubernetesOptions
 
+# Pods of a Job that is accepted are refused where the namespace enforces its standard.
+_NO_PODS = "would violate PodSecurity"
 _QUERY = {"dryRun": "All", "fieldValidation": "Strict", "fieldManager": "accel"}
 
 
 def review(api: Api, spec: JobSpec, options: KubernetesOptions, job_id: str) -> list[str]:
-    """A line for each thing that the cluster would refuse of the job, or leave out. Nothing is made there.
+    """A line for each thing that the cluster would refuse of the job, or leave out. Nothing is made there. Other
+    warnings of the API server are logged.
 
     Of a TrainJob, what Trainer's webhook has to say beyond its runtime is not heard: it looks for that one first.
 
@@ -56,12 +59,19 @@ def _built(api: Api, spec: JobSpec, options: KubernetesOptions, job_id: str) -> 
 
 def _lines(api: Api, made: coding.Object) -> Iterator[str]:
     yield from _claim_lines(api, made)
+    warnings: list[str] = []
     try:
-        answer = api.call("POST", submitting.list_of(api, made), body=made, query=_QUERY)
+        answer = api.call("POST", submitting.list_of(api, made), body=made, query=_QUERY, warned=warnings.append)
     except ApiError as error:
         if not submitting.lacks_runtime(error):  # which is made first, and by a dry run not at all
             yield str(error)
     else:
+        for text in warnings:
+            line = submitting.warning(api, made, text)
+            if _NO_PODS in text:
+                yield line
+            else:
+                submitting.progress.warning("%s", line)
         called = submitting.called(made)
         for place in dropped(made, answer):
             yield f"{api.where}: {called}: {place}: the cluster does not know it, and would leave it out"

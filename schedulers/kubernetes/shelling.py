@@ -27,30 +27,54 @@ _PIECE = 4096
 _SHELL = ("sh", "-c", "command -v bash >/dev/null && exec bash || exec sh")
 
 # Runs in the pod where the input is no terminal, and becomes the program. Older servers cannot end the input alone, so
-# it comes in pieces, each after its length, and nothing after a nought. When it breaks off, whoever wanted the program
-# is gone, and it ends.
+# it arrives in frames, each after its length; an empty one is its end. A child forwards the frames. When they break
+# off, the caller is gone, and the child ends the program. containerd also closes the input as soon as the program has
+# closed one output: the child holds both open until the program has ended.
 FEEDER = """\
-import os, signal, sys, time
+import os, select, signal, sys, time
+def forward(program, writing):
+    try:
+        ended = os.pidfd_open(program)
+    except (AttributeError, OSError):
+        ended = None
+    frames = data = b""
+    while os.getppid() == program:
+        poll = select.poll()
+        poll.register(0, 0 if data else select.POLLIN)
+        if data:
+            poll.register(writing, select.POLLOUT)
+        if ended is not None:
+            poll.register(ended, select.POLLIN)
+        ready = dict(poll.poll(100 if ended is None else None))
+        if data and writing in ready:
+            try:
+                data = data[os.write(writing, data):]
+            except OSError:
+                data = b""
+        elif 0 in ready:
+            chunk = b"" if data else os.read(0, 65536)
+            if not chunk:
+                return end(program)
+            frames += chunk
+        while not data and len(frames) >= 4 and len(frames) >= 4 + int.from_bytes(frames[:4], "big"):
+            size = int.from_bytes(frames[:4], "big")
+            data, frames = frames[4 : 4 + size], frames[4 + size :]
+            if not size and writing is not None:
+                os.close(writing)
+                writing = None
+def end(program):
+    for each in (signal.SIGTERM, signal.SIGKILL):
+        os.kill(program, each)
+        for _ in range(50):
+            if os.getppid() != program:
+                return
+            time.sleep(0.1)
 program = os.getpid()
 reading, writing = os.pipe()
 if os.fork() == 0:
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    for each in (1, 2):
-        os.dup2(nowhere, each)
     os.close(reading)
-    while len(head := sys.stdin.buffer.read(4)) == 4:
-        data = sys.stdin.buffer.read(int.from_bytes(head, "big"))
-        try:
-            if not data:
-                os.close(writing)
-            while data:
-                data = data[os.write(writing, data):]
-        except OSError:
-            pass
-    for each in (signal.SIGTERM, signal.SIGKILL):
-        if os.getppid() == program:
-            os.kill(program, each)
-            time.sleep(5)
+    os.set_blocking(writing, False)
+    forward(program, writing)
     os._exit(0)
 os.close(writing)
 os.dup2(reading, 0)

@@ -32,6 +32,8 @@ class Source:
     ended:    nobody writes to it any more; `begun`: somebody has.
     settled:  the container is not started again.
     newest:   no later run is known of.
+    greets:   its first line is the launcher's own.
+    code:     the exit code, of one that has ended.
     """
 
     name: str
@@ -48,6 +50,8 @@ class Source:
     ended: bool = False
     settled: bool = False
     newest: bool = True
+    greets: bool = False
+    code: int | None = None
 
     @property
     def order(self) -> tuple[int, bool, int, str]:
@@ -88,6 +92,33 @@ def of(pods: Sequence[Object]) -> list[Source]:
     return sorted(found, key=lambda source: source.order)
 
 
+def unread(nodes: int, failures: int, pods: Sequence[Object], known: Sequence[Source]) -> Iterator[tuple[str, str]]:
+    """The nodes and attempts of which there is no log: a name for each, and words.
+
+    nodes:    so many have surely had a pod.
+    failures: so many pods have failed, by the cluster's count.
+    known:    the logs that there are, and those that were read before their pods went.
+    """
+    main = [source for source in known if source.rank is not None or source.tee]
+    for attempt in range(min((source.attempt for source in main), default=0)):
+        yield f"attempt-{attempt}", f"what attempt {attempt} wrote is missing: its pods are gone"
+    there = {source.node for source in known}
+    there |= {node for pod in pods if (node := names.node_of(pod)) is not None}
+    for node in sorted(set(range(nodes)) - there):
+        yield f"node-{node}", f"what node {node} wrote is missing: its pod is gone"
+    uids = {str((pod.get("metadata") or {}).get("uid")) for pod in pods}
+    gone = {source.uid for source in known} - uids
+    count = failures - sum(map(_has_failed, pods)) - len(gone)
+    if count > 0:
+        which = "a pod" if count == 1 else f"{count} pods"
+        yield "failed-pods", f"what {which} that failed wrote is missing: the cluster has removed it"
+
+
+def _has_failed(pod: Object) -> bool:
+    deleted = (pod.get("metadata") or {}).get("deletionTimestamp") is not None
+    return deleted or (pod.get("status") or {}).get("phase") == "Failed"
+
+
 def is_launchers(piece: Piece, *, goes_on: bool) -> bool:
     """Whether the launcher wrote it; `goes_on`: it wrote the line before."""
     return piece.head.startswith(_LAUNCHER) or (goes_on and _REPORT.match(piece.head) is not None)
@@ -118,23 +149,26 @@ def _of_pod(pod: Object, node: int, base: int) -> Iterator[Source]:
         name = str(container.get("name"))
         if name not in names.MAIN and not name.startswith(_OWN):
             continue
-        tee = name in names.MAIN and "--tee" in _launch(commands.get(name, ()))
-        yield from _runs(pod, container, node, base, over=over, tee=tee, main=name in names.MAIN)
+        launch = _launch(commands.get(name, ())) if name in names.MAIN else ()
+        yield from _runs(pod, container, node, base, over=over, launch=launch, main=name in names.MAIN)
 
 
 def _runs(
-    pod: Object, container: Object, node: int, base: int, *, over: bool, tee: bool, main: bool
+    pod: Object, container: Object, node: int, base: int, *, over: bool, launch: Sequence[str], main: bool
 ) -> Iterator[Source]:
     metadata = pod.get("metadata") or {}
     name, uid, restarts = str(container.get("name")), str(metadata.get("uid")), int(container.get("restartCount") or 0)
     state, last = container.get("state") or {}, (container.get("lastState") or {}).get("terminated")
     alone = "" if main else f".{name}"
+    tee = "--tee" in launch
+    # A job's own commands come before the launcher, and write what they like.
+    greets = "launch" in launch and launch[0] != "sh" and "--quiet" not in launch
 
-    def made(run: int, **how: bool) -> Source:
+    def made(run: int, ended_as: Object | None = None, **how: bool) -> Source:
         return Source(
             name=f"node-{node}.{uid[:8]}{alone}.a{run}", pod=str(metadata.get("name")), uid=uid, node=node,
             container=name, run=run, attempt=base + run, rank=node if main and not tee else None, tee=tee,
-            newest=run == restarts, **how,
+            newest=run == restarts, greets=greets, code=(ended_as or {}).get("exitCode"), **how,
         )  # fmt: skip
 
     newest = restarts
@@ -142,13 +176,13 @@ def _runs(
         ended = bool(state.get("terminated"))
         # An init container that has done its work is not run again, unless the whole pod is.
         done = ended and (over or (not main and not (state["terminated"].get("exitCode") or 0)))
-        yield made(restarts, ended=ended, settled=done)
+        yield made(restarts, state.get("terminated"), ended=ended, settled=done)
         if last and restarts:
             newest = restarts - 1
-            yield made(newest, previous=True, ended=True, settled=True)
+            yield made(newest, last, previous=True, ended=True, settled=True)
     elif last:
         # It waits to be started again: to the kubelet its last run is the one before, also when the next has begun.
-        yield made(restarts, previous=True, ended=True, settled=True)
+        yield made(restarts, last, previous=True, ended=True, settled=True)
     for run in range(newest):
         yield made(run, lost=True, ended=True, settled=True)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ..job import Reason, State, Status
-from . import indexed, jobset, names, podstates, reasons
+from . import indexed, jobset, names, podstates, reasons, reports
 from .podstates import joined, true
 from .reasons import Meaning
 
@@ -42,6 +42,12 @@ def status_of(workload: Object, pods: Sequence[Object] = (), events: Sequence[Ob
         native = _SUCCEEDED.get(kind, "Succeeded")
         if _ending(conditions[native], pods):
             return Status(state=State.RUNNING, attempt=attempt, message="it is ending", native_state=native)
+        if any(_out_of_time(pod) for pod in pods):
+            # A PyTorchJob with restarts, whose launchers end with 0 so that none is started again.
+            return Status(
+                state=State.FAILED, reason=Reason.TIME_LIMIT, attempt=attempt, message="its time limit passed",
+                native_state=native,
+            )  # fmt: skip
         return Status(state=State.SUCCEEDED, exit_code=0, attempt=attempt, native_state=native)
     failed = conditions.get(_FAILED) or conditions.get(_FAILING)
     if failed is not None:
@@ -93,12 +99,16 @@ def _failed(workload: Object, condition: Object, pods: Sequence[Object], attempt
     if reasons.BACK_OFF in said and workload.get("kind") == "PyTorchJob" and limit is not None:
         attempt = limit  # the operator has deleted the pods that would say so
     code = end.code if end is not None else None
+    if (
+        reason is not Reason.TIME_LIMIT
+        and end is not None
+        and not (reason in (Reason.SETUP, Reason.PREEMPTED) and end.reason is Reason.EXIT_CODE)
+    ):
+        reason, message = end.reason, str(end)
+    elif reason is not Reason.TIME_LIMIT and end is not None:
+        message = joined(message, end.message)
     if reason is Reason.TIME_LIMIT:
         code = None
-    elif end is not None and not (reason in (Reason.SETUP, Reason.PREEMPTED) and end.reason is Reason.EXIT_CODE):
-        reason, message = end.reason, str(end)
-    elif end is not None:
-        message = joined(message, end.message)
     return Status(
         state=State.FAILED,
         reason=reason,
@@ -128,7 +138,7 @@ def _going(
     """Of a job that is neither over nor held back. `again`: what has failed is started again."""
     going = [pod for pod in pods if not podstates.over(pod)]
     running = [pod for pod in going if podstates.running(pod)]
-    wanted = _wanted(workload)
+    wanted = nodes_of(workload)
     reason, message = _obstacle(workload, going, events, seen=bool(pods))
     native = next((name for name in ("Restarting", "Running", "Created") if name in conditions), "")
     unheard = next((pod for pod in sorted(running, key=podstates.node_of) if _unheard(pod, events)), None)
@@ -204,7 +214,9 @@ def waits(pod: Object, events: Sequence[Object]) -> Iterable[Meaning]:
         if word == "CrashLoopBackOff" and end is not None:
             reason, what = end.reason, joined(what, end.message)
         else:
-            what = joined(what, _advised(str(waiting.get("message") or ""), str(container.get("image") or "")))
+            # A Secret, ConfigMap or key that is absent has nothing to do with the image.
+            image = "" if word == "CreateContainerConfigError" else str(container.get("image") or "")
+            what = joined(what, _advised(str(waiting.get("message") or ""), image))
         yield reason, what
     if status.get("phase") == "Pending" and not podstates.running(pod):
         # A pod that is scheduled and waits for volumes or a sandbox says so in its events alone.
@@ -282,6 +294,16 @@ def _limit(workload: Object) -> int | None:
     return None
 
 
+def _out_of_time(pod: Object) -> bool:
+    """Return True if the pod's launcher ended since the job's time limit had passed."""
+    for container in podstates.containers(pod):
+        ended = (container.get("state") or {}).get("terminated") or {}
+        report = reports.read(str(ended.get("message") or ""))
+        if container.get("name") in names.MAIN and report is not None and report.reason is Reason.TIME_LIMIT:
+            return True
+    return False
+
+
 def _starts_again(kind: str, restarts: int, limit: int | None) -> bool:
     """Return True when another attempt follows what has failed, as far as the object says."""
     if kind == "Job":
@@ -295,7 +317,8 @@ def _cut_short(failed: Object, status: Object, pods: Sequence[Object]) -> bool:
     return failed.get("reason") == "DeadlineExceeded" and int(status.get("failed") or 0) > known
 
 
-def _wanted(workload: Object) -> int | None:
+def nodes_of(workload: Object) -> int | None:
+    """How many nodes the job has at least; None where its object does not say."""
     spec = workload.get("spec") or {}
     kind = workload.get("kind")
     if kind == "PyTorchJob":
@@ -325,7 +348,7 @@ def _unheard(pod: Object, events: Sequence[Object]) -> bool:
 
 def lacks_pods(workload: Object, pods: Sequence[Object]) -> bool:
     """Return True when fewer pods run than the job wants: events may say why."""
-    wanted = _wanted(workload)
+    wanted = nodes_of(workload)
     return wanted is not None and sum(map(podstates.running, pods)) < wanted
 
 

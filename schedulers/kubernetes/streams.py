@@ -6,16 +6,17 @@ https://kubernetes.io/docs/reference/kubernetes-api/workload-resources/pod-v1/#g
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import IO, TYPE_CHECKING
 
 from ..errors import SchedulerError
 from .errors import ApiError, Invalid, NotFound
-from .positions import Piece, Position, Stamped
+from .positions import ABSENT, Piece, Position, Stamped, stamp_of
 from .sources import Source
 
 if TYPE_CHECKING:
@@ -27,8 +28,12 @@ _CHUNK = 1 << 16
 _LONGEST_TIME = 64
 _FULL = 4 << 20  # bytes that wait for their reader
 _IDLE_S = 120.0  # a follower that has forgotten its streams loses them after so long
-_JOIN_S = 5.0
+_JOIN_S = 8.0  # a kubelet looks every 5 s whether a container still runs
+_TURN_S = 0.05
 _DOUBT_S = 3.0
+_BEHIND_S = 3.0
+_IDLE_AT_END_S = 1.0
+_SURE_S = 5.0  # a kubelet looks after 10 s again whether a log is to be rotated
 
 logger = logging.getLogger(__name__)
 
@@ -36,13 +41,13 @@ logger = logging.getLogger(__name__)
 class Fetched:
     """What there was of a log when it was asked for, on the disk where it is much.
 
-    absent: there is no such log any more.
+    absent: there is no such log any more; `for_now`: the kubelet says that it cannot find it, and may later.
     """
 
-    def __init__(self, after: Position | None, *, own: bool, complete: bool) -> None:
+    def __init__(self, after: Position | None, *, own: bool, complete: bool, greets: bool = False) -> None:
         self.error: SchedulerError | None = None
-        self.absent = False
-        self._stamped = Stamped(after, own=own)
+        self.absent = self.for_now = False
+        self._stamped = Stamped(after, own=own, greets=greets)
         self._complete = complete
         self._file: IO[bytes] | None = None
 
@@ -50,6 +55,16 @@ class Fetched:
     def lost(self) -> bool:
         """Whether the place from which it was to go on is no longer in it."""
         return self._stamped.lost
+
+    @property
+    def untold(self) -> bool:
+        """Whether there is a gap that no piece has said."""
+        return self._stamped.untold
+
+    @property
+    def ungreeted(self) -> bool:
+        """Whether all of it was read, from the beginning, and the launcher's first line was not there."""
+        return self._stamped.ungreeted
 
     @property
     def said(self) -> str:
@@ -70,6 +85,8 @@ class Fetched:
         self._file = tempfile.SpooledTemporaryFile(max_size=_IN_MEMORY)  # noqa: SIM115 (closed by `pieces`)
         for chunk in stream:
             self._file.write(chunk)
+        self._file.seek(0)
+        self.absent = self.for_now = ABSENT.match(self._file.read(_LONGEST_TIME)) is not None
         self._file.seek(0)
 
     def pieces(self) -> Iterator[Piece]:
@@ -99,7 +116,7 @@ def fetch(
 ) -> Fetched:
     """The log as it is now, after that place, or its first `most` bytes; with `complete`, also a last line that has no
     end. Does not raise."""
-    found = Fetched(after, own=own, complete=complete)
+    found = Fetched(after, own=own, complete=complete, greets=source.greets)
     try:
         stream = _open(api, native, source, after if own else None, follow=False, most=most)
         try:
@@ -126,6 +143,7 @@ class Tail:
     holder: who takes from it now, where somebody does: another reader at the same place has one of its own.
     over:   nothing more comes; `error`: why it broke off, None where the log ended.
     lost:   the place from which it was to go on is no longer in the log.
+    behind: the last line came later after it was written than others before it.
     opened: the kubelet has said which run's log it is; `checked`: the API server, after that, that it is this one's.
     """
 
@@ -142,7 +160,8 @@ class Tail:
         self.holder: object | None = None
         self._api, self._native = api, native
         self._after, self._own = after, own
-        self._stamped = Stamped(after, own=own)
+        self._stamped = Stamped(after, own=own, greets=source.greets)
+        self._pace = _Pace()
         self._lock = threading.Condition()
         self._pieces: list[Piece] = []
         self._last: list[Piece] = []
@@ -155,6 +174,15 @@ class Tail:
     @property
     def lost(self) -> bool:
         return self._stamped.lost
+
+    @property
+    def behind(self) -> bool:
+        return self._pace.behind
+
+    @property
+    def ungreeted(self) -> bool:
+        """Whether it began with the log, and the launcher's first line has not come."""
+        return self._stamped.ungreeted
 
     @property
     def doubtful(self) -> bool:
@@ -198,9 +226,17 @@ class Tail:
         if stream is not None:
             stream.close()
 
-    def wait(self) -> None:
-        """For its end, for some seconds."""
-        self._thread.join(_JOIN_S)
+    def rest(self) -> Iterator[Piece]:
+        """What comes until its end, as long as something comes every few seconds."""
+        last = time.monotonic()
+        while not self.over and time.monotonic() - last < _JOIN_S:
+            pieces = self.take()
+            if pieces:
+                last = time.monotonic()
+                yield from pieces
+            else:
+                self._thread.join(_TURN_S)
+        yield from self.take()
 
     def _run(self) -> None:
         try:
@@ -219,11 +255,39 @@ class Tail:
             self._stream = stream
         self.opened = True
         with contextlib.closing(stream):
+            asked_at = time.monotonic()
             for chunk in stream if not self._closed else ():
-                if not self._put(self._stamped.feed(chunk)):
+                idle_s = time.monotonic() - asked_at
+                if not self._put(list(self._checked(self._stamped.feed(chunk), idle_s))):
                     return
+                asked_at = time.monotonic()
         if not self._closed:
             self._last = self._stamped.end(complete=True)
+            if self._stamped.absent:
+                self.error = NotFound(f"{self._api.where}: the kubelet has no log of {self.source.name}", status=404)
+
+    def _checked(self, pieces: Sequence[Piece], idle_s: float) -> Iterator[Piece]:
+        """The pieces, with a gap where the kubelet has skipped lines: it does so, silently, for a reader that is two
+        rotations of the log behind. One that had to wait for the first piece was not."""
+        for number, piece in enumerate(pieces):
+            before = self._pace.last
+            leaps = self._pace.leaps(piece.after)
+            if leaps and (number or idle_s < _IDLE_AT_END_S) and before is not None and not self._holds(before):
+                piece = dataclasses.replace(piece, gap=True)
+            yield piece
+
+    def _holds(self, place: Position) -> bool:
+        """Whether the place is in the log as it is now: then what the stream gave next is what was written next."""
+        answer = fetch(self._api, self._native, self.source, place, complete=False, most=_LONGEST_TIME)
+        with contextlib.closing(answer):
+            if answer.error is not None or answer.absent:
+                return True
+            begins = answer.begins
+            stamp = stamp_of(begins) if begins is not None else None
+            held = begins is not None and (stamp is None or stamp <= place.stamp)
+        if held:
+            self._pace.note_sure()
+        return held
 
     def _put(self, pieces: list[Piece]) -> bool:
         """False when nobody takes them."""
@@ -234,6 +298,41 @@ class Tail:
                 if not self._lock.wait(_IDLE_S):
                     return False
             return not self._closed
+
+
+class _Pace:
+    """How far behind its writer a reader is, by the times of the lines and ours, whose clocks may differ.
+
+    last: the place after the line before.
+    """
+
+    def __init__(self) -> None:
+        self.last: Position | None = None
+        self._second, self._written, self._read = "", 0.0, 0.0
+        self._least = float("inf")
+        self._sure_until = time.monotonic() + _SURE_S
+
+    @property
+    def behind(self) -> bool:
+        return self._read - self._written - self._least > _BEHIND_S
+
+    def note_sure(self) -> None:
+        """Nothing that follows is missing: the kubelet does not rotate a log twice in so short a time."""
+        self._sure_until = time.monotonic() + _SURE_S
+
+    def leaps(self, place: Position) -> bool:
+        """Whether the line was written long after the one before it, and came soon after that."""
+        self.last, second = place, place.stamp[:15]
+        now = time.time()
+        if second == self._second:
+            self._read = now
+            return False
+        written, before, read = place.seconds, self._written, self._read
+        first = not self._second
+        self._second, self._written, self._read = second, written, now
+        self._least = min(self._least, now - written)
+        leap = written - before - (now - read)
+        return not first and leap > _BEHIND_S and time.monotonic() > self._sure_until
 
 
 def _open(

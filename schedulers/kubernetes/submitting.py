@@ -45,6 +45,7 @@ _PASSING_S, _FIRST_S, _LAST_S = 20.0, 0.1, 1.0
 _NO_RUNTIME_YET = "must be created before the TrainJob"
 
 logger = logging.getLogger(__name__)
+progress = logging.getLogger("schedulers.progress")
 
 
 class Taken(SubmitError):
@@ -157,11 +158,20 @@ def lacks_runtime(error: ApiError) -> bool:
 
 def _post(api: Api, made: Object) -> dict[str, Any]:
     at = list_of(api, made)
+
+    def warned(text: str) -> None:
+        progress.warning("%s", warning(api, made, text))
+
     try:
-        return api.call("POST", at, body=made, query=_STRICT)
+        return api.call("POST", at, body=made, query=_STRICT, warned=warned)
     except Unreachable:
         # If the first one got through, the second is told that it is there, or refused.
-        return api.call("POST", at, body=made, query=_STRICT)
+        return api.call("POST", at, body=made, query=_STRICT, warned=warned)
+
+
+def warning(api: Api, made: Object, text: str) -> str:
+    """A warning that the API server sent with its answer, as a line."""
+    return one_line(f"{api.where}: {called(made)}: the API server warns: {text}")
 
 
 def _there(api: Api, made: Object) -> dict[str, Any] | None:

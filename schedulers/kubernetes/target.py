@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from ..errors import ConfigError, SchedulerError, SubmitError, Unreachable
 from ..job import Cursor, JobSpec, LogLine, Status
-from ..target import Checked, Found, Plan, TargetContext, parse_ids
+from ..target import Checked, Found, Listed, Plan, TargetContext, parse_ids
 from . import options as meaning
 from . import planning
 from .options import KubernetesOptions
@@ -119,7 +119,7 @@ class KubernetesTarget:
         from .native import Native
 
         native = Native.parse(native_id)
-        return self._follower(self._of(native)).wait(native, timeout_s)
+        return self._follower(self._of(native)).wait(native, timeout_s, self._jobs / native.job_id)
 
     def logs(self, native_id: str, since: Cursor | None = None) -> Iterator[LogLine]:
         from .native import Native
@@ -169,6 +169,12 @@ class KubernetesTarget:
         from . import finding, placing
 
         return finding.find(self._cluster(placing.read(self._jobs, job_id)).api, self._options, job_id)
+
+    def listed(self) -> list[Listed]:
+        """The jobs in the target's namespace. Raises Unreachable, ApiError."""
+        from . import finding
+
+        return finding.jobs(self._cluster(None).api, self._options)
 
     def check(self, gpus: int = 0) -> Checked:
         """Asks the API server what it has, and what we may do there. Raises Unreachable, SchedulerError."""

@@ -6,7 +6,6 @@ TrainingRuntime beside it, which is made first. https://www.kubeflow.org/docs/co
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 from ..job import JobSpec
@@ -29,8 +28,9 @@ def build(
     }
     if options.suspend or options.queue:
         found["suspend"] = True
-    if spec.time_limit_s is not None:
-        found["activeDeadlineSeconds"] = math.ceil(spec.time_limit_s)
+    limit_s = pods.backstop_s(spec)
+    if limit_s is not None:
+        found["activeDeadlineSeconds"] = limit_s
     return {"apiVersion": API_VERSION, "kind": KIND, "metadata": metadata, "spec": found}
 
 

@@ -37,6 +37,13 @@ def test_a_commands_module_says_what_the_table_says(name: str) -> None:
     assert hasattr(module, "run_argv") or (hasattr(module, "run") and hasattr(module, "add_arguments"))
 
 
+def test_describe_names_only_the_parts_that_every_job_has(capsys: pytest.CaptureFixture[str]) -> None:
+    """Not the failure: only targets that leave a result file have it."""
+    with pytest.raises(SystemExit):
+        main(["describe", "--help"])
+    assert "spec, plan, events.\n" in capsys.readouterr().out
+
+
 def test_help_lists_every_command_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == exits.OK
     shown = capsys.readouterr().out

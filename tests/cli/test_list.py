@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from accel.cli import exits, main
-from schedulers import disk
+from schedulers import disk, target
+from schedulers.errors import Unreachable
 from schedulers.job import JobSpec, State, Status
 from schedulers.store import Record, Store
-from schedulers.target import Plan
+from schedulers.target import Listed, Plan, TargetContext
 
 List = Callable[..., dict[str, Any]]
 
@@ -83,3 +85,86 @@ def test_a_damaged_job_is_one_of_those_shown(store: Store, listed: List) -> None
     (store.jobs / ids[0] / "events.jsonl").write_text("rubbish\n")
     found = listed("--limit", "1")
     assert ([job["state"] for job in found["jobs"]], found["older"]) == (["damaged"], 2)
+
+
+class Shared:
+    """A target that other machines submit jobs to; `jobs` are those that it lists, all of them running."""
+
+    jobs: ClassVar[list[Listed]] = []
+    silent: ClassVar[bool] = False
+
+    @dataclasses.dataclass(frozen=True)
+    class Options:
+        queue: str = "main"
+
+    def __init__(self, context: TargetContext) -> None:
+        self.name = context.name
+        self._queue: str = context.options.queue
+
+    def listed(self) -> list[Listed]:
+        if self.silent:
+            raise Unreachable("target shared: no answer")
+        return [job for job in self.jobs if job.native_id.startswith(f"{self._queue}/")]
+
+    def poll(self, native_ids: Sequence[str]) -> Mapping[str, Status]:
+        return {native_id: Status(state=State.RUNNING) for native_id in native_ids if "gone" not in native_id}
+
+
+@pytest.fixture
+def shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Shared, "jobs", [])
+    monkeypatch.setattr(Shared, "silent", False)
+    monkeypatch.setattr(target, "BUILT_IN", {**target.BUILT_IN, "shared": f"{__name__}:Shared"})
+    monkeypatch.setattr("schedulers.config.BUILT_IN", target.BUILT_IN)
+
+
+def there(job_id: str, at: float, queue: str = "main") -> Listed:
+    return Listed(job_id=job_id, native_id=f"{queue}/{job_id}", name="far", nodes=2, created_at=at)
+
+
+@pytest.mark.usefixtures("shared")
+def test_a_target_is_asked_for_jobs_that_are_not_known_here(
+    store: Store, listed: List, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known = store.new_id()
+    plan = Plan(target="shared", kind="shared", job_id=known)
+    spec = JobSpec(argv=("a.py",), name="near")
+    record = store.create(known, spec, plan, target="shared", kind="shared", options={})
+    record.update(Status(state=State.RUNNING), f"main/{known}")
+    at = record.created_at
+    Shared.jobs = [
+        there(known, at),
+        there("0aaaaaaaaaa", at + 9),
+        there("2mxaaaaaaaa", at - 9),
+        there("gone0000000", at),
+    ]
+    found = listed("--target", "shared")
+    assert [(job["id"], job["name"], job["state"], job["nodes"]) for job in found["jobs"]] == [
+        ("0aaaaaaaaaa", "far", "running", 2), (known, "near", "running", 1), ("2mxaaaaaaaa", "far", "running", 2)
+    ]  # fmt: skip
+    assert store.ids() == [known]
+    assert [job["id"] for job in listed()["jobs"]] == [known]
+    assert listed("--target", "shared", "--state", "failed") == {"jobs": [], "older": 0}
+    limited = listed("--target", "shared", "--limit", "1")
+    assert ([job["id"] for job in limited["jobs"]], limited["older"]) == (["0aaaaaaaaaa"], 2)
+
+    assert main(["list", "--target", "shared"]) == exits.OK
+    assert "2 jobs are not known here: accel status JOB --target shared" in capsys.readouterr().err
+    Shared.jobs = [there("2mxaaaaaaaa", at, queue="other")]
+    assert len(listed("--target", "shared", "--option", "queue=other")["jobs"]) == 2
+
+
+@pytest.mark.usefixtures("shared")
+def test_a_target_that_cannot_be_asked_hides_no_job_that_is_known_here(
+    store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known = running(store).id
+    Shared.silent = True
+    for name, why in (("shared", "target shared: no answer"), ("nowhere", "no target or kind 'nowhere'")):
+        assert main(["list", "--target", name]) == exits.OK
+        assert f"accel: warning: jobs of other machines are left out: {why}" in capsys.readouterr().err
+    assert main(["list", "--target", "local"]) == exits.OK
+    shown = capsys.readouterr()
+    assert (shown.out.split()[0], "left out" in shown.err) == (known, False)
+    assert main(["list", "--option", "queue=other"]) == exits.USAGE
+    assert capsys.readouterr().err == "accel list: --option goes with --target NAME\n"

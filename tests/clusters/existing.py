@@ -19,6 +19,7 @@ import pytest
 import yaml
 
 from .kube.client import Client
+from .kube.nodes import Node
 from .kubernetes import Kubernetes
 from .netns import ClusterError
 
@@ -84,6 +85,9 @@ class Existing(Kubernetes):
     def stop_api(self) -> None:
         _skip("an API server that stops")
 
+    def freeze(self, part: str, frozen: bool = True) -> None:
+        _skip(f"a {part} that freezes")
+
     def compact(self) -> None:
         _skip("a store that forgets")
 
@@ -92,6 +96,10 @@ class Existing(Kubernetes):
 
     def lose_node(self, name: str) -> None:
         _skip("a node that is lost")
+
+    @property
+    def nodes(self) -> dict[str, Node]:  # type: ignore[override]
+        _skip("nodes that can be broken")
 
     def diagnose(self) -> str:
         return f"the cluster of ACCEL_TEST_KUBECONFIG ({self.server})"

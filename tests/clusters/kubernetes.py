@@ -20,6 +20,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import sys
 import uuid
 from collections.abc import Sequence
@@ -98,7 +99,7 @@ class Kubernetes:
         self.network.up()
         self.control.create()
         self.control.start_etcd()
-        module = [sys.executable, "-m", "tests.clusters.kube.operators", self.box, self.control.address]
+        module = [sys.executable, "-m", "tests.clusters.kube.operators", str(self.box), self.control.address]
         self._operators.start(["env", "-C", ROOT, *module])  # it waits for the server, and has imported by then
         self.control.start_api()
         self.control.start_controllers(self.kubeconfig())
@@ -145,6 +146,11 @@ class Kubernetes:
     def start_api(self) -> None:
         """Nothing when it runs; it is ready when this returns."""
         self.control.start_api()
+
+    def freeze(self, part: str, frozen: bool = True) -> None:
+        """The API server (`kube-apiserver`) or the name server (`coredns`): it keeps its connections and is mute."""
+        found = next(daemon for daemon in self.daemons if daemon.name == part)
+        found.send(signal.SIGSTOP if frozen else signal.SIGCONT)
 
     def restart_api(self) -> None:
         self.stop_api()
@@ -250,11 +256,15 @@ class Kubernetes:
         wait_until(f"the disk of {node.name} has room", lambda: self._takes_pods(node.name), START_S)
 
     def lose_node(self, name: str) -> None:
-        """Power loss. That the cluster misses it is written by hand: after 60 seconds it would be found out.
-
-        Its pods are told to go after a second.
-        """
+        """Power loss, and `miss_node`."""
         self.nodes[name].lose()
+        self.miss_node(name)
+
+    def miss_node(self, name: str) -> None:
+        """Writes that nothing is heard of the node, which its controller would find out after 60 seconds.
+
+        Pods that do not tolerate it longer are told to go after a second.
+        """
         condition = {
             "type": "Ready", "status": "Unknown", "reason": "NodeStatusUnknown",
             "message": "Kubelet stopped posting node status.",

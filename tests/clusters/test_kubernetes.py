@@ -58,8 +58,8 @@ def run(cluster: Kubernetes, place: str) -> Run:
 
 
 def test_a_pod_sees_the_programs_of_this_computer_and_has_files_of_its_own(run: Run, place: str) -> None:
-    text = "id -u; hostname; python -c 'import accel'; touch /usr/x || echo refused; touch $HOME/x"
-    assert run(text, workingDir="/tmp").split()[:3] == ["1000", "once", "touch:"]
+    text = "id -u; hostname; python -c 'import accel'; touch /usr/x 2>/dev/null || echo refused; touch $HOME/x"
+    assert run(text, workingDir="/tmp").split() == ["1000", "once", "refused"]
     assert not Path("/home/accel/x").exists()
 
 
@@ -126,7 +126,7 @@ def test_a_pod_reaches_the_server_with_its_service_account(run: Run, place: str)
     text = (
         f'python -c \'import os, ssl, urllib.request as r; t = open("{top}/token").read(); '
         f'c = ssl.create_default_context(cafile="{top}/ca.crt"); h = os.environ["KUBERNETES_SERVICE_HOST"]; '
-        'q = r.Request(f"https://{h}:6443/version", headers={"Authorization": "Bearer " + t}); '
+        'q = r.Request(f"https://{h}/version", headers={"Authorization": "Bearer " + t}); '
         "print(r.urlopen(q, context=c).status)'"
     )
     assert run(text) == "200\n"

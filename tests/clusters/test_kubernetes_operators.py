@@ -84,6 +84,7 @@ def _delete(cluster: Kubernetes, place: str, kind: str) -> None:
 
 
 def test_a_jobset_restarts_all_its_pods_when_one_has_failed(cluster: Kubernetes, place: str, tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
     attempt = "metadata.annotations['jobset.sigs.k8s.io/restart-attempt']"
     env = [{"name": "ATTEMPT", "valueFrom": {"fieldRef": {"fieldPath": attempt}}}]
     text = (

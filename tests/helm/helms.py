@@ -43,7 +43,7 @@ class Helm(Protocol):
     def lint(self, chart: Path, values: Values) -> list[str]:
         """What a strict lint complains of."""
 
-    def render(self, chart: Path, values: Values, release: str = RELEASE) -> str:
+    def render(self, chart: Path, values: Values, release: str = RELEASE, namespace: str = NAMESPACE) -> str:
         """The manifests, those of hooks among them, as one YAML stream. Raises Refused."""
 
 
@@ -57,8 +57,8 @@ class Helm3:
         done = self._run("lint", "--strict", "--namespace", NAMESPACE, str(chart), values=values)
         return [] if done.returncode == 0 else (done.stdout + done.stderr).splitlines()
 
-    def render(self, chart: Path, values: Values, release: str = RELEASE) -> str:
-        done = self._run("template", release, str(chart), "--namespace", NAMESPACE, values=values)
+    def render(self, chart: Path, values: Values, release: str = RELEASE, namespace: str = NAMESPACE) -> str:
+        done = self._run("template", release, str(chart), "--namespace", namespace, values=values)
         if done.returncode:
             raise Refused(done.stderr)
         return done.stdout
@@ -95,21 +95,21 @@ class Helm4:
         bad = [message["error"] for message in report["messages"] if message["severity"] >= 2]
         return [*bad, *report["errors"]]
 
-    def render(self, chart: Path, values: Values, release: str = RELEASE) -> str:
-        texts = self._texts(chart, values, release)
+    def render(self, chart: Path, values: Values, release: str = RELEASE, namespace: str = NAMESPACE) -> str:
+        texts = self._texts(chart, values, release, namespace)
         return "\n---\n".join(text for path, text in sorted(texts.items()) if path.endswith(".yaml"))
 
     def notes(self, chart: Path, values: Values) -> str:
         """What people read after an install. Raises Refused."""
-        return self._texts(chart, values, RELEASE)[f"{chart.name}/templates/NOTES.txt"]
+        return self._texts(chart, values, RELEASE, NAMESPACE)[f"{chart.name}/templates/NOTES.txt"]
 
-    def _texts(self, chart: Path, values: Values, release: str) -> dict[str, str]:
+    def _texts(self, chart: Path, values: Values, release: str, namespace: str) -> dict[str, str]:
         import helm_python
 
         try:
             with helm_python.Chart.load(chart) as loaded:
                 loaded.validate_schema(dict(values))
-                texts: dict[str, str] = loaded.render(dict(values), name=release, namespace=NAMESPACE)
+                texts: dict[str, str] = loaded.render(dict(values), name=release, namespace=namespace)
                 return texts
         except helm_python.HelmError as error:
             raise Refused(str(error)) from None

@@ -72,6 +72,25 @@ def test_the_values_files_use_every_option(chart: Path) -> None:
     assert [key for key, _ in charts.leaves(chart) if not any(differs(values, key) for values in files)] == []
 
 
+# What Helm makes a string of when it stands in `--set`.
+FRACTIONS = [("accel", "cleanup.afterHours"), ("accel-job", "resources.memoryGb"), ("accel-job", "resources.shmGb")]
+
+
+@pytest.mark.parametrize(("name", "key"), FRACTIONS, ids=[key for _, key in FRACTIONS])
+def test_a_fraction_may_be_set_on_the_command_line(helm: helms.Helm, name: str, key: str) -> None:
+    chart = charts.ROOT / "helm" / name
+    whole = charts.load(charts.VALUES / name / "everything.yaml")
+
+    def rendered(value: object) -> list[helms.Manifest]:
+        top, _, last = key.partition(".")
+        return helms.objects(helm.render(chart, {**whole, top: {**whole[top], last: value}}))
+
+    assert rendered("0.5") == rendered(0.5)
+    for wrong in ("0", "0.0", "-1", "half", ".", "", 0, -1):
+        with pytest.raises(helms.Refused, match=key.rpartition(".")[2]):
+            rendered(wrong)
+
+
 def wrong_values(chart: Path) -> Iterator[tuple[str, object]]:
     """A value of the wrong type for every key, and an unknown key beside every one."""
     wrong: dict[str, object] = {

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import copy
+import dataclasses
 import io
+import json
 import os
 import random
 import tarfile
@@ -19,6 +21,7 @@ from schedulers.job import JobSpec, Resources, Retry
 from schedulers.kubernetes import code as coding
 from schedulers.kubernetes import manifests, names
 from schedulers.kubernetes.options import KubernetesOptions, ObjectStore, Toleration, Volume, check
+from schedulers.store import full_id
 
 from ..schedulers.kubernetes import strict
 from . import charts, checking, helms
@@ -33,7 +36,9 @@ _OF_SPEC = set(
     "name jobId entry argv workdir setup env secrets nodes maxNodes procsPerNode resources timeLimit grace maxRestarts "
     "global image".split()
 )
-_OF_THE_WORLD = {"ACCEL_NODES", "ACCEL_MASTER", "ACCEL_PORT", "JOBSET_RESTART_ATTEMPT"}
+_OF_THE_WORLD = set(
+    "ACCEL_NODES ACCEL_NODE_RANK ACCEL_MASTER ACCEL_PORT ACCEL_POD_FAILURES JOBSET_RESTART_ATTEMPT".split()
+)
 _RENAMED = {"startTimeout": "start_timeout_s", "ttl": "ttl_s"}
 
 
@@ -116,12 +121,13 @@ def built(values: Mapping[str, Any], job_id: str) -> list[helms.Manifest]:
 
 
 def comparable(made: list[helms.Manifest]) -> dict[tuple[str, str], helms.Manifest]:
-    """(kind, name) -> the object without Helm's marks."""
+    """(kind, name) -> the object without the marks of Helm and of `accel submit`."""
     found = {}
     for each in copy.deepcopy(made):
         labels = each["metadata"]["labels"]
         assert labels.pop(names.MANAGED_BY) in ("accel", "Helm")
-        notes = {k: v for k, v in each["metadata"].pop("annotations", {}).items() if not k.startswith("helm.sh/")}
+        marks = ("helm.sh/", names.SPEC)
+        notes = {k: v for k, v in each["metadata"].pop("annotations", {}).items() if not k.startswith(marks)}
         each["metadata"] |= {"annotations": notes} if notes else {}
         found[each["kind"], each["metadata"]["name"]] = each
     return found
@@ -163,8 +169,20 @@ def test_the_chart_and_the_builders_make_the_same(helm: helms.Helm, file: Path) 
 
 
 @each_file
+def test_accel_finds_the_job_by_what_the_chart_notes_on_it(helm: helms.Helm, file: Path) -> None:
+    values = whole(charts.load(file))
+    made = objects(helm.render(CHART, charts.load(file)))
+    (noted,) = [notes(each)[names.SPEC] for each in made if names.SPEC in notes(each)]
+    setup = tuple(tuple(argv) for argv in values["setup"])
+    assert JobSpec.from_json(json.loads(noted)) == dataclasses.replace(spec_of(values), setup=setup)
+    assert full_id(job_id(made)) == job_id(made)
+
+
+@each_file
 def test_the_operators_would_take_them(helm3: helms.Helm3, file: Path) -> None:
     for made in helms.objects(helm3.render(CHART, charts.load(file))):
+        for key in ("backoffLimitPerIndex", "maxFailedIndexes"):  # of Kubernetes 1.28; older ones leave them out
+            made["kind"] == "Job" and made["spec"].pop(key, None)
         # A hook's annotations are Helm's, and any object may have them.
         assert [strict.errors(made, version) for version in checking.VERSIONS] == [[], []], made["kind"]
 
@@ -225,15 +243,17 @@ def test_pods_are_restricted_unless_told_otherwise(helm3: helms.Helm3, file: Pat
 
 def test_other_values_are_another_job(helm: helms.Helm) -> None:
     ids = [
-        job_id(objects(helm.render(CHART, {**LEAST, **more}, release)))
-        for more, release in [({}, "a"), ({}, "a"), ({}, "b"), ({"grace": 31}, "a")]
-    ]
+        job_id(objects(helm.render(CHART, {**LEAST, **more}, release, namespace)))
+        for more, release, namespace in [
+            ({}, "a", "x"), ({}, "a", "x"), ({}, "b", "x"), ({"grace": 31}, "a", "x"), ({}, "a", "y")
+        ]
+    ]  # fmt: skip
     assert ids[0] == ids[1]
-    assert len(set(ids)) == 3
+    assert len(set(ids)) == 4
 
 
 @pytest.mark.parametrize(
-    ("release", "name"), [("train", "train"), ("2026.run.a", "run-a"), ("7", "job"), ("x" * 53, "x" * 27)]
+    ("release", "name"), [("train", "train"), ("2026.run.a", "run-a"), ("7", "job"), ("x" * 53, "x" * 28)]
 )
 def test_the_name_comes_from_the_release(helm: helms.Helm, release: str, name: str) -> None:
     made = objects(helm.render(CHART, LEAST, release))[0]
@@ -244,7 +264,7 @@ def test_the_name_comes_from_the_release(helm: helms.Helm, release: str, name: s
 def test_the_runtime_is_there_before_the_train_job(helm: helms.Helm) -> None:
     text = helm.render(CHART, {**LEAST, "workload": "trainjob"})
     assert helms.named(text, "TrainingRuntime")["metadata"]["annotations"]["helm.sh/hook"] == "pre-install,pre-upgrade"
-    assert "annotations" not in helms.named(text, "TrainJob")["metadata"]
+    assert set(notes(helms.named(text, "TrainJob"))) == {names.SPEC}
 
 
 @each_file

@@ -39,12 +39,18 @@ class Machines:
         self._launcher, self._count, self._address = launcher, count, address
         self._port = str(free_port())
 
-    def start(self, rank: int, *argv: str, processes: int = 1) -> Run:
+    def start(self, rank: int, *argv: str, processes: int = 1, **env: str) -> Run:
         return self._launcher.start(
             "--num_machines", str(self._count), "--machine_rank", str(rank), "--main_process_ip", self._address,
             "--main_process_port", self._port, "--num_processes", str(processes * self._count),
-            "--log_dir", f"node{rank}", "--shutdown_timeout", "3", *argv,
+            "--log_dir", f"node{rank}", "--shutdown_timeout", "3", *argv, **env,
         )  # fmt: skip
+
+    def in_pod(self, rank: int, uid: str, script: str, *argv: str) -> Run:
+        """As in a pod, which counts the starts of its container."""
+        starts = str(self._launcher.tmp / f"{uid}.starts")
+        argv = ("--tee", "3", "--shutdown_timeout", "60", *argv, script)
+        return self.start(rank, *argv, ACCEL_JOB_ID="2mx", ACCEL_POD_UID=uid, ACCEL_STARTS=starts)
 
     def both(self, *argv: str, processes: int = 1) -> tuple[Done, Done]:
         runs = [self.start(rank, *argv, processes=processes) for rank in range(2)]
@@ -191,6 +197,80 @@ def test_two_machines_of_one_rank(launcher: Launcher) -> None:
     first.send(signal.SIGTERM)
     assert first.wait().code == 143
     assert second.wait().code == 143  # it hears of it
+
+
+def test_node_0_is_found_before_its_name_exists(launcher: Launcher) -> None:
+    """By the name of a Service. The ranks get the address of node 0's pod, whose name nobody looks up."""
+    script = launcher.script(ALL)
+    cluster = {
+        "ACCEL_NODES": "2", "ACCEL_MASTER": "no-such-host.invalid", "ACCEL_PORT": str(free_port()),
+        "ACCEL_SERVICE": "localhost", "ACCEL_POD_IP": "127.0.0.1",
+    }  # fmt: skip
+    runs = [
+        launcher.start(
+            "--num_processes", "2", "--tee", "3", "--log_dir", f"n{rank}", script, ACCEL_NODE_RANK=str(rank), **cluster
+        )
+        for rank in (1, 0)
+    ]
+    for run in runs:
+        done = run.wait()
+        assert done.code == 0, done
+        assert " 127.0.0.1 1.0" in done.out
+
+
+PARKED_ONCE = """\
+import os, signal, sys, time
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+print("ready in attempt", attempt, flush=True)
+if attempt: sys.exit()
+def end(*_):
+    print("told to end", flush=True)
+    while not os.path.exists("saved"): time.sleep(0.01)
+    sys.exit(0)
+if os.environ["RANK"] == "0": signal.signal(signal.SIGTERM, end)
+while True: time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize("again", ["pod-1", "pod-1b"])
+def test_a_launcher_that_was_killed_is_started_again(launcher: Launcher, again: str) -> None:
+    """By the kubelet, or in another pod: one failure of the gang costs each node one start."""
+    machines = Machines(launcher)
+    script = launcher.script(PARKED_ONCE)
+    runs = [machines.in_pod(rank, f"pod-{rank}", script) for rank in (0, 1)]
+    for run in runs:
+        run.says("ready in attempt 0")
+    runs[1].send(signal.SIGKILL)
+    runs[1].wait()
+    second = machines.in_pod(1, again, script)
+    runs[0].says("told to end")
+    (launcher.here / "saved").touch()
+    done = runs[0].wait()
+    assert done.code == 1, done
+    assert "the launcher on node 1 (" in done.err
+    assert "was started again" in done.err
+    first = machines.in_pod(0, "pod-0", script)
+    assert [run.wait().code for run in (first, second)] == [0, 0], (first.text(), second.text())
+    for run in (first, second):
+        assert "ready in attempt 1" in run.text()
+
+
+def test_a_launcher_is_started_again_before_the_others_have_ended(launcher: Launcher) -> None:
+    machines = Machines(launcher)
+    fails = 'while True:\n    if os.environ["RANK"] == "1" and os.path.exists("fail"): sys.exit(9)\n   '
+    script = launcher.script(PARKED_ONCE.replace("while True:", fails))
+    runs = [machines.in_pod(rank, f"pod-{rank}", script) for rank in (0, 1)]
+    for run in runs:
+        run.says("ready in attempt 0")
+    (launcher.here / "fail").touch()
+    runs[0].says("told to end")
+    assert runs[1].wait().code == 9
+    second = machines.in_pod(1, "pod-1", script)
+    second.says("accel launch: node 1 was started again, and waits for node 0 to end the attempt before")
+    (launcher.here / "saved").touch()
+    assert runs[0].wait().code == 9
+    first = machines.in_pod(0, "pod-0", script)
+    assert [run.wait().code for run in (first, second)] == [0, 0], (first.text(), second.text())
 
 
 def test_a_launcher_that_is_told_to_end_tells_the_others(launcher: Launcher) -> None:

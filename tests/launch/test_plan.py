@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from accel.launch.node import Launch, plan
 from accel.launch.options import add_arguments
 from accel.launch.tee import parse
 from accel.launch.worker import Program
+from schedulers.kubernetes.positions import GREETING
 
 UUIDS = ["GPU-a", "GPU-b", "GPU-c", "GPU-d"]
 
@@ -174,6 +176,12 @@ def test_the_schedulers_topology() -> None:
     first = planned("--num_processes", "8", **{**env, "ACCEL_NODE_RANK": "0"})
     assert first.told == "4 nodes, node 0 at head:29500, as the job's environment (ACCEL_NODES) says"
     assert planned(**{**env, "ACCEL_NODE_RANK": "0", "ACCEL_LAUNCH_EVENTS": "e"}).told == ""
+    # A pod's log begins with the launcher's line on every node: else its beginning was rotated away.
+    for pod in (env, {"ACCEL_JOB_ID": "j1"}):
+        line = f"accel launch: {planned(**pod, KUBERNETES_SERVICE_HOST='10.0.0.1').told}"
+        assert line == f"accel launch: started on {os.uname().nodename}"
+        assert GREETING.match(line.encode())
+    assert GREETING.match(f"accel launch: {first.told}".encode())
 
 
 SLURM = {

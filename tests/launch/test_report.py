@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import signal
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,13 @@ def test_a_report_is_whole_where_it_happened_and_on_node_0() -> None:
     failure = diagnose(exited(3, 7, 1.0, "ValueError: x"), node=2, host="h", attempt=0, oom_kills=0, others="")
     assert failure.text_for(0) == failure.text_for(2) == failure.text()
     assert failure.text_for(1) == failure.text().splitlines()[0]
+    # Where the nodes' outputs are merged, the traceback is there once.
+    merged = [failure.text_for(node, merged=True) for node in range(3)]
+    assert merged.index(failure.text()) == failure.node
+    assert sum("  | " in text for text in merged) == 1
+    assert f"  error:  {failure.message}" in merged[0].splitlines()
+    here = dataclasses.replace(failure, host=socket.gethostname())
+    assert [each.text_for(None, merged=True) for each in (failure, here)] == [merged[0], here.text()]
     preempted = dataclasses.replace(failure, reason="preempted", cause="SIGUSR1")
     assert {preempted.text_for(node) for node in range(3)} == {preempted.text()}
 

@@ -43,6 +43,24 @@ def test_the_record_of_a_job_that_another_machine_submitted(store: Store) -> Non
         record.append("adopted")
 
 
+def test_a_job_whose_id_holds_no_time_was_made_when_its_target_says(store: Store) -> None:
+    """Ids of helm/accel-job are hashes after a 0. Jobs are listed by their time all the same."""
+    ids = []
+    for at in (None, 1.0, 3.0, 2.0):
+        job_id = store.new_id() if at is None else f"0{at:.0f}aaaaaaaaa"
+        plan, spec = Plan(target="lab", kind="ssh", job_id=job_id), JobSpec(argv=("train.py",))
+        made_at = None if at is None else time.time() + at * 60
+        record = store.create(job_id, spec, plan, target="lab", kind="ssh", native_id=job_id, made_at=made_at)
+        assert made_at is None or record.created_at == made_at
+        ids.append(job_id)
+    assert store.ids() == [ids[2], ids[3], ids[1], ids[0]]
+    assert store.resolve("@last") == ids[2]
+    later = store.new_id()
+    assert later > max(ids)  # so new ids come before what was made earlier, and sort by text alone
+    (store.jobs / ids[1] / "events.jsonl").write_text("damaged")
+    assert set(store.ids()) == set(ids)
+
+
 def test_whole_ids(store: Store) -> None:
     job_id = store.new_id()
     assert full_id(job_id) == full_id(job_id.upper()) == job_id

@@ -177,6 +177,16 @@ def test_accelignore_counts_in_git_too(repository: Path, home: Path) -> None:
     assert snapshot.warnings == ()
 
 
+def test_a_link_that_is_refused_names_a_remedy_that_works(repository: Path, home: Path) -> None:
+    write(repository, "a.py")
+    (repository / "data").symlink_to("/datasets")
+    git(repository, "add", ".")
+    with pytest.raises(SnapshotError, match=r"have it ignored \(\.accelignore\)$"):
+        pack(repository, home)
+    write(repository, ".accelignore", "data\n")
+    assert names(pack(repository, home)) == [".accelignore", "a.py"]
+
+
 def test_a_secret_in_a_nested_repository(repository: Path, home: Path) -> None:
     write(repository, "nested/lib.py")
     write(repository, "nested/known.pem")

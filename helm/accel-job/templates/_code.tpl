@@ -55,16 +55,24 @@
   envFrom:
     - secretRef: {name: {{ . | quote }}}
   {{- end }}
+  terminationMessagePolicy: FallbackToLogsOnError
   volumeMounts:
     - {name: accel, mountPath: /accel}
+    {{- with include "job.tmpMount" $ }}
+    {{- . | nindent 4 }}
+    {{- end }}
 {{ end -}}
 {{- end -}}
 - name: accel-code
   {{- include "job.base" (dict "root" $ "devices" false "image" .Values.image) | nindent 2 }}
   command: {{ concat (list (default "python3" .Values.python) "-c" (.Files.Get "files/unpack") $digest "/accel/code") $parts | toJson }}
+  terminationMessagePolicy: FallbackToLogsOnError
   volumeMounts:
     - {name: accel, mountPath: /accel}
     {{- if ne .Values.code.kind "store" }}
     - {name: accel-code, mountPath: /accel-code, readOnly: true}
+    {{- end }}
+    {{- with include "job.tmpMount" $ }}
+    {{- . | nindent 4 }}
     {{- end }}
 {{- end -}}

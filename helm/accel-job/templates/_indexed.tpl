@@ -4,6 +4,13 @@
 - {name: ACCEL_PORT, value: "29500"}
 {{- end -}}
 
+{{- define "job.failuresEnvironment" -}}
+- name: ACCEL_POD_FAILURES
+  valueFrom:
+    fieldRef:
+      fieldPath: metadata.annotations['batch.kubernetes.io/job-index-failure-count']
+{{- end -}}
+
 {{- define "job.attemptEnvironment" -}}
 - name: JOBSET_RESTART_ATTEMPT
   valueFrom:
@@ -18,16 +25,16 @@
 completions: {{ int64 $.Values.nodes }}
 parallelism: {{ int64 $.Values.nodes }}
 completionMode: Indexed
-{{- with $.Values.timeLimit }}
-activeDeadlineSeconds: {{ int64 . }}
+{{- with include "job.backstop" $ }}
+activeDeadlineSeconds: {{ . }}
 {{- end }}
 {{- end }}
 backoffLimit: {{ .restarts }}
-# 126 and 127: the program cannot be run, and no attempt will find it.
+# 86: the time limit has passed. 126 and 127: the program cannot be run, and no attempt will find it.
 podFailurePolicy:
   rules:
     - action: FailJob
-      onExitCodes: {containerName: {{ include "job.container" $ }}, operator: In, values: [126, 127]}
+      onExitCodes: {containerName: {{ include "job.container" $ }}, operator: In, values: [86, 126, 127]}
       onPodConditions: []
 {{- if and .subdomain (eq (int .restarts) 0) }}
     # A pod that is evicted or preempted is gone at once; this leaves the reason in the Job's condition.

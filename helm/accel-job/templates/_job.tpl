@@ -25,12 +25,39 @@
 {{- end -}}
 {{- end -}}
 
+{{- /* An id as accel's own are, 11 of its letters: a hash, since every render must give the same, after a 0, which no id
+that holds a time begins with. Not of the revision: `helm template` has always the first one, and an upgrade that changes
+nothing would end the job. */ -}}
 {{- define "job.id" -}}
 {{- if .Values.jobId -}}
 {{- .Values.jobId -}}
 {{- else -}}
-{{- printf "%s %s %s" .Release.Name .Chart.Version (include "job.said" (omit .Values "global")) | sha256sum | trunc 12 -}}
+{{- $said := include "job.said" (omit .Values "global") -}}
+{{- printf "%s %s %s %s" .Release.Namespace .Release.Name .Chart.Version $said | sha256sum | trunc 10 | printf "0%s" -}}
 {{- end -}}
+{{- end -}}
+
+{{- /* What `accel submit` notes on the job's object, by which accel on any machine follows the job: schedulers/job.py. */ -}}
+{{- define "job.spec" -}}
+{{- $wanted := .Values.resources -}}
+{{- $resources := dict "gpus" (int64 $wanted.gpus) -}}
+{{- with $wanted.memoryGb -}}{{- $_ := set $resources "memory_gb" (float64 .) -}}{{- end -}}
+{{- with $wanted.shmGb -}}{{- $_ := set $resources "shm_gb" (float64 .) -}}{{- end -}}
+{{- with $wanted.cpus -}}{{- $_ := set $resources "cpus" (int64 .) -}}{{- end -}}
+{{- with $wanted.accelerator -}}{{- $_ := set $resources "accelerator" . -}}{{- end -}}
+{{- $spec := dict "argv" .Values.argv "entry" .Values.entry "name" (include "job.name" .) "nodes" (int64 .Values.nodes) -}}
+{{- with .Values.maxNodes -}}{{- $_ := set $spec "max_nodes" (int64 .) -}}{{- end -}}
+{{- with .Values.procsPerNode -}}{{- $_ := set $spec "procs_per_node" (int64 .) -}}{{- end -}}
+{{- $_ := set $spec "resources" $resources -}}
+{{- $_ := set $spec "env" .Values.env -}}
+{{- $_ := set $spec "secrets" .Values.secrets -}}
+{{- $_ := set $spec "workdir" .Values.workdir -}}
+{{- $_ := set $spec "image" .Values.image -}}
+{{- $_ := set $spec "setup" .Values.setup -}}
+{{- $_ := set $spec "time_limit_s" .Values.timeLimit -}}
+{{- $_ := set $spec "grace_s" .Values.grace -}}
+{{- $_ := set $spec "retry" (dict "max_restarts" (int64 .Values.maxRestarts)) -}}
+{{- toJson $spec -}}
 {{- end -}}
 
 {{- define "job.objectName" -}}
@@ -63,10 +90,11 @@ labels:
   {{- with .Values.labels }}
   {{- toYaml . | nindent 2 }}
   {{- end }}
-{{- with .Values.annotations }}
 annotations:
+  {{- with .Values.annotations }}
   {{- toYaml . | nindent 2 }}
-{{- end }}
+  {{- end }}
+  accel.dev/spec: {{ include "job.spec" . | quote }}
 {{- end -}}
 
 {{- define "job.container" -}}
@@ -173,6 +201,7 @@ resources:
 {{- with .Values -}}
 {{- if not (kindIs "invalid" .runAsUser) -}}{{- $_ := set $found "runAsUser" (int64 .runAsUser) -}}{{- end -}}
 {{- if not (kindIs "invalid" .runAsGroup) -}}{{- $_ := set $found "runAsGroup" (int64 .runAsGroup) -}}{{- end -}}
+{{- if .readOnlyRootFilesystem -}}{{- $_ := set $found "readOnlyRootFilesystem" true -}}{{- end -}}
 {{- if eq .podSecurity "restricted" -}}
 {{- $_ := set $found "runAsNonRoot" true -}}
 {{- $_ := set $found "allowPrivilegeEscalation" false -}}

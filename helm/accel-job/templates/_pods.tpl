@@ -76,10 +76,13 @@ spec:
       {{- end }}
       env:
         - {name: ACCEL_JOB_ID, value: {{ include "job.id" $ | quote }}}
+        {{- if and (include "job.ownHome" $) (not (hasKey $values.env "HOME")) }}
+        - {name: HOME, value: /accel/home}
+        {{- end }}
         {{- if not (kindIs "invalid" $values.runAsUser) }}
-        {{- range $name := list "HOME" "USER" "LOGNAME" }}
+        {{- range $name := list "USER" "LOGNAME" }}
         {{- if not (hasKey $values.env $name) }}
-        - {name: {{ $name }}, value: {{ ternary "/accel" "accel" (eq $name "HOME") }}}
+        - {name: {{ $name }}, value: accel}
         {{- end }}
         {{- end }}
         {{- end }}
@@ -93,6 +96,16 @@ spec:
         {{- $parts := splitn "/" 2 (trimPrefix "secret:" $reference) }}
         - {name: {{ $name }}, valueFrom: {secretKeyRef: {name: {{ $parts._0 | quote }}, key: {{ $parts._1 | quote }}}}}
         {{- end }}
+        - {name: ACCEL_POD_UID, valueFrom: {fieldRef: {fieldPath: metadata.uid}}}
+        - {name: ACCEL_STARTS, value: /accel/starts}
+        {{- if include "job.fixedWorld" $ }}
+        - {name: ACCEL_POD_IP, valueFrom: {fieldRef: {fieldPath: status.podIP}}}
+        - {name: ACCEL_SERVICE, value: {{ include "job.objectName" $ }}-rendezvous}
+        {{- end }}
+        {{- with $values.timeLimit }}
+        - {name: ACCEL_TIME_LIMIT, value: {{ int64 . | quote }}}
+        - {name: ACCEL_TIME_LIMIT_EXIT, value: {{ ternary (ternary "0,0" "86,86" (gt (int64 $values.maxRestarts) 0)) "86,0" (eq $values.workload "pytorchjob") | quote }}}
+        {{- end }}
         {{- with .env }}
         {{- toYaml . | nindent 8 }}
         {{- end }}
@@ -104,6 +117,12 @@ spec:
       terminationMessagePolicy: FallbackToLogsOnError
       volumeMounts:
         - {name: accel, mountPath: /accel}
+        {{- if include "job.ownHome" $ }}
+        - {name: accel-home, mountPath: /accel/home}
+        {{- end }}
+        {{- with include "job.tmpMount" $ }}
+        {{- . | nindent 8 }}
+        {{- end }}
         - {name: accel-shm, mountPath: /dev/shm}
         {{- range $index, $volume := $values.volumes }}
         - name: volume-{{ $index }}
@@ -118,6 +137,14 @@ spec:
   volumes:
     - name: accel
       emptyDir: {}
+    {{- if include "job.ownHome" $ }}
+    - name: accel-home
+      emptyDir: {}
+    {{- end }}
+    {{- if include "job.tmpMount" $ }}
+    - name: accel-tmp
+      emptyDir: {}
+    {{- end }}
     - name: accel-shm
       emptyDir:
         medium: Memory
@@ -177,4 +204,26 @@ nfs: {server: {{ $parts._0 | quote }}, path: {{ $parts._1 | quote }}}
 {{- $found = append $found (dict "key" $resource "operator" "Exists" "effect" "NoSchedule") -}}
 {{- end -}}
 {{- toJson $found -}}
+{{- end -}}
+
+{{- /* Whether the image's home cannot be written to, or is none of this user. */ -}}
+{{- define "job.ownHome" -}}
+{{- if or .Values.readOnlyRootFilesystem (not (kindIs "invalid" .Values.runAsUser)) }}true{{ end -}}
+{{- end -}}
+
+{{- /* /tmp as a volume of the pod where the image's cannot be written to, unless the values name another. */ -}}
+{{- define "job.tmpMount" -}}
+{{- $own := .Values.readOnlyRootFilesystem -}}
+{{- range .Values.volumes -}}{{- if eq (clean .mount) "/tmp" -}}{{- $own = false -}}{{- end -}}{{- end -}}
+{{- if $own -}}- {name: accel-tmp, mountPath: /tmp}{{- end -}}
+{{- end -}}
+
+{{- /* Several nodes, whose number stays. */ -}}
+{{- define "job.fixedWorld" -}}
+{{- if and (gt (int64 .Values.nodes) 1) (kindIs "invalid" .Values.maxNodes) }}true{{ end -}}
+{{- end -}}
+
+{{- /* The cluster's time limit, some minutes after the launchers' own. */ -}}
+{{- define "job.backstop" -}}
+{{- with .Values.timeLimit }}{{ add (int64 .) (int64 $.Values.grace) 300 }}{{ end -}}
 {{- end -}}

@@ -64,6 +64,12 @@ class Daemon:
                 raise ClusterError(f"{self.name}: process {process.pid} does not end")
         self._file.unlink(missing_ok=True)
 
+    def send(self, number: signal.Signals) -> None:
+        process = remembered(self._file)
+        if process is None or not process.alive():
+            raise ClusterError(f"{self.name} does not run")
+        process.send(number)
+
     def last_words(self, lines: int = 15) -> str:
         text = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
         return "\n".join([f"== {self.name}", *text[-lines:]])

@@ -112,7 +112,7 @@ class Node:
         wait_until(f"{self.name} is up", self._booted, _START_S)
         self.start_containerd()
         directory = programs.directory()
-        kubelet = [
+        kubelet: list[str | Path] = [
             directory / "kubelet", f"--config={self.own}/kubelet.yaml", f"--kubeconfig={self.own}/kubeconfig.yaml",
             f"--hostname-override={self.name}", f"--node-ip={self.address}", "--cert-dir=/run/kubelet-pki",
         ]  # fmt: skip
@@ -160,6 +160,13 @@ class Node:
 
     def end(self) -> None:
         """Power off, and nothing of it is left in the kernel."""
+        # A container that was being frozen when runc was killed would hear no signal.
+        for name in ("kubelet", "containerd", "containerd-shim", "runc"):
+            for process in self.machine.processes(name):
+                process.send(signal.SIGKILL)
+        for file in (_CGROUPS / "freezer" / self._cgroup).rglob("freezer.state"):
+            with contextlib.suppress(OSError):
+                file.write_text("THAWED")
         self.machine.end()
         for place in (_CGROUPS, *_controllers()):
             top = place / self._cgroup
@@ -178,8 +185,8 @@ class Node:
         return "\n".join(found)
 
     def _boot(self, machine: Machine) -> str:
-        routes = [f"ip route add default via {self._gateway}"]
-        routes += [f"ip route add {pods} via {address}" for pods, address in self._others.items()]
+        routes = [f"ip route replace default via {self._gateway}"]
+        routes += [f"ip route replace {pods} via {address}" for pods, address in self._others.items()]
         return _BOOT.format(own=machine.own, disk=DISK_MB, routes="\n".join(routes))
 
     def _booted(self) -> bool:

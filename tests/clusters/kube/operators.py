@@ -67,7 +67,8 @@ async def _main(box: Path, address: str) -> None:
     storage = Storage(connection, box / "claims")
     await webhook.serve(Access(server, box / "pki", "server"), address, connection)
     listings = [*cluster.listings.values(), storage.claims]
-    tasks = [asyncio.create_task(each.run()) for each in (*listings, storage)]
+    tasks = [asyncio.create_task(each.run()) for each in listings]
+    tasks.append(asyncio.create_task(storage.run()))
     for path in (POD, SERVICE):
         if path in cluster.listings:
             await cluster.listings[path].listed.wait()

@@ -153,6 +153,7 @@ def test_check(kubernetes: Kubernetes, namespace: str, home: Path, monkeypatch: 
     assert rows["workloads"] == "pytorchjob, jobset, job, trainjob"
     assert rows[f"namespace {namespace}"] == "there"
     assert rows["may use pytorchjobs.kubeflow.org"] == "create, get, list, watch, delete"
+    assert rows["may use pods/exec"] == "get, create"
     assert rows["nodes"] == "2, of which 2 have GPUs"
     assert check(9).failures == ("target kubernetes: no node has 9 nvidia.com/gpu: the most is 8",)
     assert check(namespace="nowhere").failures == (

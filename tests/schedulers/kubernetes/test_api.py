@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -436,3 +437,22 @@ def test_a_connection_that_is_reset_before_its_handshake_fails_no_other_test() -
         with pytest.raises(ConnectionResetError):
             ssl.create_default_context().wrap_socket(mine, server_hostname="any")
     gc.collect()
+
+
+def test_warnings_are_given_with_the_answer(make: MakeApi) -> None:
+    """Each is a header, or several are one; the text is UTF-8."""
+
+    def answer(handler: BaseHTTPRequestHandler) -> None:
+        handler.send_response(201)
+        handler.send_header("Warning", '299 - "would violate \\"restricted:latest\\": é"'.encode().decode("latin-1"))
+        handler.send_header("Warning", '299 - "b, c", 299 server "d"')
+        handler.send_header("Content-Length", "2")
+        handler.end_headers()
+        handler.wfile.write(b"{}")
+
+    seen: list[str] = []
+    with serving(answer) as server:
+        api = make(server.url)
+        assert api.call("POST", "/a", body={}, warned=seen.append) == {}
+        assert api.call("POST", "/a", body={}) == {}
+    assert seen == ['would violate "restricted:latest": é', "b, c", "d"]

@@ -99,5 +99,5 @@ def test_a_log_that_is_too_long_is_kept_in_part_and_says_so(
     assert _text(lines).startswith("line 1\nline 2\n")
     assert "hello" not in _text(lines)
     (said,) = [line.text for line in lines if line.stream == "missing"]
-    assert said == "accel: the end of what node 0 wrote is missing: no more than 0 MiB of it are kept\n"
+    assert said == "accel: some of what node 0 wrote is missing: no more than 0 MiB of it are kept\n"
     assert "some of what the job wrote is not kept: no more than 0 MiB" in caplog.text

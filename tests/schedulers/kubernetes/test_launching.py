@@ -21,9 +21,8 @@ _NAME = "train-2mxaaaaaaaa"
 # What is added to a container's own variables on the second node: by the operators, or by the cluster.
 _ADDED = {
     "pytorchjob": {
-        "MASTER_ADDR": f"{_NAME}-master-0", "PET_MASTER_ADDR": f"{_NAME}-master-0", "MASTER_PORT": "29500",
-        "PET_MASTER_PORT": "29500", "WORLD_SIZE": "4", "RANK": "1", "PET_NODE_RANK": "1", "PET_NPROC_PER_NODE": "2",
-        "PET_NNODES": "2",
+        "MASTER_ADDR": f"{_NAME}-worker-0", "PET_RDZV_ENDPOINT": f"{_NAME}-worker-0:29500", "PET_NNODES": "2:2",
+        "PET_RDZV_BACKEND": "c10d", "PET_NPROC_PER_NODE": "2", "WORLD_SIZE": "4", "ACCEL_NODE_RANK": "1",
     },
     "trainjob": {
         "PET_NNODES": "2", "PET_NPROC_PER_NODE": "2", "PET_NODE_RANK": "1",
@@ -33,7 +32,7 @@ _ADDED = {
     "job": {"JOB_COMPLETION_INDEX": "1"},
 }  # fmt: skip
 _MASTER = {
-    "pytorchjob": f"{_NAME}-master-0",
+    "pytorchjob": f"{_NAME}-worker-0",
     "trainjob": f"{_NAME}-node-0-0.{_NAME}",
     "jobset": f"{_NAME}-node-0-0.{_NAME}",
     "job": f"{_NAME}-0.{_NAME}",
@@ -74,6 +73,7 @@ def test_one_pod_is_alone(kind: str) -> None:
     added = {**_ADDED[kind], "PET_NNODES": "1", "PET_NODE_RANK": "0", "JOB_COMPLETION_INDEX": "0"}
     if kind in ("job", "jobset"):
         added = {"JOB_COMPLETION_INDEX": "0"}
+    added.pop("ACCEL_NODE_RANK", None)  # a single master has none
     assert launched(alone, kind, added).alone
 
 

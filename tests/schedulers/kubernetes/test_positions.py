@@ -199,3 +199,41 @@ def test_what_comes_instead_of_a_log_is_not_held_for_ever() -> None:
         assert len(stamped._rest) <= MOST_BYTES
     assert stamped.feed(b"\n" + b"and so on\n" * 99) == []
     assert sum(map(len, stamped.said)) < 10_000
+
+
+_LONG = b"x" * 16384 + b"y" * 16384 + b"z" * 8192
+
+
+def test_an_answer_that_begins_inside_a_line_has_no_words_of_the_kubelet() -> None:
+    """The kubelet splits a line after 16 KiB, gives each part a time, and prints that of the first part only."""
+    whole = b"2026-11-21T16:33:00Z " + _LONG + b"\n2026-11-21T16:33:02.5Z next\n2026-11-21T16:33:03Z last\n"
+    pieces = _read(whole, [])
+    assert _text(pieces) == _LONG + b"\nnext\nlast\n"
+    rest = whole[whole.index(b"z") :]  # since 16:33:01, when the last part was written
+    for cuts in ([], [100], [8192, 8193, 8200], list(range(0, 9000, 7))):
+        stamped, found = Stamped(pieces[-2].after), b""
+        places = sorted({0, len(rest), *cuts})
+        for begin, end in itertools.pairwise(places):
+            found += _text(stamped.feed(rest[begin:end]))
+        assert found + _text(stamped.end(complete=True)) == b"last\n"
+        assert (stamped.said, stamped.lost, stamped.absent) == ([], False, False)
+
+
+def test_the_rest_of_a_line_before_a_time_is_not_after_it() -> None:
+    rest = b"z" * 8192 + b"\n2026-11-21T16:33:02.5Z next\n"
+    assert _text(_read(rest, [5], Position.at(1795278781.0))) == b"next\n"
+
+
+@pytest.mark.parametrize("place", [None, Position("20261121T163300.000000000Z", 1)])
+@pytest.mark.parametrize(
+    "words",
+    [
+        b"unable to retrieve container logs for containerd://0123",
+        b'failed to try resolving symlinks in path "/var/log/pods/0.log": lstat /var/log/pods/0.log: no such file\n',
+    ],
+)
+def test_a_log_that_is_absent_is_neither_empty_nor_lost(place: Position | None, words: bytes) -> None:
+    for complete in (True, False):
+        stamped = Stamped(place)
+        assert stamped.feed(words[:30]) + stamped.feed(words[30:]) + stamped.end(complete=complete) == []
+        assert (stamped.absent, stamped.lost, stamped.said) == (True, False, [words.decode().strip()])

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 import pytest
 
 from schedulers import Cursor, LogLine, SchedulerError
-from schedulers.kubernetes import reading, streams
+from schedulers.kubernetes import reading, sources, streams
 from schedulers.kubernetes.native import Native
 from schedulers.logfiles import MOST_BYTES
+from tests.waiting import until
 
 from .conftest import MakeApi
 from .servers import Server, reply, serving
@@ -29,11 +31,15 @@ def _answering(
     *conditions: dict[str, Any],
     again: int | None = None,
     pods: int = _PODS,
-    log: bytes = b"",
-    flags: tuple[str, ...] = (),
+    log: bytes | Callable[[Mapping[str, str]], bytes] = b"",
+    flags: tuple[str, ...] = ("--quiet",),
+    status: dict[str, Any] | None = None,
+    nodes: int | None = None,
 ) -> Callable[[Any], None]:
-    """An API server that has the pods of a job, each with one line, or this log. Of `again` another run has begun
-    since."""
+    """An API server that has the pods of a job, each with one line, or this log, which may depend on the query. Of
+    `again` another run has begun since."""
+
+    nodes = pods if nodes is None else nodes
 
     def of(node: int, *, restarted: bool = False) -> dict[str, Any]:
         state = running(1) if restarted else terminated(0, "Completed") if conditions else running()
@@ -42,16 +48,17 @@ def _answering(
         return {**made, "spec": {"containers": [{"name": "pytorch", "command": ["accel", "launch", *flags, "--"]}]}}
 
     def answer(handler: Any) -> None:
-        path = urlsplit(handler.path).path
+        path, query = urlsplit(handler.path).path, dict(parse_qsl(urlsplit(handler.path).query))
         found = re.search(r"/pods/p-(\d+)(/log)?$", path)
         if found and found[2]:
-            reply(handler, log or f"2026-11-21T10:00:00Z line of {found[1]}\n".encode())
+            text = log(query) if callable(log) else log
+            reply(handler, text if log else f"2026-11-21T10:00:00Z line of {found[1]}\n".encode())
         elif found:
             reply(handler, of(int(found[1]), restarted=int(found[1]) == again))
         elif path.endswith("/pods"):
             reply(handler, {"kind": "PodList", "items": [of(node) for node in range(pods)]})
         else:
-            reply(handler, workload("Job", *conditions))
+            reply(handler, workload("Job", *conditions, nodes=nodes, status=status))
 
     return answer
 
@@ -111,7 +118,7 @@ def test_long_lines_of_ranks_that_share_a_log(make: MakeApi) -> None:
     lines = [b"[rank 0] " + first + b"\x1f", b"[rank 1] hello", b"[rank 0] " + second + b"\x1f", b"[rank 1] you"]
     lines += [b"[rank 0] the end", b"[rank 1] \x1f"]
     log = b"".join(b"2026-11-21T10:00:00.%dZ %s\n" % (number, line) for number, line in enumerate(lines))
-    with serving(_answering(_DONE, pods=1, log=log, flags=("--tee", "3"))) as server:
+    with serving(_answering(_DONE, pods=1, log=log, flags=("--quiet", "--tee", "3"))) as server:
         reader = reading.Reader(make(server.url))
         found = list(reader.read(_NATIVE, None, None, over=True))
         for number in (1, 3, 4, 5, 7):
@@ -125,3 +132,165 @@ def test_long_lines_of_ranks_that_share_a_log(make: MakeApi) -> None:
     assert all(len(line.text) <= MOST_BYTES for line in found)
     assert [line.text for line in of_rank[1]] == ["hello\n", "you\n", "\x1f\n"]
     assert [line.partial for line in of_rank[1]] == [False] * 3
+
+
+_ABSENT = b'failed to try resolving symlinks in path "/var/log/pods/team_p-0/pytorch/0.log": no such file or directory'
+_GREETING = b"2026-11-21T10:00:00Z accel launch: started on p-0\n"
+_ROTATED = "accel: some of what node 0 wrote may be missing: its log was rotated before it was read\n"
+
+
+def _cursor(lines: list[LogLine]) -> Cursor:
+    cursor = Cursor()
+    for line in lines:
+        cursor.advance(line)
+    return cursor
+
+
+def test_a_log_that_the_kubelet_cannot_find_for_now_is_queried_again(
+    make: MakeApi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "_ABSENT_PAUSE_S", 0.0)
+    answers = [_ABSENT, b"unable to retrieve container logs for containerd://0123", b"2026-11-21T10:00:00Z here\n"]
+    with serving(_answering(_DONE, pods=1, log=lambda query: answers.pop(0))) as server:
+        found = list(reading.Reader(make(server.url)).read(_NATIVE, None, None, over=True))
+    assert [line.text for line in found] == ["here\n"]
+
+
+def test_a_log_that_the_kubelet_does_not_find_again_is_reported_once(
+    make: MakeApi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "_ABSENT_PAUSE_S", 0.0)
+    with serving(_answering(_DONE, pods=1, log=_ABSENT)) as server:
+        reader = reading.Reader(make(server.url))
+        (line,) = reader.read(_NATIVE, None, None, over=True)
+        assert list(reader.read(_NATIVE, _cursor([line]), None, over=True)) == []
+    text = "accel: what node 0 wrote is missing: the cluster no longer has its log\n"
+    assert (line.stream, line.text) == ("missing", text)
+
+
+@pytest.mark.parametrize("rest", [b"", b"2026-11-21T10:00:30Z the end\n"])
+def test_a_place_that_was_rotated_away_is_reported_once(make: MakeApi, rest: bytes) -> None:
+    """Also where nothing was written after the rotation."""
+    first = b"2026-11-21T10:00:01Z one\n"
+    with serving(_answering(pods=1, log=first)) as server:
+        lines = list(reading.Reader(make(server.url)).read(_NATIVE, None, None, over=False))
+    with serving(_answering(_DONE, pods=1, log=lambda query: rest)) as server:
+        reader = reading.Reader(make(server.url))
+        (gap, *more) = reader.read(_NATIVE, _cursor(lines), None, over=True)
+        assert list(reader.read(_NATIVE, _cursor([*lines, gap, *more]), None, over=True)) == []
+    assert (gap.stream, gap.text) == ("missing", _ROTATED)
+    assert [line.text for line in more] == (["the end\n"] if rest else [])
+
+
+def test_a_log_without_the_launcher_s_first_line_has_lost_its_beginning(make: MakeApi) -> None:
+    def texts(log: bytes) -> list[str]:
+        with serving(_answering(_DONE, pods=1, log=log, flags=())) as server:
+            return [line.text for line in reading.Reader(make(server.url)).read(_NATIVE, None, None, over=True)]
+
+    line = b"2026-11-21T10:00:09Z a line\n"
+    assert texts(_GREETING + line) == ["accel launch: started on p-0\n", "a line\n"]
+    assert texts(b"2026-11-21T10:00:00Z ld.so: a warning\n" + _GREETING)[1:] == ["accel launch: started on p-0\n"]
+    assert texts(line) == ["a line\n", _ROTATED]
+    many = texts(line * 20_000)
+    assert many.count(_ROTATED) == 1
+    assert len(many) == 20_001
+
+
+def test_the_rest_of_a_stream_is_read_where_the_place_was_rotated_away(make: MakeApi) -> None:
+    """The container has ended, and its log begins anew after the line that was read last."""
+    stamp = "2026-11-21T10:00:0{}Z line {}\n"
+    whole = "".join(stamp.format(number, number) for number in range(9)).encode()
+    current = stamp.format(8, 8).encode()
+
+    def log(query: Mapping[str, str]) -> bytes:
+        return whole if "follow" in query else current
+
+    with serving(_answering(_DONE, pods=1, log=log)) as server:
+        api, job = make(server.url), reading._Job()
+        (source,) = sources.of([_pod_of(server, api)])
+        tail = streams.Tail(api, _NATIVE, source, None, own=True)
+        job.tails[source.name] = [tail]
+        tail._thread.join()
+        tail._pieces, late = tail._pieces[:2], tail._pieces[2:]
+        lines = reading._Pass(api, _NATIVE, job, None, None, over=True).lines()
+        found = [next(lines).text for _ in range(2)]
+        tail._pieces = late
+        assert found + [line.text for line in lines] == [f"line {number}\n" for number in range(9)]
+
+
+def _pod_of(server: Server, api: Any) -> dict[str, Any]:
+    found: dict[str, Any] = api.call("GET", "/api/v1/namespaces/team/pods")["items"][0]
+    return found
+
+
+def test_lines_that_a_stream_has_skipped_are_a_gap(make: MakeApi, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kubelet goes on with the newest file of a log where the reader was two rotations behind."""
+    monkeypatch.setattr(streams, "_SURE_S", -1.0)
+    stream = b"2026-11-21T10:00:01Z one\n2026-11-21T10:00:11Z two\n2026-11-21T10:00:31Z three\n"
+
+    def log(query: Mapping[str, str]) -> bytes:
+        if "follow" in query:
+            return stream
+        return b"2026-11-21T10:00:01Z one\n" if "10:00:00" in query["sinceTime"] else b"2026-11-21T10:00:31Z three\n"
+
+    with serving(_answering(_DONE, pods=1, log=log)) as server:
+        api = make(server.url)
+        (source,) = sources.of([_pod_of(server, api)])
+        tail = streams.Tail(api, _NATIVE, source, None, own=True)
+        assert [(piece.data, piece.gap) for piece in tail.rest()] == [
+            (b"one\n", False), (b"two\n", False), (b"three\n", True)
+        ]  # fmt: skip
+
+
+def test_a_line_for_each_node_and_pod_whose_log_is_gone(make: MakeApi) -> None:
+    with serving(_answering(_DONE, pods=1, nodes=3, status={"failed": 2})) as server:
+        reader = reading.Reader(make(server.url))
+        lines = list(reader.read(_NATIVE, None, None, over=True))
+        assert list(reader.read(_NATIVE, _cursor(lines), None, over=True)) == []
+    assert [line.text for line in lines if line.stream == "output"] == ["line of 0\n"]
+    assert [line.text for line in lines if line.stream == "missing"] == [
+        "accel: what node 1 wrote is missing: its pod is gone\n",
+        "accel: what node 2 wrote is missing: its pod is gone\n",
+        "accel: what 2 pods that failed wrote is missing: the cluster has removed it\n",
+    ]
+
+
+def test_a_line_for_each_attempt_whose_logs_are_gone() -> None:
+    made = pod(0, terminated(0), phase="Succeeded", labels={"jobset.sigs.k8s.io/restart-attempt": "2"})
+    made["metadata"] |= {"uid": "00000000"}
+    found = sources.of([made])
+    assert [what for _, what in sources.unread(1, 0, [made], found)] == [
+        "what attempt 0 wrote is missing: its pods are gone",
+        "what attempt 1 wrote is missing: its pods are gone",
+    ]
+
+
+def test_what_a_follower_read_of_a_pod_is_there_when_the_pod_is_gone(make: MakeApi, tmp_path: Path) -> None:
+    log = b"".join(b"2026-11-21T10:00:0%dZ line %d\n" % (number, number) for number in range(5))
+    with serving(_answering(_DONE, pods=1, log=log)) as server:
+        reader = reading.Reader(make(server.url))
+        reader.followed(_NATIVE)
+        lines = list(reader.read(_NATIVE, None, tmp_path, over=True))
+        again = list(reader.read(_NATIVE, None, tmp_path, over=True))
+    assert [line.text for line in lines] == [f"line {number}\n" for number in range(5)] == [line.text for line in again]
+    with serving(_answering(_DONE, pods=0, nodes=1)) as server:
+        reader = reading.Reader(make(server.url))
+        assert list(reader.read(_NATIVE, None, tmp_path, over=True)) == lines
+        assert list(reader.read(_NATIVE, _cursor(lines[:2]), tmp_path, over=True)) == lines[2:]
+
+
+def test_what_a_follower_did_not_read_is_said_to_be_missing(make: MakeApi, tmp_path: Path) -> None:
+    with serving(_answering(pods=1, log=b"2026-11-21T10:00:00Z one\n2026-11-21T10:00:00Z tw")) as server:
+        reader = reading.Reader(make(server.url))
+        reader.followed(_NATIVE)
+        lines: list[LogLine] = []
+
+        def is_read() -> bool:
+            lines.extend(reader.read(_NATIVE, _cursor(lines), tmp_path, over=False))
+            return bool(lines)
+
+        until(is_read, "a line is read")
+        reader.close()
+    with serving(_answering(_DONE, pods=0, nodes=1)) as server:
+        found = [line.text for line in reading.Reader(make(server.url)).read(_NATIVE, None, tmp_path, over=True)]
+    assert found == ["one\n", "accel: some of what node 0 wrote is missing: it was not read to its end\n"]

@@ -66,6 +66,25 @@ def test_each_refusal_is_a_line(project: Path, namespace: str, capsys: pytest.Ca
     )
 
 
+def test_pods_that_the_namespace_refuses_are_a_line(
+    project: Path, kubernetes: Kubernetes, namespace: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The API server accepts the Job itself, with a warning."""
+    labels = {"pod-security.kubernetes.io/enforce": "restricted"}
+    body = {"metadata": {"labels": labels}}
+    path = f"/api/v1/namespaces/{namespace}"
+    kubernetes.client.call("PATCH", path, body, content_type="application/merge-patch+json")
+    words = ["submit", "--target", "kubernetes", "--image", "example.org/train:1", "--cpus", "1", "--memory", "1G"]
+    for option in ("cpu=true", "workload=job", "pod_security=privileged", "suspend=true"):
+        words += ["--option", option]
+    assert main([*words, "--dry-run=server", "--no-python", "true"]) == exits.ERROR
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("accel: target kubernetes: Job true-dry-run-")
+    assert ": the API server warns: would violate PodSecurity" in line
+    assert main([*words, "--no-python", "true"]) == exits.OK
+    assert ": the API server warns: would violate PodSecurity" in capsys.readouterr().err
+
+
 def test_the_pod_that_brings_the_code_to_a_claim_is_shown_too(
     project: Path, kubernetes: Kubernetes, namespace: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,17 +6,19 @@ import contextlib
 import fcntl
 import os
 import pty
+import select
 import signal
 import struct
 import subprocess
 import sys
 import termios
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from schedulers import Job, State
+from schedulers.kubernetes.shelling import FEEDER
 from tests.waiting import until
 
 from .conftest import Submit
@@ -134,6 +136,74 @@ def test_a_job_that_does_not_run_is_one_line(submit: Submit) -> None:
     job.cancel(wait=True)
     done = shell(job.id)
     assert done.stderr.decode().startswith(f"accel shell: job {job.id} has ended (cancelled")
+
+
+@pytest.fixture(params=["pidfd", "parent's id"])
+def exec_feeder(request: pytest.FixtureRequest) -> Iterator[Callable[[str], subprocess.Popen[bytes]]]:
+    """Starts a shell script through the feeder, as a container runtime does. Kernels before 5.3 have no pidfd_open."""
+    started: list[subprocess.Popen[bytes]] = []
+    feeder = FEEDER if request.param == "pidfd" else f"import os\nos.__dict__.pop('pidfd_open', None)\n{FEEDER}"
+
+    def start(script: str) -> subprocess.Popen[bytes]:
+        words = [sys.executable, "-c", feeder, "sh", "-c", script]
+        pipe = subprocess.PIPE
+        started.append(subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout, process.stderr):
+            assert pipe is not None
+            pipe.close()
+
+
+def send(process: subprocess.Popen[bytes], *pieces: bytes) -> None:
+    assert process.stdin is not None
+    for piece in pieces:
+        process.stdin.write(len(piece).to_bytes(4, "big") + piece)
+
+
+def test_a_program_that_closes_an_output_goes_on(
+    exec_feeder: Callable[[str], subprocess.Popen[bytes]], tmp_path: Path
+) -> None:
+    """containerd closes the input of such a program."""
+    process = exec_feeder(f"exec >&-; : >{tmp_path}/closed; cat >{tmp_path}/input; exit 7")
+    send(process, b"one\n")
+    until((tmp_path / "closed").exists, "its output is closed")
+    assert process.stdin is not None
+    if any(select.select([process.stdout, process.stderr], [], [], 0)):
+        process.stdin.close()
+    else:
+        send(process, b"two\n" * 100_000, b"")
+    assert process.wait(60) == 7
+    assert (tmp_path / "input").read_bytes() == b"one\n" + b"two\n" * 100_000
+
+
+def test_a_program_ends_when_its_input_breaks_off(exec_feeder: Callable[[str], subprocess.Popen[bytes]]) -> None:
+    """Also where it has not read what was sent."""
+    process = exec_feeder("echo up; exec sleep 1000")
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"up\n"
+    send(process, b"x" * 100_000)
+    process.stdin.close()
+    assert process.wait(60) == -signal.SIGTERM
+
+
+def test_an_end_is_seen_while_another_process_holds_the_input(
+    exec_feeder: Callable[[str], subprocess.Popen[bytes]],
+) -> None:
+    process = exec_feeder("exec 3<&0; sleep 1000 <&3 >/dev/null 2>&1 & echo $!; read go; exit 5")
+    assert process.stdout is not None
+    sleeper = int(process.stdout.readline())
+    try:
+        send(process, b"go\n" + b"x" * 100_000)
+        assert process.stdout.read() == b""  # both outputs are closed, and with them the exec ends
+        assert process.wait(60) == 5
+    finally:
+        os.kill(sleeper, signal.SIGKILL)
 
 
 def resize(descriptor: int, lines: int, columns: int) -> None:

@@ -117,7 +117,19 @@ _ROOT = "container has runAsNonRoot and image will run as root"
             [pod(0, waiting("CreateContainerConfigError", 'secret "keys" not found'), phase="Pending")],
             [],
             Reason.SETUP,
-            'node 0: the container cannot be made: example.org/train:2 (secret "keys" not found)',
+            'node 0: the container cannot be made: secret "keys" not found',
+        ),
+        (
+            [
+                pod(
+                    0,
+                    waiting("CreateContainerConfigError", "couldn't find key token in Secret a/keys"),
+                    phase="Pending",
+                )
+            ],
+            [],
+            Reason.SETUP,
+            "node 0: the container cannot be made: couldn't find key token in Secret a/keys",
         ),
         ([pod(0, waiting("SomethingNew", "said so"), phase="Pending")], [], Reason.SETUP, "node 0: SomethingNew"),
         (

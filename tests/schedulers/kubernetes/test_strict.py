@@ -67,8 +67,9 @@ def test_a_world_that_may_grow() -> None:
 
 @pytest.mark.parametrize("version", strict.VERSIONS)
 def test_jobs_and_services_are_known_to_every_version(version: str) -> None:
+    restarts = Retry(max_restarts=1 if float(version) >= 1.28 else 0)  # a limit for each index is of Kubernetes 1.28
     for given, spec in ((least(workload="job"), SPECS["two nodes"]), (everything("job"), everything_spec())):
-        for made in objects(spec, given):
+        for made in objects(dataclasses.replace(spec, retry=restarts), given):
             assert strict.errors(made, version) == []
 
 
@@ -79,7 +80,7 @@ def test_the_loader_of_a_claim() -> None:
 
 
 def test_the_check_is_strict() -> None:
-    made = objects(SPECS["two nodes"], least())[0]
+    made = objects(SPECS["one node"], least())[0]
     made["spec"]["typo"] = 1
     made["spec"]["nprocPerNode"] = 2
     assert len(strict.errors(made)) == 2
@@ -90,6 +91,6 @@ def test_the_check_is_strict() -> None:
 
 @pytest.mark.parametrize("kind", ["jobset", "trainjob"])
 def test_the_check_of_the_models_is_strict(kind: str) -> None:
-    made = objects(SPECS["two nodes"], least(workload=kind))[0]
+    made = objects(SPECS["one node"], least(workload=kind))[0]
     made["spec"]["typo"] = 1
     assert strict.errors(made) == ["not kept: .spec.typo"]

@@ -98,17 +98,20 @@ def test_a_pod_that_is_evicted(submit: Submit, kubernetes: Kubernetes, namespace
     kubernetes.evict(namespace, pod["metadata"]["name"])
     status = job.wait(60)
     assert (status.state, status.reason) == (State.FAILED, Reason.PREEMPTED), status
-    assert status.message.startswith("node 0: its pod was evicted: The node was low on resource: memory.")
+    assert status.message.startswith("node 0: its pod was evicted: The node was low on resource: ephemeral-storage.")
 
 
-def test_a_pod_that_runs_out_of_memory(submit: Submit, kubernetes: Kubernetes, namespace: str) -> None:
-    job = submit("echo begun; sleep 600", options={"workload": "job"})
-    until(lambda: "begun" in printed(job), "it runs")
-    (pod,) = kubernetes.pods(namespace)
-    kubernetes.oom_kill(namespace, pod["metadata"]["name"])
-    status = job.wait(60)
-    assert (status.state, status.reason) == (State.FAILED, Reason.OUT_OF_MEMORY), status
+@pytest.mark.parametrize(
+    ("program", "memory_gb", "rank"),
+    [("exec python -c 'bytearray(4 << 30)'", 1.0, 0), ("true", 0.02, None)],
+    ids=["a rank", "the launcher"],
+)
+def test_running_out_of_memory(submit: Submit, program: str, memory_gb: float, rank: int | None) -> None:
+    job = submit(program, memory_gb=memory_gb, options={"workload": "job"})
+    status = job.wait(120)
+    assert (status.state, status.reason, status.exit_code) == (State.FAILED, Reason.OUT_OF_MEMORY, 137), status
     assert "it used more memory than the pod may (--memory)" in status.message
+    assert status.message.startswith("rank 0 on node 0: " if rank == 0 else "node 0: ")
 
 
 def test_an_image_that_cannot_be_pulled(submit: Submit) -> None:

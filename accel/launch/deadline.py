@@ -1,0 +1,73 @@
+"""The job's time limit as the launcher keeps it: the pods that ran stay, and so do their logs.
+
+A cluster's own limit deletes the pods, and a pod's own begins anew with each pod.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from schedulers.errors import SpecError
+from schedulers.topology import number
+
+from . import guard
+from .errors import Refused
+
+# Its text is the container's termination message, also of one that ends with exit code 0.
+_TERMINATION_LOG = "/dev/termination-log"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deadline:
+    """limit_s:   the time limit.
+    exit_code: of this node's launcher when the limit has passed.
+    first_at:  when this launcher, or its first predecessor in this pod, was started; seconds since the epoch.
+    """
+
+    limit_s: int
+    exit_code: int
+    first_at: float = 0.0
+
+    def arm(self, passed: Callable[[], None]) -> None:
+        """Call `passed` when the limit has passed, between two steps of the main thread."""
+        signal.signal(signal.SIGALRM, lambda *_: passed())
+        signal.setitimer(signal.ITIMER_REAL, max(0.001, self.first_at + self.limit_s - time.time()))
+
+    @property
+    def text(self) -> str:
+        return f"the time limit of {self.limit_s} s is over"
+
+    def end(self, quiet: bool) -> int:
+        """Tell why this launcher ends. Return its exit code."""
+        line = f"accel launch: {self.text}; all ranks here have been ended"
+        if not quiet:
+            from .node import say
+
+            say(line)
+        with contextlib.suppress(OSError):
+            descriptor = os.open(_TERMINATION_LOG, os.O_WRONLY)
+            try:
+                os.write(descriptor, line.encode())
+            finally:
+                os.close(descriptor)
+        return self.exit_code
+
+
+def planned(env: Mapping[str, str], node_rank: int) -> Deadline | None:
+    """The deadline in ACCEL_TIME_LIMIT, and the exit codes of node 0 and of the others in ACCEL_TIME_LIMIT_EXIT.
+
+    None where there is no limit, or another launcher keeps it. Raises Refused.
+    """
+    if "ACCEL_TIME_LIMIT" not in env or guard.LAUNCH_ID in env:
+        return None
+    try:
+        first, _, others = env.get("ACCEL_TIME_LIMIT_EXIT", "1,1").partition(",")
+        code = number({"ACCEL_TIME_LIMIT_EXIT": others if node_rank else first}, "ACCEL_TIME_LIMIT_EXIT")
+        return Deadline(limit_s=number(env, "ACCEL_TIME_LIMIT"), exit_code=code)
+    except SpecError as error:
+        raise Refused(str(error)) from None

@@ -1,0 +1,104 @@
+"""The time limit that the launcher keeps itself, counted from the first start in its pod."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from accel.exit_codes import TIME_LIMIT
+from accel.launch import deadline
+from accel.launch.errors import Refused
+from schedulers.job import Reason
+from schedulers.kubernetes import pods, reports
+from tests.ports import free_port
+
+from .conftest import Launcher
+
+WAITS = """\
+import os, signal, time
+attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+def end(*_):
+    print("saved in attempt", attempt, flush=True)
+    raise SystemExit(85)
+signal.signal(signal.SIGTERM, end)
+print("ready", flush=True)
+while True: time.sleep(0.01)
+"""
+OVER = "accel launch: the time limit of 100 s is over; all ranks here have been ended"
+
+
+def past(tmp_path: Path, seconds: float) -> dict[str, str]:
+    """The variables of a pod whose first launcher was started so long ago."""
+    starts = tmp_path / "starts"
+    starts.write_text(f"{time.time() - seconds}\n")
+    return {
+        "ACCEL_POD_UID": "a", "ACCEL_STARTS": str(starts), "ACCEL_TIME_LIMIT": "100", "ACCEL_TIME_LIMIT_EXIT": "86,0",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("flags", [(), ("--num_processes", "2", "--tee", "3", "--log_dir", "logs")])
+def test_ranks_end_when_the_limit_has_passed(launcher: Launcher, tmp_path: Path, flags: tuple[str, ...]) -> None:
+    run = launcher.start(*flags, launcher.script(WAITS), **past(tmp_path, 0))
+    run.says("ready")
+    run.send(signal.SIGALRM)  # as the clock would
+    done = run.wait()
+    assert done.code == 86, done
+    assert "saved in attempt 1" in done.out
+    assert OVER in done.err
+    assert reports.read(done.err) is not None
+    launcher.nothing_left(10)
+
+
+@pytest.mark.parametrize("flags", [(), ("--num_processes", "2")])
+def test_the_limit_counts_from_the_first_start_in_the_pod(
+    launcher: Launcher, tmp_path: Path, flags: tuple[str, ...]
+) -> None:
+    done = launcher(*flags, launcher.script(WAITS), code=86, **past(tmp_path, 1000))
+    assert OVER in done.err
+
+
+def test_the_limit_of_one_node_is_that_of_all(launcher: Launcher, tmp_path: Path) -> None:
+    """Node 0 goes last, with the code that ends the job; the clocks of the others may be late."""
+    cluster = {"ACCEL_NODES": "2", "ACCEL_MASTER": "127.0.0.1", "ACCEL_PORT": str(free_port())}
+    runs = []
+    for rank in (0, 1):
+        (tmp_path / str(rank)).mkdir()
+        pod = past(tmp_path / str(rank), 0) | cluster | {"ACCEL_NODE_RANK": str(rank)}
+        flags = ("--num_processes", "2", "--tee", "3", "--log_dir", f"n{rank}")
+        runs.append(launcher.start(*flags, launcher.script(WAITS), **pod))
+    for run in runs:
+        run.says("ready")
+    runs[1].send(signal.SIGALRM)
+    for run, code in zip(runs, (86, 0), strict=True):
+        done = run.wait()
+        assert done.code == code, done
+        assert OVER in done.err
+    launcher.nothing_left(10)
+
+
+def test_a_signal_goes_before_the_limit(launcher: Launcher, tmp_path: Path) -> None:
+    script = launcher.script(WAITS.replace("SystemExit(85)", "SystemExit(0)"))
+    run = launcher.start("--num_processes", "2", "--tee", "3", "--log_dir", "logs", script, **past(tmp_path, 0))
+    run.says("ready")
+    run.send(signal.SIGTERM)
+    assert run.wait().code == 143
+
+
+def test_limits_that_are_no_numbers() -> None:
+    with pytest.raises(Refused, match="ACCEL_TIME_LIMIT must be a whole number, not 'x'"):
+        deadline.planned({"ACCEL_TIME_LIMIT": "x"}, 0)
+
+
+def test_a_rank_keeps_no_limit() -> None:
+    assert deadline.planned({"ACCEL_TIME_LIMIT": "9", "ACCEL_LAUNCH_ID": "x"}, 0) is None
+    assert deadline.planned({}, 0) is None
+
+
+def test_the_words_are_those_that_the_cluster_is_asked_for() -> None:
+    assert pods.TIME_LIMIT == TIME_LIMIT
+    report = reports.read(f"something\n{OVER}\n")
+    assert report is not None
+    assert report.reason is Reason.TIME_LIMIT
