@@ -15,6 +15,7 @@ import pytest
 import schedulers
 from schedulers import State, Store
 from schedulers.adopting import jobs_elsewhere
+from tests.clusters.kube.client import Refused
 from tests.clusters.kubernetes import IMAGE, Kubernetes
 from tests.waiting import until
 
@@ -39,7 +40,19 @@ def helm(version: str, kubernetes: Kubernetes, namespace: str) -> Releases:
 
 def there(cluster: Kubernetes, namespace: str) -> list[str]:
     """All objects of the namespace, but for Helm's own records and the tokens that go with service accounts."""
-    return [each for each in cluster.objects(namespace) if not _RECORDS.match(each) and not _TOKENS.match(each)]
+    found: list[str] = []
+
+    def listed() -> bool:
+        try:
+            found[:] = cluster.objects(namespace)
+        except Refused as error:
+            if error.status != 429:  # the API server has just learned of a kind, and reads what there is of it
+                raise
+            return False
+        return True
+
+    until(listed, "the API server lists every kind")
+    return [each for each in found if not _RECORDS.match(each) and not _TOKENS.match(each)]
 
 
 def until_there(cluster: Kubernetes, namespace: str, wanted: list[str]) -> None:
@@ -141,7 +154,7 @@ def test_a_training_job_by_values(
     name = only(kubernetes, jobs)
     if version == "helm3":  # as the other one does, with a launcher that takes its time
         helm.test(NAME)
-    said = [kubernetes.logs(namespace, f"{name}-{role}-0") for role in ("master", "worker")]
+    said = [kubernetes.logs(namespace, f"{name}-worker-{number}") for number in range(2)]
     assert [text.splitlines()[-1] for text in said] == [f"node {name.removeprefix(f'{NAME}-')}"] * 2, said
 
     # accel finds it on any machine that has a target for the namespace.
