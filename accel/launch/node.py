@@ -49,7 +49,7 @@ class Launch:
     run_id: str = "accel"
     role: str = "default"
     max_restarts: int = 0
-    incarnation: Incarnation = field(default_factory=Incarnation)  # of a job that has been started before
+    incarnation: Incarnation = field(default_factory=Incarnation, compare=False)  # each has a token of its own
     grace_s: float = 30.0
     monitor_interval_s: float = 0.1
     deadline: Deadline | None = None
