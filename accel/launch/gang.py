@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
@@ -26,6 +27,7 @@ from .rendezvous import DEFAULT_TIMEOUT_S, LOST_AFTER_S, STAY_S, GangRendezvous
 from .tee import Tee
 from .worker import WARNINGS
 
+_SETTLE_S = 3.0  # a kubelet looks after its containers every second
 _ENDING = {signal.SIGTERM: signal.SIGTERM, signal.SIGINT: signal.SIGINT, signal.SIGHUP: signal.SIGTERM}
 
 
@@ -130,9 +132,7 @@ def _run_agent(run: Launch, server: ForkServer, signals: Signals, tee: Tee) -> i
     except ServerGone as error:
         raise LaunchError(str(error)) from None
     finally:
-        if isinstance(handler, GangRendezvous):
-            with contextlib.suppress(RuntimeError):
-                handler.leave()
+        known = _leave(handler)
     if not result.is_failed():
         return 0
     if run.deadline is not None and getattr(agent.failure, "reason", "") == "time_limit":
@@ -142,13 +142,30 @@ def _run_agent(run: Launch, server: ForkServer, signals: Signals, tee: Tee) -> i
         _observer(run, tee)("failure", failure=preempted, restarts_left=0)  # another node was told to end, and told us
     failure = preempted or agent.failure
     assert failure is not None
-    return _tell(run, tee, failure)
+    code = _tell(run, tee, failure)
+    _settle(run)
+    return 0 if run.node_0_reports and run.node_rank and known and preempted is None else code
+
+
+def _settle(run: Launch) -> None:
+    """Let the cluster learn that the other nodes have ended: once it knows that node 0 failed, it deletes the rest."""
+    if run.node_0_reports and not run.node_rank:
+        time.sleep(_SETTLE_S)
+
+
+def _leave(handler: RendezvousHandler) -> bool:
+    """Leave the gang. Return True if node 0 knows how it ended."""
+    with contextlib.suppress(RuntimeError):
+        return isinstance(handler, GangRendezvous) and handler.leave()
+    return False
 
 
 def _end_in_time(run: Launch, tee: Tee) -> int:
     assert run.deadline is not None
     tee.close()
-    return run.deadline.end(run.quiet)
+    code = run.deadline.end(run.quiet)
+    _settle(run)
+    return code
 
 
 def _tell(run: Launch, tee: Tee, failure: report.Failure) -> int:

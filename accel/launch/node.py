@@ -60,6 +60,7 @@ class Launch:
     node_names: tuple[str, ...] = ()  # by rank, where a scheduler has told them
     source: str = ""  # what has told how many machines there are and which of them this is
     told: str = ""  # what it has, for people
+    node_0_reports: bool = False  # how the gang ended; the others then end with 0, lest the cluster deletes pods early
     requeued: bool = False  # by its scheduler, when its ranks were warned
     events: str | None = None  # where to tell what happens, instead of beside the logs
 
@@ -108,6 +109,7 @@ def plan(options: Mapping[str, Any], program: Program, env: Mapping[str, str] = 
         quiet=options["quiet"], incarnation=incarnation.planned(env, found),
         deadline=deadline.planned(env, placed.rank), node_names=found.names,
         source=found.source, told=_told(placed, port, env),
+        node_0_reports="ACCEL_NODE_0_REPORTS" in env and guard.LAUNCH_ID not in env,
         requeued="ACCEL_REQUEUED" in env and guard.LAUNCH_ID not in env,
         events=None if guard.LAUNCH_ID in env else env.get("ACCEL_LAUNCH_EVENTS"),
     )  # fmt: skip

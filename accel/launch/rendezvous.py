@@ -185,10 +185,13 @@ class GangRendezvous(RendezvousHandler):
                 return node, self._store().get(f"node/{node}").decode().split()[0], now - since
         return None
 
-    def leave(self) -> None:
-        """Node 0 goes last: its agent serves the store from which the others learn how it ended."""
+    def leave(self) -> bool:
+        """Leave the gang. Return True if node 0 knows how it ended. Raises RuntimeError where node 0 is gone.
+
+        Node 0 goes last: its agent serves the store from which the others learn how it ended.
+        """
         if self._nodes == 1 or self._control is None or self._refused:
-            return
+            return self._node_rank == 0
         if not self._met:
             self._give_up(f"node {self._node_rank} was ended before all nodes had met")
         control = self._control
@@ -198,6 +201,7 @@ class GangRendezvous(RendezvousHandler):
             if time.monotonic() - began >= (self._stay_s if self._ending() else STAY_S):
                 break
             time.sleep(0.02)
+        return True
 
     def _present(self) -> list[int]:
         """The nodes that came to this attempt: those that will want to know how it ended."""

@@ -35,7 +35,7 @@ _DECODE = (
 _ACCEL = "import sys; sys.path[:] = [p for p in sys.path if p]; from accel.cli import main; sys.exit(main())"
 _OWN = frozenset(
     "ACCEL_JOB_ID ACCEL_NODES ACCEL_NODE_RANK ACCEL_MASTER ACCEL_PORT ACCEL_SERVICE ACCEL_POD_UID ACCEL_POD_IP "
-    "ACCEL_POD_FAILURES ACCEL_STARTS ACCEL_TIME_LIMIT ACCEL_TIME_LIMIT_EXIT ACCEL_SECRETS "
+    "ACCEL_POD_FAILURES ACCEL_STARTS ACCEL_NODE_0_REPORTS ACCEL_TIME_LIMIT ACCEL_TIME_LIMIT_EXIT ACCEL_SECRETS "
     "JOBSET_RESTART_ATTEMPT".split()
 )
 _REFERENCE = "secret:NAME/KEY"
@@ -322,6 +322,8 @@ def _own_fields(spec: JobSpec, options: KubernetesOptions, name: str) -> Iterato
     if spec.nodes > 1 and spec.max_nodes is None:
         yield {"name": "ACCEL_POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
         yield {"name": "ACCEL_SERVICE", "value": rendezvous_name(name)}
+        if not _restarts_pods(spec, options):
+            yield {"name": "ACCEL_NODE_0_REPORTS", "value": "1"}
     if spec.time_limit_s is not None:
         yield {"name": "ACCEL_TIME_LIMIT", "value": str(math.ceil(spec.time_limit_s))}
         yield {"name": "ACCEL_TIME_LIMIT_EXIT", "value": _limit_codes(spec, options)}
@@ -330,12 +332,15 @@ def _own_fields(spec: JobSpec, options: KubernetesOptions, name: str) -> Iterato
 def _limit_codes(spec: JobSpec, options: KubernetesOptions) -> str:
     """The exit codes of node 0 and of the others at the time limit, with which their logs stay.
 
-    A Job that fails deletes the pods that still run: so the others succeed, and node 0 goes last. A PyTorchJob keeps
-    pods that have failed, but its kubelets start them again where it has restarts: so all succeed.
+    A job that fails deletes the pods that still run: so the others succeed, and node 0 goes last. The kubelets of a
+    PyTorchJob with restarts start again what fails: so all succeed.
     """
-    if options.workload != "pytorchjob":
-        return f"{TIME_LIMIT},0"
-    return "0,0" if spec.retry.max_restarts else f"{TIME_LIMIT},{TIME_LIMIT}"
+    return "0,0" if options.workload == "pytorchjob" and spec.retry.max_restarts else f"{TIME_LIMIT},0"
+
+
+def _restarts_pods(spec: JobSpec, options: KubernetesOptions) -> bool:
+    """Return True if each pod that fails is started again by itself. In other jobs node 0's end tells how all ended."""
+    return options.workload in ("pytorchjob", "job") and spec.retry.max_restarts > 0
 
 
 def _secret(variable: str, reference: str, where: str) -> tuple[str, str]:

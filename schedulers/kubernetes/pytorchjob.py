@@ -21,8 +21,9 @@ API_VERSION, KIND, PLURAL = "kubeflow.org/v1", "PyTorchJob", "pytorchjobs"
 def build(
     spec: JobSpec, options: KubernetesOptions, metadata: Object, job_id: str, template: Callable[..., Object]
 ) -> Object:
-    """The object. One node is a master; several are workers under an elasticPolicy, to which the operator adds no init
-    container: that one looks up the master's name before it exists, and says nothing of its security.
+    """The object. One node is a master; several are workers only, to which the operator adds no init container: that
+    one looks up the master's name before it exists, and says nothing of its security. A world that may grow has an
+    elasticPolicy, under which the first worker that ends with 0 ends the job; without, all must.
 
     `template` makes the pods' template out of what only this kind needs.
     """
@@ -42,7 +43,7 @@ def build(
         "spec": {
             "nprocPerNode": str(pods.processes(spec)),
             "runPolicy": _run_policy(spec, options),
-            **({"elasticPolicy": _elastic_policy(spec, job_id)} if "Worker" in replicas else {}),
+            **({} if spec.max_nodes is None else {"elasticPolicy": _elastic_policy(spec, job_id)}),
             "pytorchReplicaSpecs": {
                 role: {"replicas": count, "restartPolicy": restart, "template": made}
                 for role, count in replicas.items()
@@ -71,7 +72,8 @@ def warnings(spec: JobSpec, options: KubernetesOptions) -> list[str]:
 def _run_policy(spec: JobSpec, options: KubernetesOptions) -> Object:
     most = spec.max_nodes or spec.nodes
     restarts = spec.retry.max_restarts
-    policy: Object = {"cleanPodPolicy": "None"}
+    # Once the job has ended, no pod waits for one that will not come. A world that may grow ends with its first pod.
+    policy: Object = {"cleanPodPolicy": "Running" if spec.max_nodes is None else "None"}
     if restarts:
         # The operator adds up the restarts of all pods, each of which restarts with the gang, and ends the job when
         # the sum reaches the limit. It then deletes the pods, logs and exit codes with them: so there is no limit of 0.
@@ -91,7 +93,7 @@ def _run_policy(spec: JobSpec, options: KubernetesOptions) -> Object:
 def _elastic_policy(spec: JobSpec, job_id: str) -> Object:
     return {
         "minReplicas": spec.nodes,
-        "maxReplicas": spec.max_nodes or spec.nodes,
+        "maxReplicas": spec.max_nodes,
         "rdzvBackend": "c10d",
         "rdzvId": job_id,
         "maxRestarts": spec.retry.max_restarts,

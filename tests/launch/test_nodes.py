@@ -147,6 +147,29 @@ def test_a_failure_anywhere_ends_all(launcher: Launcher, failing: int) -> None:
     launcher.nothing_left(10)
 
 
+@pytest.mark.parametrize("failing", [0, 1])
+def test_node_0_reports_a_failure_for_all(launcher: Launcher, failing: int) -> None:
+    """A cluster that learns that one pod failed deletes those that still run, with their logs: node 0 fails last."""
+    machines = Machines(launcher)
+    script = launcher.script(f"import os\nif os.environ['RANK'] == '{failing}': raise SystemExit(7){PARK}")
+    runs = [machines.start(rank, script, ACCEL_NODE_0_REPORTS="1") for rank in range(2)]
+    done = [run.wait() for run in runs]
+    assert [run.code for run in done] == [7, 0], done
+    for run in done:
+        assert f"rank {failing} on node {failing} (" in run.err
+
+
+def test_a_node_fails_when_node_0_cannot_report_it(launcher: Launcher) -> None:
+    machines = Machines(launcher)
+    script = launcher.script(f"print('ready', flush=True){PARK}")
+    runs = [machines.start(rank, "--tee", "3", script, ACCEL_NODE_0_REPORTS="1") for rank in range(2)]
+    for run in runs:
+        run.says("ready")
+    runs[0].send(signal.SIGKILL)
+    assert runs[1].wait().code == 1
+    launcher.nothing_left(5)
+
+
 def test_all_machines_start_again_together(launcher: Launcher) -> None:
     launcher.script(FLAKY)
     first, second = Machines(launcher).both("--max_restarts", "2", "train.py")

@@ -101,10 +101,13 @@ spec:
         {{- if include "job.fixedWorld" $ }}
         - {name: ACCEL_POD_IP, valueFrom: {fieldRef: {fieldPath: status.podIP}}}
         - {name: ACCEL_SERVICE, value: {{ include "job.objectName" $ }}-rendezvous}
+        {{- if not (and (has $values.workload (list "job" "pytorchjob")) (gt (int64 $values.maxRestarts) 0)) }}
+        - {name: ACCEL_NODE_0_REPORTS, value: "1"}
+        {{- end }}
         {{- end }}
         {{- with $values.timeLimit }}
         - {name: ACCEL_TIME_LIMIT, value: {{ int64 . | quote }}}
-        - {name: ACCEL_TIME_LIMIT_EXIT, value: {{ ternary (ternary "0,0" "86,86" (gt (int64 $values.maxRestarts) 0)) "86,0" (eq $values.workload "pytorchjob") | quote }}}
+        - {name: ACCEL_TIME_LIMIT_EXIT, value: {{ ternary "0,0" "86,0" (and (eq $values.workload "pytorchjob") (gt (int64 $values.maxRestarts) 0)) | quote }}}
         {{- end }}
         {{- with .env }}
         {{- toYaml . | nindent 8 }}

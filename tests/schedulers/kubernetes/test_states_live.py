@@ -133,18 +133,50 @@ def test_what_a_pod_writes_as_it_is_evicted(kubernetes: Kubernetes, namespace: s
     assert (job.status().state, job.status().reason) == (State.FAILED, Reason.PREEMPTED)
 
 
+_FAILS_IN_WORKER_1 = {
+    "name": "fails",
+    "image": IMAGE,
+    "command": ["sh", "-c", 'case "$(hostname)" in *worker-1) exit 3; esac'],
+}
+
+
+def test_no_pod_waits_for_one_that_failed_before_its_launcher(
+    kubernetes: Kubernetes, namespace: str, submit: Submit
+) -> None:
+    """Nobody asks for the job meanwhile: the cluster ends the other pod."""
+    submit("true", nodes=2, options={"pod_patch": {"spec": {"initContainers": [_FAILS_IN_WORKER_1]}}})
+
+    def left() -> list[tuple[str, str]]:
+        pods = kubernetes.pods(namespace)
+        return [(str(pod["metadata"]["name"])[-8:], str(pod["status"].get("phase"))) for pod in pods]
+
+    until(lambda: left() == [("worker-1", "Failed")], "only the pod that failed is left")
+
+
 def test_what_runs_on_after_the_end_is_cancelled(kubernetes: Kubernetes, namespace: str, submit: Submit) -> None:
-    """One pod fails before its launcher starts; the other waits for it."""
-    script = 'case "$(hostname)" in *worker-1) exit 3; esac'
-    fails = {"name": "fails", "image": IMAGE, "command": ["sh", "-c", script]}
-    patch = {"spec": {"initContainers": [fails]}}
-    job = submit("true", nodes=2, options={"pod_patch": patch})
-    until(lambda: any("accel launch: 2 nodes" in line.text for line in job.logs()), "node 0 waits")
+    """The pods of a world that may grow are not ended with it."""
+    options = {"pod_patch": {"spec": {"initContainers": [_FAILS_IN_WORKER_1]}}}
+    job = submit("true", nodes=2, max_nodes=2, options=options)
+    until(lambda: any("accel launch: " in line.text for line in job.logs()), "node 0 waits")
     _becomes(job, Reason.SETUP, "container fails failed")
     assert job.cancel_rest()
     until(lambda: not kubernetes.pods(namespace), "its pods are gone")
     assert not job.cancel_rest()
-    assert any("accel launch: 2 nodes" in line.text for line in job.logs())
+    assert any("accel launch: " in line.text for line in job.logs())
+
+
+def test_all_nodes_logs_stay_when_one_fails(submit: Submit) -> None:
+    """Nobody follows. The cluster deletes pods that run when it learns that one has failed."""
+    jobs = [
+        submit("echo here is rank $RANK; [ $RANK = 0 ] || exit 7; sleep 600", nodes=2, options={"workload": workload})
+        for workload in ("pytorchjob", "job")
+    ]
+    for job in jobs:
+        until(lambda job=job: job.status().state.final, "it has ended")
+        status = job.status()
+        assert (status.state, status.reason, status.exit_code) == (State.FAILED, Reason.EXIT_CODE, 7), status
+        assert "rank 1 on node 1" in status.message
+        assert {"here is rank 0\n", "here is rank 1\n"} <= {line.text for line in job.logs()}, printed(job)
 
 
 def test_cancel_frees_an_object_that_hangs(kubernetes: Kubernetes, namespace: str, submit: Submit) -> None:
