@@ -172,8 +172,8 @@ def test_all_nodes_logs_stay_when_one_fails(submit: Submit) -> None:
         for workload in ("pytorchjob", "job")
     ]
     for job in jobs:
-        until(lambda job=job: job.status().state.final, "it has ended")
-        status = job.status()
+        while not (status := job.status()).state.final:
+            pass
         assert (status.state, status.reason, status.exit_code) == (State.FAILED, Reason.EXIT_CODE, 7), status
         assert "rank 1 on node 1" in status.message
         assert {"here is rank 0\n", "here is rank 1\n"} <= {line.text for line in job.logs()}, printed(job)
