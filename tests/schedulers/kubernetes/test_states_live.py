@@ -156,7 +156,7 @@ def test_no_pod_waits_for_one_that_failed_before_its_launcher(
 def test_what_runs_on_after_the_end_is_cancelled(kubernetes: Kubernetes, namespace: str, submit: Submit) -> None:
     """The pods of a world that may grow are not ended with it."""
     options = {"pod_patch": {"spec": {"initContainers": [_FAILS_IN_WORKER_1]}}}
-    job = submit("true", nodes=2, max_nodes=2, options=options)
+    job = submit("true", nodes=2, max_nodes=3, options=options)
     until(lambda: any("accel launch: " in line.text for line in job.logs()), "node 0 waits")
     _becomes(job, Reason.SETUP, "container fails failed")
     assert job.cancel_rest()
