@@ -60,7 +60,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
         given: dict[str, Any] = item.funcargs
         for cluster in given.values():
             if hasattr(cluster, "diagnose"):
-                report.sections.append((f"cluster {cluster.slot.tag}", cluster.diagnose()))
+                report.sections.append((f"{type(cluster).__name__} cluster", cluster.diagnose()))
     return report  # type: ignore[return-value]
 
 

@@ -70,7 +70,7 @@ class Daemon:
             raise ClusterError(f"{self.name} does not run")
         process.send(number)
 
-    def last_words(self, lines: int = 15) -> str:
+    def last_words(self, lines: int = 5) -> str:
         text = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
         return "\n".join([f"== {self.name}", *text[-lines:]])
 

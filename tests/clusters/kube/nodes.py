@@ -179,7 +179,7 @@ class Node:
                     with contextlib.suppress(OSError):
                         each.rmdir()
 
-    def last_words(self, lines: int = 15) -> str:
+    def last_words(self, lines: int = 5) -> str:
         found = []
         for name in ("containerd", "kubelet", "kube-proxy"):
             log = self._log(name)

@@ -154,9 +154,10 @@ def test_no_pod_waits_for_one_that_failed_before_its_launcher(
 
 
 def test_what_runs_on_after_the_end_is_cancelled(kubernetes: Kubernetes, namespace: str, submit: Submit) -> None:
-    """The pods of a world that may grow are not ended with it."""
-    options = {"pod_patch": {"spec": {"initContainers": [_FAILS_IN_WORKER_1]}}}
-    job = submit("true", nodes=2, max_nodes=3, options=options)
+    """Where the user's patch lets pods run on."""
+    patch = {"spec": {"runPolicy": {"cleanPodPolicy": "None"}}}
+    options = {"patch": patch, "pod_patch": {"spec": {"initContainers": [_FAILS_IN_WORKER_1]}}}
+    job = submit("true", nodes=2, options=options)
     until(lambda: any("accel launch: " in line.text for line in job.logs()), "node 0 waits")
     _becomes(job, Reason.SETUP, "container fails failed")
     assert job.cancel_rest()
