@@ -53,8 +53,8 @@ def job(submit: Submit) -> Iterator[Job]:
 def test_commands_with_pipes(job: Job) -> None:
     """Where each rank is, what goes in and comes out, and the exit code; one job for all, as each costs seconds."""
     hosts = {rank: shell(job.id, f"--rank={rank}", "--", "hostname").stdout.decode().strip() for rank in (0, 1, 3)}
-    assert hosts[0] == hosts[1] == f"sh-{job.id}-master-0"
-    assert hosts[3] == f"sh-{job.id}-worker-0"
+    assert hosts[0] == hosts[1] == f"sh-{job.id}-worker-0"
+    assert hosts[3] == f"sh-{job.id}-worker-1"
 
     done = shell(job.id, "--", "sh", "-c", "echo out; echo err >&2; exit 7")
     assert (done.returncode, done.stdout, done.stderr) == (7, b"out\n", b"err\n")
