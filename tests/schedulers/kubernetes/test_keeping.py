@@ -89,12 +89,14 @@ def test_without_an_api_server_it_is_a_line(kubernetes: Kubernetes, tmp_path: Pa
 
 
 def test_a_log_that_is_too_long_is_kept_in_part_and_says_so(
-    submit: Submit, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+    kubernetes: Kubernetes, namespace: str, submit: Submit, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
     monkeypatch.setattr(keeping, "_MOST", 1000)
     job = submit("n=0; while [ $n -lt 500 ]; do n=$((n + 1)); echo line $n; done; echo hello 0; sleep 600")
     _runs(job)
     job.cancel()
+    until(lambda: not kubernetes.pods(namespace), "its pods are gone")
     lines = list(job.logs())
     assert _text(lines).startswith("line 1\nline 2\n")
     assert "hello" not in _text(lines)

@@ -471,7 +471,7 @@ def test_the_last_words_after_a_job_was_deleted_are_read_also_when_they_come_wit
     _stream_of(follower.lines[-1], opened)
     path = f"/apis/kubeflow.org/v1/namespaces/{namespace}/pytorchjobs/{Native.parse(job.native_id or '').name}"
     kubernetes.client.call("DELETE", path, {"propagationPolicy": "Background"})
-    until(lambda: job.record.reload().status.state.final, "it is said")
+    until(lambda: job.status().native_state == "Deleting", "it is said")
     (shared / "go").touch()
     assert _text(follower.ended()) == "hello\nlast\nwords"
 

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import random
-import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -203,11 +200,7 @@ def store(
         monkeypatch.setenv(f"AWS_{name}", value)
     server = server_module.ThreadedMotoServer(ip_address=kubernetes.control.address, port=0)
     server.start()
-    tools = tempfile.mkdtemp(prefix="accel-aws-")
     try:
-        os.chmod(tools, 0o755)
-        (Path(tools) / "aws").write_text(AWS.format(python=sys.executable))
-        (Path(tools) / "aws").chmod(0o755)
         host, port = server.get_host_and_port()
         endpoint = f"http://{host}:{port}"
         client = boto3.client("s3", endpoint_url=endpoint)
@@ -215,13 +208,18 @@ def store(
         keys = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
         secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "keys"}, "stringData": keys}
         kubernetes.apply(secret, namespace)
-        place = {"url": "s3://snapshots/team", "image": "example.org/aws:1", "endpoint": endpoint, "secret": "keys"}
-        path = [{"name": "PATH", "value": f"{tools}:{sys.prefix}/bin:/usr/bin:/bin"}]
-        patch = {"spec": {"initContainers": [{"name": "accel-fetch", "env": path}]}}
+        program = {"aws": AWS.format(python=sys.executable)}
+        kubernetes.apply(
+            {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "aws"}, "data": program}, namespace
+        )
+        place = {"url": "s3://snapshots/team", "image": IMAGE, "endpoint": endpoint, "secret": "keys"}
+        path = [{"name": "PATH", "value": f"/tools:{sys.prefix}/bin:/usr/bin:/bin"}]
+        fetch = {"name": "accel-fetch", "env": path, "volumeMounts": [{"name": "tools", "mountPath": "/tools"}]}
+        tools = {"name": "tools", "configMap": {"name": "aws", "defaultMode": 0o755}}
+        patch = {"spec": {"initContainers": [fetch], "volumes": [tools]}}
         yield {"code": "auto", "code_store": place, "pod_patch": patch}, client
     finally:
         server.stop()
-        shutil.rmtree(tools)
 
 
 def test_large_code_goes_through_an_object_store(store: tuple[dict[str, Any], Any], large: str, submit: Submit) -> None:
