@@ -84,7 +84,7 @@ def last_end(container: Object, pod: Object) -> End | None:
         elif report is not None and reason is Reason.EXIT_CODE:
             reason, said, who, grade = report.reason, report.message, report.who, 1
         elif report is not None:
-            said = report.message
+            who, said = report.who, report.message
         message = joined(what or ("" if said else f"exit code {code}"), said)
         return End(who=who, node=node, when=when, code=code, reason=reason, message=message, grade=grade)
     return None
