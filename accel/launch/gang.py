@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -27,6 +28,7 @@ from .rendezvous import DEFAULT_TIMEOUT_S, LOST_AFTER_S, STAY_S, GangRendezvous
 from .tee import Tee
 from .worker import WARNINGS
 
+_C10D_PORT = 29500
 _SETTLE_S = 3.0  # a kubelet looks after its containers every second
 _ENDING = {signal.SIGTERM: signal.SIGTERM, signal.SIGINT: signal.SIGINT, signal.SIGHUP: signal.SIGTERM}
 
@@ -248,16 +250,34 @@ def _rendezvous(run: Launch, signals: Signals) -> RendezvousHandler:
     # Shared, one store would serve all attempts, and the second would find the addresses of the first one's dead.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     config = {"join_timeout": str(int(timeout_s)), **run.rdzv_conf}
+    _await_service(run, signals, timeout_s)
     return registry.get_rendezvous_handler(
         RendezvousParameters(
             backend="c10d",
-            endpoint=f"{run.address}:{run.port or 29500}",
+            endpoint=f"{run.address}:{run.port or _C10D_PORT}",
             run_id=run.run_id,
             min_nodes=run.nodes,
             max_nodes=run.max_nodes,
             **config,
         )
     )
+
+
+def _await_service(run: Launch, signals: Signals, timeout_s: float) -> None:
+    """Wait until somebody answers at the Service of the pod that the others meet at.
+
+    A name server that is asked for a pod before the pod is there keeps "no such name" for a while. The rendezvous
+    reports what is still not there.
+    """
+    deadline = time.monotonic() + timeout_s
+    own = socket.gethostname() in (run.address, run.address.partition(".")[0])
+    while run.service and not own and time.monotonic() < deadline:
+        signals.check()
+        try:
+            socket.create_connection((run.service, run.port or _C10D_PORT), timeout=2).close()
+            return
+        except OSError:
+            time.sleep(0.25)
 
 
 def _seconds(run: Launch, name: str, default: float) -> float:

@@ -286,7 +286,7 @@ def _near_script(name: str) -> str:
 
 def _in_cluster(placed: Place, env: Mapping[str, str]) -> dict[str, str]:
     """How the pods of a job find node 0, where their places are the cluster's and not typed."""
-    if not placed.found.source or guard.LAUNCH_ID in env:
+    if guard.LAUNCH_ID in env or not (placed.found.source or placed.max_nodes > placed.nodes):
         return {}
     return {"service": env.get("ACCEL_SERVICE", ""), "own_address": env.get("ACCEL_POD_IP", "")}
 

@@ -80,7 +80,7 @@ def build(
     then: list[Object] = []
     if options.workload == "trainjob":
         first.append(trainjob.runtime(spec, options, {"name": name, **place}, labels, pod))
-    if spec.nodes > 1 and spec.max_nodes is None:
+    if pods.meets(spec):
         first.append(pods.rendezvous(spec, options, {"name": name, **place}, job_id))
     if options.volcano_queue and options.workload in ("job", "jobset"):
         first.append(_pod_group(spec, options, {"name": name, **place, "labels": labels}))

@@ -87,6 +87,11 @@ def backstop_s(spec: JobSpec) -> int | None:
     return None if spec.time_limit_s is None else math.ceil(spec.time_limit_s + spec.grace_s) + _BACKSTOP_S
 
 
+def meets(spec: JobSpec) -> bool:
+    """Return True if the job may have several nodes."""
+    return (spec.max_nodes or spec.nodes) > 1
+
+
 def rendezvous(spec: JobSpec, options: KubernetesOptions, metadata: Object, job_id: str) -> Object:
     """The Service of node 0, made before any pod.
 
@@ -319,9 +324,10 @@ def _own_fields(spec: JobSpec, options: KubernetesOptions, name: str) -> Iterato
     """What a launcher must know of its pod, to be told from its predecessors and to be found by the others."""
     yield {"name": "ACCEL_POD_UID", "valueFrom": {"fieldRef": {"fieldPath": "metadata.uid"}}}
     yield {"name": "ACCEL_STARTS", "value": _STARTS}
+    if meets(spec):
+        yield {"name": "ACCEL_SERVICE", "value": rendezvous_name(name)}
     if spec.nodes > 1 and spec.max_nodes is None:
         yield {"name": "ACCEL_POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
-        yield {"name": "ACCEL_SERVICE", "value": rendezvous_name(name)}
         if not _restarts_pods(spec, options):
             yield {"name": "ACCEL_NODE_0_REPORTS", "value": "1"}
     if spec.time_limit_s is not None:

@@ -380,6 +380,24 @@ def test_elastic(launcher: Launcher) -> None:
     assert "world of 2" in second.text()
 
 
+def test_elastic_machines_look_for_a_pod_once_its_service_answers(launcher: Launcher) -> None:
+    """A pod's name does not exist before the pod. This one never does."""
+    port = str(free_port())
+    flags = (
+        "--num_machines", "1:2", "--rdzv_backend", "c10d", "--main_process_ip", "no-such-pod.invalid",
+        "--main_process_port", port, "--num_processes", "1", "--rdzv_conf", "timeout=120,read_timeout=1", "train.py",
+    )  # fmt: skip
+    launcher.script("print('ran')")
+    with socket.create_server(("127.0.0.1", int(port))) as server:
+        run = launcher.start(*flags, ACCEL_SERVICE="127.0.0.1")
+        server.settimeout(120)
+        server.accept()[0].close()
+        done = run.wait()
+    assert done.code == 1, done
+    assert "no-such-pod.invalid" in done.err
+    launcher.nothing_left(10)
+
+
 def test_elastic_machines_end_together(launcher: Launcher) -> None:
     """The first machine keeps the store in which they meet: it must not go while another still works."""
     port = str(free_port())

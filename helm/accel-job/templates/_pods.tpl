@@ -98,9 +98,11 @@ spec:
         {{- end }}
         - {name: ACCEL_POD_UID, valueFrom: {fieldRef: {fieldPath: metadata.uid}}}
         - {name: ACCEL_STARTS, value: /accel/starts}
+        {{- if include "job.meets" $ }}
+        - {name: ACCEL_SERVICE, value: {{ include "job.objectName" $ }}-rendezvous}
+        {{- end }}
         {{- if include "job.fixedWorld" $ }}
         - {name: ACCEL_POD_IP, valueFrom: {fieldRef: {fieldPath: status.podIP}}}
-        - {name: ACCEL_SERVICE, value: {{ include "job.objectName" $ }}-rendezvous}
         {{- if not (and (has $values.workload (list "job" "pytorchjob")) (gt (int64 $values.maxRestarts) 0)) }}
         - {name: ACCEL_NODE_0_REPORTS, value: "1"}
         {{- end }}
@@ -219,6 +221,11 @@ nfs: {server: {{ $parts._0 | quote }}, path: {{ $parts._1 | quote }}}
 {{- $own := .Values.readOnlyRootFilesystem -}}
 {{- range .Values.volumes -}}{{- if eq (clean .mount) "/tmp" -}}{{- $own = false -}}{{- end -}}{{- end -}}
 {{- if $own -}}- {name: accel-tmp, mountPath: /tmp}{{- end -}}
+{{- end -}}
+
+{{- /* There may be several nodes. */ -}}
+{{- define "job.meets" -}}
+{{- if gt (.Values.maxNodes | default .Values.nodes | int64) 1 }}true{{ end -}}
 {{- end -}}
 
 {{- /* Several nodes, whose number stays. */ -}}

@@ -336,7 +336,7 @@ def test_node_0_has_a_name_before_any_pod(workload: str) -> None:
     assert first(nodes=2) == [f"train-{JOB_ID}-rendezvous"]
     assert first() == []
     if workload == "pytorchjob":
-        assert first(nodes=2, max_nodes=4) == []  # torch's elastic rendezvous goes by names of pods
+        assert first(nodes=1, max_nodes=4) == [f"train-{JOB_ID}-rendezvous"]
 
 
 @pytest.mark.parametrize("workload", KINDS)
