@@ -1,7 +1,7 @@
 """Which tests one worker of several runs together, and in which order they are begun.
 
 A cluster belongs to the process that started it, and one test at a time may break it: so all files that need one of a
-kind are one share. Any other file is a share of its own.
+kind are one share. Kubernetes is shared by all workers (`clusters/sharing.py`). Any other file is a share of its own.
 """
 
 from __future__ import annotations
@@ -54,12 +54,17 @@ _LONG = frozenset({
     "tests/cli/test_estimate_memory.py",
 })  # fmt: skip
 _DOCS = "tests/test_docs.py"  # whose tests are programs of their own, and take minutes together
+_APART = frozenset(
+    {_DOCS, "tests/schedulers/kubernetes/test_logs.py", "tests/schedulers/kubernetes/test_states_live.py"}
+)
+_ANY_WORKER = "kubernetes"  # the kind of cluster that all workers share
 
 
 def share(nodeid: str, kinds: Mapping[str, str]) -> str:
     """Whose tests are run together with this one."""
     path = nodeid.partition("::")[0]
-    return nodeid if path == _DOCS else kinds.get(path, path)
+    kind = kinds.get(path, path)
+    return nodeid if path in _APART else path if kind == _ANY_WORKER else kind
 
 
 def in_order(items: Iterable[pytest.Item]) -> list[pytest.Item]:
@@ -68,11 +73,15 @@ def in_order(items: Iterable[pytest.Item]) -> list[pytest.Item]:
     kinds = cluster_files()
     for item in items:
         by_share.setdefault(share(item.nodeid, kinds), []).append(item)
-    first = list(SERVERS)
+    first = [kind for kind in SERVERS if kind != _ANY_WORKER]
     early = [name for name in by_share if name in _LONG or name.startswith(_DOCS)]
 
     def place(name: str) -> tuple[int, int]:
-        return (0, first.index(name)) if name in first else (1 if name in early else 2, 0)
+        if name in first:
+            return 0, first.index(name)
+        if kinds.get(name.partition("::")[0]) == _ANY_WORKER:
+            return 1, 0
+        return 2 if name in early else 3, 0
 
     return [item for name in sorted(by_share, key=place) for item in by_share[name]]
 

@@ -6,16 +6,16 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.clusters.fixtures import _cluster, _with_accounting
+from tests.clusters.fixtures import _cluster, _with_accounting, using
 from tests.clusters.kubernetes import Kubernetes
 
 __all__ = ["_cluster", "_with_accounting"]
 
 
 @pytest.fixture
-def cluster(_cluster: Kubernetes) -> Kubernetes:
-    _cluster.start_api()
-    return _cluster
+def cluster(_cluster: Kubernetes, request: pytest.FixtureRequest) -> Iterator[Kubernetes]:
+    with using(_cluster, request) as cluster:
+        yield cluster
 
 
 @pytest.fixture

@@ -29,6 +29,8 @@ _FILES = ("certificate-authority", "client-certificate", "client-key", "tokenFil
 class Existing(Kubernetes):
     """Reached through `kubectl proxy`, which knows every way to prove who one is. To be closed."""
 
+    alone = True
+
     def __init__(self, kubeconfig: Path) -> None:
         self._config = _absolute(yaml.safe_load(kubeconfig.read_text()), kubeconfig.parent)
         self._directory = tempfile.TemporaryDirectory()

@@ -1,11 +1,12 @@
 """Clusters for the tests that need one: one of each kind in a process, ended with the process's session.
 
 A folder whose tests need one imports its fixture into the folder's conftest.py. `tests/shares.py` gives all tests of a
-kind to one worker, so that a run starts one cluster of each kind.
+kind to one worker, so that a run starts one cluster of each kind; that of Kubernetes is shared by all workers.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
@@ -14,10 +15,11 @@ import pytest
 from tests.needs import missing
 
 from . import existing
-from .kubernetes import Kubernetes
+from .kubernetes import Kubernetes, joined
 from .kubernetes import claim as claim_kubernetes
 from .kubernetes import lacks as lacks_kubernetes
 from .netns import lacking
+from .sharing import Shared
 from .slurm import ACCOUNTING_PROGRAMS, LOGIN_PROGRAMS, Slurm
 from .slurm import PROGRAMS as SLURM_PROGRAMS
 from .slurm import claim as claim_slurm
@@ -95,6 +97,25 @@ def kubernetes(nodes: int) -> Iterator[Kubernetes]:
     absent = lacks_kubernetes()
     if absent:
         missing(*absent)
-    with claim_kubernetes() as cluster:
-        cluster.start(nodes)
+
+    @contextlib.contextmanager
+    def start() -> Iterator[tuple[Kubernetes, int]]:
+        with claim_kubernetes() as cluster:
+            cluster.start(nodes)
+            yield cluster, cluster.slot.number
+
+    with Shared("kubernetes").cluster(start, lambda number: joined(number, nodes)) as cluster:
         yield cluster
+
+
+@contextlib.contextmanager
+def using(cluster: Kubernetes, request: pytest.FixtureRequest) -> Iterator[Kubernetes]:
+    """The cluster, with its API server up, for one test. Tests marked `alone`, which break parts of it, have it to
+    themselves."""
+    cluster.alone = request.node.get_closest_marker("alone") is not None
+    with Shared("kubernetes").using(alone=cluster.alone):
+        cluster.start_api()
+        try:
+            yield cluster
+        finally:
+            cluster.start_api()

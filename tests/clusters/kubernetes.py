@@ -52,10 +52,14 @@ def lacks() -> tuple[str, str] | None:
 
 
 class Kubernetes:
-    """One cluster. To be stopped; a `with` does it."""
+    """One cluster. To be stopped; a `with` does it.
+
+    alone: no other test uses it now, so that it may be broken.
+    """
 
     def __init__(self, slot: Slot) -> None:
         self.slot = slot
+        self.alone = True
         self.box = slot.box
         self.network = Network(slot, _SECOND_OCTET)
         self.control = ControlPlane(self.box, self.network.address(0))
@@ -143,6 +147,7 @@ class Kubernetes:
 
     def stop_api(self) -> None:
         """SIGKILL: connections are cut, and new ones refused."""
+        self._breaks()
         self.control.api.stop()
 
     def start_api(self) -> None:
@@ -151,6 +156,7 @@ class Kubernetes:
 
     def freeze(self, part: str, frozen: bool = True) -> None:
         """The API server (`kube-apiserver`) or the name server (`coredns`): it keeps its connections and is mute."""
+        self._breaks()
         found = next(daemon for daemon in self.daemons if daemon.name == part)
         found.send(signal.SIGSTOP if frozen else signal.SIGCONT)
 
@@ -247,6 +253,7 @@ class Kubernetes:
 
     def evict(self, namespace: str, pod: str) -> None:
         """By its kubelet, since the disk of its node is full; the disk has room again when this returns."""
+        self._breaks()
         path = f"/api/v1/namespaces/{namespace}/pods/{pod}"
         found = self.client.call("GET", path)
         node = self.nodes[found["spec"]["nodeName"]]
@@ -274,6 +281,7 @@ class Kubernetes:
         It does after 10 seconds for once, and not after 60. Pods that do not tolerate it longer are told to go after
         a second.
         """
+        self._breaks()
         self.control.start_manager(self.kubeconfig(), node_grace_s=10)
         try:
             wait_until(f"{name} is missed", lambda: not self._takes_pods(name), START_S)
@@ -289,6 +297,10 @@ class Kubernetes:
         """The last lines of every log."""
         words = [daemon.last_words() for daemon in self.daemons]
         return "\n".join([*words, *(node.last_words() for node in self.nodes.values())])
+
+    def _breaks(self) -> None:
+        if not self.alone:
+            raise ClusterError("a test that breaks a part of the cluster needs it to itself: @pytest.mark.alone")
 
     def _all_nodes(self) -> list[Node]:
         """Also those that another program started."""
@@ -358,6 +370,14 @@ def claim() -> Kubernetes:
             pass
     cluster = Kubernetes(slot)
     cluster.stop()
+    return cluster
+
+
+def joined(number: int, count: int) -> Kubernetes:
+    """The cluster of this slot, of so many nodes, which another process has started."""
+    cluster = Kubernetes(Slot(_KIND, number))
+    made = [Node(cluster.network, index, count) for index in range(1, count + 1)]
+    cluster.nodes = {node.name: node for node in made}
     return cluster
 
 

@@ -16,6 +16,7 @@ import schedulers
 from schedulers import Job
 from schedulers.kubernetes.api import Api
 from schedulers.kubernetes.options import KubernetesOptions
+from tests.clusters.fixtures import using
 from tests.clusters.kubernetes import IMAGE, Kubernetes
 from tests.waiting import until as until
 
@@ -32,14 +33,13 @@ MakeApi = Callable[..., Api]
 
 
 @pytest.fixture
-def kubernetes(_cluster: Kubernetes, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kubernetes]:
+def kubernetes(
+    _cluster: Kubernetes, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Kubernetes]:
     """n1 and n2, 8 seeming GPUs each, and an API server that is up; this process is its administrator."""
-    monkeypatch.setenv("KUBECONFIG", str(_cluster.kubeconfig()))
-    _cluster.start_api()
-    try:
-        yield _cluster
-    finally:
-        _cluster.start_api()
+    with using(_cluster, request) as cluster:
+        monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig()))
+        yield cluster
 
 
 @pytest.fixture

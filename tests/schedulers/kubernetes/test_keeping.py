@@ -80,6 +80,7 @@ def test_a_cancel_goes_on_where_nothing_can_be_kept(
     until(lambda: not kubernetes.pods(namespace), "its pods are gone")
 
 
+@pytest.mark.alone
 def test_without_an_api_server_it_is_a_line(kubernetes: Kubernetes, tmp_path: Path) -> None:
     api = Api(KubernetesOptions(), "k")
     kubernetes.stop_api()

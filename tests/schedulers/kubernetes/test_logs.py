@@ -299,6 +299,7 @@ def test_a_pod_that_goes_just_when_its_log_is_asked_for_has_been_read(
     assert not [line for line in follower.lines if line.stream == "missing"]
 
 
+@pytest.mark.alone
 def test_a_job_is_followed_over_restarts_of_the_api_server(
     kubernetes: Kubernetes, submit: Submit, shared: Path
 ) -> None:

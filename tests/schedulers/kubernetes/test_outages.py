@@ -70,6 +70,7 @@ def _whole(job: Job) -> None:
     assert [line.text for line in job.logs() if line.stream == "missing"] == []
 
 
+@pytest.mark.alone
 def test_a_kubelet_that_stops_and_comes_back(job: Job, told: Path, kubernetes: Kubernetes, namespace: str) -> None:
     name = _node(kubernetes, namespace)
     kubernetes.nodes[name].signal("kubelet", signal.SIGSTOP)
@@ -83,6 +84,7 @@ def test_a_kubelet_that_stops_and_comes_back(job: Job, told: Path, kubernetes: K
     _ends_well(job, told)
 
 
+@pytest.mark.alone
 def test_a_node_that_is_cut_off(job: Job, told: Path, kubernetes: Kubernetes, namespace: str) -> None:
     name = _node(kubernetes, namespace)
     kubernetes.nodes[name].machine.link(False)
@@ -95,6 +97,7 @@ def test_a_node_that_is_cut_off(job: Job, told: Path, kubernetes: Kubernetes, na
     _ends_well(job, told)
 
 
+@pytest.mark.alone
 def test_a_container_runtime_that_is_killed(job: Job, told: Path, kubernetes: Kubernetes, namespace: str) -> None:
     node = kubernetes.nodes[_node(kubernetes, namespace)]
     node.signal("containerd", signal.SIGKILL)
@@ -105,6 +108,7 @@ def test_a_container_runtime_that_is_killed(job: Job, told: Path, kubernetes: Ku
     _ends_well(job, told)
 
 
+@pytest.mark.alone
 def test_an_api_server_that_freezes(job: Job, told: Path, kubernetes: Kubernetes) -> None:
     follower = job.logs(follow=True)
     next(follower)
@@ -120,6 +124,7 @@ def test_an_api_server_that_freezes(job: Job, told: Path, kubernetes: Kubernetes
     _whole(job)
 
 
+@pytest.mark.alone
 def test_a_name_server_that_is_frozen_while_nodes_look_for_each_other(
     submit: Submit, kubernetes: Kubernetes, namespace: str
 ) -> None:

@@ -46,6 +46,7 @@ def test_a_job_that_makes_room_for_a_more_important_one(submit: Submit, prioriti
     assert second.wait(120).state is State.SUCCEEDED
 
 
+@pytest.mark.alone
 def test_a_node_is_drained(submit: Submit, kubernetes: Kubernetes, namespace: str) -> None:
     """As `kubectl drain` does it; the job goes on elsewhere."""
     job = submit(_RUNS, max_restarts=1)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
+import pytest
+
 from schedulers import Job, Reason, State
 from schedulers.kubernetes.native import Native
 from tests.clusters.kube.client import MERGE, Refused
@@ -98,6 +100,7 @@ def test_a_quota_that_is_spent_is_said_as_it_is_asked_for_and_as_it_is_watched(
     waiting.join(60)
 
 
+@pytest.mark.alone
 def test_an_evicted_pod(kubernetes: Kubernetes, namespace: str, submit: Submit) -> None:
     job = submit(_RUNS)
     _running(job)
@@ -217,6 +220,7 @@ def test_an_exit_code_is_the_program_s(submit: Submit) -> None:
     assert (status.state, status.reason, status.exit_code) == (State.FAILED, Reason.EXIT_CODE, 7)
 
 
+@pytest.mark.alone
 def test_a_node_that_is_lost(kubernetes: Kubernetes, namespace: str, submit: Submit) -> None:
     job = submit(_RUNS)
     _running(job)

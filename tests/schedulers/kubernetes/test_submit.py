@@ -266,6 +266,7 @@ def test_a_kind_that_is_not_there_names_those_that_are(kubernetes: Kubernetes, s
         submit("true", options={"workload": "job", "volcano_queue": "gpus"})
 
 
+@pytest.mark.alone
 def test_an_api_server_that_goes_away_in_the_middle(
     submit: Submit, kubernetes: Kubernetes, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -92,6 +92,7 @@ def test_a_rank_that_fails_is_named(submit: Submit) -> None:
     assert status.message.startswith("rank 2 on node 1: ")
 
 
+@pytest.mark.alone
 def test_a_pod_that_is_evicted(submit: Submit, kubernetes: Kubernetes, namespace: str) -> None:
     job = submit("echo begun; sleep 600", options={"workload": "job"})
     until(lambda: "begun" in printed(job), "it runs")
@@ -144,6 +145,7 @@ def test_fifty_jobs_at_once(submit: Submit, kubernetes: Kubernetes, namespace: s
     assert kubernetes.objects(namespace) == ["resourcequotas/small"]
 
 
+@pytest.mark.alone
 def test_an_api_server_that_is_down(submit: Submit, kubernetes: Kubernetes) -> None:
     job = submit("sleep 600")
     kubernetes.stop_api()

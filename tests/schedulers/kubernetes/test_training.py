@@ -43,6 +43,7 @@ def test_digits_on_two_pods_of_two_ranks(namespace: str, home: Path, project: Pa
     assert found[0] > 0.8
 
 
+@pytest.mark.alone
 def test_a_world_that_may_grow(
     kubernetes: Kubernetes, namespace: str, home: Path, project: Path, tmp_path: Path
 ) -> None:
