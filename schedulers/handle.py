@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from .errors import SpecError, SubmitError, Unreachable
+from .errors import ConfigError, SpecError, SubmitError, Unreachable
 from .following import Pause, follow, read_once
 from .job import Cursor, JobSpec, LogLine, Resources, Retry, State, Status
 from .polling import absorb, cut_off, group, poll_all, restore
@@ -276,7 +276,7 @@ class Job:
         A submit that goes on on this machine is ended, where it is a process of its own; of one that goes on elsewhere,
         or was cut off, the job is cancelled as soon as its target has it.
 
-        Raises Unreachable when the backend cannot be asked, and what `status` raises.
+        Raises Unreachable when the backend of a job that is not over cannot be asked, and what `status` raises.
         """
         status = self.status(refresh=self.record.native_id is not None)
         if status.state.final:
@@ -295,13 +295,20 @@ class Job:
             return self.record.status
 
     def cancel_rest(self) -> bool:
-        """Cancel what still runs of a job that is over. Returns True when something still ran. Raises Unreachable."""
+        """Cancel what still runs of a job that is over. Returns True when something still ran.
+
+        Where the target cannot be asked the job is over all the same, and `record.warning` says why.
+        """
         from .target import Outlives
 
         if self.native_id is None:
             return False
-        target = self._target()
-        return isinstance(target, Outlives) and target.cancel_rest(self.native_id)
+        try:
+            target = self._target()
+            return isinstance(target, Outlives) and target.cancel_rest(self.native_id)
+        except (Unreachable, ConfigError) as error:
+            self.record.warning = f"its target could not be asked whether something of it still runs: {error}"
+            return False
 
     def _cancel_submit(self) -> Status:
         """After the cancel was recorded: ends the submit, or waits for its end, where it goes on on this machine."""

@@ -63,8 +63,8 @@ def _ask(job: Job) -> bool:
             note(f"job {job.id} had already ended: {state.value}{rest}")
         else:
             job.cancel(wait=False)
-            if job.record.warning:
-                note(f"warning: job {job.id}: {job.record.warning}")
+        if job.record.warning:
+            note(f"warning: job {job.id}: {job.record.warning}")
     except SchedulerError as error:
         note(f"job {job.id} is not cancelled: {error}")
         return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,9 +35,12 @@ class _Archivist:
         self._thread.start()
 
     def finish(self) -> None:
-        """The job is over: archive the rest, for some seconds at most."""
+        """The job is over: archive the rest."""
         self._over.set()
-        self._thread.join(_LAST_S)
+
+    def join(self, deadline: float) -> None:
+        """Wait until the rest is archived, and stop at the deadline, in seconds of the monotonic clock."""
+        self._thread.join(max(0.0, deadline - time.monotonic()))
         self.stop()
 
     def stop(self) -> None:
@@ -81,13 +85,21 @@ class Follower:
         found, silent = asking.statuses(self._api, natives, ttl=self._ttl)
         over = {native for native, status in found.items() if status.state.final}
         self._over |= over
-        for ended in over & self._archivists.keys():
-            self._archivists.pop(ended).finish()
+        self._finish([self._archivists.pop(ended) for ended in over & self._archivists.keys()])
         for native in natives:
             watcher = watching.running(self._api, native.namespace)
             if watcher is not None and str(native) in over:
                 watcher.forget(native)
         return found, silent
+
+    @staticmethod
+    def _finish(archivists: Sequence[_Archivist]) -> None:
+        """All at the same time, for some seconds at most: each may wait for a node that is silent."""
+        for archivist in archivists:
+            archivist.finish()
+        deadline = time.monotonic() + _LAST_S
+        for archivist in archivists:
+            archivist.join(deadline)
 
     def wait(self, native: Native, timeout_s: float, directory: Path | None = None) -> bool | None:
         """Until the job may be over. Watches are opened, and stay open while somebody asks.

@@ -15,6 +15,8 @@ from .options import KubernetesOptions
 API_VERSION, KIND, PLURAL = "batch/v1", "Job", "jobs"
 # What a shell, and accel's setup with it, says of a program that cannot be run: no attempt will find it.
 HOPELESS = (126, 127)
+# The exit codes by which a Job fails at once, whatever its limit.
+FINAL = (pods.TIME_LIMIT, *HOPELESS)
 _FAILURES = "batch.kubernetes.io/job-index-failure-count"
 _FAIL_WITH_DISRUPTION = {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
 
@@ -61,7 +63,7 @@ def job_spec(spec: JobSpec, template: Object, *, restarts: int, service: str | N
     """A JobSpec with a pod for each node, which fails when more than `restarts` of its pods have failed."""
     inside = {**template["spec"], "restartPolicy": "Never", **({"subdomain": service} if service else {})}
     container = inside["containers"][0]["name"]
-    rule = {"containerName": container, "operator": "In", "values": [pods.TIME_LIMIT, *HOPELESS]}
+    rule = {"containerName": container, "operator": "In", "values": list(FINAL)}
     limit_s = pods.backstop_s(spec)
     return {
         "completions": spec.nodes,

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import SchedulerError, Unreachable
-from ..job import Cursor, LogLine
+from ..errors import SchedulerError, StoreError, Unreachable
+from ..job import Cursor, LogLine, State
 from . import asking, keeping, sources, states, watching
 from .errors import Invalid, NotFound
 from .positions import Piece, Position
@@ -43,6 +43,7 @@ _KILLED = 137
 _ARCHIVED_AT_ONCE = 1000  # lines
 _LOOKS = 3  # at most, where pods go or containers are restarted while their logs are asked for
 _LOST, _GONE = "lost", "gone"
+_TOGETHER = ("jobset", "trainjob")  # workloads whose pods are restarted all at once
 
 _Start = tuple[Position | None, bool]  # a place, and whether it is one of the run's own
 
@@ -53,11 +54,13 @@ class _Job:
 
     final: source -> the place at its end, of those that nobody writes to any more ("" where it is empty).
     said:  source -> the place after what the launcher said last.
+    ran:   the attempts in which a rank has written something: all nodes have run.
     """
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     final: dict[str, str] = field(default_factory=dict)
     said: dict[str, str] = field(default_factory=dict)
+    ran: set[int] = field(default_factory=set)
     seen: dict[str, Source] = field(default_factory=dict)
     tails: dict[str, list[Tail]] = field(default_factory=dict)
     archives: dict[str, keeping.Archive] = field(default_factory=dict)
@@ -520,12 +523,35 @@ class _Pass:
         """A line for each node, or attempt, whose log nobody has any more."""
         known = {source.name: source for source in (*found, *self._job.seen.values())}
         known |= {name: log.source for name, log in self._keeps.items()}
-        nodes = (states.nodes_of(self._workload) or 0) if self._over and known else 0
-        # A Job counts the pods that failed, also those that somebody deleted.
-        failures = (self._workload.get("status") or {}).get("failed") if self._workload.get("kind") == "Job" else 0
-        for name, what in sources.unread(nodes, int(failures or 0), pods, list(known.values())):
+        if any(name.startswith("node-") and name not in known for name in self._positions):
+            return  # another process has read logs of which nothing is known here
+        status = self._workload.get("status") or {}
+        ran, restarts = set(self._job.ran), int(status.get("restarts") or 0)
+        if self._over and states.status_of(self._workload, pods).state is State.SUCCEEDED:
+            ran.add(max([restarts, *(source.attempt for source in known.values())]))
+        missing = sources.unread(
+            pods,
+            list(known.values()),
+            nodes=self._nodes() if self._over and known else 0,
+            together=self._native.workload in _TOGETHER,
+            restarts=restarts,
+            ran=ran,
+            # A Job counts the pods that failed, also those that somebody deleted.
+            failures=int(status.get("failed") or 0) if self._workload.get("kind") == "Job" else 0,
+        )
+        for name, what in missing:
             if name not in self._positions:
                 yield self._missing(name, None, what)
+
+    def _nodes(self) -> int:
+        """How many nodes the job has at least: by its object, else by its record; 0 where neither tells."""
+        from ..record import read_record
+
+        nodes = states.nodes_of(self._workload)
+        if nodes is None and self._directory is not None:
+            with contextlib.suppress(StoreError):  # another machine has submitted it
+                nodes = read_record(self._native.job_id, str(self._directory)).spec().nodes
+        return nodes or 0
 
     def _to_the_end(self, pods: Sequence[Mapping[str, Any]]) -> Iterator[LogLine]:
         """Of a job whose object somebody deleted: its pods have their grace, and may have something to say in it."""
@@ -574,6 +600,8 @@ class _Pass:
             here = self._positions.get(source.name, "")
             if sources.is_launchers(piece, goes_on=said.get(source.name) == here):
                 rank, said[source.name] = None, str(piece.after)
+            elif source.greets and rank is not None:  # ranks start when all nodes have met
+                self._job.ran.add(source.attempt)
             text = data.decode("utf-8", "surrogateescape")
             place = {"source": source.name, "position": str(piece.after)}
             yield self._line(LogLine(rank=rank, attempt=source.attempt, text=text, partial=partial, **place))

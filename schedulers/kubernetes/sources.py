@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,27 +85,45 @@ def of(pods: Sequence[Object]) -> list[Source]:
         node = names.node_of(pod)
         if node is None:
             continue
-        label = _said(pod).get(names.RESTART_ATTEMPT, "")
-        base = int(label) if label.isdigit() else earlier.get(node, 0)
+        attempt = _attempt_of(pod)
+        base = earlier.get(node, 0) if attempt is None else attempt
         earlier[node] = earlier.get(node, 0) + 1
         found += _of_pod(pod, node, base)
     return sorted(found, key=lambda source: source.order)
 
 
-def unread(nodes: int, failures: int, pods: Sequence[Object], known: Sequence[Source]) -> Iterator[tuple[str, str]]:
+def unread(
+    pods: Sequence[Object],
+    known: Sequence[Source],
+    *,
+    nodes: int,
+    together: bool,
+    restarts: int,
+    ran: Collection[int],
+    failures: int,
+) -> Iterator[tuple[str, str]]:
     """The nodes and attempts of which there is no log: a name for each, and words.
 
-    nodes:    so many have surely had a pod.
-    failures: so many pods have failed, by the cluster's count.
     known:    the logs that there are, and those that were read before their pods went.
+    nodes:    of the job; 0 where that is not known.
+    together: the cluster restarts all pods at once. Others may each be in an attempt of their own.
+    restarts: so many attempts have surely failed.
+    ran:      the attempts in which all nodes have surely run.
+    failures: so many pods have failed, by the cluster's count.
     """
-    main = [source for source in known if source.rank is not None or source.tee]
-    for attempt in range(min((source.attempt for source in main), default=0)):
-        yield f"attempt-{attempt}", f"what attempt {attempt} wrote is missing: its pods are gone"
-    there = {source.node for source in known}
-    there |= {node for pod in pods if (node := names.node_of(pod)) is not None}
-    for node in sorted(set(range(nodes)) - there):
-        yield f"node-{node}", f"what node {node} wrote is missing: its pod is gone"
+    there = {(source.attempt, source.node) for source in known if source.rank is not None or source.tee}
+    there |= {(_attempt_of(pod) or 0, node) for pod in pods if (node := names.node_of(pod)) is not None}
+    attempts = {source.attempt for source in known} | {attempt for attempt, _ in there}
+    if not together:
+        there, attempts, ran = {(0, node) for _, node in there}, {0}, {0} if ran else ()
+    latest = max(restarts, *attempts) if known else 0
+    for attempt in range(latest + 1):
+        which = f" in attempt {attempt}" if latest else ""
+        if attempt < latest and attempt not in attempts:
+            yield f"attempt-{attempt}", f"what attempt {attempt} wrote is missing: its pods are gone"
+        elif attempt in ran:
+            for node in sorted(set(range(nodes)) - {node for each, node in there if each == attempt}):
+                yield f"attempt-{attempt}.node-{node}", f"what node {node} wrote{which} is missing: its pod is gone"
     uids = {str((pod.get("metadata") or {}).get("uid")) for pod in pods}
     gone = {source.uid for source in known} - uids
     count = failures - sum(map(_has_failed, pods)) - len(gone)
@@ -199,6 +217,12 @@ def _is_unknown(ended: Object | None) -> bool:
 def _launch(command: Sequence[str]) -> Sequence[str]:
     """The launcher's own options."""
     return command[: command.index("--")] if "--" in command else command
+
+
+def _attempt_of(pod: Object) -> int | None:
+    """The attempt that the pod was made for; None where the cluster does not restart all pods at once."""
+    label = _said(pod).get(names.RESTART_ATTEMPT, "")
+    return int(label) if label.isdigit() else None
 
 
 def _said(pod: Object) -> dict[str, str]:

@@ -258,9 +258,7 @@ def _restarts(kind: str, status: Object, pods: Sequence[Object]) -> int:
     if kind == "PyTorchJob":
         counts = [int(each.get("restartCount") or 0) for pod in pods for each in podstates.containers(pod)]
     elif kind == "Job":
-        return _failures(
-            [pod for pod in pods if not any(end.code in indexed.HOPELESS for end in podstates.ends([pod]))]
-        )
+        return _failures([pod for pod in pods if not any(end.code in indexed.FINAL for end in podstates.ends([pod]))])
     return max(counts, default=0)
 
 

@@ -17,11 +17,13 @@ cluster and another end it.
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import shutil
 import signal
 import sys
+import time
 import uuid
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -252,7 +254,8 @@ class Kubernetes:
         return self.client.text(f"/api/v1/namespaces/{namespace}/pods/{pod}/log", query=query)
 
     def evict(self, namespace: str, pod: str) -> None:
-        """By its kubelet, since the disk of its node is full; the disk has room again when this returns."""
+        """By its kubelet, since the disk of its node is full. When this returns, the disk has room again and the
+        kubelet knows: until then it would evict each pod that comes."""
         self._breaks()
         path = f"/api/v1/namespaces/{namespace}/pods/{pod}"
         found = self.client.call("GET", path)
@@ -262,7 +265,10 @@ class Kubernetes:
             wait_until(f"{pod} is evicted", lambda: self._ended(path), START_S)
         finally:
             node.empty()
-        wait_until(f"the disk of {node.name} has room", lambda: self._takes_pods(node.name), START_S)
+        emptied_at = time.time()
+        # The condition may be an old one: a kubelet evicts first and reports why some seconds later, or never.
+        wait_until(f"{node.name} reports a disk with room", lambda: self._has_room(node.name, emptied_at), START_S)
+        wait_until(f"{node.name} takes pods", lambda: self._takes_pods(node.name), START_S)
 
     def report(self, name: str, capacity: dict[str, str]) -> None:
         """Of a node, that it has these things; as a device plug-in's are counted."""
@@ -329,6 +335,13 @@ class Kubernetes:
     def _takes_pods(self, name: str) -> bool:
         taints = self.client.call("GET", f"/api/v1/nodes/{name}")["spec"].get("taints") or []
         return nodes.ready(self.client.call, [name]) and not taints
+
+    def _has_room(self, name: str, since: float) -> bool:
+        """Return True when the kubelet reported no DiskPressure after that time."""
+        conditions = self.client.call("GET", f"/api/v1/nodes/{name}")["status"]["conditions"]
+        pressure = next(each for each in conditions if each["type"] == "DiskPressure")
+        reported_at = datetime.datetime.fromisoformat(pressure["lastHeartbeatTime"].replace("Z", "+00:00")).timestamp()
+        return pressure["status"] == "False" and reported_at > since
 
     def _has(self, name: str, what: str) -> bool:
         return what in self.client.call("GET", f"/api/v1/nodes/{name}")["status"]["allocatable"]

@@ -339,6 +339,7 @@ def test_two_followers_of_one_handle_each_have_all(submit: Submit, shared: Path)
         _counted(each.text())
 
 
+@pytest.mark.alone  # what the API server counts is everybody's
 def test_open_streams_are_read_and_pods_are_not_asked_again_and_again(
     kubernetes: Kubernetes, submit: Submit, shared: Path
 ) -> None:
@@ -535,8 +536,11 @@ def test_more_logs_than_streams_are_all_followed(submit: Submit, shared: Path, m
 
 
 @pytest.mark.parametrize("workload", ["job", "jobset"])
-def test_pods_that_are_made_anew_are_attempts(submit: Submit, shared: Path, workload: str, opened: Streams) -> None:
-    """Where it is not the container that is restarted, but another pod takes the place of the one that failed."""
+def test_pods_that_are_made_anew_are_attempts(
+    submit: Submit, shared: Path, workload: str, opened: Streams, tmp_path: Path
+) -> None:
+    """Where it is not the container that is restarted, but another pod takes the place of the one that failed. A JobSet
+    has removed that one: elsewhere than in the archive a line says so."""
     count = shared / "count"
     text = f"""
         run=$(cat {count} 2>/dev/null || echo 0); echo $((run + 1)) > {count}
@@ -555,6 +559,9 @@ def test_pods_that_are_made_anew_are_attempts(submit: Submit, shared: Path, work
     for run in range(2):
         assert _text(followed, 0, run) == "".join(f"run {run} line {n + 1}\n" for n in range(50))
     assert not [line for line in followed if line.stream == "missing"]
+    elsewhere = schedulers.find(job.id, Store(tmp_path / "elsewhere"), target="kubernetes")
+    missing = ["accel: what attempt 0 wrote is missing: its pods are gone\n"] if workload == "jobset" else []
+    assert [line.text for line in elsewhere.logs() if line.stream == "missing"] == missing
 
 
 def test_a_log_that_was_rotated_away_is_read_or_reported(submit: Submit, shared: Path) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,10 +13,13 @@ from urllib.parse import parse_qsl, urlsplit
 
 import pytest
 
-from schedulers import Cursor, LogLine, SchedulerError
+from schedulers import Cursor, JobSpec, LogLine, SchedulerError, State
 from schedulers.kubernetes import reading, sources, streams
+from schedulers.kubernetes.follower import Follower, _Archivist
 from schedulers.kubernetes.native import Native
 from schedulers.logfiles import MOST_BYTES
+from schedulers.store import Store
+from schedulers.target import Plan
 from tests.waiting import until
 
 from .conftest import MakeApi
@@ -35,9 +39,10 @@ def _answering(
     flags: tuple[str, ...] = ("--quiet",),
     status: dict[str, Any] | None = None,
     nodes: int | None = None,
+    gone: bool = False,
 ) -> Callable[[Any], None]:
     """An API server that has the pods of a job, each with one line, or this log, which may depend on the query. Of
-    `again` another run has begun since."""
+    `again` another run has begun since. `gone`: the job's object is not there."""
 
     nodes = pods if nodes is None else nodes
 
@@ -57,6 +62,8 @@ def _answering(
             reply(handler, of(int(found[1]), restarted=int(found[1]) == again))
         elif path.endswith("/pods"):
             reply(handler, {"kind": "PodList", "items": [of(node) for node in range(pods)]})
+        elif gone:
+            handler.send_error(404)
         else:
             reply(handler, workload("Job", *conditions, nodes=nodes, status=status))
 
@@ -259,14 +266,80 @@ def test_a_line_for_each_node_and_pod_whose_log_is_gone(make: MakeApi) -> None:
     ]
 
 
-def test_a_line_for_each_attempt_whose_logs_are_gone() -> None:
-    made = pod(0, terminated(0), phase="Succeeded", labels={"jobset.sigs.k8s.io/restart-attempt": "2"})
-    made["metadata"] |= {"uid": "00000000"}
-    found = sources.of([made])
-    assert [what for _, what in sources.unread(1, 0, [made], found)] == [
-        "what attempt 0 wrote is missing: its pods are gone",
-        "what attempt 1 wrote is missing: its pods are gone",
-    ]
+def _made_for(attempt: int | None, node: int, *containers: dict[str, Any]) -> dict[str, Any]:
+    label = {} if attempt is None else {"jobset.sigs.k8s.io/restart-attempt": str(attempt)}
+    return pod(node, *containers, phase="Failed", labels=label, uid=f"{attempt or 0:04}{node:04}")
+
+
+@pytest.mark.parametrize(
+    ("runs", "ran", "lines"),
+    [
+        (
+            [(2, 0), (2, 1)],
+            {2},
+            [
+                "what attempt 0 wrote is missing: its pods are gone",
+                "what attempt 1 wrote is missing: its pods are gone",
+            ],
+        ),
+        ([(0, 0), (0, 1), (2, 0), (2, 1)], {0, 2}, ["what attempt 1 wrote is missing: its pods are gone"]),
+        ([(0, 0), (1, 0), (1, 1)], {0, 1}, ["what node 1 wrote in attempt 0 is missing: its pod is gone"]),
+        ([(0, 0), (0, 1), (1, 1)], {0, 1}, ["what node 0 wrote in attempt 1 is missing: its pod is gone"]),
+        ([(0, 0), (1, 0), (1, 1)], {1}, []),  # the other pod of the first attempt may never have run
+        ([(0, 0)], {0}, ["what node 1 wrote is missing: its pod is gone"]),
+        ([(0, 0)], set(), []),
+        # Pods that are restarted one by one have attempts of their own.
+        ([(None, 0), (None, 0), (None, 0), (None, 1)], {0, 1, 2}, []),
+        ([(None, 0), (None, 0)], {1}, ["what node 1 wrote is missing: its pod is gone"]),
+    ],
+)
+def test_a_line_for_each_node_and_attempt_whose_log_is_gone(
+    runs: list[tuple[int | None, int]], ran: set[int], lines: list[str]
+) -> None:
+    pods = [_made_for(attempt, node, terminated(1)) for attempt, node in runs]
+    together = runs[0][0] is not None
+    found = sources.of(pods)
+    missing = sources.unread([], found, nodes=2, together=together, restarts=0, ran=ran, failures=0)
+    assert [what for _, what in missing] == lines
+    # A pod that is there has not written anything when it has no log.
+    waiting = [_made_for(attempt, 1) for attempt in ({attempt for attempt, _ in runs})]
+    missing = sources.unread(waiting, found, nodes=2, together=together, restarts=0, ran=ran, failures=0)
+    assert not [what for _, what in missing if "node 1" in what]
+
+
+def test_what_brought_the_code_is_no_log_of_a_node() -> None:
+    code = terminated(0, "Completed", name="accel-code")
+    found = sources.of([_made_for(0, 0, code, terminated(1)), _made_for(0, 1, code), _made_for(1, 0, terminated(1))])
+
+    def missing(*ran: int) -> list[str]:
+        lines = sources.unread([], found, nodes=2, together=True, restarts=0, ran=ran, failures=0)
+        return [what for _, what in lines]
+
+    assert missing() == []
+    assert missing(0) == ["what node 1 wrote in attempt 0 is missing: its pod is gone"]
+
+
+@pytest.mark.parametrize("line", ["a line of rank 0", ""])
+def test_a_node_whose_log_is_gone_with_the_job_s_object(make: MakeApi, tmp_path: Path, line: str) -> None:
+    """How many nodes there were, its record tells. Before its ranks have started, not all of them may have run."""
+    store, spec = Store(tmp_path), JobSpec(argv=("train.py",), code=str(tmp_path), nodes=2)
+    job_id = store.new_id()
+    plan = Plan(target="k", kind="kubernetes", job_id=job_id)
+    record = store.create(job_id, spec, plan, target="k", kind="kubernetes", options={})
+    native = Native("job", "team", "run1", job_id)
+    log = _GREETING + (f"2026-11-21T10:00:01Z {line}\n".encode() if line else b"")
+    with serving(_answering(_DONE, pods=1, nodes=1, log=log, flags=())) as server:
+        reader = reading.Reader(make(server.url))
+        reader.followed(native)
+        followed = list(reader.read(native, None, record.directory, over=True))
+    with serving(_answering(pods=0, gone=True)) as server:
+        reader = reading.Reader(make(server.url))
+        lines = list(reader.read(native, None, record.directory, over=True))
+        assert list(reader.read(native, _cursor(lines), record.directory, over=True)) == []
+        elsewhere = list(reader.read(native, _cursor(followed), tmp_path / "elsewhere", over=True))
+    missing = ["accel: what node 1 wrote is missing: its pod is gone\n"] if line else []
+    assert [each.text for each in lines] == [each.text for each in followed] + missing
+    assert not [each.text for each in elsewhere if "node 1" in each.text]
 
 
 def test_what_a_follower_read_of_a_pod_is_there_when_the_pod_is_gone(make: MakeApi, tmp_path: Path) -> None:
@@ -298,3 +371,33 @@ def test_what_a_follower_did_not_read_is_said_to_be_missing(make: MakeApi, tmp_p
     with serving(_answering(_DONE, pods=0, nodes=1)) as server:
         found = [line.text for line in reading.Reader(make(server.url)).read(_NATIVE, None, tmp_path, over=True)]
     assert found == ["one\n", "accel: some of what node 0 wrote is missing: it was not read to its end\n"]
+
+
+class _MeetingReader:
+    """Gives no lines; its last reads wait for each other."""
+
+    def __init__(self, count: int) -> None:
+        self.met: list[str] = []
+        self._barrier = threading.Barrier(count, timeout=4.0)
+
+    def is_followed(self, native: Native) -> bool:
+        return True
+
+    def read(self, native: Native, since: Cursor, directory: Path, *, over: bool) -> Iterator[LogLine]:
+        if over:
+            self._barrier.wait()
+            self.met.append(native.name)
+        return iter(())
+
+
+def test_jobs_that_end_together_are_archived_together(make: MakeApi, tmp_path: Path) -> None:
+    """One whose node is silent would hold up the others, one after another."""
+    natives = [Native("job", "team", f"run{number}", "abc") for number in range(3)]
+    reader: Any = _MeetingReader(len(natives))
+    with serving(_answering(_DONE)) as server:
+        follower = Follower(make(server.url))
+        follower._archivists = {str(native): _Archivist(reader, native, tmp_path) for native in natives}
+        statuses, _ = follower.statuses(natives)
+    assert {status.state for status in statuses.values()} == {State.SUCCEEDED}
+    assert sorted(reader.met) == [native.name for native in natives]
+    assert not follower._archivists

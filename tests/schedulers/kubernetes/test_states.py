@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from schedulers import Reason, State
+from schedulers.kubernetes.pods import TIME_LIMIT
 from schedulers.kubernetes.states import status_of
 from tests.schedulers.kubernetes.shapes import (
     condition,
@@ -349,8 +350,9 @@ def test_no_attempt_follows_the_last_one() -> None:
     assert again.message == "it is started again: node 0: ValueError"
     last = status_of(made, [*over, *over])
     assert (last.state, last.attempt) == (State.RUNNING, 1)
-    unfit = status_of(made, [pod(0, terminated(127), phase="Failed")])
-    assert (unfit.state, unfit.attempt) == (State.RUNNING, 0)
+    for code in (126, 127, TIME_LIMIT):  # a Job fails at once by these, whatever its limit
+        final = status_of(made, [pod(0, terminated(code), phase="Failed")])
+        assert (final.state, final.attempt) == (State.RUNNING, 0), code
 
 
 def test_a_container_that_the_kubelet_will_start_again() -> None:

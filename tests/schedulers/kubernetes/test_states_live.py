@@ -180,7 +180,10 @@ def test_all_nodes_logs_stay_when_one_fails(submit: Submit) -> None:
             pass
         assert (status.state, status.reason, status.exit_code) == (State.FAILED, Reason.EXIT_CODE, 7), status
         assert "rank 1 on node 1" in status.message
-        assert {"here is rank 0\n", "here is rank 1\n"} <= {line.text for line in job.logs()}, printed(job)
+        text = "".join(line.text for line in job.logs())
+        assert "accel launch: 2 nodes, node 0 " in text
+        assert "accel launch: started on " in text
+        assert "here is rank 1\n" in text
 
 
 def test_cancel_frees_an_object_that_hangs(kubernetes: Kubernetes, namespace: str, submit: Submit) -> None:
@@ -240,14 +243,21 @@ def test_a_node_that_is_lost(kubernetes: Kubernetes, namespace: str, submit: Sub
 
 
 def test_a_time_limit_is_not_tried_again(submit: Submit) -> None:
-    """Of each kind; a PyTorchJob's restarts have a limit of their own."""
+    """Of each kind; a PyTorchJob's restarts have a limit of their own. Nobody follows the last job, and its nodes' logs
+    stay."""
     jobs = [
         submit(_RUNS, time_limit_s=2.0, max_restarts=3, options={"workload": workload})
         for workload in ("pytorchjob", "jobset", "job", "trainjob")
     ]
+    alone = submit(_RUNS, nodes=2, time_limit_s=2.0, options={"workload": "job"})
     for job in jobs:
         status = job.wait(120)
         assert (status.state, status.reason, status.attempt) == (State.FAILED, Reason.TIME_LIMIT, 0), (job, status)
+    until(lambda: alone.status().state.final, "the last one is over")
+    assert alone.status().reason is Reason.TIME_LIMIT
+    lines = list(alone.logs())
+    nodes = {line.source.partition(".")[0] for line in lines if line.text.startswith("accel launch: ")}
+    assert (nodes, [line for line in lines if line.stream == "missing"]) == ({"node-0", "node-1"}, []), lines
 
 
 _KILLS_ITS_LAUNCHER = """\
