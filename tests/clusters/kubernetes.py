@@ -136,7 +136,7 @@ class Kubernetes:
             objects.create(self.client, path, definition)
         for definition in wanted:
             place = f"{path}/{definition['metadata']['name']}"
-            wait_until(f"{place} is served", partial(self._established, place), START_S)
+            wait_until(f"{place} is served", partial(self._served, place), START_S)
         if "trainjob" in kinds:
             hook = webhook.configuration(self.control.address, self.control.authority.certificate.read_bytes())
             objects.create(self.client, webhook.CONFIGURATIONS, hook)
@@ -334,13 +334,19 @@ class Kubernetes:
             raise ClusterError(self.diagnose())
         return (self.box / "operators.ready").exists()
 
-    def _established(self, path: str) -> bool:
+    def _served(self, path: str) -> bool:
+        """Whether objects of this definition can be listed: the server opens their store when it is first asked."""
         try:
-            return established(self.client.call("GET", path))
+            found = self.client.call("GET", path)
+            if not established(found):
+                return False
+            spec = found["spec"]
+            self.client.call("GET", f"/apis/{spec['group']}/{spec['versions'][0]['name']}/{spec['names']['plural']}")
         except Refused as error:
-            if error.status < 500:  # a server that has just begun may lose its store for a moment
+            if error.status < 500 and error.status != 429:  # a server that has just begun may lose its store
                 raise
             return False
+        return True
 
     def _has_account(self, path: str) -> bool:
         try:

@@ -68,7 +68,7 @@ def test_what_check_asks_for_is_enough(
     job = submit("echo told; cat note.txt; sleep 600", nodes=2, options={"workload": workload, "code": "auto"})
     until(lambda: printed(job) == "told\ncode\n" * 2, "it runs")
     assert job.cancel().state is State.CANCELLED
-    again = submit("true", nodes=2, options={"workload": workload, "code": "auto"})
+    again = submit("true", options={"workload": workload, "code": "auto"})
     assert again.wait(120).state is State.SUCCEEDED
     from schedulers.pruning import prune
     from schedulers.store import Store
