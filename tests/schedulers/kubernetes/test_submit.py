@@ -113,8 +113,8 @@ def test_what_a_submit_left_that_was_cut_off_is_cleared(
             raise KeyboardInterrupt
         return call(self, method, path, **more)
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Api, "call", cutting)
+    monkeypatch.setattr(Api, "call", cutting)
+    with pytest.raises(KeyboardInterrupt):
         submit("true", nodes=2, options={"workload": workload})
     job = the_job()
     runtimes = [f"trainingruntimes/sh-{job.id}"] if workload == "trainjob" else []
