@@ -154,10 +154,6 @@ class Kubernetes:
         found = next(daemon for daemon in self.daemons if daemon.name == part)
         found.send(signal.SIGSTOP if frozen else signal.SIGCONT)
 
-    def restart_api(self) -> None:
-        self.stop_api()
-        self.start_api()
-
     def compact(self) -> None:
         """Forgets the past: every watch is cut, and one that goes on from a version that it knew gets 410 (Expired)."""
         body = {"metadata": {"name": f"past-{uuid.uuid4().hex[:8]}"}}
