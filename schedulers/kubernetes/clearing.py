@@ -82,9 +82,9 @@ def _labelled(
     api: Api, options: KubernetesOptions, of: Native, query: Mapping[str, str], labels: Mapping[str, str]
 ) -> Iterator[tuple[str, str]]:
     """What belongs to no object, and would go with none."""
-    plurals = ["configmaps"] if options.code in ("auto", "configmap") else []
+    plurals = ["services"]
+    plurals += ["configmaps"] if options.code in ("auto", "configmap") else []
     plurals += ["pods"] if options.code_claim is not None else []
-    plurals += ["services"] if of.workload == "job" else []
     for plural in plurals:
         try:
             found = api.call("GET", api.path("v1", plural, namespace=of.namespace), query=query).get("items") or []

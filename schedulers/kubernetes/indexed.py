@@ -88,7 +88,7 @@ def service(spec: JobSpec, options: KubernetesOptions, metadata: Object, job_id:
             "clusterIP": "None",
             "publishNotReadyAddresses": True,
             "selector": {names.JOB_ID: names.label_value(job_id)},
-            # Whoever applies it on the server (Helm 4) must name the protocol where a server is old.
+            # A server-side apply (Helm 4) must name the protocol where a server is old.
             "ports": [{"name": "rendezvous", "port": pods.PORT, "protocol": "TCP"}],
         },
     }
@@ -97,5 +97,5 @@ def service(spec: JobSpec, options: KubernetesOptions, metadata: Object, job_id:
 def warnings(spec: JobSpec, options: KubernetesOptions) -> list[str]:
     if spec.time_limit_s is not None and spec.retry.max_restarts:
         end = f"the cluster ends it {pods.backstop_s(spec)} s after its start"
-        return [f"a Job's time limit counts for each attempt anew; {end}"]
+        return [f"each attempt of a Job has the whole time limit; {end}"]
     return []

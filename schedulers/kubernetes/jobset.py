@@ -68,5 +68,5 @@ def attempt() -> Object:
 
 def warnings(spec: JobSpec, options: KubernetesOptions) -> list[str]:
     if spec.time_limit_s is not None and spec.retry.max_restarts:
-        return ["a JobSet's time limit counts for each attempt anew; the first that exceeds it is the last"]
+        return ["each attempt of a JobSet has the whole time limit; the first that exceeds it is the last"]
     return []

@@ -76,21 +76,20 @@ def needed(options: KubernetesOptions) -> dict[tuple[str, str], tuple[str, ...]]
     """(API group, resource) -> the verbs that submitting, following and removing jobs of this target take; see also
     `for_shell`."""
     builder = BUILDERS[options.workload]
+    made = ("create", "get", "list", "patch", "delete")
     found: dict[tuple[str, str], tuple[str, ...]] = {
         (_group(builder.API_VERSION), builder.PLURAL): ("create", "get", "list", "watch", "delete"),
         ("", "pods"): ("get", "list", "watch"),
         ("", "pods/log"): ("get",),
         ("", "events"): ("list",),
+        ("", "services"): made,
     }
-    made = ("create", "get", "list", "patch", "delete")
     if options.code in ("auto", "configmap"):
         found["", "configmaps"] = made
     if options.code_claim is not None:
         found["", "pods"] += ("create", "delete")
         found["", "pods/exec"] = _EXEC
         found["", "persistentvolumeclaims"] = ("get",)
-    if options.workload == "job":
-        found["", "services"] = made
     if options.workload == "trainjob":
         found[_group(API_VERSION), RUNTIME_PLURAL] = ("create", "get", "patch", "delete")
     if options.volcano_queue is not None and options.workload in ("job", "jobset"):

@@ -60,5 +60,5 @@ def runtime(
 def warnings(spec: JobSpec, options: KubernetesOptions) -> list[str]:
     if spec.time_limit_s is not None and spec.retry.max_restarts:
         end = f"the cluster ends it {pods.backstop_s(spec)} s after its start"
-        return [f"a TrainJob's time limit counts for each attempt anew; {end}"]
+        return [f"each attempt of a TrainJob has the whole time limit; {end}"]
     return []

@@ -25,7 +25,6 @@ _MOST_DELETED = 1000
 _SETTLE_S = 5.0
 
 WARNINGS = "type=Warning"
-_POD_SPEC = ("nodeName", "restartPolicy", "terminationGracePeriodSeconds")
 
 
 class Watcher:

@@ -19,6 +19,7 @@ import pytest
 import yaml
 
 from .kube.client import Client
+from .kube.control import ControlPlane
 from .kube.nodes import Node
 from .kubernetes import Kubernetes
 from .netns import ClusterError
@@ -96,11 +97,21 @@ class Existing(Kubernetes):
     def compact(self) -> None:
         _skip("a store that forgets")
 
+    def calls_back(self) -> None:
+        _skip("an API server that reaches this process")
+
+    def share(self, directory: Path) -> None:
+        _skip("directories that its nodes share with this computer")
+
     def evict(self, namespace: str, pod: str) -> None:
         _skip("a node whose disk is full")
 
     def lose_node(self, name: str) -> None:
         _skip("a node that is lost")
+
+    @property
+    def control(self) -> ControlPlane:  # type: ignore[override]
+        _skip("an address of this computer that its pods reach")
 
     @property
     def nodes(self) -> dict[str, Node]:  # type: ignore[override]

@@ -41,6 +41,17 @@ def test_the_role_is_the_least(helm: helms.Helm) -> None:
     assert rules(shell) == rules(role) | {"/pods/exec": {"get", "create"}}
 
 
+@pytest.mark.parametrize("kind", ["pytorchjob", "jobset", "job", "trainjob"])
+def test_nodes_of_each_kind_can_meet(kind: str, helm: helms.Helm) -> None:
+    """Through a Service, which the cleanup removes where a submit was cut off."""
+    known = ("pytorchjob", "jobset", "job", "trainjob")
+    values = {"kinds": {each: each == kind for each in known}, "cleanup": {"enabled": True}}
+    text = helm.render(CHART, values)
+    assert rules(helms.named(text, "Role", "team-accel"))["/services"] >= {"create", "patch"}
+    assert rules(helms.named(text, "Role", "team-accel-cleanup"))["/services"] == {"list", "delete"}
+    assert '"resource":"services"' in str(helms.named(text, "CronJob"))
+
+
 def test_what_is_not_wanted_is_not_allowed(helm: helms.Helm) -> None:
     values = charts.load(charts.VALUES / "accel/least.yaml")
     role = helms.named(helm.render(CHART, values), "Role", "007")

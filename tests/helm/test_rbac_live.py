@@ -24,16 +24,16 @@ from . import charts, helms
 
 ACCOUNT = "accel"
 CLAIM = "accel-snapshots"
+KINDS = ("pytorchjob", "job", "jobset", "trainjob")
 VALUES = {
     "fullnameOverride": ACCOUNT,
-    "kinds": {"pytorchjob": True, "jobset": True, "job": True, "trainjob": True},
+    "kinds": dict.fromkeys(KINDS, True),
     "snapshots": {"create": True, "accessModes": ["ReadWriteMany"]},
 }
 # The options with which a target needs what the Role allows.
 OPTIONS: dict[str, dict[str, Any]] = {
     "jobsets": {"workload": "jobset"},
     "jobs": {"workload": "job"},
-    "services": {"workload": "job"},
     "trainjobs": {"workload": "trainjob"},
     "trainingruntimes": {"workload": "trainjob"},
     "persistentvolumeclaims": {"code_claim": CLAIM},
@@ -58,9 +58,14 @@ def _rules() -> Rules:
 VERBS = [(rule["resources"][0], verb) for rule in _rules() for verb in rule["verbs"]]
 
 
-def _install(cluster: Kubernetes, namespace: str) -> Path:
+def _only(kind: str) -> dict[str, Any]:
+    """The values for jobs of this kind alone."""
+    return {**VALUES, "kinds": {each: each == kind for each in KINDS}}
+
+
+def _install(cluster: Kubernetes, namespace: str, values: dict[str, Any] = VALUES) -> Path:
     """The kubeconfig of the chart's service account."""
-    for each in helms.objects(helms.Helm3(helms.helm3()).render(charts.ROOT / "helm/accel", VALUES)):
+    for each in helms.objects(helms.Helm3(helms.helm3()).render(charts.ROOT / "helm/accel", values)):
         if each["kind"] in ("ServiceAccount", "Role", "RoleBinding", "PersistentVolumeClaim"):
             each["metadata"]["namespace"] = namespace
             for subject in each.get("subjects", []):
@@ -75,9 +80,11 @@ def _install(cluster: Kubernetes, namespace: str) -> Path:
 
 
 @pytest.fixture
-def account(kubernetes: Kubernetes, namespace: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The namespace, in which this process is the chart's service account."""
-    monkeypatch.setenv("KUBECONFIG", str(_install(kubernetes, namespace)))
+def account(
+    request: pytest.FixtureRequest, kubernetes: Kubernetes, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> str:
+    """The namespace, in which this process is the chart's service account; a parameter is the chart's values."""
+    monkeypatch.setenv("KUBECONFIG", str(_install(kubernetes, namespace, getattr(request, "param", VALUES))))
     return namespace
 
 
@@ -128,7 +135,9 @@ def without(cluster: Kubernetes, namespace: str, resource: str, verb: str) -> No
     until(lambda: not cluster.client.call("POST", asked, review)["status"].get("allowed"), "the verb is gone")
 
 
-@pytest.mark.parametrize("workload", ["pytorchjob", "job", "jobset", "trainjob"])
+@pytest.mark.parametrize(
+    ("workload", "account"), [(kind, _only(kind)) for kind in KINDS], ids=KINDS, indirect=["account"]
+)
 def test_with_exactly_the_role_everything_can_be_done(
     workload: str, submit: Callable[..., Job], account: str, kubernetes: Kubernetes, home: Path,
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path,

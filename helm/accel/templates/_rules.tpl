@@ -48,16 +48,14 @@
     - patch # the job becomes its owner, so that it goes with the job
     - delete # what is left of a submit that was refused
 {{- end }}
-{{- if .Values.kinds.job }}
 - apiGroups: [""]
   resources: [services]
   verbs:
-    - create # the name under which the pods of a Job find each other
+    - create # the name under which the nodes of a job find each other
     - get # a repeated submit compares what is there
     - list # what is left of a submit that was cut short
     - patch # the job becomes its owner, so that it goes with the job
     - delete # what is left of a submit that was refused
-{{- end }}
 {{- if .Values.kinds.trainjob }}
 - apiGroups: [trainer.kubeflow.org]
   resources: [trainingruntimes]

@@ -20,9 +20,7 @@ ROOT = Path(__file__).parents[3]
 TRAIN, SANDBOX = "example.org/train:1", "example.org/sandbox:1"
 _USER = 1000
 _DIRECTORIES = {"tmp": 0o1777, "workspace": 0o755, "home": 0o755, "home/accel": 0o755, "root": 0o755}
-_EMPTY = ("usr", "etc", "proc", "sys", "dev", "run", "var", "var/tmp", "opt", "opt/bin", "work")
-# What the init container runs that the training operator puts before the workers of a master.
-_LOOK_UP = '#!/bin/sh\nexec getent hosts "$1"\n'
+_EMPTY = ("usr", "etc", "proc", "sys", "dev", "run", "var", "var/tmp", "opt", "work")
 # What holds a pod's namespaces: the mounts are not in its sandbox.
 _PAUSE = """\
 #include <signal.h>
@@ -57,7 +55,7 @@ def base_spec() -> dict[str, Any]:
 def write(directory: Path) -> list[Path]:
     """One archive for the pods' containers, and one for the sandboxes that hold their namespaces."""
     directory.mkdir(parents=True, exist_ok=True)
-    path = f"{sys.prefix}/bin:/opt/bin:/usr/local/bin:/usr/bin:/bin"
+    path = f"{sys.prefix}/bin:/usr/local/bin:/usr/bin:/bin"
     config = {"User": f"{_USER}:{_USER}", "WorkingDir": "/workspace", "Env": [f"PATH={path}"]}
     train, sandbox = directory / "train.tar", directory / "sandbox.tar"
     _archive(train, TRAIN, _layer(), config)
@@ -84,7 +82,6 @@ def _layer() -> bytes:
             tar.addfile(entry)
         for name, text in _FILES.items():
             _add(tar, name, text.encode())
-        _add(tar, "opt/bin/nslookup", _LOOK_UP.encode(), mode=0o755)
     return made.getvalue()
 
 

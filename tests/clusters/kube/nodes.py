@@ -22,7 +22,6 @@ from . import programs
 from .images import SANDBOX
 from .pki import Authority
 
-KUBELET_PORT = 10250
 PROGRAMS = {
     "containerd": "containerd", "ctr": "containerd", "runc": "runc", "iptables": "iptables", "conntrack": "conntrack",
     "cc": "gcc libc6-dev",

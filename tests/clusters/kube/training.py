@@ -13,7 +13,7 @@ from functools import partial
 import yaml
 
 from ..netns import ClusterError, Machine, Network, answers, spawn, wait_until
-from . import images, objects, programs
+from . import objects, programs
 from .client import Client, Object, Refused
 from .pki import Authority
 
@@ -46,8 +46,7 @@ class TrainingOperator:
         self.machine.start()
         wait_until("the operator's machine is up", self._booted, _START_S)
         argv = [
-            "/tmp/manager", "--kubeconfig=/tmp/kubeconfig.yaml", "--enable-scheme=PyTorchJob",
-            f"--pytorch-init-container-image={images.TRAIN}", "--zap-log-level=error",
+            "/tmp/manager", "--kubeconfig=/tmp/kubeconfig.yaml", "--enable-scheme=PyTorchJob", "--zap-log-level=error"
         ]  # fmt: skip
         spawn(self.machine.argv(*argv), self.log)
         # As a kubelet would, from the Secret that the operator fills.

@@ -146,6 +146,7 @@ def judging(
             told["status"] = {"message": why, "code": 403, "reason": "Forbidden"}
         reply(handler, {"kind": "AdmissionReview", "apiVersion": "admission.k8s.io/v1", "response": told})
 
+    cluster.calls_back()
     ours = authority(pki)
     body = {"metadata": {"labels": {"accel-test": namespace}}}
     merge = "application/merge-patch+json"

@@ -65,8 +65,8 @@ def test_what_check_asks_for_is_enough(
     """A service account that may do just what is asked about does everything."""
     path = allow(kubernetes, namespace, needed(options(workload)))
     monkeypatch.setenv("KUBECONFIG", str(path))
-    job = submit("echo told; cat note.txt; sleep 600", options={"workload": workload, "code": "auto"})
-    until(lambda: "told\ncode\n" in printed(job), "it runs")
+    job = submit("echo told; cat note.txt; sleep 600", nodes=2, options={"workload": workload, "code": "auto"})
+    until(lambda: printed(job) == "told\ncode\n" * 2, "it runs")
     assert job.cancel().state is State.CANCELLED
     again = submit("true", options={"workload": workload, "code": "auto"})
     assert again.wait(120).state is State.SUCCEEDED

@@ -70,10 +70,9 @@ def _host(directory: Path) -> dict[str, object]:
 
 
 @pytest.fixture
-def shared(tmp_path: Path) -> Path:
+def shared(tmp_path: Path, kubernetes: Kubernetes) -> Path:
     directory = tmp_path / "shared"
-    directory.mkdir()
-    directory.chmod(0o777)
+    kubernetes.share(directory)
     return directory
 
 

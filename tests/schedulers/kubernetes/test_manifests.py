@@ -256,7 +256,7 @@ def test_warnings() -> None:
     assert manifests.warnings(enough, least(workload="jobset")) == ()
     again = dataclasses.replace(enough, retry=Retry(max_restarts=1))
     (line,) = manifests.warnings(again, least(workload="jobset"))
-    assert line == "a JobSet's time limit counts for each attempt anew; the first that exceeds it is the last"
+    assert line == "each attempt of a JobSet has the whole time limit; the first that exceeds it is the last"
 
 
 def test_a_world_that_may_grow_and_is_not_restarted() -> None:

@@ -27,10 +27,9 @@ _PATIENT = [
 
 
 @pytest.fixture
-def told(tmp_path: Path) -> Path:
+def told(tmp_path: Path, kubernetes: Kubernetes) -> Path:
     made = tmp_path / "told"
-    made.mkdir()
-    made.chmod(0o777)
+    kubernetes.share(made)
     return made
 
 

@@ -49,7 +49,7 @@ def test_a_world_that_may_grow(
 ) -> None:
     """A pod that is evicted is followed by another, which joins the one that stayed."""
     text = 'echo "world $WORLD_SIZE"; until [ -e /told/enough ]; do sleep 0.2; done'
-    (tmp_path / "told").mkdir()
+    kubernetes.share(tmp_path / "told")
     options = {
         "cpu": True, "image": IMAGE, "code": "image", "pod_security": "privileged",
         "volumes": [{"mount": "/told", "host_path": str(tmp_path / "told")}],
