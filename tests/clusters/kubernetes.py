@@ -266,7 +266,7 @@ class Kubernetes:
         node = self.nodes[found["spec"]["nodeName"]]
         node.fill(found)
         try:
-            wait_until(f"{pod} is evicted", lambda: self._ended(path), START_S)
+            wait_until(f"{pod} is evicted", lambda: self._ended(path, found["metadata"]["uid"]), START_S)
         finally:
             node.empty()
         emptied_at = time.time()
@@ -350,9 +350,11 @@ class Kubernetes:
     def _has(self, name: str, what: str) -> bool:
         return what in self.client.call("GET", f"/api/v1/nodes/{name}")["status"]["allocatable"]
 
-    def _ended(self, path: str) -> bool:
+    def _ended(self, path: str, uid: str) -> bool:
         try:
-            return bool(self.client.call("GET", path)["status"].get("phase") in ("Succeeded", "Failed"))
+            found = self.client.call("GET", path)
+            # A controller may have made another of its name meanwhile.
+            return found["metadata"]["uid"] != uid or found["status"].get("phase") in ("Succeeded", "Failed")
         except Refused as error:
             if error.status == 404:
                 return True
