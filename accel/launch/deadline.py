@@ -1,6 +1,6 @@
 """The job's time limit as the launcher keeps it: the pods that ran stay, and so do their logs.
 
-A cluster's own limit deletes the pods, and a pod's own begins anew with each pod.
+A cluster's own limit deletes the pods, and a pod's own starts again with each pod.
 """
 
 from __future__ import annotations

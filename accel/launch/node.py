@@ -60,7 +60,7 @@ class Launch:
     node_names: tuple[str, ...] = ()  # by rank, where a scheduler has told them
     source: str = ""  # what has told how many machines there are and which of them this is
     told: str = ""  # what it has, for people
-    node_0_reports: bool = False  # how the gang ended; the others then end with 0, lest the cluster deletes pods early
+    node_0_reports: bool = False  # how the gang ended; the others end with 0, so that no pod is deleted early
     requeued: bool = False  # by its scheduler, when its ranks were warned
     events: str | None = None  # where to tell what happens, instead of beside the logs
 
@@ -294,8 +294,8 @@ def _in_cluster(placed: Place, env: Mapping[str, str]) -> dict[str, str]:
 def _told(placed: Place, port: int, env: Mapping[str, str]) -> str:
     """Said once, by node 0; a job that a target watches over has it on record.
 
-    Every pod of a job says something: whoever reads its log knows by that line that the log has its beginning
-    (`GREETING` in schedulers/kubernetes/positions.py).
+    Every pod of a job prints a line, by which a reader knows that its log has its beginning (`GREETING` in
+    schedulers/kubernetes/positions.py).
     """
     if "ACCEL_LAUNCH_EVENTS" in env:
         return ""

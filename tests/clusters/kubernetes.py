@@ -257,6 +257,11 @@ class Kubernetes:
         """Through the API server."""
         return self.client.text(f"/api/v1/namespaces/{namespace}/pods/{pod}/log", query=query)
 
+    def displace(self, namespace: str, pod: str) -> None:
+        """By the Eviction API, as a drain does."""
+        body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": pod, "namespace": namespace}}
+        self.client.call("POST", f"/api/v1/namespaces/{namespace}/pods/{pod}/eviction", body)
+
     def evict(self, namespace: str, pod: str) -> None:
         """By its kubelet, since the disk of its node is full. When this returns, the disk has room again and the
         kubelet knows: until then it would evict each pod that comes."""

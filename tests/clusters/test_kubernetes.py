@@ -64,19 +64,6 @@ def test_a_pod_sees_the_programs_of_this_computer_and_has_files_of_its_own(run: 
 
 
 @pytest.mark.alone
-def test_a_node_is_lost_and_comes_back(cluster: Kubernetes, place: str) -> None:
-    cluster.apply(_pod("p", "sleep 1000", spec={"nodeSelector": {"kubernetes.io/hostname": "n2"}}), place)
-    _until(cluster, place, "p", "Running")
-    cluster.lose_node("n2")
-    try:
-        wait_until("told to go", lambda: "deletionTimestamp" in cluster.pods(place)[0]["metadata"], _S)
-        assert not cluster.nodes["n2"].machine.alive()
-    finally:
-        cluster.find_node("n2")
-    wait_until("p is gone", lambda: cluster.pods(place) == [], _S)
-
-
-@pytest.mark.alone
 def test_a_frozen_kubelet_goes_on(cluster: Kubernetes, place: str) -> None:
     node = cluster.nodes["n1"]
     with pytest.raises(ClusterError, match="no sendmail runs on n1"):

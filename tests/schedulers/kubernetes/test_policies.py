@@ -56,8 +56,7 @@ def test_a_node_is_drained(submit: Submit, kubernetes: Kubernetes, namespace: st
     path = f"/api/v1/nodes/{node}"
     kubernetes.client.call("PATCH", path, {"spec": {"unschedulable": True}}, content_type=MERGE)
     try:
-        body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": name, "namespace": namespace}}
-        kubernetes.client.call("POST", f"/api/v1/namespaces/{namespace}/pods/{name}/eviction", body)
+        kubernetes.displace(namespace, name)
 
         def elsewhere() -> bool:
             found = [each for each in kubernetes.pods(namespace) if each["metadata"]["uid"] != uid]

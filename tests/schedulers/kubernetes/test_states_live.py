@@ -100,19 +100,6 @@ def test_a_quota_that_is_spent_is_said_as_it_is_asked_for_and_as_it_is_watched(
     waiting.join(60)
 
 
-@pytest.mark.alone
-def test_an_evicted_pod(kubernetes: Kubernetes, namespace: str, submit: Submit) -> None:
-    job = submit(_RUNS)
-    _running(job)
-    waiting = _waited(job)
-    kubernetes.evict(namespace, _pod(kubernetes, namespace))
-    until(lambda: job.status().state.final, "it has failed")
-    status = job.status()
-    assert (status.state, status.reason) == (State.FAILED, Reason.PREEMPTED)
-    assert "its pod was evicted" in status.message
-    waiting.join(60)
-
-
 def test_a_container_that_took_too_much_memory(submit: Submit) -> None:
     job = submit("exec tail /dev/zero", cpus=1, memory_gb=0.25)
     status = job.wait(90)
@@ -129,8 +116,7 @@ def test_what_a_pod_writes_as_it_is_evicted(kubernetes: Kubernetes, namespace: s
     follower.start()
     until(lambda: lines, "it is followed")
     pod = _pod(kubernetes, namespace)
-    eviction = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": pod, "namespace": namespace}}
-    kubernetes.client.call("POST", f"/api/v1/namespaces/{namespace}/pods/{pod}/eviction", eviction)
+    kubernetes.displace(namespace, pod)
     follower.join(60)
     assert "bye\n" in lines
     assert (job.status().state, job.status().reason) == (State.FAILED, Reason.PREEMPTED)

@@ -148,6 +148,7 @@ def test_fifty_jobs_at_once(submit: Submit, kubernetes: Kubernetes, namespace: s
 @pytest.mark.alone
 def test_an_api_server_that_is_down(submit: Submit, kubernetes: Kubernetes) -> None:
     job = submit("sleep 600")
+    until(lambda: job.status().state is State.RUNNING, "it runs")
     kubernetes.stop_api()
     before = job.status()
     assert "cannot be reached" in job.record.warning

@@ -43,7 +43,6 @@ def test_digits_on_two_pods_of_two_ranks(namespace: str, home: Path, project: Pa
     assert found[0] > 0.8
 
 
-@pytest.mark.alone
 def test_a_world_that_may_grow(
     kubernetes: Kubernetes, namespace: str, home: Path, project: Path, tmp_path: Path
 ) -> None:
@@ -61,7 +60,7 @@ def test_a_world_that_may_grow(
     job = submit_spec(spec, "kubernetes", start=project)
     first, second = (f"{Native.parse(job.native_id or '').name}-worker-{index}" for index in (0, 1))
     until(lambda: printed(job).count("world 2") == 2, "both are there")
-    kubernetes.evict(namespace, second)
+    kubernetes.displace(namespace, second)
     until(lambda: kubernetes.logs(namespace, first).count("world 2") == 2, "another one has joined", 180)
     (tmp_path / "told/enough").touch()
     status = job.wait(120)
