@@ -25,7 +25,7 @@ from .forkserver import ForkServer, ServerGone
 from .node import Launch, die_of, log_path, recorder, said_again, say
 from .preload import preload
 from .rendezvous import DEFAULT_TIMEOUT_S, LOST_AFTER_S, STAY_S, GangRendezvous
-from .tee import Tee
+from .tee import Tee, parse
 from .worker import WARNINGS
 
 _C10D_PORT = 29500
@@ -179,7 +179,9 @@ def _tell(run: Launch, tee: Tee, failure: report.Failure) -> int:
 
 def _report(run: Launch, failure: report.Failure) -> str:
     """This node's part of the report. The logs of a job's nodes are merged."""
-    return failure.text_for(run.node_rank if run.static else None, merged="ACCEL_JOB_ID" in os.environ)
+    printed = run.log_dir is not None and any(parse(run.tee).values())
+    node = run.node_rank if run.static else None
+    return failure.text_for(node, merged="ACCEL_JOB_ID" in os.environ, printed=printed)
 
 
 def _quieten_torch() -> None:

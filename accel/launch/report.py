@@ -86,16 +86,17 @@ class Failure:
         known = {field.name for field in dataclasses.fields(cls)}
         return cls(**{key: value for key, value in data.items() if key in known})
 
-    def text_for(self, node: int | None, *, merged: bool = False) -> str:
+    def text_for(self, node: int | None, *, merged: bool = False, printed: bool = False) -> str:
         """What a node's launcher says: all of it where it happened and on node 0, where people look, else one line.
 
-        node:   None in an elastic world, whose nodes have no fixed ranks: each reports as node 0 does.
-        merged: the output of all nodes is read together, and one traceback is enough.
+        node:    None in an elastic world, whose nodes have no fixed ranks: each reports as node 0 does.
+        merged:  the output of all nodes is read together, and one traceback is enough.
+        printed: the rank's own output, which has the traceback, is part of that.
         """
         here = self.host == socket.gethostname() if node is None else node == self.node
         if not here and node:
             return self.headline()
-        return self.text() if here or not merged else self.text(traceback=False)
+        return self.text(traceback=not merged or (here and not printed))
 
     def headline(self) -> str:
         attempt = "" if self.attempt is None else f" in attempt {self.attempt}"

@@ -120,6 +120,7 @@ def test_a_report_is_whole_where_it_happened_and_on_node_0() -> None:
     assert merged.index(failure.text()) == failure.node
     assert sum("  | " in text for text in merged) == 1
     assert f"  error:  {failure.message}" in merged[0].splitlines()
+    assert "  | " not in failure.text_for(failure.node, merged=True, printed=True)
     here = dataclasses.replace(failure, host=socket.gethostname())
     assert [each.text_for(None, merged=True) for each in (failure, here)] == [merged[0], here.text()]
     preempted = dataclasses.replace(failure, reason="preempted", cause="SIGUSR1")
