@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +21,7 @@ from ..errors import SchedulerError, StoreError, Unreachable
 from ..job import Cursor, LogLine, State
 from . import asking, keeping, sources, states, watching
 from .errors import Invalid, NotFound
+from .followed import FollowedJob
 from .positions import Piece, Position
 from .sources import Source
 from .streams import Fetched, Tail, fetch
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from .api import Api
     from .native import Native
 
-_FOLLOWED_S = 30.0  # a job is followed for so long after somebody last waited for it
 _AT_ONCE = 16  # logs that are asked for at a time
 _MOST_TAILS = 64  # of one job; more logs are asked for now and then
 _SELDOM_S, _LONGEST_PAUSE_S = 2.0, 10.0
@@ -48,44 +47,13 @@ _TOGETHER = ("jobset", "trainjob")  # workloads whose pods are restarted all at 
 _Start = tuple[Position | None, bool]  # a place, and whether it is one of the run's own
 
 
-@dataclass
-class _Job:
-    """What is known of one job's logs.
-
-    final: source -> the place at its end, of those that nobody writes to any more ("" where it is empty).
-    said:  source -> the place after what the launcher said last.
-    ran:   the attempts in which a rank has written something: all nodes have run.
-    """
-
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    final: dict[str, str] = field(default_factory=dict)
-    said: dict[str, str] = field(default_factory=dict)
-    ran: set[int] = field(default_factory=set)
-    seen: dict[str, Source] = field(default_factory=dict)
-    tails: dict[str, list[Tail]] = field(default_factory=dict)
-    archives: dict[str, keeping.Archive] = field(default_factory=dict)
-    not_before: dict[str, float] = field(default_factory=dict)
-    failures: dict[str, int] = field(default_factory=dict)
-    ended_at: dict[str, float] = field(default_factory=dict)
-    followed_at: float = float("-inf")
-    ending_until: float | None = None
-
-    @property
-    def followed(self) -> bool:
-        return time.monotonic() - self.followed_at < _FOLLOWED_S
-
-    def all_tails(self) -> list[Tail]:
-        with self.lock:
-            return [tail for tails in self.tails.values() for tail in tails]
-
-
 class Reader:
     """The logs of one target's jobs. Safe to use from several threads, for several readers of one job."""
 
     def __init__(self, api: Api) -> None:
         self._api = api
         self._lock = threading.Lock()
-        self._jobs: dict[str, _Job] = {}
+        self._jobs: dict[str, FollowedJob] = {}
 
     def followed(self, native: Native) -> None:
         """Somebody waits for the job, and will read it again and again."""
@@ -126,9 +94,9 @@ class Reader:
             for tail in job.all_tails():
                 tail.close()
 
-    def _job(self, native: Native) -> _Job:
+    def _job(self, native: Native) -> FollowedJob:
         with self._lock:
-            return self._jobs.setdefault(str(native), _Job())
+            return self._jobs.setdefault(str(native), FollowedJob())
 
 
 class _Pass:
@@ -144,7 +112,7 @@ class _Pass:
         self,
         api: Api,
         native: Native,
-        job: _Job,
+        job: FollowedJob,
         since: Cursor | None,
         directory: Path | None,
         *,
@@ -165,9 +133,7 @@ class _Pass:
         try:
             yield from self._lines()
         finally:
-            for tail in self._job.all_tails():
-                if tail.holder is self:
-                    tail.holder = None
+            self._job.release(self)
 
     def _lines(self) -> Iterator[LogLine]:
         self._look()
@@ -260,7 +226,7 @@ class _Pass:
         if not tail.over:
             return True
         yield from self._made(source, tail.take())
-        self._drop(tail)
+        self._job.drop(tail)
         if tail.error is not None:
             return False
         yield from self._made(source, tail.take_last())
@@ -307,7 +273,7 @@ class _Pass:
                 self._ending[source.name] = tail
                 yield from self._made(source, tail.take())
             else:
-                self._drop(tail)
+                self._job.drop(tail)
             wanted.append(source)
         elif tail is not None:
             if tail.checked and not tail.doubtful:
@@ -334,8 +300,7 @@ class _Pass:
             return
         after, own = self._start(source)
         tail = Tail(self._api, self._native, source, after, own=own)
-        with self._job.lock:
-            self._job.tails.setdefault(source.name, []).append(tail)
+        self._job.add(tail)
 
     def _start(self, source: Source) -> _Start:
         """Where to begin: at the reader's place; or, where there is none, perhaps at its place in the run before, for
@@ -348,7 +313,7 @@ class _Pass:
 
     def _note_end(self, tail: Tail) -> None:
         """Of a stream that ended though its container has not: it is opened again, after a while where it failed."""
-        self._drop(tail)
+        self._job.drop(tail)
         name = tail.source.name
         failures = self._job.failures.get(name, 0) + 1 if tail.error is not None and not tail.opened else 0
         self._job.failures[name] = failures
@@ -361,28 +326,12 @@ class _Pass:
 
     def _tail(self, name: str) -> Tail | None:
         """The stream that stands where the reader does, and whose run is known to be the one that it was taken for."""
-        here = self._position(name)
-        with self._job.lock:
-            return next((tail for tail in self._job.tails.get(name, ()) if self._takes(tail, here)), None)
-
-    def _takes(self, tail: Tail, here: Position | None) -> bool:
-        """Whether the stream stands there, and no other reader is at it: it is then ours. Under the job's lock."""
-        if tail.at != here or tail.holder not in (None, self):
-            return False
-        tail.holder = self
-        return True
-
-    def _drop(self, tail: Tail) -> None:
-        tail.close()
-        with self._job.lock:
-            tails = self._job.tails.get(tail.source.name, [])
-            if tail in tails:
-                tails.remove(tail)
+        return self._job.tail(name, self._position(name), self)
 
     def _drop_ending(self, source: Source) -> None:
         tail = self._ending.pop(source.name, None)
         if tail is not None:
-            self._drop(tail)
+            self._job.drop(tail)
 
     def _check_tails(self) -> None:
         """Drops the streams that were opened when another run of the container had begun."""
@@ -392,7 +341,7 @@ class _Pass:
         for tail in unsure:
             source = now.get(tail.source.name)
             if source is None or source.previous or source.lost:
-                self._drop(tail)
+                self._job.drop(tail)
             tail.note_checked()
 
     def _fetch_all(self, wanted: Sequence[Source]) -> Iterator[LogLine]:
@@ -436,11 +385,11 @@ class _Pass:
             # The place was rotated away; the stream still has what came after it.
             answer.close()
             yield from self._made(source, tail.rest())
-            self._drop(tail)
+            self._job.drop(tail)
             yield from self._rest_of(source, tail)
             return
         if tail is not None:
-            self._drop(tail)
+            self._job.drop(tail)
         yield from self._made(source, itertools.chain(begin, pieces))
         ungreeted = tail.ungreeted if tail is not None else answer.ungreeted
         yield from self._ended_as(source, answer, untold=answer.untold and source.ended, ungreeted=ungreeted)
@@ -569,9 +518,7 @@ class _Pass:
 
     def _own_tails(self) -> list[Tail]:
         """The streams that stand where this reader does, one of each log, and have more for it."""
-        with self._job.lock:
-            names = list(self._job.tails)
-        found = [self._tail(name) for name in names if not self._is_done(name)]
+        found = [self._tail(name) for name in self._job.names() if not self._is_done(name)]
         return [tail for tail in found if tail is not None]
 
     def _finish(self, source: Source) -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from schedulers import Cursor, JobSpec, LogLine, SchedulerError, State
 from schedulers.kubernetes import reading, sources, streams
+from schedulers.kubernetes.followed import FollowedJob
 from schedulers.kubernetes.follower import Follower, _Archivist
 from schedulers.kubernetes.native import Native
 from schedulers.logfiles import MOST_BYTES
@@ -105,17 +106,16 @@ def test_a_disk_that_is_full_is_said(make: MakeApi, monkeypatch: pytest.MonkeyPa
 def test_two_readers_at_one_place_do_not_take_from_one_stream(make: MakeApi) -> None:
     """Each of them would miss what the other one took between its look at the stream and its hand in it."""
     with serving(_answering(_DONE)) as server:
-        api, job = make(server.url), reading._Job()
+        api, job = make(server.url), FollowedJob()
         first, second = (reading._Pass(api, _NATIVE, job, None, None, over=True) for _ in range(2))
-        tail: Any = SimpleNamespace(at=None, holder=None)
-        job.tails["log"] = [tail]
+        log = SimpleNamespace(name="log")
+        tail: Any = SimpleNamespace(at=None, holder=None, source=log)
+        job.add(tail)
         assert (first._tail("log"), second._tail("log")) == (tail, None)
         tail.holder = None
         assert (second._tail("log"), first._tail("log")) == (tail, None)
-        another: Any = SimpleNamespace(at=None, holder=None)
-        job.tails["log"].append(another)
-        for each in (tail, another):
-            each.source, each.holder = SimpleNamespace(name="log"), None
+        job.add(SimpleNamespace(at=None, holder=None, source=log))  # type: ignore[arg-type]
+        tail.holder = None
         assert second._own_tails() == [tail]  # both would give it the same lines
 
 
@@ -217,10 +217,10 @@ def test_the_rest_of_a_stream_is_read_where_the_place_was_rotated_away(make: Mak
         return whole if "follow" in query else current
 
     with serving(_answering(_DONE, pods=1, log=log)) as server:
-        api, job = make(server.url), reading._Job()
+        api, job = make(server.url), FollowedJob()
         (source,) = sources.of([_pod_of(server, api)])
         tail = streams.Tail(api, _NATIVE, source, None, own=True)
-        job.tails[source.name] = [tail]
+        job.add(tail)
         tail._thread.join()
         tail._pieces, late = tail._pieces[:2], tail._pieces[2:]
         lines = reading._Pass(api, _NATIVE, job, None, None, over=True).lines()
