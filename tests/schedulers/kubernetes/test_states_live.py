@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from schedulers import Job, Reason, State
+from schedulers import Job, Reason, State, Status
 from schedulers.kubernetes.native import Native
 from tests.clusters.kube.client import MERGE, Refused
 from tests.clusters.kubernetes import IMAGE, Kubernetes
@@ -51,6 +51,12 @@ def _refuses_updates(kubernetes: Kubernetes, path: str) -> bool:
 def _running(job: Job) -> None:
     until(lambda: any(line.text == "hello\n" for line in job.logs()), "it runs")
     until(lambda: job.status().state is State.RUNNING, "it is said to run")
+
+
+def _polled_to_its_end(job: Job) -> Status:
+    """Without reading its logs, as `wait` does."""
+    until(lambda: job.status().state.final, "it has ended")
+    return job.status()
 
 
 def _waited(job: Job) -> threading.Thread:
@@ -162,8 +168,7 @@ def test_all_nodes_logs_stay_when_one_fails(submit: Submit) -> None:
         for workload in ("pytorchjob", "job")
     ]
     for job in jobs:
-        while not (status := job.status()).state.final:
-            pass
+        status = _polled_to_its_end(job)
         assert (status.state, status.reason, status.exit_code) == (State.FAILED, Reason.EXIT_CODE, 7), status
         assert "rank 1 on node 1" in status.message
         text = "".join(line.text for line in job.logs())
