@@ -194,6 +194,7 @@ def bad():
     state = PartialState()
     worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
     tell(rank=state.process_index, pids=[os.getpid(), worker.pid])
+    state.wait_for_everyone()  # all have told: the first failure ends the others
     if state.process_index == 1:
         raise ValueError("the reason")
     state.wait_for_everyone()
