@@ -100,12 +100,3 @@ def test_pods_that_the_standard_forbids(submit: Submit, kubernetes: Kubernetes, 
         until(lambda job=job: "violates PodSecurity" in job.status().message, "it is said")  # type: ignore[misc]
         assert job.status().state is State.QUEUED
         assert job.cancel().state is State.CANCELLED
-
-
-def test_a_root_file_system_that_nobody_may_change(submit: Submit) -> None:
-    job = submit(
-        'touch /tmp/a "$HOME/b" && ! touch /workspace/c 2>/dev/null && echo only there',
-        options={"workload": "job", "read_only_root_filesystem": True},
-    )
-    assert job.wait(90).state is State.SUCCEEDED
-    assert printed(job) == "only there\n"
