@@ -29,7 +29,7 @@ from .tee import Tee, parse
 from .worker import WARNINGS
 
 _C10D_PORT = 29500
-_SETTLE_S = 3.0  # a kubelet looks after its containers every second
+_SETTLE_S = 5.0  # a kubelet looks after its containers every second, and may be busy
 _ENDING = {signal.SIGTERM: signal.SIGTERM, signal.SIGINT: signal.SIGINT, signal.SIGHUP: signal.SIGTERM}
 
 
