@@ -46,7 +46,18 @@ class Client:
         self._pool = urllib3.PoolManager(
             **files,
             ca_certs=authority and str(authority),
-            retries=urllib3.Retry(total=0, redirect=0),
+            # A server that has just begun opens the store of a custom kind when it is first asked for it.
+            retries=urllib3.Retry(
+                total=None,
+                connect=0,
+                read=0,
+                redirect=0,
+                other=0,
+                status=30,
+                status_forcelist=[429],
+                allowed_methods={"GET"},
+                raise_on_status=False,
+            ),
             timeout=urllib3.Timeout(connect=5, read=60),
             maxsize=4,
         )
