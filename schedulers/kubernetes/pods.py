@@ -262,8 +262,8 @@ def unexpanded(text: str) -> str:
 def security(options: KubernetesOptions) -> Object:
     """Of each container, by https://kubernetes.io/docs/concepts/security/pod-security-standards/.
 
-    Nothing of it is said for the pod as a whole: the training operator adds a container of its own, whose user is
-    root.
+    Nothing of it is said for the pod as a whole: a container that the cluster adds, as a service mesh does, may need
+    another user.
     """
     found: Object = {"runAsUser": options.run_as_user, "runAsGroup": options.run_as_group}
     if options.read_only_root_filesystem:
