@@ -16,6 +16,7 @@ from schedulers import Job, SchedulerError, State
 from schedulers.config import load_target
 from schedulers.pruning import prune
 from schedulers.store import Store
+from tests.clusters.fixtures import using
 from tests.clusters.kubernetes import IMAGE, Kubernetes
 from tests.waiting import until
 
@@ -89,13 +90,17 @@ def account(
 
 
 @pytest.fixture(scope="module")
-def lasting(_cluster: Kubernetes) -> Iterator[tuple[str, Path]]:
-    """A namespace of the chart's for several tests, and its service account's kubeconfig."""
-    made = _cluster.namespace()
+def lasting(_cluster: Kubernetes, request: pytest.FixtureRequest) -> Iterator[tuple[str, Path]]:
+    """A namespace of the chart's for several tests, and its service account's kubeconfig. Both ends wait for another
+    worker's test that has the cluster to itself: that one may stop the API server."""
+    with using(_cluster, request) as cluster:
+        made = cluster.namespace()
+        file = _install(cluster, made)
     try:
-        yield made, _install(_cluster, made)
+        yield made, file
     finally:
-        _cluster.remove_namespace(made)
+        with using(_cluster, request) as cluster:
+            cluster.remove_namespace(made)
 
 
 @pytest.fixture
