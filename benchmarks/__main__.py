@@ -8,6 +8,7 @@ import sys
 from . import __doc__ as about
 from .jobs import listing, logs, noticing
 from .kubernetes import kubernetes_follow, kubernetes_state, kubernetes_submit
+from .kubernetes_jobs import kubernetes_jobs, kubernetes_traffic
 from .launch import gang, restart, single
 from .runtime import checkpoints, collectives, ddp_steps, dispatch, imports, loaders, samplers, steps
 from .slurm import slurm_end, slurm_launch, slurm_list, slurm_requeue, slurm_submit
@@ -42,6 +43,8 @@ ALL = {
     "kubernetes_submit": (kubernetes_submit, 9),
     "kubernetes_state": (kubernetes_state, 9),
     "kubernetes_follow": (kubernetes_follow, 3),
+    "kubernetes_jobs": (kubernetes_jobs, 5),
+    "kubernetes_traffic": (kubernetes_traffic, 3),
 }
 
 

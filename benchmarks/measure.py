@@ -94,6 +94,8 @@ def shown(key: str, value: float) -> str:
         return f"{value:8g}"
     if "GB" in key:
         return f"{value:8.3f} GB"
+    if "kB" in key:
+        return f"{value:8.0f} kB"
     return f"{value * 1e3:8.1f} ms" if abs(value) >= 0.01 else f"{value * 1e6:8.1f} µs"
 
 

@@ -12,7 +12,7 @@ import statistics
 from .measure import RESULTS
 
 ROOT = RESULTS.parents[1]
-FILES = ("README.md", "docs/accelerator.md")
+FILES = ("README.md", "docs/accelerator.md", "docs/tested.md")
 _TABLE = re.compile(r"(<!-- benchmarks (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 # A cell `{result: figure}` is the median of that figure, `{result: figure / figure}` the ratio of two.
@@ -32,6 +32,14 @@ TABLES = {
 | of 1 ms | {ddp_steps: 1 ms, by hand} | {ddp_steps: 1 ms, accel} | {ddp_steps: 1 ms, accelerate} |
 | of 10 ms | {ddp_steps: 10 ms, by hand} | {ddp_steps: 10 ms, accel} | {ddp_steps: 10 ms, accelerate} |
 | of 100 ms | {ddp_steps: 100 ms, by hand} | {ddp_steps: 100 ms, accel} | {ddp_steps: 100 ms, accelerate} |
+""",
+    "kubernetes": """
+| from submit to end, two pods of two ranks | seconds | over `workload: job` |
+| `workload: job` | {kubernetes_jobs: accel, Job} | |
+| `workload: pytorchjob`, workers only | {kubernetes_jobs: accel, PyTorchJob} \
+| {kubernetes_jobs: accel, PyTorchJob / accel, Job} |
+| `torchrun` in a PyTorchJob by hand, Master and Worker | {kubernetes_jobs: torchrun, PyTorchJob} \
+| {kubernetes_jobs: torchrun, PyTorchJob / accel, Job} |
 """,
     "runtime": """
 | | accel | Accelerate | ratio |

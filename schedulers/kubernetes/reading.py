@@ -169,9 +169,9 @@ class _Pass:
         seen = watcher.snapshot(self._native) if watcher is not None and not self._over else None
         workload = (seen and seen[0]) or asking.workload_of(self._api, self._native)
         self._workload: Mapping[str, Any] = workload or {}
-        if workload is None or states.status_of(workload).state.final:  # its pods may still be ending
-            pods = seen[1] if seen is not None else asking.pods_of(self._api, self._native)
-            self._over = self._over or states.is_over(self._native.kind, workload, pods)
+        if not self._over and (workload is None or states.status_of(workload).state.final):
+            pods = seen[1] if seen is not None else asking.pods_of(self._api, self._native)  # which may still be ending
+            self._over = states.is_over(self._native.kind, workload, pods)
         self._gone = workload is None and self._over
 
     def _pods(self) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from functools import partial
 import yaml
 
 from ..netns import ClusterError, Machine, Network, answers, spawn, wait_until
-from . import objects, programs
+from . import images, objects, programs
 from .client import Client, Object, Refused
 from .pki import Authority
 
@@ -21,6 +21,13 @@ _INDEX = 9  # of its machine, behind those of the nodes
 _SPACE, _NAME, _PORT, _SECRET = "kubeflow", "training-operator", 9443, "training-operator-webhook-cert"
 _CERTIFICATES = "k8s-webhook-server/serving-certs"
 _START_S = 120.0
+# Of a worker that has a master, as the operator's own but for `nslookup`, which the image has not.
+_INIT = """\
+- name: init-pytorch
+  image: {{.InitContainerImage}}
+  imagePullPolicy: IfNotPresent
+  command: [sh, -c, "for i in $(seq {{.MaxTries}}); do getent hosts {{.MasterAddr}} && exit; sleep 2; done; exit 1"]
+"""
 _PYTORCHJOBS = "/apis/kubeflow.org/v1/namespaces/default/pytorchjobs"
 
 
@@ -43,10 +50,12 @@ class TrainingOperator:
         (own / _CERTIFICATES).mkdir(parents=True)
         shutil.copy2(programs.directory() / "training-operator", own / "manager")
         (own / "kubeconfig.yaml").write_text(yaml.safe_dump(self._kubeconfig(client.server)))
+        (own / "init.yaml").write_text(_INIT)
         self.machine.start()
         wait_until("the operator's machine is up", self._booted, _START_S)
         argv = [
-            "/tmp/manager", "--kubeconfig=/tmp/kubeconfig.yaml", "--enable-scheme=PyTorchJob", "--zap-log-level=error"
+            "/tmp/manager", "--kubeconfig=/tmp/kubeconfig.yaml", "--enable-scheme=PyTorchJob", "--zap-log-level=error",
+            "--pytorch-init-container-template-file=/tmp/init.yaml", f"--pytorch-init-container-image={images.TRAIN}",
         ]  # fmt: skip
         spawn(self.machine.argv(*argv), self.log)
         # As a kubelet would, from the Secret that the operator fills.

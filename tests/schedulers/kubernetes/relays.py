@@ -11,13 +11,14 @@ from tests.ports import free_port
 
 
 class Relay:
-    """On a port of 127.0.0.1. To be closed; a `with` does it."""
+    """On a port of 127.0.0.1. To be closed; a `with` does it. `carried` counts the bytes of both directions."""
 
     def __init__(self, host: str, port: int) -> None:
         self._to = (host, port)
         self._lock = threading.Lock()
         self._pairs: set[tuple[socket.socket, socket.socket]] = set()
         self._listener: socket.socket | None = None
+        self.carried = 0
         self.port = free_port()  # nobody else's, also while it is cut
         self.mend()
 
@@ -73,6 +74,8 @@ class Relay:
                         if not data:
                             return
                         (far if ready is near else near).sendall(data)
+                        with self._lock:
+                            self.carried += len(data)
             finally:
                 with self._lock:
                     self._pairs.discard((near, far))
