@@ -258,10 +258,21 @@ sleep 600
 """
 
 
-def test_a_launcher_that_was_killed_costs_one_restart(submit: Submit) -> None:
-    """By its own rank, here. The launcher that comes back ends what is left of the attempt before."""
+_SLOW_TO_END = """\
+[ $TORCHELASTIC_RESTART_COUNT = 0 ] || exit 0
+[ $RANK = 0 ] || kill -9 $$
+trap 'sleep 8; exit 1' TERM
+while true; do sleep 0.1; done
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "grace_s"), [(_KILLS_ITS_LAUNCHER, 2.0), (_SLOW_TO_END, 20.0)], ids=["launcher", "rank"]
+)
+def test_one_failure_costs_one_restart(text: str, grace_s: float, submit: Submit) -> None:
+    """The launcher that comes back ends what is left of the attempt before, or waits for its end."""
     jobs = [
-        submit(_KILLS_ITS_LAUNCHER, nodes=2, max_restarts=1, options={"workload": workload})
+        submit(text, nodes=2, max_restarts=1, grace_s=grace_s, options={"workload": workload})
         for workload in ("pytorchjob", "job")
     ]
     for job in jobs:
