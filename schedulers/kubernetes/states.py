@@ -161,9 +161,9 @@ def _going(
             reason, message = end.reason, f"it is started again: {end}"
         elif ended:
             return Status(state=State.RUNNING, attempt=attempt, message="it is ending", native_state=native)
-    return Status(
-        state=State.QUEUED, reason=reason, attempt=attempt, message=_line(message), native_state=native or "Pending"
-    )
+    # A gang that gave up waiting for a pod is ending.
+    state = State.RUNNING if not again and any(map(podstates.over, pods)) else State.QUEUED
+    return Status(state=state, reason=reason, attempt=attempt, message=_line(message), native_state=native or "Pending")
 
 
 def _held(workload: Object, attempt: int) -> Status:

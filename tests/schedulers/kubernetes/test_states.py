@@ -467,6 +467,9 @@ def test_the_last_moments_of_a_job() -> None:
         assert status_of(workload(kind), ended).state is State.RUNNING
     failed = [pod(0, terminated(1), operator=True), pod(1, terminated(1), operator=True)]
     assert status_of(workload("PyTorchJob", condition("Running")), failed).state is State.RUNNING
+    refusal = event("FailedCreatePod", _QUOTA, "PyTorchJob/run1")
+    gave_up = status_of(workload("PyTorchJob", condition("Running")), [pod(0, terminated(1))], [refusal])
+    assert (gave_up.state, gave_up.reason) == (State.RUNNING, Reason.NO_CAPACITY)
 
 
 def test_pods_that_are_no_part_of_the_gang_do_not_count() -> None:
