@@ -41,7 +41,7 @@ def parse_args() -> argparse.Namespace:
 def digits() -> tuple[TensorDataset, TensorDataset]:
     """1,437 scans to train on and 360 to test with; every fifth is a test scan."""
     scans, labels = load_digits(return_X_y=True)
-    images = torch.tensor(scans, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
+    images = torch.tensor(scans, dtype=torch.get_default_dtype()).reshape(-1, 1, 8, 8) / 16
     targets = torch.tensor(labels)
     test = torch.arange(len(targets)) % 5 == 0
     return TensorDataset(images[~test], targets[~test]), TensorDataset(images[test], targets[test])

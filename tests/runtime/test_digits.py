@@ -9,6 +9,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+from tests.digits import DIGITS, SAME, write_in_float64
 from tests.needs import missing
 
 from .worlds import clean_env, free_port, world_env
@@ -17,15 +18,14 @@ if find_spec("sklearn") is None:  # not imported here: each worker collects all 
     missing("sklearn", "pip install 'accel-launch[demo]'")
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "examples" / "digits" / "train.py"
 
 
-def train(*arguments: str, processes: int = 1) -> list[str]:
+def train(*arguments: str, processes: int = 1, script: Path = DIGITS) -> list[str]:
     """Run the example as a launcher would; returns what each process printed."""
     port = free_port()
     running = [
         subprocess.Popen(
-            [sys.executable, "-W", "error", str(SCRIPT), *arguments],
+            [sys.executable, "-W", "error", str(script), *arguments],
             env=clean_env(
                 **world_env(rank, processes, port),
                 PYTHONPATH=str(ROOT),
@@ -54,11 +54,13 @@ EPOCHS = 3  # that all twelve end above 97 % is asserted of the job that `make d
 
 
 def test_two_processes_lose_what_one_does(tmp_path: Path) -> None:
-    alone = train("--epochs", str(EPOCHS), "--losses", str(tmp_path / "1.json"))[0]
-    main, other = train("--epochs", str(EPOCHS), "--losses", str(tmp_path / "2.json"), processes=2)
+    script = write_in_float64(tmp_path)
+    common = ("--epochs", str(EPOCHS), "--losses")
+    alone = train(*common, str(tmp_path / "1.json"), script=script)[0]
+    main, other = train(*common, str(tmp_path / "2.json"), processes=2, script=script)
     one, two = losses(tmp_path / "1.json"), losses(tmp_path / "2.json")
     assert len(one) == len(two) == EPOCHS * (1437 // 64)
-    assert max(abs(a - b) for a, b in zip(one, two, strict=True)) <= 1e-6
+    assert max(abs(a - b) for a, b in zip(one, two, strict=True)) <= SAME
     assert other == ""
     for printed in (alone, main):
         assert len([line for line in printed.splitlines() if line.startswith("epoch ")]) == EPOCHS

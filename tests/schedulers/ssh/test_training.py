@@ -14,17 +14,19 @@ import pytest
 import schedulers
 from schedulers import Job, Reason, State
 from tests.clusters.ssh import SshHosts
+from tests.digits import DIGITS, SAME, write_in_float64
 from tests.waiting import until
 
 from .conftest import ROOT, Submit, close, host_options, job_files, nothing_is_left, printed
 
 WAIT = 'echo "rank $RANK on $(hostname) in $ACCEL_ATTEMPT"; sleep 300'
-DIGITS = ROOT / "examples/digits/train.py"
 EPOCHS = ("--epochs", "2")
 # In its first attempt it takes its time once there is a checkpoint: what happens to it then happens in its midst.
 SLOWLY = f"""
 import os, runpy, sys, time
+import torch
 from accel import Accelerator
+torch.set_default_dtype(torch.float64)
 sys.argv[0] = {str(DIGITS)!r}
 kept = sys.argv[sys.argv.index("--checkpoint-dir") + 1]
 backward = Accelerator.backward
@@ -41,9 +43,10 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """The losses of one process on this computer."""
-    losses = tmp_path_factory.mktemp("alone") / "losses.json"
+    directory = tmp_path_factory.mktemp("alone")
+    script, losses = write_in_float64(directory), directory / "losses.json"
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    subprocess.run([sys.executable, DIGITS, *EPOCHS, "--losses", losses], env=env, timeout=300, check=True)
+    subprocess.run([sys.executable, script, *EPOCHS, "--losses", losses], env=env, timeout=300, check=True)
     found: list[float] = json.loads(losses.read_text())
     assert len(found) > 20
     return found
@@ -59,17 +62,17 @@ def training(hosts: SshHosts, script: Path, *words: str, **given: Any) -> Job:
 
 
 def test_four_hosts_train_as_one_process_does(
-    ssh_hosts: SshHosts, home: Path, tmp_path: Path, alone: list[float]
+    ssh_hosts: SshHosts, home: Path, project: Path, tmp_path: Path, alone: list[float]
 ) -> None:
     """On hosts whose own names mean themselves alone: gloo would listen there."""
     for machine in ssh_hosts.machines:
         machine.own_name("127.0.1.1")
     losses = tmp_path / "four.json"
     options = {"hosts": "node[1-4]", "heartbeat_s": 30}
-    job = training(ssh_hosts, DIGITS, "--losses", str(losses), nodes=4, options=options)
+    job = training(ssh_hosts, write_in_float64(project), "--losses", str(losses), nodes=4, options=options)
     try:
         assert job.wait(300).state is State.SUCCEEDED, [line.text for line in job.logs()]
-        assert json.loads(losses.read_text()) == pytest.approx(alone, abs=1e-5)
+        assert json.loads(losses.read_text()) == pytest.approx(alone, abs=SAME)
         nothing_is_left(ssh_hosts)
     finally:
         close(job)
@@ -92,7 +95,7 @@ def test_the_gang_goes_on_from_its_checkpoint_on_a_spare(
     assert (status.state, status.attempt) == (State.SUCCEEDED, 1), (status, [line.text for line in job.logs()])
     epochs = {(line.attempt, line.text[:9]) for line in job.logs() if line.text.startswith("epoch ")}
     assert epochs == {(0, "epoch 1/2"), (1, "epoch 2/2")}
-    assert json.loads(losses.read_text()) == pytest.approx(alone, abs=1e-5)
+    assert json.loads(losses.read_text()) == pytest.approx(alone, abs=SAME)
     assert (job_files(ssh_hosts, "node3", job.id) / "logs/rank-1.a1.log").exists()
     nothing_is_left(ssh_hosts)
     close(job)
