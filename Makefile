@@ -1,26 +1,33 @@
 # Two commands do everything on a fresh machine:
 #   make demo   installs what is missing and trains a real model, as a job on the local target
-#   make test   installs what is missing and runs every test
+#   make test   installs what is missing and runs the tests
 # and for daily work
-#   make test-fast   runs the tests that need no cluster
+#   make test-fast      runs the tests that need no cluster
+#   make test-affected  runs the tests that depend on what has changed, those marked `long` too
+#   make test-all       runs every test, those marked `long` too
 
 VENV ?= .venv
 BIN := $(VENV)/bin
 # The tests wait for processes more than they compute; those of one file stay together and share what they start.
 WORKERS ?= 6
 
-.PHONY: demo test test-fast check build bench golden clean
+PYTEST_FLAGS := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+.PHONY: demo test test-all test-affected test-fast check build bench golden clean
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/accel submit --target local --procs-per-node 2 --follow examples/digits/train.py
 	$(BIN)/accel status @last
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 50
+	$(BIN)/python -m tests.rerun $(PYTEST_FLAGS) --durations 50 -m "not long"
+
+test-all: $(VENV)/.installed-dev
+	$(BIN)/python -m tests.rerun $(PYTEST_FLAGS) --durations 50
 
 # For daily work: all but what tests/shares.py marks as `server`, which are the clusters, and what takes minutes.
 test-fast: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 25 -m "not server"
+	$(BIN)/python -m pytest $(PYTEST_FLAGS) --durations 25 -m "not server and not long"
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from .shares import SERVERS, in_order, needs_a_server, scheduler
+from .shares import SERVERS, in_order, needs_a_server, scheduler, seconds_by_folder
 
 if find_spec("hypothesis") is not None:
     from . import examples  # noqa: F401  # chooses how many
@@ -26,6 +26,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", f"server: takes a cluster ({', '.join(SERVERS)}) or minutes, as tests/shares.py lists"
     )
+    config.addinivalue_line("markers", "long: repeats a scenario for more moments, sizes or kinds: `make test-all` alone")
     config.addinivalue_line("markers", "alone: breaks a part of the Kubernetes cluster, and has it to itself meanwhile")
     if find_spec("pytest_timeout") is None:
         config.addinivalue_line("markers", "timeout(seconds): of pytest-timeout, which is not installed")
@@ -51,6 +52,14 @@ def pytest_collection_finish() -> None:
     """Refuse to run where a test module has put accel in Accelerate's place: others compare accel with Accelerate."""
     if "accel.compat" in sys.modules:
         pytest.exit("a test module imports accel.compat: do it in a child process (tests/compat/children.py)", 1)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Print the seconds of each folder below the slowest tests, where these are asked for (--durations)."""
+    if config.getoption("durations") is not None:
+        terminalreporter.section("seconds of each folder")
+        for folder, seconds in seconds_by_folder(terminalreporter.stats):
+            terminalreporter.write_line(f"{seconds:8.1f}  {folder}")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -105,6 +105,17 @@ def cluster_files() -> dict[str, str]:
     return found
 
 
+def seconds_by_folder(stats: Mapping[str, Iterable[object]]) -> list[tuple[str, float]]:
+    """The seconds that the tests of each folder took, setups included, added up over all workers; the longest first."""
+    seconds: dict[str, float] = {}
+    for reports in stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                folder = report.nodeid.partition("::")[0].rpartition("/")[0]
+                seconds[folder] = seconds.get(folder, 0.0) + report.duration
+    return sorted(seconds.items(), key=lambda pair: -pair[1])
+
+
 def scheduler(config: pytest.Config, log: Any) -> object:
     """Hands out shares where pytest-xdist would hand out files."""
     from xdist.scheduler import LoadFileScheduling
