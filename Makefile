@@ -2,14 +2,15 @@
 #   make demo   installs what is missing and trains a real model, as a job on the local target
 #   make test   installs what is missing and runs every test
 # and for daily work
-#   make test-fast   runs the tests that need no cluster
+#   make test-fast       runs the tests that need no cluster
+#   make test-affected   runs the tests that depend on what was changed (scripts/affected lists them)
 
 VENV ?= .venv
 BIN := $(VENV)/bin
 # The tests wait for processes more than they compute; those of one file stay together and share what they start.
 WORKERS ?= 6
 
-.PHONY: demo test test-fast check build bench golden clean
+.PHONY: demo test test-fast test-affected check build bench golden clean
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/accel submit --target local --procs-per-node 2 --follow examples/digits/train.py
@@ -21,6 +22,12 @@ test: $(VENV)/.installed-dev
 # For daily work: all but what tests/shares.py marks as `server`, which are the clusters, and what takes minutes.
 test-fast: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 25 -m "not server"
+
+# The `long` tests too. Unlike `make test` it is no gate: docs/tested.md says what scripts/affected cannot see.
+test-affected: $(VENV)/.installed-dev
+	@files=$$(PYTHON=$(BIN)/python scripts/affected) || exit; \
+	if [ -z "$$files" ]; then echo "no test depends on what was changed"; else set -x; \
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 25 $$files; fi
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
