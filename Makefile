@@ -29,6 +29,12 @@ test-all: $(VENV)/.installed-dev
 test-fast: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) --durations 25 -m "not server and not long"
 
+# The `long` tests too. Unlike `make test` it is no gate: docs/tested.md says what scripts/affected cannot see.
+test-affected: $(VENV)/.installed-dev
+	@files=$$(PYTHON=$(BIN)/python scripts/affected) || exit; \
+	if [ -z "$$files" ]; then echo "no test depends on what was changed"; else set -x; \
+	$(BIN)/python -m pytest $(PYTEST_FLAGS) --durations 25 $$files; fi
+
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

@@ -18,6 +18,7 @@ import pytest
 from tests import warm
 from tests.compat.children import ROOT, environment, said
 from tests.needs import missing
+from tests.marks import long
 
 pytestmark = pytest.mark.timeout(900)  # the first test of each number of processes waits for all of its training
 
@@ -81,7 +82,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], dict[
     return run
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [2, *long(1)])
 @pytest.mark.parametrize("plan", [plan["name"] for plan in PLANS if plan["name"] != "epochs"])
 def test_training_is_the_same_as_on_accelerate(
     seen: Callable[[str, int], dict[str, Any]], plan: str, processes: int
@@ -111,7 +112,7 @@ def test_every_epoch_has_every_sample_once_though_the_sampler_draws_from_each_ra
     assert len(set(second_epoch("accelerate"))) < 24
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [2, *long(1)])
 def test_a_resumed_run_ends_as_one_that_was_never_stopped(
     seen: Callable[[str, int], dict[str, Any]], processes: int
 ) -> None:

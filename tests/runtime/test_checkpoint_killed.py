@@ -18,6 +18,7 @@ from accel import Accelerator, DataLoaderConfiguration, ProjectConfiguration, se
 from accel.checkpoint.durable import BLOCK, DurableFile, digest_of, write_durably
 from accel.checkpoint.manifest import NAME, Manifest, damage, write_manifest
 from tests.needs import package
+from tests.marks import long
 
 from .small import save_twice
 from .worlds import outcomes, run, run_one
@@ -81,7 +82,7 @@ class Steps:
 
 
 @pytest.mark.parametrize("beside", [False, True])
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [2, *long(1)])
 def test_a_run_that_is_killed_goes_on_to_the_bit(tmp_path: Path, processes: int, beside: bool) -> None:
     """Killed at random moments, on all processes, in the middle of epochs, windows and saves."""
     whole = run(_train, str(tmp_path / "whole"), None, beside, processes=processes)

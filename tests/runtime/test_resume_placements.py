@@ -17,6 +17,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from accel import Accelerator, DataLoaderConfiguration, set_seed
 
+from tests.marks import long
+
 from .test_stateful import torchdatas
 from .worlds import run
 
@@ -156,7 +158,7 @@ def _all_wrong(data: str, dispatch: bool, folder: str) -> list[str]:
 
 
 @pytest.mark.parametrize("data", ["map", "stream"])
-@pytest.mark.parametrize(("dispatch", "processes"), [(False, 1), (False, 2), (True, 2)])
+@pytest.mark.parametrize(("dispatch", "processes"), [(True, 2), *long((False, 1), (False, 2))])
 def test_a_run_resumed_at_any_placement_equals_the_whole_one(
     tmp_path: Path, data: str, dispatch: bool, processes: int
 ) -> None:

@@ -18,6 +18,7 @@ from schedulers.kubernetes.probing import needed
 from schedulers.record import Record
 from tests.clusters.kubernetes import IMAGE, Kubernetes
 from tests.waiting import until
+from tests.marks import long
 
 from .conftest import Submit, made_by, printed
 
@@ -58,7 +59,7 @@ def options(workload: str = "job", **more: Any) -> KubernetesOptions:
     return KubernetesOptions(workload=workload, **more)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("workload", ["pytorchjob", "jobset", "job", "trainjob"])
+@pytest.mark.parametrize("workload", ["pytorchjob", *long("jobset", "job", "trainjob")])
 def test_what_check_asks_for_is_enough(
     workload: str, submit: Submit, kubernetes: Kubernetes, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,6 +23,7 @@ from schedulers.kubernetes import reading, streams
 from schedulers.kubernetes.native import Native
 from tests.clusters.kubernetes import Kubernetes
 from tests.waiting import until
+from tests.marks import long
 
 from .conftest import Submit
 
@@ -535,7 +536,7 @@ def test_more_logs_than_streams_are_all_followed(submit: Submit, shared: Path, m
         _counted(follower.text(rank))
 
 
-@pytest.mark.parametrize("workload", ["job", "jobset"])
+@pytest.mark.parametrize("workload", ["jobset", *long("job")])
 def test_pods_that_are_made_anew_are_attempts(
     submit: Submit, shared: Path, workload: str, opened: Streams, tmp_path: Path
 ) -> None:

@@ -12,6 +12,7 @@ from accel.cli import exits, main
 from schedulers.kubernetes.reviewing import dropped
 from tests.clusters.kubernetes import Kubernetes
 from tests.waiting import until
+from tests.marks import long
 
 from .conftest import CLAIM, Submit, judging, with_quota
 
@@ -30,7 +31,7 @@ def _in_the_project(project: Path, home: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("ACCEL_CONFIG_HOME", str(home / "none"))
 
 
-@pytest.mark.parametrize("workload", WORKLOADS)
+@pytest.mark.parametrize("workload", [WORKLOADS[0], *long(*WORKLOADS[1:])])
 def test_nothing_is_made_of_a_job_that_would_be_taken(
     workload: str, project: Path, home: Path, kubernetes: Kubernetes, namespace: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -21,6 +21,7 @@ from schedulers.record import Record
 from schedulers.target import Clears
 from tests.clusters.kubernetes import IMAGE, Kubernetes
 from tests.waiting import until
+from tests.marks import long
 
 from .conftest import MakeApi, Submit, judging, made_by, with_quota
 from .servers import refused, said, serving
@@ -66,7 +67,7 @@ def submit_again(job: Job) -> str:
     return restore(job.record).submit(job.record.plan())
 
 
-@pytest.mark.parametrize("workload", ["pytorchjob", "job", "jobset", "trainjob"])
+@pytest.mark.parametrize("workload", ["pytorchjob", *long("job", "jobset", "trainjob")])
 def test_killed_at_every_step(
     workload: str,
     kubernetes: Kubernetes,
@@ -101,7 +102,7 @@ def test_killed_at_every_step(
     assert count > 8
 
 
-@pytest.mark.parametrize("workload", ["pytorchjob", "job", "jobset", "trainjob"])
+@pytest.mark.parametrize("workload", ["pytorchjob", *long("job", "jobset", "trainjob")])
 def test_what_a_submit_left_that_was_cut_off_is_cleared(
     workload: str, submit: Submit, kubernetes: Kubernetes, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ from schedulers.store import Store
 from tests import macos
 from tests.clusters.kubernetes import IMAGE, Kubernetes
 from tests.waiting import until
+from tests.marks import long
 
 from .conftest import Submit, made_by, printed, with_quota
 
@@ -43,7 +44,7 @@ def test_a_client_on_macos(namespace: str, home: Path, project: Path, tmp_path: 
     assert "code\n" in text
 
 
-@pytest.mark.parametrize("workload", WORKLOADS)
+@pytest.mark.parametrize("workload", [WORKLOADS[0], *long(*WORKLOADS[1:])])
 def test_a_cancelled_job_leaves_nothing(workload: str, submit: Submit, kubernetes: Kubernetes, namespace: str) -> None:
     job = submit(
         "trap 'echo ending; exit 0' TERM; echo begun; sleep 600 & wait",
@@ -130,6 +131,7 @@ def test_an_image_that_cannot_be_pulled(submit: Submit) -> None:
     job.cancel(wait=False)
 
 
+@pytest.mark.long
 def test_fifty_jobs_at_once(submit: Submit, kubernetes: Kubernetes, namespace: str) -> None:
     from concurrent.futures import ThreadPoolExecutor
 

@@ -20,6 +20,7 @@ from schedulers.kubernetes import claim as claiming
 from tests.clusters.kubernetes import IMAGE, Kubernetes
 from tests.needs import package
 from tests.waiting import until
+from tests.marks import long
 
 from .conftest import CLAIM, Submit, printed, with_quota
 
@@ -147,7 +148,7 @@ def test_an_image_without_the_interpreter(claim: None, large: str, submit: Submi
     assert "it ended: " in str(refusal.value)
 
 
-@pytest.mark.parametrize("at", [1, 3, 5, 9, 14])
+@pytest.mark.parametrize("at", [5, *long(1, 3, 9, 14)])
 def test_killed_while_the_code_is_sent(
     at: int, claim: None, large: str, kubernetes: Kubernetes, namespace: str, home: Path, project: Path, submit: Submit
 ) -> None:

@@ -19,6 +19,7 @@ from schedulers.remote.supervising import PROGRAM, program
 from schedulers.remote.transport import Pool
 from tests.clusters.ssh import SshHosts
 from tests.ports import free_port
+from tests.marks import long
 
 from .supervised import HEARTBEAT_S, Job, queue, shell, start_command
 
@@ -58,7 +59,7 @@ def test_a_wall_clock_that_jumps_changes_nothing(make: Make, monkeypatch: pytest
     assert {result["state"] for result in job.exits()} == {"succeeded"}
 
 
-@pytest.mark.parametrize("node", ["node1", "node2"])
+@pytest.mark.parametrize("node", ["node1", *long("node2")])
 def test_a_supervisor_that_is_told_to_end_ends_its_ranks(make: Make, node: str) -> None:
     """As a host does to everything when it is shut down in order."""
     job = make(shell("setsid sleep 1000 & sleep 1000"), nodes=3).start()
@@ -109,7 +110,7 @@ def test_a_spare_whose_setup_was_cut_short_begins_it_again(make: Make) -> None:
     assert (job.hosts.home("node3") / "setups").read_text() == "begun\nbegun\n"
 
 
-@pytest.mark.parametrize("node", ["node1", "node2"])
+@pytest.mark.parametrize("node", ["node1", *long("node2")])
 def test_how_a_job_ended_is_written_on_a_full_disk(make: Make, node: str) -> None:
     top = f"{make(FOREVER).hosts.box}/home/root/.accel"
     job = make(shell(f"[ $(hostname) = {node} ] && cat /dev/zero >~/.accel/fill; touch ~/full; sleep 1000"))

@@ -22,6 +22,7 @@ from schedulers.ssh.asking import Hosts
 from schedulers.ssh.clearing import clear
 from schedulers.ssh.options import SshOptions
 from tests.clusters.ssh import SshHosts
+from tests.marks import long
 
 from .supervised import ACCEL, HEARTBEAT_S, Job, shell, start_command
 
@@ -109,7 +110,7 @@ def test_a_setup_command_that_fails_on_one_host_ends_the_job_on_all(make: Make) 
     assert not (job.directory("node1") / "logs/node-0.log").exists()
 
 
-@pytest.mark.parametrize("asked_on", ["node1", "node2"])
+@pytest.mark.parametrize("asked_on", ["node2", *long("node1")])
 def test_cancel_ends_everything_wherever_it_is_asked_for(make: Make, asked_on: str) -> None:
     job = make(shell("trap 'echo told; exit 0' TERM; setsid sleep 1000 & echo pid; wait"), nodes=3).start()
     for node, name in enumerate(job.names):  # it runs, and has set its trap
@@ -134,7 +135,7 @@ def test_a_time_limit_is_kept(make: Make) -> None:
         assert result["message"] == "its time limit of 0.5 s was reached"
 
 
-@pytest.mark.parametrize("absent", ["node1", "node3"])
+@pytest.mark.parametrize("absent", ["node1", *long("node3")])
 def test_none_runs_when_one_host_never_comes(make: Make, absent: str) -> None:
     job = make(FOREVER, nodes=3, start_timeout_s=10.0)
     there = [name for name in job.names if name != absent]
@@ -154,7 +155,7 @@ def test_a_job_that_waits_for_hosts_can_be_cancelled(make: Make) -> None:
 
 
 @pytest.mark.parametrize("victim", ["node2", "node1"])
-@pytest.mark.parametrize("how", ["kill", "link"])
+@pytest.mark.parametrize("how", ["kill", *long("link")])
 def test_a_host_that_is_lost_ends_the_job_and_is_named(make: Make, how: str, victim: str) -> None:
     job = make(FOREVER, nodes=3).start()
     job.await_phase("running")
@@ -174,7 +175,7 @@ def test_a_host_that_is_lost_ends_the_job_and_is_named(make: Make, how: str, vic
         assert (fenced["state"], fenced["reason"], fenced["fenced"]) == ("failed", "node_failure", True)
 
 
-@pytest.mark.parametrize("victim", ["node2", "node1"])
+@pytest.mark.parametrize("victim", ["node1", *long("node2")])
 def test_the_gang_starts_again_on_a_spare(make: Make, victim: str) -> None:
     job = make(shell("echo $rank $8; [ $ACCEL_ATTEMPT = 1 ] || sleep 1000"), spares=1, max_restarts=1)
     only = job.settings["master_port"] + 1
@@ -222,7 +223,7 @@ def test_two_halves_do_not_both_go_on(make: Make, tmp_path: Path) -> None:
             assert (result["state"], result["attempt"], result["fenced"]) == ("cancelled", 1, False)
 
 
-@pytest.mark.parametrize("victim", ["node2", "node1"])
+@pytest.mark.parametrize("victim", ["node1", *long("node2")])
 def test_a_supervisor_that_is_killed_leaves_nothing_behind(make: Make, victim: str) -> None:
     job = make(shell("setsid sleep 1000 & sleep 1000"), nodes=3).start()
     job.await_phase("running")

@@ -15,6 +15,7 @@ import pytest
 
 from tests.clusters.slurm import Slurm
 from tests.launch.test_preemption import TRAIN
+from tests.marks import long
 
 from .by_hand import ROOT, ByHand
 
@@ -226,7 +227,7 @@ def test_a_start_too_many(make: Make) -> None:
     assert not (job.directory / "logs/rank-0.a2.log").exists()
 
 
-@pytest.mark.parametrize("warned", [True, False])
+@pytest.mark.parametrize("warned", [True, *long(False)])
 def test_preemption_by_another_job(make: Make, warned: bool) -> None:
     """With a user signal before SIGTERM, or without: SIGTERM is the warning then."""
     job = make(FIRST_THEN.format(first=SAVES), max_restarts=3)
@@ -253,6 +254,7 @@ def test_preemption_without_a_handler(make: Make) -> None:
     assert "--max-restarts" in end["message"]
 
 
+@pytest.mark.long
 def test_the_time_limit_without_a_handler(make: Make) -> None:
     job = make(ENDS_IN_ORDER, max_restarts=1).submit("--time=1")
     job.await_running()
@@ -263,6 +265,7 @@ def test_the_time_limit_without_a_handler(make: Make) -> None:
     assert job.state() == "TIMEOUT"
 
 
+@pytest.mark.long
 def test_a_lost_node(make: Make) -> None:
     job = make(FIRST_THEN.format(first=WAIT), nodes=2, max_restarts=1).submit()
     job.await_running()

@@ -21,6 +21,7 @@ from schedulers.sweeps import submit_sweep
 from tests.clusters.slurm import Slurm
 from tests.needs import missing
 from tests.waiting import until
+from tests.marks import long
 
 from .conftest import Submit, is_saved, printed
 from .orphans import nothing_left
@@ -48,6 +49,7 @@ def specs(project: Path, count: int, command: str, **options: Any) -> list[JobSp
     ]  # fmt: skip
 
 
+@pytest.mark.long
 def test_two_hundred_jobs_at_once_and_an_end_to_them(slurm: Slurm, home: Path, project: Path) -> None:
     """Each is there once; those that run and those that wait are cancelled together, and nothing of any is left."""
     wanted = specs(project, 200, FOR_EVER)
@@ -63,6 +65,7 @@ def test_two_hundred_jobs_at_once_and_an_end_to_them(slurm: Slurm, home: Path, p
     assert queued(slurm) == []
 
 
+@pytest.mark.long
 def test_a_sweep_of_twenty_is_cancelled_in_its_midst(slurm: Slurm, home: Path, project: Path) -> None:
     command = f'[ "$1" -lt 2 ] && exit 0; {FOR_EVER}'
     jobs = submit_sweep(specs(project, 20, command, array_throttle=4), "slurm")
@@ -231,7 +234,7 @@ def test_suspended_and_resumed(slurm: Slurm, submit: Submit, tmp_path: Path) -> 
     nothing_left(slurm, job)
 
 
-@pytest.mark.parametrize("runs", [True, False])
+@pytest.mark.parametrize("runs", [True, *long(False)])
 def test_an_administrator_takes_it_away(runs: bool, slurm: Slurm, submit: Submit) -> None:
     job = submit(FOR_EVER, nodes=2 if runs else 9)
     if runs:

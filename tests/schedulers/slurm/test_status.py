@@ -18,6 +18,7 @@ from schedulers.remote.hostside import slurm_queue
 from schedulers.slurm import asking
 from tests.clusters.slurm import Slurm
 from tests.waiting import until
+from tests.marks import long
 
 from .conftest import Calls, Submit, printed
 
@@ -76,7 +77,7 @@ def test_how_a_job_ended_that_left_no_result(slurm: Slurm, submit: Submit) -> No
     assert not (job.record.directory / "exit.json").exists()
 
 
-@pytest.mark.parametrize("accounting", [True, False])
+@pytest.mark.parametrize("accounting", [True, *long(False)])
 def test_a_job_that_the_controller_has_forgotten(
     accounting: bool, request: pytest.FixtureRequest, submit: Submit, calls: Calls
 ) -> None:

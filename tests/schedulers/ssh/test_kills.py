@@ -17,6 +17,7 @@ import pytest
 
 from schedulers import Job, State, find, list_jobs
 from tests.clusters.ssh import SshHosts
+from tests.marks import long
 
 from .conftest import ROOT, close, host_options, nothing_is_left
 
@@ -51,7 +52,7 @@ def ran_on(hosts: SshHosts, job_id: str) -> list[str]:
     return [name for name in hosts.names if (hosts.home(name) / f"ran-{job_id}").exists()]
 
 
-@pytest.mark.parametrize("moments", [6, pytest.param(20, marks=pytest.mark.long)])
+@pytest.mark.parametrize("moments", [6, *long(20)])
 def test_a_client_that_is_killed_at_random_moments_leaves_a_whole_job_or_none(
     client: Any, ssh_hosts: SshHosts, moments: int
 ) -> None:

@@ -21,6 +21,7 @@ from schedulers.target import Checks, Clears
 from tests import macos
 from tests.clusters.ssh import SshHosts
 from tests.waiting import until
+from tests.marks import long
 
 from .conftest import ROOT, Submit, close, host_options, job_files, nothing_is_left, printed
 
@@ -212,7 +213,7 @@ schedulers.submit("./job.sh", target="ssh", entry="command", cwd=sys.argv[1], **
 """
 
 
-@pytest.mark.parametrize("after_s", [0.3, 0.6, 0.9, 1.2, 1.5, 1.8, 2.1])
+@pytest.mark.parametrize("after_s", [0.9, *long(0.3, 0.6, 1.2, 1.5, 1.8, 2.1)])
 def test_a_client_that_is_killed_leaves_a_whole_job_or_none(
     ssh_hosts: SshHosts, home: Path, project: Path, after_s: float
 ) -> None:

@@ -20,6 +20,7 @@ from schedulers import Job, Reason, State, find
 from schedulers.polling import restore
 from tests.clusters.ssh import SshHosts
 from tests.waiting import until
+from tests.marks import long
 
 from .conftest import ROOT, Submit, close, host_options, job_files, nothing_is_left, printed
 
@@ -102,7 +103,7 @@ def test_a_host_that_restarts_is_replaced_and_has_no_part_in_it(submit: Submit, 
 FILL = "if [ $(hostname) = {node} ]; then cat /dev/zero >~/.accel/fill 2>/dev/null; echo lost; touch ~/full; fi"
 
 
-@pytest.mark.parametrize("node", ["node1", "node3"])
+@pytest.mark.parametrize("node", ["node3", *long("node1")])
 def test_a_disk_that_fills_loses_lines_and_says_so(submit: Submit, ssh_hosts: SshHosts, node: str) -> None:
     ssh_hosts.small_disk(node, f"{ssh_hosts.box}/home/root/.accel", 4)
     job = submit(f"{STARTED}; {FILL.format(node=node)}; while [ ! -e ~/go ]; do sleep 0.1; done; echo went", nodes=4)
@@ -229,7 +230,7 @@ def test_two_submits_at_once_to_the_same_hosts(ssh_hosts: SshHosts, project: Pat
         close(job)
 
 
-@pytest.mark.parametrize("node", ["node1", "node2"])
+@pytest.mark.parametrize("node", ["node1", *long("node2")])
 def test_a_supervisor_that_stands_still_is_given_up_and_gives_up(
     submit: Submit, ssh_hosts: SshHosts, node: str
 ) -> None:
