@@ -206,7 +206,7 @@ class _Keeper:
             self._lack("its node no longer has it")
         elif sources.lacks_beginning(self._source, self._at):
             self._note(_ROTATED)
-        elif not self.problem:  # as a follower has left it
+        elif not (answer.lost or self.problem):  # as a follower has left it
             _note_end(self._path)
         self._ready = True
 

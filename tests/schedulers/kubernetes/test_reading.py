@@ -248,23 +248,21 @@ def test_a_log_without_its_beginning_is_reported_also_where_only_its_stream_is_l
     assert [line.text for line in lines] == ["later\n", _ROTATED]
 
 
-def test_a_cancel_keeps_what_is_known_to_be_missing(make: MakeApi, tmp_path: Path) -> None:
+@pytest.mark.parametrize("followed", [True, False])
+def test_a_cancel_keeps_what_is_known_to_be_missing(make: MakeApi, tmp_path: Path, followed: bool) -> None:
     """Of a log that a follower has archived, and of one that only the cancel reads."""
     log = b"2026-11-21T10:00:09Z later\n"
-    for followed in (True, False):
-        directory = tmp_path / str(followed)
-        directory.mkdir()
-        with serving(_answering(_DONE, pods=1, log=log, flags=())) as server:
-            api = make(server.url)
-            if followed:
-                reader = reading.Reader(api)
-                reader.followed(_NATIVE)
-                assert list(reader.read(_NATIVE, None, directory, over=True))
-            assert keeping.keep(api, _NATIVE, directory) is None
-        with serving(_answering(_DONE, pods=0, nodes=1)) as server:
-            lines = list(reading.Reader(make(server.url)).read(_NATIVE, None, directory, over=True))
-        missing = "accel: some of what node 0 wrote is missing: its log was rotated before it was read\n"
-        assert [line.text for line in lines] == ["later\n", missing]
+    with serving(_answering(_DONE, pods=1, log=log, flags=())) as server:
+        api = make(server.url)
+        if followed:
+            reader = reading.Reader(api)
+            reader.followed(_NATIVE)
+            assert list(reader.read(_NATIVE, None, tmp_path, over=True))
+        assert keeping.keep(api, _NATIVE, tmp_path) is None
+    with serving(_answering(_DONE, pods=0, nodes=1)) as server:
+        lines = list(reading.Reader(make(server.url)).read(_NATIVE, None, tmp_path, over=True))
+    missing = "accel: some of what node 0 wrote is missing: its log was rotated before it was read\n"
+    assert [line.text for line in lines] == ["later\n", missing]
 
 
 def test_the_rest_of_a_stream_is_read_where_the_place_was_rotated_away(make: MakeApi) -> None:
