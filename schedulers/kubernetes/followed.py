@@ -57,7 +57,7 @@ class FollowedJob:
         """The stream of this source that stands there and that no other reader holds. It is then this reader's."""
         with self._lock:
             for tail in self._tails.get(name, ()):
-                if tail.at == here and tail.holder in (None, reader):
+                if str(tail.at) == str(here) and tail.holder in (None, reader):
                     tail.holder = reader
                     return tail
         return None

@@ -34,6 +34,7 @@ _LONGEST_S = 30.0  # a cancel waits for the logs no longer
 _MOST = 256 << 20  # bytes of one log
 _CHUNK = 1 << 16
 _LOGS, _KEPT, _MISSING = "logs", ".kept", ".missing"
+_ROTATED = "its log was rotated before it was read"
 _SCHEMA = 1
 _MARGIN_S = 30.0
 _PAUSE_S = 0.1
@@ -116,33 +117,32 @@ class Archive:
     def __init__(self, directory: Path, source: Source) -> None:
         self._directory, self._source = directory, source
         self._path = directory / _LOGS / f"{source.name}{_KEPT}"
-        self._at: str | None = None  # the place after what is there
+        self._at: Position | None = None  # the place after what is there
         self._size = 0
-        self._gap = self._given_up = False
+        self._given_up = False
         self._lock = threading.Lock()
 
-    def add(self, before: str, pieces: Sequence[Piece]) -> None:
+    def add(self, before: Position | None, pieces: Sequence[Piece]) -> None:
         """Append the pieces, which come after that place, as far as they are not there."""
         with self._lock, contextlib.suppress(OSError):
             if self._given_up:
                 return
             self._given_up = True  # unless all of this succeeds
-            if self._at is None:
+            if not self._size:
                 self._open()
             self._given_up = not self._append(before, pieces)
 
     def note_gap(self) -> None:
         """Lines that come next may be missing."""
-        if not self._gap and not self._given_up:
-            self._gap = True
+        if not self._given_up:
             with contextlib.suppress(OSError):
-                self._path.with_suffix(_MISSING).write_text("its log was rotated before it was read\n")
+                self._path.with_suffix(_MISSING).write_text(f"{_ROTATED}\n")
 
-    def finish(self, at: str) -> None:
+    def finish(self, at: Position | None) -> None:
         """Nobody writes to the log any more, and it ends at that place."""
-        if self._at == at and not self._gap and not self._given_up:
+        if at is not None and self._at == at and not self._given_up:
             with contextlib.suppress(OSError):
-                self._path.with_suffix(_MISSING).unlink(missing_ok=True)
+                _note_end(self._path)
 
     def _open(self) -> None:
         """Raises OSError, as where the job has no directory: another machine has submitted it."""
@@ -151,12 +151,11 @@ class Archive:
         if known is None:
             self._path.with_suffix(_MISSING).write_text("it was not read to its end\n")
             self._path.write_text(_header(self._source))
-        self._at = ""
         for piece in known.pieces(None) if known is not None else ():
-            self._at = str(piece.after)
+            self._at = piece.after
         self._size = self._path.stat().st_size
 
-    def _append(self, before: str, pieces: Sequence[Piece]) -> bool:
+    def _append(self, before: Position | None, pieces: Sequence[Piece]) -> bool:
         """False where another process writes, or has written, to the file. Raises OSError."""
         with self._path.open("ab") as file:
             if not _locked(file.fileno(), fcntl.LOCK_EX) or os.fstat(file.fileno()).st_size != self._size:
@@ -164,8 +163,8 @@ class Archive:
             for piece in pieces:
                 if before == self._at and self._size <= _MOST:
                     self._size += file.write(_line_of(piece))
-                    self._at = str(piece.after)
-                before = str(piece.after)
+                    self._at = piece.after
+                before = piece.after
         return True
 
 
@@ -205,8 +204,10 @@ class _Keeper:
             self._write(file, answer.pieces())
         if answer.for_now and self._source.ended:
             self._lack("its node no longer has it")
+        elif sources.lacks_beginning(self._source, self._at):
+            self._note(_ROTATED)
         elif not (answer.lost or self.problem):  # as a follower has left it
-            self._path.with_suffix(_MISSING).unlink(missing_ok=True)
+            _note_end(self._path)
         self._ready = True
 
     def go_on(self) -> None:
@@ -274,7 +275,7 @@ class _Keeper:
                 self._lack(f"no more than {_MOST >> 20} MiB of it are kept")
                 return
             if piece.gap:
-                self._note("its log was rotated before it was read")
+                self._note(_ROTATED)
             data = _line_of(piece)
             file.write(data)
             self._size += len(data)
@@ -287,6 +288,13 @@ class _Keeper:
     def _note(self, why: str) -> None:
         with contextlib.suppress(OSError):
             self._path.with_suffix(_MISSING).write_text(why + "\n")
+
+
+def _note_end(path: Path) -> None:
+    """The log was read to its end. Lines that are missing before it still are. Raises OSError."""
+    reason = path.with_suffix(_MISSING)
+    if reason.exists() and reason.read_text().strip() != _ROTATED:
+        reason.unlink()
 
 
 def _header(source: Source) -> str:

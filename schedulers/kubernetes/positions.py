@@ -19,7 +19,7 @@ from ..errors import SpecError
 from ..logfiles import MOST_BYTES
 
 _STAMP = re.compile(rb"(\d{4})-(\d\d)-(\d\d)T(\d\d):(\d\d):(\d\d)(?:[.,](\d{1,9}))?(Z|[+-]\d\d:?\d\d)\Z")
-_POSITION = re.compile(r"(?P<stamp>\d{8}T\d{6}\.\d{9}Z)/(?P<lines>\d+)/(?P<bytes>\d+)\Z")
+_POSITION = re.compile(r"(?P<stamp>\d{8}T\d{6}\.\d{9}Z)/(?P<lines>\d+)/(?P<bytes>\d+)(?P<ungreeted>/ungreeted)?\Z")
 _HEAD = 32  # so many bytes of a line say who wrote it
 # The first line of every launcher in a pod: see `_told` in accel/launch/node.py. Only the dynamic linker and the
 # interpreter write before it.
@@ -38,14 +38,17 @@ class Position:
     """After so many lines that bear the time `stamp`, and so many bytes of the next that does.
 
     Without either, before everything that was written at that time or later.
+
+    ungreeted: the log was read from its beginning up to there, and its writer's first line has not come.
     """
 
     stamp: str  # in UTC, and as long as any other: 20261121T163300.123456789Z
     lines: int = 0
     bytes: int = 0
+    ungreeted: bool = dataclasses.field(default=False, compare=False)
 
     def __str__(self) -> str:
-        return f"{self.stamp}/{self.lines}/{self.bytes}"
+        return f"{self.stamp}/{self.lines}/{self.bytes}{'/ungreeted' if self.ungreeted else ''}"
 
     @classmethod
     def parse(cls, text: str) -> Position:
@@ -53,7 +56,7 @@ class Position:
         match = _POSITION.match(text)
         if match is None:
             raise SpecError(f"not a position in a log: {text!r}")
-        return cls(match["stamp"], int(match["lines"]), int(match["bytes"]))
+        return cls(match["stamp"], int(match["lines"]), int(match["bytes"]), match["ungreeted"] is not None)
 
     @classmethod
     def at(cls, when: float) -> Position:
@@ -136,7 +139,8 @@ class Stamped:
     def __init__(self, after: Position | None, *, own: bool = True, greets: bool = False) -> None:
         self._after = after
         self._own = own
-        self._ungreeted = 0 if greets and after is None else None  # bytes without the greeting so far
+        begins = greets if after is None or not own else after.ungreeted
+        self._ungreeted = 0 if begins else None  # bytes without the greeting so far
         self._gap = False  # to be said with the next piece
         self._seeking = after is not None and not after.is_time
         self._held: list[Piece] = []
@@ -149,11 +153,6 @@ class Stamped:
         self._begun = False
         self.lost = self.absent = False
         self.said: list[str] = []
-
-    @property
-    def ungreeted(self) -> bool:
-        """Whether it was read from its beginning, and its writer's first line has not come so far."""
-        return self._ungreeted is not None
 
     @property
     def untold(self) -> bool:
@@ -214,16 +213,17 @@ class Stamped:
         return self._marked(self._unread(self._stamp, unread, complete))
 
     def _marked(self, pieces: list[Piece]) -> list[Piece]:
-        """The pieces, of which the first says that there is a gap before it, where there is one."""
-        if self._ungreeted is not None and pieces:
-            self._ungreeted += sum(len(piece.data) for piece in pieces)
-            if any(piece.first and GREETING.match(piece.head) for piece in pieces):
-                self._ungreeted = None
-            elif self._ungreeted > _LATEST_GREETING:
-                self._ungreeted, self.lost, self._gap = None, True, True
-        if self._gap and pieces:
+        """The pieces, of which one says that there is a gap before it, where there is one."""
+        for number, piece in enumerate(pieces if self._gap or self._ungreeted is not None else ()):
+            if self._ungreeted is not None:
+                self._ungreeted += len(piece.data)
+                if piece.first and GREETING.match(piece.head):
+                    self._ungreeted = None
+                elif self._ungreeted > _LATEST_GREETING:
+                    self._ungreeted, self.lost, self._gap = None, True, True
+            after = dataclasses.replace(piece.after, ungreeted=self._ungreeted is not None)
+            pieces[number] = dataclasses.replace(piece, after=after, gap=self._gap)
             self._gap = False
-            pieces[0] = dataclasses.replace(pieces[0], gap=True)
         return pieces
 
     def _hear(self, line: bytes, complete: bool) -> None:
@@ -261,6 +261,8 @@ class Stamped:
                 if not after.bytes and not complete:
                     return []
                 self._seeking, self._held = False, []
+                if not after.ungreeted:
+                    self._ungreeted = None
                 if not complete:  # the piece before the place may not have been whole yet
                     self._read = after.bytes
                 return [each for each in pieces if after.bytes and _beyond(each.after, after)]
@@ -276,6 +278,8 @@ class Stamped:
     def _give_up(self) -> list[Piece]:
         self._seeking = False
         self.lost = self._gap = self._own
+        if self._own:
+            self._ungreeted = None  # the gap is said anyhow
         held, self._held = self._held, []
         return held
 

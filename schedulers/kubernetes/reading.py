@@ -38,7 +38,6 @@ _MARGIN_S = 10.0  # that an ending pod has over its grace
 _ENDING_PAUSE_S = 0.1
 _HEAD = 64  # bytes, in which the time is at which a log begins
 _ABSENT_PAUSE_S = 0.5
-_KILLED = 137
 _ARCHIVED_AT_ONCE = 1000  # lines
 _LOOKS = 3  # at most, where pods go or containers are restarted while their logs are asked for
 _LOST, _GONE = "lost", "gone"
@@ -230,7 +229,7 @@ class _Pass:
         if tail.error is not None:
             return False
         yield from self._made(source, tail.take_last())
-        self._finish(source)
+        yield from self._ended(source)
         return True
 
     @functools.cached_property
@@ -243,7 +242,7 @@ class _Pass:
             yield self._missing(
                 log.source.name, log.source, f"some of what {log.source.who()} is missing: {log.missing}"
             )
-        self._finish(log.source)
+        yield from self._ended(log.source)
 
     def _of_source(self, source: Source, wanted: list[Source]) -> Iterator[LogLine]:
         """The lines that have come of themselves; what must be asked for is added to `wanted`."""
@@ -391,8 +390,7 @@ class _Pass:
         if tail is not None:
             self._job.drop(tail)
         yield from self._made(source, itertools.chain(begin, pieces))
-        ungreeted = tail.ungreeted if tail is not None else answer.ungreeted
-        yield from self._ended_as(source, answer, untold=answer.untold and source.ended, ungreeted=ungreeted)
+        yield from self._ended_as(source, answer, untold=answer.untold and source.ended)
 
     def _rest_of(self, source: Source, tail: Tail) -> Iterator[LogLine]:
         """What is in the log after a stream of it that has ended."""
@@ -403,25 +401,19 @@ class _Pass:
         yield from self._made(source, answer.pieces())
         # A log that was rotated after its last line is empty: nothing is missing to who has followed it closely.
         close = tail.over and tail.error is None and not tail.behind
-        untold = answer.untold and not close
-        yield from self._ended_as(source, answer, untold=untold, ungreeted=tail.ungreeted)
+        yield from self._ended_as(source, answer, untold=answer.untold and not close)
 
     def _fetched_now(self, source: Source) -> Fetched:
         after, own = self._start(source)
         return fetch(self._api, self._native, source, after, own=own, complete=source.ended)
 
-    def _ended_as(self, source: Source, answer: Fetched, *, untold: bool, ungreeted: bool) -> Iterator[LogLine]:
+    def _ended_as(self, source: Source, answer: Fetched, *, untold: bool) -> Iterator[LogLine]:
         """What is to be said when all of a log was read, which nobody may write to any more."""
         if answer.said and source.ended:
             yield self._missing(source.name, source, f"what {source.who()} is missing: {answer.said}")
             return
-        # A launcher that could not start, with a few lines of the interpreter's, has not greeted anybody.
-        begun = source.name in self._positions
-        if untold or (ungreeted and (source.code == 0 or (begun and source.code in (None, _KILLED)))):
-            yield self._rotated(source)
-        if source.ended or (self._over and self._job.followed):
-            # A pod that goes on when its job has ended is not followed any further.
-            self._finish(source)
+        # A pod that goes on when its job has ended is not followed any further.
+        yield from self._ended(source, untold=untold, final=source.ended or (self._over and self._job.followed))
 
     def _of_absent(self, source: Source, *, for_now: bool) -> Iterator[LogLine]:
         """Of a log that the cluster does not have, what is left of it here."""
@@ -521,10 +513,15 @@ class _Pass:
         found = [self._tail(name) for name in self._job.names() if not self._is_done(name)]
         return [tail for tail in found if tail is not None]
 
-    def _finish(self, source: Source) -> None:
-        at = self._job.final[source.name] = self._positions.get(source.name, "")
-        if source.name in self._job.archives:
-            self._job.archives[source.name].finish(at)
+    def _ended(self, source: Source, *, untold: bool = False, final: bool = True) -> Iterator[LogLine]:
+        """Report lines that were removed before they were read, when all that there is was read."""
+        lost = self._positions.get(source.name) == _LOST  # which was reported
+        if untold or (not lost and sources.lacks_beginning(source, self._position(source.name))):
+            yield self._rotated(source)
+        if final:
+            self._job.final[source.name] = self._positions.get(source.name, "")
+            if source.name in self._job.archives:
+                self._job.archives[source.name].finish(self._position(source.name))
 
     def _made(self, source: Source, pieces: Iterable[Piece]) -> Iterator[LogLine]:
         """The lines; those of a job that is followed are archived."""
@@ -534,7 +531,7 @@ class _Pass:
         archive = self._job.archives.setdefault(source.name, keeping.Archive(self._directory, source))
         iterator = iter(pieces)
         while some := list(itertools.islice(iterator, _ARCHIVED_AT_ONCE)):
-            archive.add(self._positions.get(source.name, ""), some)
+            archive.add(self._position(source.name), some)
             yield from self._lines_of(source, some)
 
     def _lines_of(self, source: Source, pieces: Iterable[Piece]) -> Iterator[LogLine]:
@@ -558,7 +555,8 @@ class _Pass:
         if source.name in self._job.archives:
             self._job.archives[source.name].note_gap()
         text = f"accel: some of what {source.who()} may be missing: its log was rotated before it was read\n"
-        position = self._positions.get(source.name) or str(Position.at(1))  # of an empty log: its beginning
+        here = self._position(source.name) or Position.at(1)  # of an empty log: its beginning
+        position = str(dataclasses.replace(here, ungreeted=False))
         return self._line(
             LogLine(
                 rank=source.rank,

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import names
-from .positions import Piece
+from .positions import Piece, Position
 
 Object = Mapping[str, Any]
 
 _OWN = "accel-"
+_KILLED = 137
 _RANK = re.compile(rb"\[rank (\d{1,7})\] ")
 # What the launcher says, and the lines of its report of a failure after the first: see accel/launch/report.py.
 _LAUNCHER = b"accel launch: "
@@ -137,6 +138,14 @@ def _has_failed(pod: Object) -> bool:
     return deleted or (pod.get("status") or {}).get("phase") == "Failed"
 
 
+def lacks_beginning(source: Source, at: Position | None) -> bool:
+    """Return True if the beginning of the log, which was read up to that place, was removed before it was read."""
+    if at is None:
+        return source.greets and source.code == 0
+    # A launcher that could not start, with a few lines of the interpreter's, has not greeted anybody.
+    return at.ungreeted and source.code in (None, 0, _KILLED)
+
+
 def is_launchers(piece: Piece, *, goes_on: bool) -> bool:
     """Whether the launcher wrote it; `goes_on`: it wrote the line before."""
     return piece.head.startswith(_LAUNCHER) or (goes_on and _REPORT.match(piece.head) is not None)
@@ -230,4 +239,4 @@ def _said(pod: Object) -> dict[str, str]:
     return {**(metadata.get("annotations") or {}), **(metadata.get("labels") or {})}
 
 
-__all__ = ["Source", "goes_on", "is_launchers", "of", "rank_of"]
+__all__ = ["Source", "goes_on", "is_launchers", "lacks_beginning", "of", "rank_of"]

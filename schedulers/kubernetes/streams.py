@@ -62,11 +62,6 @@ class Fetched:
         return self._stamped.untold
 
     @property
-    def ungreeted(self) -> bool:
-        """Whether all of it was read, from the beginning, and the launcher's first line was not there."""
-        return self._stamped.ungreeted
-
-    @property
     def said(self) -> str:
         return " ".join(self._stamped.said)
 
@@ -180,11 +175,6 @@ class Tail:
     @property
     def behind(self) -> bool:
         return self._pace.behind
-
-    @property
-    def ungreeted(self) -> bool:
-        """Whether it began with the log, and the launcher's first line has not come."""
-        return self._stamped.ungreeted
 
     @property
     def doubtful(self) -> bool:

@@ -96,6 +96,35 @@ def test_a_place_after_a_step_whose_end_a_portion_has_is_no_reason_to_give_it_tw
         assert _read(log, [cut], first.after) == [second]
 
 
+@pytest.mark.parametrize("greeting", [b"", b"2026-11-21T16:33:00.4Z accel launch: started on p-0\n"])
+@pytest.mark.parametrize("before", [1, 900])
+def test_a_place_knows_whether_its_log_has_its_beginning(greeting: bytes, before: int) -> None:
+    """Each reader that goes on from there finds the same gap, whoever read before it."""
+    line = b"2026-11-21T16:33:00.%09dZ %s\n"
+    lines = [line % (number, b"x" * 99) for number in range(before)]
+    log = b"".join([*lines, greeting, line % (500_000_000, b"last")])
+    stamped = Stamped(None, greets=True)
+    pieces = stamped.feed(log)
+    lost = before == 900
+    assert [piece.gap for piece in pieces].count(True) == lost
+    assert pieces[-1].after.ungreeted == (not greeting and not lost)
+    first = pieces[0].after
+    assert first.ungreeted
+    assert Position.parse(str(first)).ungreeted
+    rest = Stamped(Position.parse(str(first))).feed(log)
+    assert [piece.gap for piece in rest].count(True) == lost
+    assert rest[-1].after.ungreeted == pieces[-1].after.ungreeted
+    assert not any(piece.after.ungreeted for piece in Stamped(None).feed(log))
+
+
+def test_the_log_of_another_run_is_read_from_its_beginning() -> None:
+    log = b"2026-11-21T16:33:00Z a\n2026-11-21T16:33:01Z b\n"
+    other = Stamped(Position("20261121T163259.000000000Z", 1), own=False, greets=True)
+    assert [piece.after.ungreeted for piece in other.feed(log)] == [True, True]
+    same = Stamped(Position("20261121T163300.000000000Z", 1), own=False, greets=True)
+    assert [piece.after.ungreeted for piece in same.feed(log)] == [False]
+
+
 def test_a_place_that_was_rotated_away_is_said_and_what_is_there_is_given() -> None:
     log = b"2026-11-21T16:40:00Z later\n"
     stamped = Stamped(Position("20261121T163300.000000000Z", 1))

@@ -14,7 +14,7 @@ from urllib.parse import parse_qsl, urlsplit
 import pytest
 
 from schedulers import Cursor, JobSpec, LogLine, SchedulerError, State
-from schedulers.kubernetes import reading, sources, streams
+from schedulers.kubernetes import keeping, reading, sources, streams
 from schedulers.kubernetes.followed import FollowedJob
 from schedulers.kubernetes.follower import Follower, _Archivist
 from schedulers.kubernetes.native import Native
@@ -205,6 +205,64 @@ def test_a_log_without_the_launcher_s_first_line_has_lost_its_beginning(make: Ma
     many = texts(line * 20_000)
     assert many.count(_ROTATED) == 1
     assert len(many) == 20_001
+
+
+def test_a_log_without_its_beginning_is_reported_also_after_its_stream_has_ended_before_its_pod(
+    make: MakeApi, tmp_path: Path
+) -> None:
+    """The kubelet ends a stream with its container, of which the API server learns later: another reader goes on."""
+    log = b"2026-11-21T10:00:09Z later\n"
+    answers = [_answering(pods=1, log=log, flags=())]
+    lines: list[LogLine] = []
+    with serving(lambda handler: answers[0](handler)) as server:
+        reader = reading.Reader(make(server.url))
+        reader.followed(_NATIVE)
+
+        def is_read() -> bool:
+            lines.extend(reader.read(_NATIVE, _cursor(lines), tmp_path, over=False))
+            return bool(lines) and not reader._job(_NATIVE).all_tails()
+
+        until(is_read, "the line is read, and its stream has ended")
+        assert [line.text for line in lines] == ["later\n"]
+        answers[0] = _answering(_DONE, pods=1, log=log, flags=())
+        elsewhere = list(reading.Reader(make(server.url)).read(_NATIVE, _cursor(lines), None, over=True))
+        lines += reader.read(_NATIVE, _cursor(lines), tmp_path, over=True)
+        assert list(reader.read(_NATIVE, _cursor(lines), tmp_path, over=True)) == []
+        assert [line.text for line in lines[1:]] == [line.text for line in elsewhere] == [_ROTATED]
+        archived = keeping.kept(tmp_path)[lines[0].source]
+    assert archived.missing == "its log was rotated before it was read"
+
+
+def test_a_log_without_its_beginning_is_reported_also_where_only_its_stream_is_left(make: MakeApi) -> None:
+    log = b"2026-11-21T10:00:09Z later\n"
+    answers = [_answering(_DONE, pods=1, log=log, flags=())]
+    with serving(lambda handler: answers[0](handler)) as server:
+        api, job = make(server.url), FollowedJob()
+        (source,) = sources.of([_pod_of(server, api)])
+        tail = streams.Tail(api, _NATIVE, source, None, own=True)
+        tail._thread.join()
+        job.add(tail)
+        job.seen[source.name] = source
+        answers[0] = _answering(_DONE, pods=0, nodes=1)
+        lines = list(reading._Pass(api, _NATIVE, job, None, None, over=True).lines())
+    assert [line.text for line in lines] == ["later\n", _ROTATED]
+
+
+@pytest.mark.parametrize("followed", [True, False])
+def test_a_cancel_keeps_what_is_known_to_be_missing(make: MakeApi, tmp_path: Path, followed: bool) -> None:
+    """Of a log that a follower has archived, and of one that only the cancel reads."""
+    log = b"2026-11-21T10:00:09Z later\n"
+    with serving(_answering(_DONE, pods=1, log=log, flags=())) as server:
+        api = make(server.url)
+        if followed:
+            reader = reading.Reader(api)
+            reader.followed(_NATIVE)
+            assert list(reader.read(_NATIVE, None, tmp_path, over=True))
+        assert keeping.keep(api, _NATIVE, tmp_path) is None
+    with serving(_answering(_DONE, pods=0, nodes=1)) as server:
+        lines = list(reading.Reader(make(server.url)).read(_NATIVE, None, tmp_path, over=True))
+    missing = "accel: some of what node 0 wrote is missing: its log was rotated before it was read\n"
+    assert [line.text for line in lines] == ["later\n", missing]
 
 
 def test_the_rest_of_a_stream_is_read_where_the_place_was_rotated_away(make: MakeApi) -> None:
