@@ -26,7 +26,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", f"server: takes a cluster ({', '.join(SERVERS)}) or minutes, as tests/shares.py lists"
     )
-    config.addinivalue_line("markers", "long: repeats a scenario for more moments, sizes or kinds: `make test-all` alone")
+    config.addinivalue_line(
+        "markers", "long: repeats a scenario for more moments, sizes or kinds: `make test-all` alone"
+    )
     config.addinivalue_line("markers", "alone: breaks a part of the Kubernetes cluster, and has it to itself meanwhile")
     if find_spec("pytest_timeout") is None:
         config.addinivalue_line("markers", "timeout(seconds): of pytest-timeout, which is not installed")

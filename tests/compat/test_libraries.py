@@ -17,8 +17,8 @@ import pytest
 
 from tests import warm
 from tests.compat.children import ROOT, environment, said
-from tests.needs import missing
 from tests.marks import long
+from tests.needs import missing
 
 pytestmark = pytest.mark.timeout(900)  # the first test of each number of processes waits for all of its training
 

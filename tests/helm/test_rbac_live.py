@@ -18,6 +18,7 @@ from schedulers.pruning import prune
 from schedulers.store import Store
 from tests.clusters.fixtures import using
 from tests.clusters.kubernetes import IMAGE, Kubernetes
+from tests.marks import long
 from tests.waiting import until
 
 from ..schedulers.kubernetes.conftest import made_by, printed
@@ -141,7 +142,10 @@ def without(cluster: Kubernetes, namespace: str, resource: str, verb: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("workload", "account"), [(kind, _only(kind)) for kind in KINDS], ids=KINDS, indirect=["account"]
+    ("workload", "account"),
+    [(KINDS[0], _only(KINDS[0])), *long(*((kind, _only(kind)) for kind in KINDS[1:]))],
+    ids=KINDS,
+    indirect=["account"],
 )
 def test_with_exactly_the_role_everything_can_be_done(
     workload: str, submit: Callable[..., Job], account: str, kubernetes: Kubernetes, home: Path,

@@ -120,9 +120,7 @@ KILLS = [
 ]
 
 # What `make test` tries: each victim, and each moment, by the signal that leaves it no choice or is the most usual.
-FEW = {
-    one for one in KILLS if one.signum == S.SIGKILL or (one.who == "launcher" and one.signum == S.SIGTERM)
-}
+FEW = {one for one in KILLS if one.signum == S.SIGKILL or (one.who == "launcher" and one.signum == S.SIGTERM)}
 
 
 class Ahead:
@@ -166,7 +164,9 @@ def ahead(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     runner.close()
 
 
-@pytest.mark.parametrize("kill", [pytest.param(kill, marks=() if kill in FEW else pytest.mark.long, id=str(kill)) for kill in KILLS])
+@pytest.mark.parametrize(
+    "kill", [pytest.param(kill, marks=() if kill in FEW else pytest.mark.long, id=str(kill)) for kill in KILLS]
+)
 def test_nothing_is_left(ahead: Ahead, kill: Kill) -> None:
     ahead.run(kill)
 

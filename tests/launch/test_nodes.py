@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.ports import free_port
 from tests.marks import long
+from tests.ports import free_port
 
 from .conftest import Done, Launcher, Run, until
 

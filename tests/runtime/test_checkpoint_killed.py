@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from accel import Accelerator, DataLoaderConfiguration, ProjectConfiguration, set_seed
 from accel.checkpoint.durable import BLOCK, DurableFile, digest_of, write_durably
 from accel.checkpoint.manifest import NAME, Manifest, damage, write_manifest
-from tests.needs import package
 from tests.marks import long
+from tests.needs import package
 
 from .small import save_twice
 from .worlds import outcomes, run, run_one

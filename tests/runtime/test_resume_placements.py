@@ -16,7 +16,6 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from accel import Accelerator, DataLoaderConfiguration, set_seed
-
 from tests.marks import long
 
 from .test_stateful import torchdatas

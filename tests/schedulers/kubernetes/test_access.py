@@ -17,8 +17,8 @@ from schedulers.kubernetes.options import KubernetesOptions
 from schedulers.kubernetes.probing import needed
 from schedulers.record import Record
 from tests.clusters.kubernetes import IMAGE, Kubernetes
-from tests.waiting import until
 from tests.marks import long
+from tests.waiting import until
 
 from .conftest import Submit, made_by, printed
 

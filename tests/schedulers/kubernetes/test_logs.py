@@ -21,8 +21,8 @@ from schedulers.errors import Unreachable
 from schedulers.kubernetes import reading, streams
 from schedulers.kubernetes.native import Native
 from tests.clusters.kubernetes import Kubernetes
-from tests.waiting import until
 from tests.marks import long
+from tests.waiting import until
 
 from .conftest import Submit
 

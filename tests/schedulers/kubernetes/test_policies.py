@@ -10,6 +10,7 @@ import pytest
 from schedulers import Job, Reason, State
 from tests.clusters.kube.client import MERGE
 from tests.clusters.kubernetes import Kubernetes
+from tests.marks import long
 from tests.waiting import until
 
 from .conftest import Submit, printed
@@ -80,7 +81,7 @@ def test_pods_that_a_limit_range_refuses(submit: Submit, kubernetes: Kubernetes,
     assert job.cancel().state is State.CANCELLED
 
 
-@pytest.mark.parametrize("workload", ["pytorchjob", "job", "jobset", "trainjob"])
+@pytest.mark.parametrize("workload", ["pytorchjob", *long("job", "jobset", "trainjob")])
 def test_two_nodes_in_a_restricted_namespace(
     workload: str, submit: Submit, kubernetes: Kubernetes, namespace: str
 ) -> None:

@@ -11,8 +11,8 @@ import pytest
 from accel.cli import exits, main
 from schedulers.kubernetes.reviewing import dropped
 from tests.clusters.kubernetes import Kubernetes
-from tests.waiting import until
 from tests.marks import long
+from tests.waiting import until
 
 from .conftest import CLAIM, Submit, judging, with_quota
 

@@ -11,6 +11,7 @@ from schedulers import Job, Reason, State, Status
 from schedulers.kubernetes.native import Native
 from tests.clusters.kube.client import MERGE, Refused
 from tests.clusters.kubernetes import IMAGE, Kubernetes
+from tests.marks import long
 from tests.waiting import until
 
 from .conftest import Submit, made_by, printed
@@ -267,7 +268,7 @@ while true; do sleep 0.1; done
 
 
 @pytest.mark.parametrize(
-    ("text", "grace_s"), [(_KILLS_ITS_LAUNCHER, 2.0), (_SLOW_TO_END, 20.0)], ids=["launcher", "rank"]
+    ("text", "grace_s"), [*long((_KILLS_ITS_LAUNCHER, 2.0)), (_SLOW_TO_END, 20.0)], ids=["launcher", "rank"]
 )
 def test_one_failure_costs_one_restart(text: str, grace_s: float, submit: Submit) -> None:
     """The launcher that comes back ends what is left of the attempt before, or waits for its end."""

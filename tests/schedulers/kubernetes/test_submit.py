@@ -20,8 +20,8 @@ from schedulers.polling import restore
 from schedulers.record import Record
 from schedulers.target import Clears
 from tests.clusters.kubernetes import IMAGE, Kubernetes
-from tests.waiting import until
 from tests.marks import long
+from tests.waiting import until
 
 from .conftest import MakeApi, Submit, judging, made_by, with_quota
 from .servers import refused, said, serving

@@ -16,8 +16,8 @@ from schedulers.record import Record
 from schedulers.store import Store
 from tests import macos
 from tests.clusters.kubernetes import IMAGE, Kubernetes
-from tests.waiting import until
 from tests.marks import long
+from tests.waiting import until
 
 from .conftest import Submit, made_by, printed, with_quota
 

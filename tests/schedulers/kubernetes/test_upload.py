@@ -18,9 +18,9 @@ from schedulers import Job, State, SubmitError
 from schedulers.errors import SpecError
 from schedulers.kubernetes import claim as claiming
 from tests.clusters.kubernetes import IMAGE, Kubernetes
+from tests.marks import long
 from tests.needs import package
 from tests.waiting import until
-from tests.marks import long
 
 from .conftest import CLAIM, Submit, printed, with_quota
 

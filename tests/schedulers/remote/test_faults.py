@@ -18,8 +18,8 @@ from schedulers.remote.hostside.supervisor.documents import Document
 from schedulers.remote.supervising import PROGRAM, program
 from schedulers.remote.transport import Pool
 from tests.clusters.ssh import SshHosts
-from tests.ports import free_port
 from tests.marks import long
+from tests.ports import free_port
 
 from .supervised import HEARTBEAT_S, Job, queue, shell, start_command
 

@@ -19,9 +19,9 @@ from schedulers.job import JobSpec, Reason, Resources
 from schedulers.polling import restore
 from schedulers.sweeps import submit_sweep
 from tests.clusters.slurm import Slurm
+from tests.marks import long
 from tests.needs import missing
 from tests.waiting import until
-from tests.marks import long
 
 from .conftest import Submit, is_saved, printed
 from .orphans import nothing_left

@@ -17,8 +17,8 @@ from schedulers.remote.hostside import slurm_commands as commands
 from schedulers.remote.hostside import slurm_queue
 from schedulers.slurm import asking
 from tests.clusters.slurm import Slurm
-from tests.waiting import until
 from tests.marks import long
+from tests.waiting import until
 
 from .conftest import Calls, Submit, printed
 
@@ -29,6 +29,7 @@ def number(job: Job) -> str:
     return str(job.native_id).partition("/")[0]
 
 
+@pytest.mark.long
 def test_two_hundred_jobs_at_once(
     slurm_accounting: Slurm, home: Path, project: Path, calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:

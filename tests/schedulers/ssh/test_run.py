@@ -20,8 +20,8 @@ from schedulers.ssh import shipping
 from schedulers.target import Checks, Clears
 from tests import macos
 from tests.clusters.ssh import SshHosts
-from tests.waiting import until
 from tests.marks import long
+from tests.waiting import until
 
 from .conftest import ROOT, Submit, close, host_options, job_files, nothing_is_left, printed
 

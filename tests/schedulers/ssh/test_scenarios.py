@@ -19,8 +19,8 @@ import schedulers
 from schedulers import Job, Reason, State, find
 from schedulers.polling import restore
 from tests.clusters.ssh import SshHosts
-from tests.waiting import until
 from tests.marks import long
+from tests.waiting import until
 
 from .conftest import ROOT, Submit, close, host_options, job_files, nothing_is_left, printed
 
