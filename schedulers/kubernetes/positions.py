@@ -25,6 +25,8 @@ _HEAD = 32  # so many bytes of a line say who wrote it
 # interpreter write before it.
 GREETING = re.compile(rb"accel launch: (\d+ nodes, node 0 |started on )")
 _LATEST_GREETING = 64 << 10  # bytes
+# How a launcher reports, last, what ended its ranks (`headline` in accel/launch/report.py): it has greeted before.
+_REPORT = re.compile(rb"accel launch: (rank \d|the launcher on|preempted)")
 _MOST_SAID, _LONGEST_SAID = 16, 500  # lines, and bytes of each, of what comes instead of a log
 # What the kubelet answers, with status 200, in the place of a log that it does not have:
 # https://github.com/kubernetes/kubernetes/blob/master/pkg/kubelet/kuberuntime/kuberuntime_container.go
@@ -219,7 +221,7 @@ class Stamped:
                 self._ungreeted += len(piece.data)
                 if piece.first and GREETING.match(piece.head):
                     self._ungreeted = None
-                elif self._ungreeted > _LATEST_GREETING:
+                elif self._ungreeted > _LATEST_GREETING or (piece.first and _REPORT.match(piece.head)):
                     self._ungreeted, self.lost, self._gap = None, True, True
             after = dataclasses.replace(piece.after, ungreeted=self._ungreeted is not None)
             pieces[number] = dataclasses.replace(piece, after=after, gap=self._gap)

@@ -117,6 +117,15 @@ def test_a_place_knows_whether_its_log_has_its_beginning(greeting: bytes, before
     assert not any(piece.after.ungreeted for piece in Stamped(None).feed(log))
 
 
+@pytest.mark.parametrize("report", [b"rank 1 on node 1 (p-1) failed first: exited with code 1", b"preempted: SIGTERM"])
+def test_a_report_without_a_greeting_before_it_comes_after_a_gap(report: bytes) -> None:
+    """The launcher that writes it has greeted, however short the log is since it was rotated."""
+    log = b"2026-11-21T16:33:00Z a\n2026-11-21T16:33:01Z accel launch: %s\n" % report
+    assert [piece.gap for piece in Stamped(None, greets=True).feed(log)] == [False, True]
+    greeted = b"2026-11-21T16:32:59Z accel launch: started on p-0\n" + log
+    assert not any(piece.gap for piece in Stamped(None, greets=True).feed(greeted))
+
+
 def test_the_log_of_another_run_is_read_from_its_beginning() -> None:
     log = b"2026-11-21T16:33:00Z a\n2026-11-21T16:33:01Z b\n"
     other = Stamped(Position("20261121T163259.000000000Z", 1), own=False, greets=True)
