@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.marks import long
+
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```(?P<info>[^\n]*)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -28,8 +30,17 @@ def fences(document: Path) -> list[tuple[str, str, str]]:
     return found
 
 
+# Whose examples take minutes together. `make test-affected` runs those of a document that was changed.
+MINUTES = {
+    "big_models.md", "checkpoints.md", "compat.md", "data.md", "migrating.md", "processes.md", "tracking.md",
+    "training.md",
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    "document", [d for d in DOCUMENTS if any(f[0] == "sh" for f in fences(d))], ids=lambda path: path.name
+    "document",
+    [long(d)[0] if d.name in MINUTES else d for d in DOCUMENTS if any(f[0] == "sh" for f in fences(d))],
+    ids=lambda path: path.name,
 )
 def test_examples_run(document: Path, tmp_path: Path) -> None:
     env = {

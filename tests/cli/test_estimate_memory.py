@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests import warm
+from tests.marks import long
 from tests.needs import package
 
 torch = package("torch")
@@ -224,7 +225,7 @@ LARGER = {**CONFIGS["llama"], "hidden_size": 128, "intermediate_size": 256, "num
 
 
 @pytest.mark.parametrize(
-    ("strategy", "below", "above", "dtype"), [("ddp", 0.92, 1.12, "bfloat16"), ("fsdp", 0.85, 1.15, "float32")]
+    ("strategy", "below", "above", "dtype"), [*long(("ddp", 0.92, 1.12, "bfloat16")), ("fsdp", 0.85, 1.15, "float32")]
 )
 def test_two_processes_take_what_is_said(tmp_path: Path, strategy: str, below: float, above: float, dtype: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LARGER))

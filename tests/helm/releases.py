@@ -11,6 +11,8 @@ from typing import Any, Protocol
 
 import pytest
 
+from tests.marks import long
+
 from . import helms
 from .helms import Values
 
@@ -114,4 +116,4 @@ def releases(version: str, kubeconfig: Path, namespace: str) -> Releases:
     return Releases4(kubeconfig, namespace)
 
 
-both = pytest.mark.parametrize("version", ["helm3", "helm4"])
+both = pytest.mark.parametrize("version", ["helm4", *long("helm3")])

@@ -119,8 +119,8 @@ KILLS = [
     Kill("rank 0", S.SIGKILL, 3, when="grace"),
 ]
 
-# What `make test` tries: each victim, and each moment, by the signal that leaves it no choice or is the most usual.
-FEW = {one for one in KILLS if one.signum == S.SIGKILL or (one.who == "launcher" and one.signum == S.SIGTERM)}
+# What `make test` tries: each victim, and each moment, by the signal that leaves it no choice.
+FEW = {one for one in KILLS if one.signum == S.SIGKILL}
 
 
 class Ahead:

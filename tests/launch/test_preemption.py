@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from accel.exit_codes import REQUEUE
+from tests.marks import long
 
 from .conftest import Launcher
 
@@ -20,6 +21,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from accel import Accelerator, DataLoaderConfiguration, ProjectConfiguration, set_seed
+
 
 folder, wait = sys.argv[1], sys.argv[2:] == ["wait"]
 project = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True, total_limit=1)
@@ -71,7 +73,9 @@ def _go(launcher: Launcher, name: str, processes: int) -> tuple[Path, tuple[str,
 TO_LAUNCHER = [(signal.SIGTERM, True), (signal.SIGUSR1, True)]
 
 
-@pytest.mark.parametrize(("processes", "ways"), [(1, TO_LAUNCHER[:1]), (2, [*TO_LAUNCHER, (signal.SIGTERM, False)])])
+@pytest.mark.parametrize(
+    ("processes", "ways"), [*long((1, TO_LAUNCHER[:1])), (2, [*TO_LAUNCHER, (signal.SIGTERM, False)])]
+)
 def test_a_warned_run_goes_on_to_the_bit(
     launcher: Launcher, processes: int, ways: list[tuple[signal.Signals, bool]]
 ) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from accel.exit_codes import REQUEUE
+from tests.marks import long
 from tests.ports import free_port
 
 from .conftest import Launcher
@@ -140,11 +141,11 @@ def _supervised(rank: int, port: str, folder: Path) -> dict[str, str]:
     [
         (_slurm, "localhost", "step 0 of Slurm job"),
         (_pytorchjob, "localhost", "the training operator"),
-        (_trainjob, "localhost", "the training operator"),
-        (_jobset, "localhost", "the manifest of the job"),
+        *long((_trainjob, "localhost", "the training operator")),
+        *long((_jobset, "localhost", "the manifest of the job")),
         (_sagemaker, "127.0.0.2", "SageMaker"),
-        (_toolkit, "127.0.0.2", "SageMaker"),
-        (_tpu, "127.0.0.1", "TPU_WORKER_HOSTNAMES of the v4-16"),
+        *long((_toolkit, "127.0.0.2", "SageMaker")),
+        *long((_tpu, "127.0.0.1", "TPU_WORKER_HOSTNAMES of the v4-16")),
         (_supervised, "localhost", "the job's environment (ACCEL_NODES)"),
     ],
 )

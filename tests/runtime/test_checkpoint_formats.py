@@ -20,6 +20,7 @@ from accel import Accelerator, ProjectConfiguration
 from accel.checkpoint import clean_state_dict_for_safetensors, load, save
 from accel.checkpoint.weights import read_weights, shards, size_in_bytes
 from accel.errors import ArgumentError, CheckpointError
+from tests.marks import long
 
 from .small import Tally
 from .worlds import outcomes, run, run_one
@@ -82,8 +83,8 @@ def _read(package: str, directory: str) -> Any:
 
 
 @pytest.mark.usefixtures("accelerate")
-@pytest.mark.parametrize("processes", [1, 2])
-@pytest.mark.parametrize("safe", [True, False])
+@pytest.mark.parametrize("processes", [2, *long(1)])
+@pytest.mark.parametrize("safe", [True, *long(False)])
 @pytest.mark.parametrize(("writer", "reader"), [("accelerate", "accel"), ("accel", "accelerate")])
 def test_each_reads_the_others_checkpoints(
     tmp_path: Path, writer: str, reader: str, safe: bool, processes: int
@@ -169,8 +170,8 @@ def _load_model(directory: str) -> Any:
 
 
 @pytest.mark.usefixtures("accelerate")
-@pytest.mark.parametrize("processes", [1, 2])
-@pytest.mark.parametrize("safe", [True, False])
+@pytest.mark.parametrize("processes", [2, *long(1)])
+@pytest.mark.parametrize("safe", [True, *long(False)])
 @pytest.mark.parametrize("size", ["10GB", 100])
 def test_a_saved_model_is_what_accelerate_loads(tmp_path: Path, size: Any, safe: bool, processes: int) -> None:
     place = tmp_path / "model"

@@ -9,6 +9,8 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import pytest
+
 from tests.digits import DIGITS, SAME, write_in_float64
 from tests.needs import missing
 
@@ -69,6 +71,7 @@ def test_two_processes_lose_what_one_does(tmp_path: Path) -> None:
         assert float(last.split()[-1]) >= 0.95
 
 
+@pytest.mark.long
 def test_going_on_from_a_checkpoint_is_as_never_having_stopped(tmp_path: Path) -> None:
     common = ("--epochs", "2", "--lr", "0.001", "--checkpoint-dir", str(tmp_path / "ck"))
     train(*common, "--losses", str(tmp_path / "whole.json"))

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accel import Accelerator, DataLoaderConfiguration, set_seed
 from accel.checkpoint.manifest import damage
+from tests.marks import long
 
 from .small import fill, simple
 from .worlds import run, run_one
@@ -58,7 +59,7 @@ def _train(directory: str, stop_at: int | None, resume: bool, stateful: bool) ->
     return losses
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [2, *long(1)])
 @pytest.mark.parametrize("stateful", [False, True])
 def test_a_resumed_run_repeats_the_other_to_the_bit(tmp_path: Path, processes: int, stateful: bool) -> None:
     """In the middle of an epoch and of a window, with dropout, shuffling and clipping."""

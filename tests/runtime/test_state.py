@@ -15,6 +15,7 @@ from accel.environment import read_flag, read_world
 from accel.errors import AccelError, ArgumentError, WorldError
 from accel.sharing import share_of
 from accel.state import AcceleratorState, PartialState
+from tests.marks import long
 
 from .worlds import clean_env, free_port, outcomes, run, run_one, world_env
 
@@ -227,6 +228,7 @@ import sys, torch
 from accel import Accelerator
 from accel.collectives import all_objects
 
+
 sys.setswitchinterval(5)  # whoever waits for the interpreter's lock has to wait until it is given up
 
 def main():
@@ -247,7 +249,7 @@ else:
 """
 
 
-@pytest.mark.parametrize("how", [[], ["end"], ["global"], ["end", "global"]])
+@pytest.mark.parametrize("how", [[], *long(["end"], ["global"], ["end", "global"])])
 def test_a_script_ends_without_a_word_on_stderr(tmp_path: Any, how: list[str]) -> None:
     """And it ends: torch's reducers hang when they are the last to let go of a gloo group."""
     script = tmp_path / "script.py"

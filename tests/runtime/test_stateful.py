@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from accel import Accelerator, DataLoaderConfiguration, skip_first_batches
 from accel.data import DataLoaderShard, prepare_data_loader
+from tests.marks import long
 from tests.needs import missing
 
 from .small import Numbers
@@ -129,7 +130,7 @@ def _stopped_everywhere(kind: str, workers: int, processes: int, persistent: boo
 
 @pytest.mark.parametrize("kind", ["map", "stream"])
 @pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, False), (2, True)])
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [2, *long(1)])
 def test_a_loader_of_torchdatas_goes_on_where_it_was(kind: str, workers: int, persistent: bool, processes: int) -> None:
     """With what workers had prefetched, the batch that was read ahead, and the data set's own state."""
     assert run_one(_stopped_everywhere, kind, workers, processes, persistent) == []

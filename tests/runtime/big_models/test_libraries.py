@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.marks import long
 from tests.needs import missing
 from tests.runtime.worlds import run_one
 
@@ -73,7 +74,10 @@ def offloaded(folder: str, how: dict[str, Any], tied: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("how", "tied"),
-    [({"device_map": SPREAD}, False), ({"device_map": TIED}, True), ({"device_map": "auto", "max_memory": ROOM}, True)],
+    [
+        *long(({"device_map": SPREAD}, False), ({"device_map": TIED}, True)),
+        ({"device_map": "auto", "max_memory": ROOM}, True),
+    ],
 )
 def test_transformers(tmp_path: Any, how: dict[str, Any], tied: bool) -> None:
     libraries("transformers")

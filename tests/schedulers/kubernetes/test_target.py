@@ -25,7 +25,7 @@ WORKLOADS = ("pytorchjob", "jobset", "job", "trainjob")
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.mark.parametrize("workload", WORKLOADS)
+@pytest.mark.parametrize("workload", [*WORKLOADS[:2], *long(*WORKLOADS[2:])])
 def test_each_kind_of_workload(workload: str, submit: Submit, kubernetes: Kubernetes, namespace: str) -> None:
     job = submit("echo node $ACCEL_JOB_ID; cat note.txt", nodes=2, options={"workload": workload, "code": "auto"})
     assert job.native_id == f"{workload}/{namespace}/sh-{job.id}/{job.id}"

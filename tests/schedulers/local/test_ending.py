@@ -13,6 +13,7 @@ import pytest
 from schedulers import Job, Reason, State
 from schedulers.local.files import JobFiles
 from schedulers.processes import Identity
+from tests.marks import long
 from tests.waiting import until
 
 from .conftest import Submit, identities, of_job, printed, until_printed
@@ -97,7 +98,7 @@ def test_the_time_limit_ends_it_in_order(submit: Submit) -> None:
     assert of_job(job) == []
 
 
-@pytest.mark.parametrize("procs", [1, 2])
+@pytest.mark.parametrize("procs", [2, *long(1)])
 @pytest.mark.parametrize(
     ("victims", "signum", "states"),
     [

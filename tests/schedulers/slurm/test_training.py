@@ -174,6 +174,7 @@ def test_preempted_by_a_job_of_higher_priority(train: Train, whole: list[Losses]
     _went_on(job, whole, slurm)
 
 
+@pytest.mark.long
 def test_warned_by_hand(train: Train, whole: list[Losses], slurm: Slurm) -> None:
     job = train(nodes=1, max_restarts=1)
     until(lambda: _is_at(job, 7), "it trains")
@@ -186,6 +187,7 @@ def test_its_time_limit_passes(train: Train, whole: list[Losses], slurm: Slurm) 
     _went_on(job, whole, slurm)
 
 
+@pytest.mark.long
 def test_a_node_is_lost(train: Train, whole: list[Losses], slurm: Slurm) -> None:
     """Nobody was warned: it goes on from the last checkpoint, on another node."""
     job = train(nodes=2, every=10, max_restarts=1)
