@@ -1,7 +1,8 @@
 """Which tests one worker of several runs together, and in which order they are begun.
 
 A cluster belongs to the process that started it, and one test at a time may break it: so all files that need one of a
-kind are one share. Kubernetes is shared by all workers (`clusters/sharing.py`). Any other file is a share of its own.
+kind are one share. Kubernetes is shared by all workers (`clusters/sharing.py`); the tests that break it are one share,
+begun first, so that no other worker waits each time for its repair. Any other file is a share of its own.
 """
 
 from __future__ import annotations
@@ -58,32 +59,42 @@ _APART = frozenset(
     {_DOCS, "tests/schedulers/kubernetes/test_logs.py", "tests/schedulers/kubernetes/test_states_live.py"}
 )
 _ANY_WORKER = "kubernetes"  # the kind of cluster that all workers share
+_ALONE = f"{_ANY_WORKER} alone"
 
 
 def share(nodeid: str, kinds: Mapping[str, str]) -> str:
     """Whose tests are run together with this one."""
-    path = nodeid.partition("::")[0]
+    path, _, name = nodeid.partition("::")
     kind = kinds.get(path, path)
+    if kind == _ANY_WORKER and name.partition("[")[0] in _alone(path):
+        return _ALONE
     return nodeid if path in _APART else path if kind == _ANY_WORKER else kind
 
 
 def in_order(items: Iterable[pytest.Item]) -> list[pytest.Item]:
-    """The tests of each kind of cluster, the long files, and the others."""
+    """The tests of each kind of cluster, those that break Kubernetes, the long files, Kubernetes, and the others."""
     by_share: dict[str, list[pytest.Item]] = {}
     kinds = cluster_files()
     for item in items:
         by_share.setdefault(share(item.nodeid, kinds), []).append(item)
-    first = [kind for kind in SERVERS if kind != _ANY_WORKER]
+    first = [*(kind for kind in SERVERS if kind != _ANY_WORKER), _ALONE]
     early = [name for name in by_share if name in _LONG or name.startswith(_DOCS)]
 
     def place(name: str) -> tuple[int, int]:
         if name in first:
             return 0, first.index(name)
-        if kinds.get(name.partition("::")[0]) == _ANY_WORKER:
+        if name in early:
             return 1, 0
-        return 2 if name in early else 3, 0
+        return 2 if kinds.get(name.partition("::")[0]) == _ANY_WORKER else 3, 0
 
     return [item for name in sorted(by_share, key=place) for item in by_share[name]]
+
+
+@cache
+def _alone(path: str) -> set[str]:
+    """The tests of a file that are marked `alone`. By its text: who hands out shares has collected nothing."""
+    pattern = r"^@pytest\.mark\.alone\b.*\n(?:@.*\n(?: .*\n|\)\n)*)*def (test_\w+)"
+    return set(re.findall(pattern, (ROOT / path).read_text(), re.MULTILINE))
 
 
 def needs_a_server(nodeid: str) -> bool:

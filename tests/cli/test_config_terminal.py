@@ -26,6 +26,7 @@ from accel.settings.question import Machine, Question
 from accel.settings.questions import open_question, values_of
 from accel.settings.target_questions import entry_of
 from accel.settings.values import typed
+from tests.marks import long
 from tests.needs import package
 
 package("prompt_toolkit.shortcuts.choice_input")
@@ -204,7 +205,10 @@ def _word(answer: Any) -> str:
     return {True: "yes", False: "no"}.get(answer, str(answer)) if isinstance(answer, bool) else str(answer)
 
 
-@pytest.mark.parametrize("branch", BRANCHES)
+_SOME = ("cpu", "fsdp 2 and tp", "slurm", "kubernetes", "tpu pod", "sagemaker")
+
+
+@pytest.mark.parametrize("branch", [*_SOME, *long(*(name for name in BRANCHES if name not in _SOME))])
 def test_every_branch(branch: str, terminal: Terminal, tmp_path: Path) -> None:
     """What is asked is what the earlier answers leave open, and the files hold what was answered."""
     answers: dict[str, Any] = {}

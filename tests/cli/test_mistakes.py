@@ -10,6 +10,7 @@ import pytest
 
 from accel.cli import COMMANDS, exits
 from accel.cli.completion import options_of
+from tests.marks import long
 
 from .conftest import Accel
 
@@ -38,6 +39,8 @@ RIGHT: dict[str, list[str]] = {
 }
 # Their words are as many as one likes, or those of a program.
 MANY_WORDS = ("submit", "launch", "wait", "cancel", "prune", "shell")
+# Those that read and write the most files.
+_SOME = ("submit", "launch", "status", "prune", "config", "env")
 NEEDS_NO_WORDS = ("test", "list", "targets", "config", "env")
 
 
@@ -99,7 +102,10 @@ def test_words_that_are_missing_or_too_many(accel: Accel, command: str) -> None:
         is_one_line(accel.in_process(command, *["one", "two", "three", "four"]), exits.USAGE)
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+_some_commands = pytest.mark.parametrize("command", [*_SOME, *long(*(name for name in COMMANDS if name not in _SOME))])
+
+
+@_some_commands
 def test_files_that_are_broken(accel: Accel, command: str) -> None:
     """accel.yaml and the configuration file: whoever reads them says in one line where they are wrong."""
     (accel.here / "accel.yaml").write_text("targets: {local: {kind: local, concurrencyy: 1}, a: [")
@@ -114,7 +120,7 @@ def test_files_that_are_broken(accel: Accel, command: str) -> None:
         assert said.startswith("accel"), said
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@_some_commands
 def test_a_home_that_cannot_be_written(accel: Accel, command: str, tmp_path: Path) -> None:
     """Not by its permissions, which the super-user has no heed of: there is a file where the directory would be."""
     (tmp_path / "file").touch()

@@ -124,6 +124,7 @@ def test_every_worker_runs_it_the_first_time_too(gcloud: Gcloud) -> None:
         assert call == (f"set -e\ncd /usr/share\n{HOSTILE}\necho $PWD")
 
 
+@pytest.mark.long
 def test_a_name_with_spaces_and_quotes_and_a_command_that_fails(gcloud: Gcloud) -> None:
     (gcloud.home / ".ssh").mkdir(mode=0o700)
     failing = "[ $WORKER = 127.0.0.3 ] && exit 7; sleep 300"

@@ -63,6 +63,7 @@ def test_a_pod_sees_the_programs_of_this_computer_and_has_files_of_its_own(run: 
     assert not Path("/home/accel/x").exists()
 
 
+@pytest.mark.long
 @pytest.mark.alone
 def test_a_frozen_kubelet_goes_on(cluster: Kubernetes, place: str) -> None:
     node = cluster.nodes["n1"]

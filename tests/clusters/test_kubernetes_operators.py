@@ -83,6 +83,7 @@ def _delete(cluster: Kubernetes, place: str, kind: str) -> None:
     cluster.client.call("DELETE", _PATHS[kind].format(place), {"propagationPolicy": "Foreground"})
 
 
+@pytest.mark.long
 def test_a_jobset_restarts_all_its_pods_when_one_has_failed(cluster: Kubernetes, place: str, tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     attempt = "metadata.annotations['jobset.sigs.k8s.io/restart-attempt']"
@@ -103,6 +104,7 @@ def test_a_jobset_restarts_all_its_pods_when_one_has_failed(cluster: Kubernetes,
     _until_empty(cluster, place)
 
 
+@pytest.mark.long
 def test_a_jobset_fails_for_good_after_its_last_restart(cluster: Kubernetes, place: str) -> None:
     cluster.apply(_jobset("exit 1", restarts=1, ttlSecondsAfterFinished=1, suspend=True), place)
     _until(cluster, place, "JobSet", "Suspended")
@@ -118,6 +120,7 @@ def test_a_jobset_fails_for_good_after_its_last_restart(cluster: Kubernetes, pla
     _until_empty(cluster, place)
 
 
+@pytest.mark.long
 def test_a_trainjob_is_run_by_its_runtime(cluster: Kubernetes, place: str) -> None:
     for document in _trainjob("echo $PET_NODE_RANK $PET_NNODES $PET_NPROC_PER_NODE $PET_MASTER_ADDR"):
         cluster.apply(document, place)

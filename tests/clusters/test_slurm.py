@@ -97,6 +97,7 @@ def test_gpus_are_counted_and_given_out(slurm: Slurm) -> None:
         slurm.run(["srun", "-N1", "--gres=gpu:3", "true"])
 
 
+@pytest.mark.long
 def test_a_job_whose_node_has_lost_its_power_is_requeued_on_others(slurm: Slurm, tmp_path: Path) -> None:
     body = 'echo "${SLURM_RESTART_COUNT:-0} $SLURM_JOB_NODELIST"; [ "$SLURM_RESTART_COUNT" ] || sleep 1000'
     job = _sbatch(slurm, tmp_path, body, "-N2", "--requeue")
@@ -111,6 +112,7 @@ def test_a_job_whose_node_has_lost_its_power_is_requeued_on_others(slurm: Slurm,
     assert slurm.run(["srun", "-w", "n2", "hostname"]).stdout == "n2\n"
 
 
+@pytest.mark.long
 def test_the_controller_comes_back_and_finds_the_job_that_ran_on(slurm: Slurm, tmp_path: Path) -> None:
     body = f"touch started; until [ -e {tmp_path}/end ]; do sleep 0.1; done"
     job = _sbatch(slurm, tmp_path, body)
@@ -135,6 +137,7 @@ def test_job_ids_that_a_killed_controller_forgot_are_not_met_again_after_healing
     assert slurm.run(["srun", "-N4", "hostname"]).stdout.split() != []
 
 
+@pytest.mark.long
 def test_preemption_sends_the_chosen_signal_before_sigterm_and_requeues(slurm: Slurm, tmp_path: Path) -> None:
     (tmp_path / "task.py").write_text(
         "import os, signal, sys, time\n"
@@ -156,6 +159,7 @@ def test_preemption_sends_the_chosen_signal_before_sigterm_and_requeues(slurm: S
     assert _job(slurm, job, "Restarts") == "1"
 
 
+@pytest.mark.long
 def test_without_the_setting_preemption_sends_sigterm_only(slurm: Slurm, tmp_path: Path) -> None:
     slurm.configure(SlurmctldParameters="")
     task = "trap 'echo USR1' USR1; trap 'echo TERM; exit 9' TERM; echo ready; while :; do sleep 0.05; done"
@@ -181,6 +185,7 @@ def test_a_job_is_submitted_on_the_login_machine_by_an_ordinary_user(slurm: Slur
     assert (home / "out").read_text().split() == ["worker", "n1", str(home)]
 
 
+@pytest.mark.long
 def test_whatever_was_broken_can_be_mended(slurm: Slurm, tmp_path: Path) -> None:
     left = "setsid sh -c 'sleep 1000 & sleep 1000' & "
     _sbatch(slurm, tmp_path, f"{left} trap '' TERM; while :; do sleep 1; done", "-w", "n1")

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.compat.children import python, said
+from tests.marks import long
 
 PROGRAM = """
 import os, sys
@@ -50,8 +51,9 @@ def test_the_scripts_exit_code_is_kept(tmp_path: Path) -> None:
     assert python("-m", "accel.compat", str(tmp_path / "script.py")).returncode == 7
 
 
-@pytest.mark.parametrize("flags", [["--num_processes", "1"], ["--num_processes", "2"],
-                                   ["--num_processes", "2", "--start_method", "spawn"]])  # fmt: skip
+@pytest.mark.parametrize("flags", [
+    ["--num_processes", "2"], *long(["--num_processes", "1"], ["--num_processes", "2", "--start_method", "spawn"]),
+])  # fmt: skip
 def test_ranks_of_accel_launch_have_it(script: Path, flags: list[str]) -> None:
     ranks = int(flags[1])
     lines = said("-m", "accel", "launch", "--compat", "--cpu", *flags, str(script)).splitlines()

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-from ..needs import missing
+from ..schedulers.kubernetes import strict
 from .helms import Manifest
 
 # The least version that accel speaks to, and the newest whose schemas are to be had.
@@ -33,19 +33,12 @@ def group(manifest: Manifest) -> str:
 
 def complaints(manifests: list[Manifest]) -> list[str]:
     """A line for everything that an API server of these versions would refuse; operators' objects are left out."""
-    try:
-        import kubernetes_validate
-    except ImportError:
-        missing("kubernetes-validate", "python -m pip install kubernetes-validate")
     found = []
     for manifest in (m for m in manifests if group(m) not in FOREIGN):
         for version in VERSIONS:
-            try:
-                known = without_newer(copy.deepcopy(manifest)) if version == VERSIONS[0] else manifest
-                kubernetes_validate.validate(known, version, strict=True)
-            except kubernetes_validate.ValidationError as error:
-                place = "/".join(str(part) for part in error.path)
-                found.append(f"{manifest['kind']} {manifest['metadata']['name']}: {place}: {error.message} ({version})")
+            known = without_newer(copy.deepcopy(manifest)) if version == VERSIONS[0] else manifest
+            for line in strict.by_kubernetes(known, version):
+                found.append(f"{manifest['kind']} {manifest['metadata']['name']}: {line} ({version})")
     return found
 
 

@@ -14,6 +14,7 @@ import pytest
 from accel.errors import ArgumentError
 from accel.launch.function import PrepareForLaunch, _WholeLines, notebook_launcher
 from tests import warm
+from tests.marks import long
 from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -123,7 +124,7 @@ with ThreadPoolExecutor(1) as pool:
     assert [one["size"] for one in play(script, tmp_path)] == [2] * 4
 
 
-@pytest.mark.parametrize("more", ["", "use_port={port}", 'rdzv_backend="c10d"'])
+@pytest.mark.parametrize("more", ["", *long("use_port={port}", 'rdzv_backend="c10d"')])
 def test_the_store_of_one_machine_listens_on_loopback_alone(tmp_path: Path, more: str) -> None:
     script = f"""
 def look():

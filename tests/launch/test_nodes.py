@@ -264,7 +264,7 @@ while True: time.sleep(0.01)
 """
 
 
-@pytest.mark.parametrize("again", ["pod-1", "pod-1b"])
+@pytest.mark.parametrize("again", ["pod-1b", *long("pod-1")])
 def test_a_launcher_that_was_killed_is_started_again(launcher: Launcher, again: str) -> None:
     """By the kubelet, or in another pod: one failure of the gang costs each node one start."""
     machines = Machines(launcher)

@@ -146,7 +146,7 @@ def _supervised(rank: int, port: str, folder: Path) -> dict[str, str]:
         (_sagemaker, "127.0.0.2", "SageMaker"),
         *long((_toolkit, "127.0.0.2", "SageMaker")),
         *long((_tpu, "127.0.0.1", "TPU_WORKER_HOSTNAMES of the v4-16")),
-        (_supervised, "localhost", "the job's environment (ACCEL_NODES)"),
+        *long((_supervised, "localhost", "the job's environment (ACCEL_NODES)")),
     ],
 )
 def test_two_machines_that_only_the_scheduler_has_told(

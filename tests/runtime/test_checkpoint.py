@@ -12,6 +12,7 @@ import pytest
 from accel import ProjectConfiguration
 from accel.checkpoint.manifest import NAME, damage
 from accel.errors import CheckpointError
+from tests.marks import long
 
 from .small import fill, save_twice, simple, value_of
 from .worlds import outcomes, run, run_one
@@ -125,7 +126,7 @@ def test_the_newest_whole_one_loads_and_the_damaged_is_named(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     "name", ["model.safetensors", "optimizer.bin", "random_states_0.pkl", "custom_checkpoint_0.pkl", NAME]
 )
-@pytest.mark.parametrize("harm", ["cut", "missing", "flipped"])
+@pytest.mark.parametrize("harm", ["flipped", *long("cut", "missing")])
 def test_a_damaged_file_is_named(tmp_path: Path, name: str, harm: str) -> None:
     place = tmp_path / "here"
     run_one(save_twice, str(place))

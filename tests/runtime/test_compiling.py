@@ -25,6 +25,7 @@ from accel.compiling import (
 )
 from accel.errors import ArgumentError
 from accel.parallel.unwrapping import extract_model_from_parallel
+from tests.marks import long
 
 from .worlds import outcomes, run, run_one
 
@@ -95,7 +96,7 @@ EAGER = {"backend": "eager"}
 REGIONS = {"backend": "eager", "use_regional_compilation": True}
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [2, *long(1)])
 def test_compiled_models_train_as_the_others_do(processes: int) -> None:
     plain = run(_trained, {}, processes=processes)[0]
     assert not plain["compiled"]
@@ -263,7 +264,7 @@ def _checkpointed(how: dict[str, Any], directory: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("how", [EAGER, REGIONS], ids=["whole", "regions"])
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [2, *long(1)])
 def test_checkpoints_of_compiled_models_have_plain_names(how: dict[str, Any], processes: int, tmp_path: Path) -> None:
     assert run(_checkpointed, how, str(tmp_path / "kept"), processes=processes) == [[True, True, (1, 1)]] * processes
 
@@ -279,6 +280,6 @@ def _compiled_by_hand() -> list[bool]:
     ]
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [2, *long(1)])
 def test_unwrapping_a_model_that_the_script_compiled(processes: int) -> None:
     assert run(_compiled_by_hand, processes=processes) == [[True, True]] * processes

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Su
 from accel import Accelerator, DataLoaderConfiguration
 from accel.errors import ArgumentError
 from accel.state import PartialState
+from tests.marks import long
 from tests.needs import missing
 
 from .worlds import outcomes, run
@@ -63,11 +64,11 @@ def _by_node(rank: int, size: int) -> Any:
 @pytest.mark.parametrize(
     ("kind", "config"),
     [
-        ("subset", {"already_sharded": True}),
+        *long(("subset", {"already_sharded": True})),
         ("stream", {"already_sharded": True}),
         ("sampler", {}),
         ("split by node", {}),
-        ("split by node", {"dispatch_batches": False}),
+        *long(("split by node", {"dispatch_batches": False})),
     ],
 )
 def test_what_is_shared_out_already_is_left_as_it_is(kind: str, config: dict[str, Any]) -> None:

@@ -129,7 +129,7 @@ def _stopped_everywhere(kind: str, workers: int, processes: int, persistent: boo
 
 
 @pytest.mark.parametrize("kind", ["map", "stream"])
-@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, False), (2, True)])
+@pytest.mark.parametrize(("workers", "persistent"), [(0, False), *long((2, False)), (2, True)])
 @pytest.mark.parametrize("processes", [2, *long(1)])
 def test_a_loader_of_torchdatas_goes_on_where_it_was(kind: str, workers: int, persistent: bool, processes: int) -> None:
     """With what workers had prefetched, the batch that was read ahead, and the data set's own state."""

@@ -30,16 +30,25 @@ def errors(made: Mapping[str, Any], version: str = "1.34") -> list[str]:
         return _by_models(made, _MODELS[kind])
     if kind == "PodGroup":
         return [] if set(made["spec"]) <= {"minMember", "queue", "priorityClassName"} else [str(made["spec"])]
-    return _by_kubernetes(made, version)
+    return by_kubernetes(made, version)
 
 
-def _by_kubernetes(made: Mapping[str, Any], version: str) -> list[str]:
-    validate = package("kubernetes_validate")
+def by_kubernetes(made: Mapping[str, Any], version: str) -> list[str]:
+    """What the schemas of this version of Kubernetes refuse in one of its own objects."""
+    validate = _kubernetes_validate()
     try:
         validate.validate(dict(made), version, strict=True)
     except validate.ValidationError as error:
         return [f"{'/'.join(map(str, error.path))}: {error.message}"]
     return []
+
+
+@functools.cache
+def _kubernetes_validate() -> Any:
+    """The package, made to keep what it has read: it would parse a file of megabytes for each object."""
+    found = package("kubernetes_validate")
+    found.utils.schema_contents = functools.lru_cache(16)(found.utils.schema_contents)
+    return found
 
 
 def _by_models(made: Mapping[str, Any], name: str) -> list[str]:

@@ -217,17 +217,18 @@ def test_an_exit_code_is_the_program_s(submit: Submit) -> None:
 
 @pytest.mark.alone
 def test_a_node_that_is_lost(kubernetes: Kubernetes, namespace: str, submit: Submit) -> None:
-    job = submit(_RUNS)
+    """Of a job that may be started again: of another, the operator makes a new pod or ends it, as it happens to see the
+    pod while it is being deleted or not."""
+    job = submit(_RUNS, max_restarts=1)
     _running(job)
     waiting = _waited(job)
     (pod,) = kubernetes.pods(namespace)
     node = pod["spec"]["nodeName"]
     kubernetes.lose_node(node)
     try:
-        _becomes(job, Reason.NODE_FAILURE, "node 0: its node does not answer")
+        _becomes(job, Reason.NODE_FAILURE, "node 0: its node was lost")
     finally:
         kubernetes.find_node(node)
-    # The operator makes another pod in place of the one that its node has given up.
     until(lambda: job.status().reason is Reason.NONE and job.status().state is State.RUNNING, "it runs again")
     job.cancel()
     waiting.join(60)

@@ -27,6 +27,7 @@ from schedulers.store import Store
 from schedulers.target import Plan
 from tests.clusters.kube import crds, programs
 from tests.clusters.kube.control import API_PORT, ControlPlane
+from tests.marks import long
 from tests.needs import missing
 from tests.waiting import until
 
@@ -179,8 +180,9 @@ def status(follower: Follower, native: Native) -> Any:
     return found[str(native)]
 
 
-def test_twenty_jobs_are_followed_by_one_watch_each_of_jobs_and_pods(server: Server, follower: Follower) -> None:
-    jobs = [server.submit() for _ in range(20)]
+@pytest.mark.parametrize("count", [4, *long(20)])
+def test_jobs_are_followed_by_one_watch_each_of_jobs_and_pods(server: Server, follower: Follower, count: int) -> None:
+    jobs = [server.submit() for _ in range(count)]
     for native in jobs:
         server.end(native, "Running")
     ended: list[State] = []

@@ -104,12 +104,16 @@ def test_the_time_limit_ends_it_in_order(submit: Submit) -> None:
     [
         (("supervisor",), signal.SIGKILL, {(State.FAILED, Reason.LOST)}),
         (("supervisor",), signal.SIGTERM, {(State.CANCELLED, Reason.USER)}),
-        (("supervisor",), signal.SIGINT, {(State.CANCELLED, Reason.USER)}),
-        (("supervisor",), signal.SIGHUP, set()),
+        *long(
+            (("supervisor",), signal.SIGINT, {(State.CANCELLED, Reason.USER)}),
+            (("supervisor",), signal.SIGHUP, set()),
+        ),
         (("launcher",), signal.SIGKILL, {(State.FAILED, Reason.EXIT_CODE)}),
-        (("launcher",), signal.SIGTERM, {(State.FAILED, Reason.EXIT_CODE)}),
-        (("launcher",), signal.SIGUSR1, set()),
-        (("launcher",), signal.SIGUSR2, set()),
+        *long(
+            (("launcher",), signal.SIGTERM, {(State.FAILED, Reason.EXIT_CODE)}),
+            (("launcher",), signal.SIGUSR1, set()),
+            (("launcher",), signal.SIGUSR2, set()),
+        ),
         (("supervisor", "launcher"), signal.SIGKILL, {(State.FAILED, Reason.LOST)}),
     ],
 )

@@ -142,6 +142,7 @@ def test_a_warned_job_is_started_again_under_its_id(
     assert (left["start"], left["reason"], left["exit_code"]) == (0, "preempted", 85)
 
 
+@pytest.mark.long
 def test_training_goes_on_where_it_was(make: Make) -> None:
     """Two nodes save at one step, end, and are started again; the losses are those of a run that was left alone."""
     job = make(nodes=2, max_restarts=1, entry="script", argv=["train.py", "run", "wait"], grace_s=30.0)

@@ -182,6 +182,7 @@ def test_warned_by_hand(train: Train, whole: list[Losses], slurm: Slurm) -> None
     assert _went_on(job, whole, slurm).attempt == 1
 
 
+@pytest.mark.long
 def test_its_time_limit_passes(train: Train, whole: list[Losses], slurm: Slurm) -> None:
     job = train(nodes=1, max_restarts=3, time_limit_s=60, grace_s=35)
     _went_on(job, whole, slurm)

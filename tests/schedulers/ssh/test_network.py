@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import time
 
+import pytest
+
 from schedulers import State
 from tests.clusters.ssh import SshHosts
 from tests.waiting import until
@@ -35,6 +37,7 @@ def test_a_host_far_away_takes_part_and_is_not_given_up(submit: Submit, ssh_host
     nothing_is_left(ssh_hosts)
 
 
+@pytest.mark.long
 def test_the_leader_may_be_the_host_far_away(submit: Submit, ssh_hosts: SshHosts) -> None:
     ssh_hosts["node1"].delay(EACH_WAY_MS)
     job = submit(STARTED, nodes=4)

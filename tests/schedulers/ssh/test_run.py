@@ -85,6 +85,7 @@ def test_another_machine_with_the_native_id_can_follow_and_cancel(submit: Submit
     other.close()  # type: ignore[attr-defined]
 
 
+@pytest.mark.long
 def test_the_first_failure_is_the_jobs(submit: Submit) -> None:
     job = submit('[ "$RANK" = 1 ] && { echo "no data here" >&2; exit 7; }; sleep 300')
     status = job.wait(60)
@@ -92,6 +93,7 @@ def test_the_first_failure_is_the_jobs(submit: Submit) -> None:
     assert "rank 1" in status.message
 
 
+@pytest.mark.long
 def test_a_bad_host_is_replaced_by_a_spare(
     submit: Submit, ssh_hosts: SshHosts, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -252,6 +254,7 @@ def test_a_submit_that_is_repeated_finds_its_job(submit: Submit, ssh_hosts: SshH
     again.close()  # type: ignore[attr-defined]
 
 
+@pytest.mark.long
 def test_a_host_that_dies_ends_the_job_and_its_name_is_said(submit: Submit, ssh_hosts: SshHosts) -> None:
     job = submit("echo on; sleep 300")
     until(lambda: printed(job).count("on\n") == 2, "both ranks run")

@@ -61,6 +61,7 @@ def training(hosts: SshHosts, script: Path, *words: str, **given: Any) -> Job:
     )  # fmt: skip
 
 
+@pytest.mark.long
 def test_four_hosts_train_as_one_process_does(
     ssh_hosts: SshHosts, home: Path, project: Path, tmp_path: Path, alone: list[float]
 ) -> None:
