@@ -68,7 +68,7 @@ def test_a_job_that_waits_is_cancelled(submit: Submit, kubernetes: Kubernetes, n
 
 
 def test_the_cluster_removes_a_job_after_its_ttl(submit: Submit, kubernetes: Kubernetes, namespace: str) -> None:
-    job = submit("true", options={"ttl_s": 1, "code": "auto"})
+    job = submit("true", options={"ttl_s": 5, "code": "auto"})
     assert job.wait(90).state is State.SUCCEEDED
     until(lambda: made_by(job, kubernetes, namespace) == [], "everything is gone")
     assert job.status().state is State.SUCCEEDED
