@@ -50,14 +50,14 @@ _HOME_OF = {
     "TorchDynamoPlugin": "accel.plugins",
     "broadcast": "accel.collectives",
     "broadcast_object_list": "accel.collectives",
-    "compile_regions": "accel.compiling",
+    "compile_regions": "accel.training.compile",
     "concatenate": "accel.collectives",
     "cpu_offload": "accel.big_models",
     "cpu_offload_with_hook": "accel.big_models",
     "debug_launcher": "accel.launch.function",
     "disk_offload": "accel.big_models",
     "dispatch_model": "accel.big_models",
-    "extract_model_from_parallel": "accel.parallel.unwrapping",
+    "extract_model_from_parallel": "accel.parallel.unwrap",
     "find_executable_batch_size": "accel.memory",
     "gather": "accel.collectives",
     "gather_object": "accel.collectives",
@@ -73,12 +73,12 @@ _HOME_OF = {
     "prepare_data_loader": "accel.data",
     "reduce": "accel.collectives",
     "register_tracker_class": "accel.tracking",
-    "send_to_device": "accel.operations",
-    "set_seed": "accel.random",
+    "send_to_device": "accel.collectives.operations",
+    "set_seed": "accel.collectives.rng",
     "skip_first_batches": "accel.data",
     "submit": "schedulers",
     "submit_async": "schedulers",
-    "synchronize_rng_states": "accel.random",
+    "synchronize_rng_states": "accel.collectives.rng",
 }
 
 __all__ = [
@@ -175,7 +175,8 @@ if TYPE_CHECKING:
         pad_across_processes,
         reduce,
     )
-    from accel.compiling import compile_regions
+    from accel.collectives.operations import send_to_device
+    from accel.collectives.rng import set_seed, synchronize_rng_states
     from accel.data import (
         BatchSamplerShard,
         DataLoaderDispatcher,
@@ -194,8 +195,7 @@ if TYPE_CHECKING:
     from accel.local_sgd import LocalSGD
     from accel.logging import get_logger
     from accel.memory import find_executable_batch_size
-    from accel.operations import send_to_device
-    from accel.parallel.unwrapping import extract_model_from_parallel
+    from accel.parallel.unwrap import extract_model_from_parallel
     from accel.plugins import (
         AutocastKwargs,
         DataLoaderConfiguration,
@@ -207,9 +207,9 @@ if TYPE_CHECKING:
         ProjectConfiguration,
         TorchDynamoPlugin,
     )
-    from accel.random import set_seed, synchronize_rng_states
     from accel.state import AcceleratorState, GradientState, PartialState
     from accel.tracking import GeneralTracker, register_tracker_class
+    from accel.training.compile import compile_regions
     from schedulers import Job, JobSpec, LogLine, Reason, Resources, Retry, State, Status, submit, submit_async
 
 

@@ -8,17 +8,17 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel.compiling import TorchDynamoPlugin as TorchDynamoPlugin
 from accel.enums import DDPCommunicationHookType
 from accel.errors import ArgumentError, one_of
 from accel.kwargs import KwargsHandler as KwargsHandler
-from accel.profiling import ProfileKwargs as ProfileKwargs
+from accel.training.compile import TorchDynamoPlugin as TorchDynamoPlugin
+from accel.training.profiling import ProfileKwargs as ProfileKwargs
 
 if TYPE_CHECKING:
-    from accel.recipes import AORecipeKwargs as AORecipeKwargs
-    from accel.recipes import FP8RecipeKwargs as FP8RecipeKwargs
-    from accel.recipes import MSAMPRecipeKwargs as MSAMPRecipeKwargs
-    from accel.recipes import TERecipeKwargs as TERecipeKwargs
+    from accel.fp8_recipes import AORecipeKwargs as AORecipeKwargs
+    from accel.fp8_recipes import FP8RecipeKwargs as FP8RecipeKwargs
+    from accel.fp8_recipes import MSAMPRecipeKwargs as MSAMPRecipeKwargs
+    from accel.fp8_recipes import TERecipeKwargs as TERecipeKwargs
 
 RECIPES = ("AORecipeKwargs", "FP8RecipeKwargs", "MSAMPRecipeKwargs", "TERecipeKwargs")
 
@@ -26,9 +26,9 @@ RECIPES = ("AORecipeKwargs", "FP8RecipeKwargs", "MSAMPRecipeKwargs", "TERecipeKw
 def __getattr__(name: str) -> Any:
     # Their module looks for libraries, which a script that trains in 16 or 32 bits need not wait for.
     if name in RECIPES:
-        from accel import recipes
+        from accel import fp8_recipes
 
-        return getattr(recipes, name)
+        return getattr(fp8_recipes, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

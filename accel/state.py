@@ -15,13 +15,13 @@ from typing import Any, ClassVar, NoReturn, TypeVar, cast
 
 import torch
 
-from accel import world as worlds
 from accel.enums import DistributedType, PrecisionType
-from accel.environment import World, read_flag, read_world, torchrun_variables
 from accel.errors import ArgumentError, PrecisionError, StateError, nearest, one_of
 from accel.gradient_state import GradientState as GradientState
-from accel.hardware import avoid_unsafe_links, set_numa_affinity
-from accel.sharing import share_of
+from accel.world import process_group as worlds
+from accel.world.environment import World, read_flag, read_world, torchrun_variables
+from accel.world.hardware import avoid_unsafe_links, set_numa_affinity
+from accel.world.split import share_of
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

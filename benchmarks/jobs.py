@@ -77,7 +77,7 @@ def _end_to_wait(folder: str, script: Path) -> Callable[[], float]:
 
 def _fill(home: Path, count: int) -> None:
     """A store of finished jobs: one real one, and copies of it under other ids."""
-    from schedulers.store import Store
+    from schedulers.store.store import Store
 
     script = home / "hello.py"
     script.write_text("print('hello')\n")

@@ -149,7 +149,7 @@ def kubernetes_follow(rounds: int) -> bool:
 
 
 def _followed(lab: Lab) -> dict[str, float]:
-    from schedulers.handle import find_all
+    from schedulers.jobs.handle import find_all
 
     jobs = find_all([lab.submit().id for _ in range(JOBS)])
     threads = [threading.Thread(target=lambda job=job: list(job.logs(follow=True))) for job in jobs]
@@ -243,7 +243,7 @@ def _timed(what: Callable[[], object]) -> Callable[[], float]:
 
 
 def name_of(job: Job) -> str:
-    from schedulers.kubernetes.native import Native
+    from schedulers.kubernetes.native_id import Native
 
     return Native.parse(job.native_id or "").name
 

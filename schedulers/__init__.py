@@ -19,9 +19,9 @@ if TYPE_CHECKING:
         UnknownTarget,
         Unreachable,
     )
-    from .handle import Job, dry_run, find, list_jobs, submit, submit_async, submit_spec
     from .job import Cursor, JobSpec, LogLine, Reason, Resources, Retry, State, Status
-    from .store import Store
+    from .jobs.handle import Job, dry_run, find, list_jobs, submit, submit_async, submit_spec
+    from .store.store import Store
     from .target import Plan, Target
     from .topology import Topology
 
@@ -59,9 +59,9 @@ __all__ = [
 _MODULES = {
     "errors": "ConfigError SchedulerError SnapshotError SpecError StoreError SubmitError UnknownJob UnknownTarget "
     "Unreachable",
-    "handle": "Job dry_run find list_jobs submit submit_async submit_spec",
+    "jobs.handle": "Job dry_run find list_jobs submit submit_async submit_spec",
     "job": "Cursor JobSpec LogLine Reason Resources Retry State Status",
-    "store": "Store",
+    "store.store": "Store",
     "target": "Plan Target",
     "topology": "Topology",
 }

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from .converting import as_moment, as_text, as_whole, convert
+from .convert import as_moment, as_text, as_whole, convert
 from .errors import SpecError
 
 Entry = Literal["script", "module", "command"]

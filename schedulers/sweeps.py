@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from .errors import SpecError
 from .job import JobSpec
-from .store import Store
+from .store.store import Store
 
 if TYPE_CHECKING:
-    from .handle import Job
-    from .record import Record
+    from .jobs.handle import Job
+    from .store.record import Record
     from .target import Plan
 
 Point = Mapping[str, str]
@@ -74,8 +74,8 @@ def submit_sweep(
     """Submits the jobs, in one request where the target takes that. Raises what `submit` raises; where jobs are
     submitted one by one, those before the one that is refused go on, and the message says how many."""
     from .errors import SchedulerError
-    from .handle import Job, submit_spec
-    from .submitting import admit, for_each, prepare, send_many
+    from .jobs.handle import Job, submit_spec
+    from .jobs.submit import admit, for_each, prepare, send_many
     from .target import Sweeps
 
     store = store or Store.default()
@@ -114,7 +114,7 @@ def plans(
     start: str | Path | None = None,
 ) -> list[Plan]:
     """What `submit_sweep` would do. Writes nothing, asks nobody. Raises SpecError, ConfigError."""
-    from .submitting import prepare
+    from .jobs.submit import prepare
 
     store = store or Store.default()
     resolved, first = prepare(jobs[0], target_name, store, start)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
-from .converting import convert
+from .convert import convert
 from .errors import ConfigError, SchedulerError, UnknownTarget, nearest
 from .job import Cursor, JobSpec, LogLine, Status
 from .printable import one_line

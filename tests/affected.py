@@ -20,16 +20,16 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath
 
 ROOT = Path(__file__).parents[1]
-HOSTSIDE = "schedulers/remote/hostside"
+HOSTSIDE = "schedulers/node"
 EVERY_TEST_NEEDS = ("pyproject.toml", "constraints.txt")
 # Modules named here are loaded early, or looked up in sys.modules: whoever needs them names them too.
 IGNORED_STRINGS = {
-    "tests/conftest.py", "tests/shares.py", "tests/warm.py", "accel/available.py", "accel/launch/preload.py",
+    "tests/conftest.py", "tests/shares.py", "tests/warm.py", "accel/world/available.py", "accel/launch/preload.py",
 }  # fmt: skip
 # Imported only where a test names one of the words.
 ON_REQUEST = {
     "accel/compat/startup/sitecustomize.py": ("--compat", "ACCEL_COMPAT", "accel.compat"),
-    "accel/compat/names.py": ("--compat", "ACCEL_COMPAT", "accel.compat"),
+    "accel/compat/name_table.py": ("--compat", "ACCEL_COMPAT", "accel.compat"),
 }
 _OURS = r"(?:accel|schedulers|tests|benchmarks)"
 DOTTED = re.compile(rf"\b{_OURS}(?:\.\w+)+")
@@ -199,7 +199,7 @@ class Graph:
         names = ["__init__.py", "conftest.py"] if _is_test(path) else ["__init__.py"]
         found = {str(folder / name) for folder in folders for name in names} & self._known
         uses = set(source.uses)
-        ships = path.startswith("schedulers/remote/") or any(map(SENT.fullmatch, uses))
+        ships = path.startswith("schedulers/hosts/") or any(map(SENT.fullmatch, uses))
         for text in source.strings:
             uses.update(DOTTED.findall(text))
             uses.update(f"{module}.__init__" for module in IMPORT.findall(text))

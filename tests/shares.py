@@ -29,7 +29,7 @@ SERVERS = {
         r": (Kubernetes|Submit|Server|Run)\b",
     ),
     # Other hosts like those of "ssh", which take a second to start: together they would be what everybody waits for.
-    "hosts": (("tests/schedulers/remote", "tests/launch/test_cut.py"), r": (SshHosts|Submit|Pool)\b"),
+    "hosts": (("tests/schedulers/hosts", "tests/launch/test_cut.py"), r": (SshHosts|Submit|Pool)\b"),
 }
 # Start servers of their own: hosts, a registry, a tracking server, jobs of several machines.
 _MORE_SERVERS = (
@@ -39,13 +39,14 @@ _MORE_SERVERS = (
 )  # fmt: skip
 # Take more than their share of the time; `make test-fast` leaves them out too.
 _SLOW = (
-    "tests/cli/test_sanity.py", "tests/cli/test_env.py", "tests/cli/test_estimate_hub.py", "tests/cli/test_versions.py",
+    "tests/cli/test_selftest.py", "tests/cli/test_env.py", "tests/cli/test_estimate_hub.py",
+    "tests/cli/test_versions.py",
     "tests/cli/test_tpu_gcloud.py", "tests/compat/test_command.py", "tests/compat/test_mirror.py",
     "tests/launch/test_preemption.py", "tests/launch/test_program.py", "tests/launch/test_scheduled.py",
     "tests/launch/test_signals.py", "tests/launch/test_world.py", "tests/test_scripts.py",
-    "tests/runtime/test_checkpoint_formats.py", "tests/runtime/test_checkpoint_killed.py",
-    "tests/runtime/test_compiling.py", "tests/runtime/test_digits.py", "tests/runtime/test_memory.py",
-    "tests/runtime/test_resume_placements.py", "tests/runtime/big_models/test_against_accelerate.py",
+    "tests/runtime/checkpoint/test_formats.py", "tests/runtime/checkpoint/test_killed.py",
+    "tests/runtime/training/test_compile.py", "tests/runtime/test_digits.py", "tests/runtime/test_memory.py",
+    "tests/runtime/checkpoint/test_resume_placements.py", "tests/runtime/big_models/test_against_accelerate.py",
     "tests/runtime/big_models/test_libraries.py",
 )  # fmt: skip
 # Begun early: files that take minutes would otherwise be what everybody waits for at the end.
@@ -56,7 +57,11 @@ _LONG = frozenset({
 })  # fmt: skip
 _DOCS = "tests/test_docs.py"  # whose tests are programs of their own, and take minutes together
 _APART = frozenset(
-    {_DOCS, "tests/schedulers/kubernetes/test_logs.py", "tests/schedulers/kubernetes/test_states_live.py"}
+    {
+        _DOCS,
+        "tests/schedulers/kubernetes/logs/test_logs.py",
+        "tests/schedulers/kubernetes/status/test_job_states_live.py",
+    }
 )
 _ANY_WORKER = "kubernetes"  # the kind of cluster that all workers share
 _ALONE = f"{_ANY_WORKER} alone"

@@ -27,10 +27,10 @@ TREE = {
     "accel/cli/list.py": "",
     "accel/cli/env.py": "",
     "schedulers/__init__.py": "",
-    "schedulers/remote/__init__.py": "",
-    "schedulers/remote/files.py": "def host_programs(*names): ...",
-    "schedulers/remote/hostside/logs.py": "",
-    "schedulers/remote/hostside/jobs.py": "",
+    "schedulers/hosts/": "",
+    "schedulers/hosts/remote_files.py": "def host_programs(*names): ...",
+    "schedulers/node/logs.py": "",
+    "schedulers/node/jobs.py": "",
     "schedulers/ssh.py": 'from .remote.files import host_programs\nhost_programs("logs")',
     "helm/accel/values.yaml": "",
     "docs/ssh.md": "",
@@ -76,8 +76,8 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Graph:
         ("accel/cli/__init__.py", ["test_command"]),
         ("accel/cli/list.py", ["test_command"]),
         ("accel/cli/env.py", []),
-        ("schedulers/remote/hostside/logs.py", ["test_host"]),
-        ("schedulers/remote/hostside/jobs.py", []),
+        ("schedulers/node/logs.py", ["test_host"]),
+        ("schedulers/node/jobs.py", []),
         ("helm/accel/values.yaml", ["test_data"]),
         ("docs/ssh.md", ["test_data"]),
         ("docs/slurm.md", []),
@@ -155,20 +155,20 @@ def real() -> Graph:
 @pytest.mark.parametrize(
     ("file", "test"),
     [
-        ("schedulers/remote/hostside/supervisor/slots.py", "tests/schedulers/ssh/test_queue.py"),
-        ("schedulers/remote/hostside/supervisor/slots.py", "tests/schedulers/local/test_queue.py"),
-        ("schedulers/remote/hostside/slurm_batch/step.py", "tests/schedulers/slurm/test_batch.py"),
-        ("schedulers/remote/hostside/passing.py", "tests/schedulers/ssh/test_shipping.py"),
+        ("schedulers/hosts/supervisor/slots.py", "tests/schedulers/ssh/test_queue.py"),
+        ("schedulers/hosts/supervisor/slots.py", "tests/schedulers/local/test_queue.py"),
+        ("schedulers/slurm/batch/step.py", "tests/schedulers/slurm/test_batch.py"),
+        ("schedulers/node/relay.py", "tests/schedulers/ssh/test_submit.py"),
         ("tests/golden/slurm_least.txt", "tests/schedulers/slurm/test_script.py"),
-        ("tests/golden/kubernetes/job_pvc.yaml", "tests/schedulers/kubernetes/test_manifests.py"),
+        ("tests/golden/kubernetes/job_pvc.yaml", "tests/schedulers/kubernetes/manifests/test_build.py"),
         ("helm/accel/values.yaml", "tests/helm/test_charts.py"),
         ("helm/accel-job/files/unpack", "tests/helm/test_generated.py"),
         ("deploy/kubernetes/rbac.yaml", "tests/helm/test_deploy.py"),
-        ("accel/local_sgd.py", "tests/runtime/test_local_sgd.py"),
+        ("accel/local_sgd.py", "tests/runtime/training/test_local_sgd.py"),
         ("accel/tracking/aim.py", "tests/runtime/tracking/test_packages.py"),
         ("accel/commands/launch.py", "tests/cli/test_launch_names.py"),
-        ("accel/compat/names.py", "tests/compat/test_mirror.py"),
-        ("accel/launch/told.py", "tests/launch/test_signals.py"),
+        ("accel/compat/name_table.py", "tests/compat/test_mirror.py"),
+        ("accel/launch/signals.py", "tests/launch/test_signals.py"),
         ("schedulers/kubernetes/target.py", "tests/schedulers/kubernetes/test_submit.py"),
         ("examples/digits/train.py", "tests/runtime/test_digits.py"),
         ("docs/migrating.md", "tests/compat/test_surface.py"),
@@ -191,9 +191,9 @@ def test_every_program_for_hosts_reaches_a_test_of_its_target(real: Graph) -> No
 
 
 def test_one_target_does_not_affect_the_others(real: Graph) -> None:
-    assert "tests/schedulers/local/test_plan.py" not in real.tests(["schedulers/slurm/sbatch.py"])
-    assert "tests/schedulers/kubernetes/test_manifests.py" not in real.tests(["schedulers/ssh/shipping.py"])
-    assert "tests/runtime/test_local_sgd.py" not in real.tests(["schedulers/ssh/shipping.py"])
+    assert "tests/schedulers/local/test_plan.py" not in real.tests(["schedulers/slurm/sbatch_options.py"])
+    assert "tests/schedulers/kubernetes/manifests/test_build.py" not in real.tests(["schedulers/ssh/submit.py"])
+    assert "tests/runtime/training/test_local_sgd.py" not in real.tests(["schedulers/ssh/submit.py"])
 
 
 def test_script_runs_from_any_directory(tmp_path: Path) -> None:

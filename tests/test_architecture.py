@@ -82,7 +82,7 @@ def test_optional_packages_are_not_imported_on_the_way_to_a_submit() -> None:
         assert not roots & OPTIONAL, module
 
 
-@pytest.mark.parametrize("package", ["accel", "accel.cli", "accel.launch.devices", "accel.launch.node", "schedulers"])
+@pytest.mark.parametrize("package", ["accel", "accel.cli", "accel.launch.devices", "accel.launch.run", "schedulers"])
 def test_importing_loads_no_torch(package: str) -> None:
     code = f"import {package}, sys; print(*[m for m in {sorted(OPTIONAL)} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

@@ -77,7 +77,7 @@ def test_every_dependency_has_its_reason() -> None:
 
 
 def test_every_flag_of_launch_that_the_documents_name_exists() -> None:
-    from accel.launch.options import GROUPS
+    from accel.launch.flags import GROUPS
 
     known = {spelling for options in GROUPS.values() for option in options for spelling in option.spellings()}
     text = (ROOT / "docs/launch.md").read_text()

@@ -33,7 +33,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn, Protocol
 
-from accel.launch.leaving import leave
+from accel.launch.exit import leave
 
 ROOT = Path(__file__).parents[1]
 MARK = "ACCEL_TEST_MARK"  # a variable of 32 characters by which /proc/PID/environ tells whose process it is
@@ -45,7 +45,7 @@ COMMANDS = (
     *"output finding values yaml_edit".split(),
 )
 LIGHT = (*(f"accel.cli.{name}" for name in COMMANDS), "schedulers.local", "rich.console", "rich.table", "msgspec.json")
-TORCH = ("torch._dynamo", "accel.accelerator", "accel.launch.gang", "accel.cli.launch", "safetensors.torch")
+TORCH = ("torch._dynamo", "accel.accelerator", "accel.launch.multi_process", "accel.cli.launch", "safetensors.torch")
 
 # Read while the interpreter or a library is loaded: a process with another value needs a new interpreter.
 _READ_EARLY = tuple("PYTHON LD_ MKL_ KMP_ OPENBLAS_ MALLOC_ TORCH_ TORCHINDUCTOR_ ACCEL_COMPAT".split())

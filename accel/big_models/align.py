@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from accel.big_models.devices import CPU, META, Device, as_device
+from accel.big_models.device_names import CPU, META, Device, as_device
 from accel.big_models.hooks import ModelHook, SequentialHook, not_compiled
-from accel.big_models.modules import (
+from accel.big_models.module_tensors import (
     TiedParams,
     emptied,
     named_module_tensors,
@@ -20,7 +20,7 @@ from accel.big_models.modules import (
     set_module_tensor_to_device,
     tensor_named,
 )
-from accel.big_models.moving import device_of_first, move
+from accel.big_models.move import device_of_first, move
 
 
 class _Brought(NamedTuple):

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from accel.big_models.devices import CPU, Device, as_device, dtype_named
+from accel.big_models.device_names import CPU, Device, as_device, dtype_named
 from accel.big_models.tensor_files import SafetensorsFile, aligned, map_tensor
 from accel.errors import ArgumentError, CheckpointError, nearest
 

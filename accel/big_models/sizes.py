@@ -10,8 +10,8 @@ from enum import Enum
 import torch
 from torch import nn
 
-from accel.big_models.devices import dtype_named
-from accel.big_models.modules import is_real, named_module_tensors
+from accel.big_models.device_names import dtype_named
+from accel.big_models.module_tensors import is_real, named_module_tensors
 from accel.errors import ArgumentError, nearest
 
 # A type of torch, its name, or a type that torch has no tensors of, such as "int4" or `CustomDtype.INT4`.

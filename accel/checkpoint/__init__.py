@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from accel.checkpoint.control import CheckpointControl
-from accel.checkpoint.objects import load, save
+from accel.checkpoint.save_load import load, save
 from accel.checkpoint.weights import clean_state_dict_for_safetensors
 from accel.checkpoint.writer import Checkpoints
 
-__all__ = ["CheckpointControl", "Checkpoints", "clean_state_dict_for_safetensors", "load", "save"]
+__all__ = ["Checkpoints", "clean_state_dict_for_safetensors", "load", "save"]

@@ -10,8 +10,7 @@ from typing import Any, Literal
 import torch
 
 from accel.checkpoint.durable import Digest
-from accel.checkpoint.files import read_object, write_safe_object
-from accel.checkpoint.names import (
+from accel.checkpoint.file_names import (
     EXTRA,
     OPTIMIZER,
     SAFE_WEIGHTS_NAME,
@@ -25,8 +24,9 @@ from accel.checkpoint.names import (
     random_states_name,
 )
 from accel.checkpoint.random_states import random_states, set_random_states
-from accel.checkpoint.restoring import load_module, load_optimizer
+from accel.checkpoint.restore import load_module, load_optimizer
 from accel.checkpoint.tensors import read_tensors, write_tensors
+from accel.checkpoint.torch_files import read_object, write_safe_object
 from accel.checkpoint.weights import read_weights
 from accel.errors import CheckpointError
 from accel.logging import get_logger

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from accel.checkpoint.durable import BLOCK, Digest, block_checksum
-from accel.checkpoint.files import write_bytes
-from accel.checkpoint.names import MANIFEST
+from accel.checkpoint.file_names import MANIFEST
+from accel.checkpoint.torch_files import write_bytes
 from accel.errors import CheckpointError
 
 NAME = MANIFEST

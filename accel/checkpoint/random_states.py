@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from accel.checkpoint.files import read_object
+from accel.checkpoint.torch_files import read_object
+from accel.collectives.rng import device_rng_state, host_rng_state, set_device_rng_state, set_host_rng_state
 from accel.errors import CheckpointError
-from accel.random import device_rng_state, host_rng_state, set_device_rng_state, set_host_rng_state
 
 _DEVICE_KEY = "torch_{}_manual_seed"
 

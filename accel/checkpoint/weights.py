@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from accel.checkpoint.durable import fsync_directory
-from accel.checkpoint.files import read_object, replacing, write_bytes, write_object
-from accel.checkpoint.names import (
+from accel.checkpoint.file_names import (
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,
     SAFE_WEIGHTS_PATTERN_NAME,
@@ -25,6 +24,7 @@ from accel.checkpoint.names import (
     shard_name,
 )
 from accel.checkpoint.tensors import read_tensors, untie, write_tensors
+from accel.checkpoint.torch_files import read_object, replacing, write_bytes, write_object
 from accel.errors import ArgumentError, CheckpointError
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B", re.IGNORECASE)

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from accel.checkpoint import fence
-from accel.checkpoint.agreement import Result, side_group, together
+from accel.checkpoint.all_ranks import Result, side_group, together
 from accel.checkpoint.background import Background
 from accel.checkpoint.contents import Contents, Piece
 from accel.checkpoint.directory import delete_given_up, leftovers, numbered, publish, recover, remove, start_draft
 from accel.checkpoint.durable import Digest, fsync_directory, settle
+from accel.checkpoint.file_names import CHECKPOINT_PREFIX, MANIFEST, random_states_name
 from accel.checkpoint.full_disk import reporting_full_disk
 from accel.checkpoint.manifest import Manifest, damage, read_manifest, write_manifest
-from accel.checkpoint.names import CHECKPOINT_PREFIX, MANIFEST, random_states_name
 from accel.checkpoint.staging import Staging
 from accel.errors import CheckpointError
 from accel.logging import get_logger

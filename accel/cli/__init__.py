@@ -3,7 +3,7 @@
 A command's module has either `add_arguments(parser)` and `run(args) -> int`, or `run_argv(argv) -> int` when what
 follows the command is not for a parser to judge (a script's own arguments).
 
-Data and job ids go to stdout, everything else for people to stderr. `accel.cli.exits` lists the exit codes.
+Data and job ids go to stdout, everything else for people to stderr. `accel.cli.exit_status` lists the exit codes.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from . import exits
-from .words import UsageError, hanging
+from . import exit_status
+from .argv import UsageError, hanging
 
 __all__ = ["COMMANDS", "main"]
 
@@ -67,10 +67,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
-        return exits.INTERRUPTED
+        return exit_status.INTERRUPTED
     except BrokenPipeError:
         _forget_output()
-        return exits.BROKEN_PIPE
+        return exit_status.BROKEN_PIPE
     except Exception as error:
         return _report(error, words[0] if words and words[0] in COMMANDS else "")
     finally:
@@ -81,10 +81,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _dispatch(words: Sequence[str]) -> int:
     if not words:
         print(_map(), end="", file=sys.stderr)
-        return exits.USAGE
+        return exit_status.USAGE
     if words[0] in ("-h", "--help"):
         print(_help(), end="")
-        return exits.OK
+        return exit_status.OK
     name, *rest = words
     if name == "help":
         if len(rest) > 1:
@@ -96,7 +96,7 @@ def _dispatch(words: Sequence[str]) -> int:
         return complete(rest)
     if name == "--version":
         print(_version())
-        return exits.OK
+        return exit_status.OK
     if name not in COMMANDS:
         raise _unknown(name)
 
@@ -178,7 +178,7 @@ def _report(error: Exception, command: str) -> int:
     if os.environ.get("ACCEL_DEBUG") == "1" or not isinstance(error, (UsageError, SchedulerError, OSError)):
         raise error
     where = error.command if isinstance(error, UsageError) else f"accel {command}".rstrip()
-    code = exits.USAGE if isinstance(error, (UsageError, SpecError, ConfigError)) else exits.ERROR
+    code = exit_status.USAGE if isinstance(error, (UsageError, SpecError, ConfigError)) else exit_status.ERROR
     try:
         sys.stdout.flush()
     except OSError:

@@ -2,20 +2,20 @@
 
 stdout has a line for each job: its id, a tab, its state.
 
---json  {"jobs": […]}, each in the shape that `accel.cli.rows` gives.
+--json  {"jobs": […]}, each in the shape that `accel.cli.job_format` gives.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from . import exits, finding
+from . import exit_status, job_args
 from .output import note, print_json
 
 if TYPE_CHECKING:
     from argparse import Namespace
 
-    from schedulers.handle import Job
+    from schedulers.jobs.handle import Job
 
     from .parser import Parser
 
@@ -33,23 +33,23 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("jobs", metavar="JOB", nargs="+", help="an id, a unique prefix of one, or @last")
     parser.add_argument("--no-wait", action="store_true", help="ask for the end and return")
     parser.add_argument("--json", action="store_true", help="answer in JSON")
-    finding.add_arguments(parser)
+    job_args.add_arguments(parser)
 
 
 def run(args: Namespace) -> int:
-    from .rows import record_json
+    from .job_format import record_json
 
-    jobs = finding.find_all("accel cancel", args.jobs, args)
-    code = exits.OK
+    jobs = job_args.find_all("accel cancel", args.jobs, args)
+    code = exit_status.OK
     asked = [job for job in jobs if _ask(job)]  # all are asked before any is waited for: their graces run together
     for job in asked:
         if not args.no_wait and not _ended(job):
-            code = exits.ERROR
+            code = exit_status.ERROR
         if not args.json:
             print(f"{job.id}\t{job.record.status.state.value}", flush=True)
     if args.json:
         print_json({"jobs": [record_json(job.record) for job in jobs]})
-    return code if len(asked) == len(jobs) else exits.ERROR
+    return code if len(asked) == len(jobs) else exit_status.ERROR
 
 
 def _ask(job: Job) -> bool:

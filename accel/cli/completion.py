@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from . import exits
+from . import exit_status
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -83,7 +83,7 @@ _VERBS = {
     "config": [("default", "write the defaults"), ("update", "rewrite an older file")],
 }
 # Where a command's options are, if not in its own module.
-_OPTIONS = {"submit": "accel.cli.submit_options", "launch": "accel.launch.options"}
+_OPTIONS = {"submit": "accel.cli.submit_options", "launch": "accel.launch.flags"}
 
 
 def add_arguments(parser: Parser) -> None:
@@ -92,7 +92,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: Namespace) -> int:
     print(SHELLS[args.shell], end="")
-    return exits.OK
+    return exit_status.OK
 
 
 def complete(words: Sequence[str]) -> int:
@@ -104,8 +104,8 @@ def complete(words: Sequence[str]) -> int:
             sys.stdout.write(f"{value}\t{' '.join(one_line(meaning).split())}\n" if meaning else f"{value}\n")
         sys.stdout.flush()
     except Exception:
-        return exits.ERROR
-    return exits.OK
+        return exit_status.ERROR
+    return exit_status.OK
 
 
 def candidates(words: list[str]) -> list[tuple[str, str]]:
@@ -237,15 +237,15 @@ def _words(command: str, before: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def _targets() -> Iterator[tuple[str, str]]:
-    from schedulers.config import known_targets
+    from schedulers.config.named_targets import known_targets
 
     yield from ((target.name, f"{target.kind}, {target.source}") for target in known_targets())
 
 
 def _job_ids() -> Iterator[tuple[str, str]]:
     """Those known here, the newest first, as they were when last asked: no target is."""
-    from schedulers.record import Damaged
-    from schedulers.store import Store
+    from schedulers.store.record import Damaged
+    from schedulers.store.store import Store
 
     store = Store.default()
     jobs = store.records(store.ids()[:_MOST_JOBS])

@@ -12,16 +12,16 @@ import os
 import shlex
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from . import exits, whole_files
+from . import atomic_write, exit_status
+from .argv import UsageError
 from .launch_file import default_path
 from .output import note, print_json
-from .words import UsageError
 
 if TYPE_CHECKING:
     from argparse import Namespace
     from collections.abc import Mapping
 
-    from accel.settings.questions import Machine
+    from accel.settings.wizard import Machine
 
     from .config_target import Written
     from .parser import Parser
@@ -55,19 +55,19 @@ def run(args: Namespace) -> int:
     machine = _machine()
     if args.answers is not None:
         return _finish(args, path, _answered(args.answers, machine), machine)
-    from . import config_ask
+    from . import config_prompts
 
-    config_ask.need_terminal()
-    answers = config_ask.ask(machine, _offered(path), lambda answers: _made(path, answers, machine).files())
+    config_prompts.need_terminal()
+    answers = config_prompts.ask(machine, _offered(path), lambda answers: _made(path, answers, machine).files())
     if answers is None:
         note("config: nothing was written")
-        return exits.INTERRUPTED
+        return exit_status.INTERRUPTED
     return _finish(args, path, answers, machine)
 
 
 def _offered(path: str) -> dict[str, Any]:
     """The answers of the file that is there already; none if it cannot be read, for it is to be written anew."""
-    from accel.settings.questions import answers_of
+    from accel.settings.wizard import answers_of
 
     from . import config_target
     from .launch_file import read_file
@@ -118,7 +118,7 @@ def _write_default(args: Namespace, path: str) -> int:
 
 
 def _update(args: Namespace, path: str) -> int:
-    from accel.settings.file import to_document
+    from accel.settings.config_file import to_document
 
     from .launch_file import read_file
 
@@ -127,9 +127,9 @@ def _update(args: Namespace, path: str) -> int:
     if values.get("compute_environment") == "AMAZON_SAGEMAKER":
         values.pop("num_processes", None)  # which SageMaker's machines have, and Accelerate refuses in such a file
     document = to_document(values)
-    whole_files.write(_COMMAND, [(path, _text(path, document))])
+    atomic_write.write(_COMMAND, [(path, _text(path, document))])
     _tell(args, path, document)
-    return exits.OK
+    return exit_status.OK
 
 
 class _Made(NamedTuple):
@@ -147,8 +147,8 @@ class _Made(NamedTuple):
 
 def _made(path: str, answers: Mapping[str, Any], machine: Machine) -> _Made:
     """Raises UsageError for answers of which `accel launch` can make nothing."""
-    from accel.settings.file import to_document
-    from accel.settings.questions import values_of
+    from accel.settings.config_file import to_document
+    from accel.settings.wizard import values_of
 
     from . import config_check, config_target
 
@@ -161,12 +161,12 @@ def _made(path: str, answers: Mapping[str, Any], machine: Machine) -> _Made:
 
 def _finish(args: Namespace, path: str, answers: Mapping[str, Any], machine: Machine) -> int:
     made = _made(path, answers, machine)
-    whole_files.write(_COMMAND, made.files())
+    atomic_write.write(_COMMAND, made.files())
     _tell(args, path, made.document, made.target)
     if made.target is not None:
         command = shlex.join(["accel", "submit", "--target", made.target.name, "--config_file", path])
         note(f"config: to run there: {command} SCRIPT")
-    return exits.OK
+    return exit_status.OK
 
 
 def _tell(args: Namespace, path: str, document: Mapping[str, Any], target: Written | None = None) -> None:
@@ -189,10 +189,10 @@ def _text(path: str, document: Mapping[str, Any]) -> str:
 
 def _answered(path: str, machine: Machine) -> dict[str, Any]:
     """The answers in a file, with the defaults of what it does not answer. Raises UsageError, which says where."""
-    from accel.settings.questions import QUESTIONS, open_question
     from accel.settings.values import BadValue, as_written
+    from accel.settings.wizard import QUESTIONS, open_question
+    from schedulers.config.yaml_file import YamlFile
     from schedulers.errors import ConfigError, nearest
-    from schedulers.yamlfile import YamlFile
 
     from . import config_check
 
@@ -228,7 +228,7 @@ def _answered(path: str, machine: Machine) -> dict[str, Any]:
 
 def _machine() -> Machine:
     from accel.launch.devices import find
-    from accel.settings.questions import Machine
+    from accel.settings.wizard import Machine
 
     from . import config_target
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from . import config_target
 
 if TYPE_CHECKING:
-    from accel.settings.questions import Machine, Question
+    from accel.settings.wizard import Machine, Question
 
 # What is taken for granted of questions that are still to be asked, so that their answers are not missed.
 _ASKED_LATER = {"rdzv_backend": "c10d", "offload_optimizer_nvme_path": ".", "offload_param_nvme_path": "."}
@@ -17,8 +17,8 @@ _MACHINE = {"machine_rank": 0, "main_process_ip": ""}
 
 def check(question: Question, answer: Any, before: Mapping[str, Any], machine: Machine) -> None:
     """Raises BadValue for an answer that cannot be after those before it."""
-    from accel.settings.questions import values_of
     from accel.settings.values import BadValue
+    from accel.settings.wizard import values_of
 
     config_target.check(question, answer, before)
     said = {**before, question.name: answer}
@@ -32,12 +32,12 @@ def check(question: Question, answer: Any, before: Mapping[str, Any], machine: M
 
 def refused(values: Mapping[str, Any]) -> str | None:
     """Why `accel launch` would refuse a file that says `values`, whatever the machine; None if it would not."""
-    from accel.launch.engines import started_once
     from accel.launch.errors import Refused
-    from accel.launch.placing import check_spread, place
-    from accel.settings.checks import contradictions
-    from accel.settings.file import Entry
-    from accel.settings.layers import resolve
+    from accel.launch.external import started_once
+    from accel.launch.machines import check_spread, place
+    from accel.settings.config_file import Entry
+    from accel.settings.contradictions import contradictions
+    from accel.settings.precedence import resolve
 
     entries = {name: Entry(value, (name,)) for name, value in values.items()}
     options = {name: found.value for name, found in resolve({}, {}, entries, lambda keys: keys[0]).items()}

@@ -7,10 +7,10 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .words import UsageError
+from .argv import UsageError
 
 if TYPE_CHECKING:
-    from accel.settings.question import Question
+    from accel.settings.prompt import Question
 
 _COMMAND = "accel config"
 # The options of each kind, and what judges them.
@@ -37,7 +37,7 @@ def has_project() -> bool:
 
 def offered() -> dict[str, Any]:
     """Answers out of the entries that are there, of each kind the first, to be offered again. Raises UsageError."""
-    from accel.settings.target_questions import KINDS, answers_of_entry
+    from accel.settings.target_prompts import KINDS, answers_of_entry
 
     found: dict[str, Any] = {}
     for kind in KINDS:
@@ -50,7 +50,7 @@ def offered() -> dict[str, Any]:
 
 def check(question: Question, answer: Any, answers: Mapping[str, Any]) -> None:
     """Raises BadValue for an answer that no target of the kind could have, after the others."""
-    from accel.settings.target_questions import entry_of
+    from accel.settings.target_prompts import entry_of
     from accel.settings.values import BadValue
 
     if question.name == "target":
@@ -64,7 +64,7 @@ def check(question: Question, answer: Any, answers: Mapping[str, Any]) -> None:
 
 def written(answers: Mapping[str, Any]) -> Written | None:
     """The file that is to hold the target that the answers describe; None if they describe none. Raises UsageError."""
-    from accel.settings.target_questions import entry_of
+    from accel.settings.target_prompts import entry_of
 
     made = entry_of(answers)
     if made is None:
@@ -93,7 +93,7 @@ def _edited(text: str, name: str, held: Mapping[str, Any], whole: Mapping[str, A
 
 def _asked(answers: Mapping[str, Any]) -> set[str]:
     """The options that the answers speak of, also by leaving them empty."""
-    from accel.settings.target_questions import TARGET_QUESTIONS
+    from accel.settings.target_prompts import TARGET_QUESTIONS
 
     spoken = {q.target[1] for q in TARGET_QUESTIONS if q.target is not None and q.name in answers}
     return {"kind", "cpu", *spoken, *(("hostfile",) if "hosts" in spoken else ())}
@@ -101,8 +101,8 @@ def _asked(answers: Mapping[str, Any]) -> set[str]:
 
 def _read(path: str, name: str) -> tuple[str, dict[str, Any]]:
     """The file's text, and the entry of that name; nothing of either where there is none."""
+    from schedulers.config.yaml_file import YamlFile
     from schedulers.errors import ConfigError
-    from schedulers.yamlfile import YamlFile
 
     if not os.path.exists(path):
         return "", {}
@@ -131,8 +131,8 @@ def _check_name(name: str, kind: str) -> None:
 
 def _problem(name: str, entry: Mapping[str, Any]) -> str:
     """Why no target can be made of the entry; nothing if one can."""
+    from schedulers.config.schema import make_options
     from schedulers.errors import SchedulerError
-    from schedulers.options import make_options
 
     module = importlib.import_module(_SCHEMAS[entry["kind"]][0])
     schema = getattr(module, _SCHEMAS[entry["kind"]][1])
@@ -149,7 +149,7 @@ def _problem(name: str, entry: Mapping[str, Any]) -> str:
 
 def _known() -> dict[str, dict[str, Any]]:
     """The entries of all files by name. Raises UsageError for a file that is wrong."""
-    from schedulers.config import known_targets
+    from schedulers.config.named_targets import known_targets
     from schedulers.errors import ConfigError
 
     try:
@@ -159,13 +159,13 @@ def _known() -> dict[str, dict[str, Any]]:
 
 
 def _user_file() -> str:
-    from schedulers.config import FILE
-    from schedulers.places import config_home
+    from schedulers.config.named_targets import FILE
+    from schedulers.store.paths import config_home
 
     return os.path.join(config_home(), FILE)
 
 
 def _project_file() -> str | None:
-    from schedulers.config import config_files
+    from schedulers.config.named_targets import config_files
 
     return next((path for path in reversed(config_files()) if path != _user_file()), None)

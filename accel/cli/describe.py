@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 from schedulers.printable import one_line, printable
 
-from . import exits, finding
+from . import exit_status, job_args
 from .output import moment, print_fields, print_json
 
 if TYPE_CHECKING:
     from argparse import Namespace
 
     from schedulers.job import JobSpec
-    from schedulers.record import Event, Record
+    from schedulers.store.record import Event, Record
 
     from .parser import Parser
 
@@ -34,21 +34,21 @@ EXAMPLES = """\
 def add_arguments(parser: Parser) -> None:
     parser.add_argument("job", metavar="JOB", help="an id, a unique prefix of one, or @last")
     parser.add_argument("--json", action="store_true", help="answer in JSON")
-    finding.add_arguments(parser)
+    job_args.add_arguments(parser)
 
 
 def run(args: Namespace) -> int:
-    job = finding.find("accel describe", args.job, args)
+    job = job_args.find("accel describe", args.job, args)
     job.status()
     if args.json:
         print_json(job.describe())
     else:
         _print(job.record)
-    return exits.OK
+    return exit_status.OK
 
 
 def _print(record: Record) -> None:
-    from .rows import phrase
+    from .job_format import phrase
 
     plan = record.plan()
     target = record.target if record.target == record.kind else f"{record.target} ({record.kind})"
@@ -96,7 +96,7 @@ def _spec_fields(spec: JobSpec) -> list[tuple[str, str]]:
 def _event_fields(events: Sequence[Event]) -> list[tuple[str, str]]:
     from schedulers.job import Status
 
-    from .rows import phrase
+    from .job_format import phrase
 
     fields = []
     for event in events:

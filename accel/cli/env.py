@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from . import exits, values
+from . import exit_status, option_values
 from .output import print_fields, print_json
 
 if TYPE_CHECKING:
@@ -36,7 +36,11 @@ _TOLD_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_A
 def add_arguments(parser: Parser) -> None:
     parser.add_argument("--config_file", metavar="FILE", help="show this configuration file (default: the one in use)")
     parser.add_argument(
-        "--timeout", metavar="TIME", type=values.duration, default=10.0, help="for the targets to answer (default: 10s)"
+        "--timeout",
+        metavar="TIME",
+        type=option_values.duration,
+        default=10.0,
+        help="for the targets to answer (default: 10s)",
     )
     parser.add_argument("--json", action="store_true", help="answer in JSON")
 
@@ -47,14 +51,14 @@ def run(args: Namespace) -> int:
         print_json(found)
     else:
         _print(found)
-    return exits.OK
+    return exit_status.OK
 
 
 def gather(config_file: str | None, limit_s: float) -> dict[str, Any]:
     """Everything, as plain values. Raises UsageError for a named configuration file that cannot be read."""
-    from accel.about import machine, packages
-    from accel.about.probe import Asked
-    from accel.about.secrets import secrets_of, without_secrets
+    from accel.diagnostics import machine, packages
+    from accel.diagnostics.redaction import secrets_of, without_secrets
+    from accel.diagnostics.subprocess_probe import Asked
 
     config = _config(config_file)
     torch, driver = Asked("torch"), Asked("nvml")
@@ -76,8 +80,8 @@ def gather(config_file: str | None, limit_s: float) -> dict[str, Any]:
 
 def _config(path: str | None) -> dict[str, Any]:
     """The file that counts, with what is in it, and why `accel launch` would not take it."""
+    from .argv import UsageError
     from .launch_file import default_path, in_use, judged, load
-    from .words import UsageError
 
     found = in_use(path)
     if found is None:
@@ -97,10 +101,10 @@ def _config(path: str | None) -> dict[str, Any]:
 
 def _targets(limit_s: float) -> tuple[list[dict[str, Any]], str | None, list[dict[str, Any]]]:
     """What each answers; what is wrong with the file; and their options, which may hold secrets."""
-    from schedulers.config import known_targets
+    from schedulers.config.named_targets import known_targets
     from schedulers.errors import SchedulerError
 
-    from .reach import ask
+    from .ping import ask
 
     try:
         targets = known_targets()

@@ -13,16 +13,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from . import exits, values
-from .needs import has_torch
+from . import exit_status, option_values
+from .argv import UsageError
 from .output import note, print_json, print_rows
-from .words import UsageError
+from .require_torch import has_torch
 
 if TYPE_CHECKING:
     from argparse import Namespace
     from collections.abc import Iterator
 
-    from accel.estimating.report import Report
+    from accel.estimate.report import Report
 
     from .parser import Parser
 
@@ -51,10 +51,12 @@ def add_arguments(parser: Parser) -> None:
     group.add_argument("--dtypes", metavar="TYPE", nargs="+", action="extend", choices=DTYPES, help=types)
     group = parser.add_argument_group("how it is trained")
     count = "processes that share the training, one a device (default: this machine's accelerators)"
-    group.add_argument("--num_processes", metavar="N", type=values.count, help=count)
-    group.add_argument("--batch_size", metavar="N", type=values.count, default=1, help="on each device (default: 1)")
+    group.add_argument("--num_processes", metavar="N", type=option_values.count, help=count)
+    group.add_argument(
+        "--batch_size", metavar="N", type=option_values.count, default=1, help="on each device (default: 1)"
+    )
     length = "tokens in each sample (default: 512, or what the model can take)"
-    group.add_argument("--sequence_length", metavar="N", type=values.count, help=length)
+    group.add_argument("--sequence_length", metavar="N", type=option_values.count, help=length)
     checkpoint = "activations are computed again in the backward"
     group.add_argument("--activation_checkpointing", action="store_true", help=checkpoint)
     group = parser.add_argument_group("how to answer")
@@ -67,29 +69,29 @@ def run(args: Namespace) -> int:
         if (value := getattr(args, name)) is not None and value < 1:
             raise UsageError("accel estimate-memory", f"--{name} {value}: a whole number from 1 on")
     if not has_torch("accel estimate-memory"):
-        return exits.ERROR
+        return exit_status.ERROR
     from accel.errors import AccelError
 
     try:
         found = _report(args)
     except AccelError as error:
         note(f"estimate-memory: {error}")
-        return exits.ERROR
+        return exit_status.ERROR
     longest = found.subject.longest
     if longest is not None and found.sequence_length > longest and found.unmeasured is None:
         note(f"estimate-memory: the model is made for sequences of {longest} at most, not {found.sequence_length}")
     if args.json:
-        from accel.estimating.report import as_json
+        from accel.estimate.report import as_json
 
         print_json(as_json(found))
     else:
         _print(found, verbose=args.verbose)
-    return exits.OK
+    return exit_status.OK
 
 
 def _report(args: Namespace) -> Report:
-    from accel.estimating.report import report
-    from accel.estimating.subject import find
+    from accel.estimate.model_source import find
+    from accel.estimate.report import report
     from accel.launch.devices import find as find_devices
 
     return report(
@@ -131,7 +133,7 @@ def _print(found: Report, *, verbose: bool) -> None:
 
 
 def _shared(found: Report) -> Iterator[tuple[str, ...]]:
-    from accel.estimating.sharing_out import TITLES
+    from accel.estimate.per_process import TITLES
     from accel.memory import convert_bytes
 
     for need in found.needs:

@@ -7,10 +7,10 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from . import exits
+from . import exit_status
 
 if TYPE_CHECKING:
-    from accel.settings.layers import Value
+    from accel.settings.precedence import Value
 
 # Where these say nothing, their variable reaches the program as somebody has set it.
 _INHERITED = ("num_cpu_threads_per_process", "gpu_ids")
@@ -26,30 +26,30 @@ def explain(found: Mapping[str, Value], options: Mapping[str, Any], env: Mapping
     rows = [(name, _shown(name, value.value), value.source) for name, value in held.items() if name != "explain"]
     rows.sort(key=lambda row: row[2] == "default")
     print_rows(("setting", "value", "from"), rows, on_terminal=rows)
-    return exits.OK
+    return exit_status.OK
 
 
 def _inherited(
     found: Mapping[str, Value], options: Mapping[str, Any], env: Mapping[str, str]
 ) -> Iterator[tuple[str, Value]]:
-    from accel.launch import compat
+    from accel.launch import alias_env
     from accel.settings import BY_NAME
-    from accel.settings.layers import Value
+    from accel.settings.precedence import Value
 
     on_sagemaker = options["compute_environment"] == "AMAZON_SAGEMAKER"
     for name in (*_INHERITED, *(_INHERITED_BY_SAGEMAKER if on_sagemaker else ())):
         variable = BY_NAME[name].env
         if found[name].value is None and env.get(variable):
             yield name, Value(env[variable], f"environment variable {variable}", "environment")
-    if not found["compat"].value and compat.is_asked(env):
-        yield "compat", Value(True, f"environment variable {compat.FLAG}", "environment")
+    if not found["compat"].value and alias_env.is_asked(env):
+        yield "compat", Value(True, f"environment variable {alias_env.FLAG}", "environment")
 
 
 def _found_out(
     found: Mapping[str, Value], options: Mapping[str, Any], env: Mapping[str, str]
 ) -> Iterator[tuple[str, Value]]:
     """What a launch works out for itself where nobody has said anything."""
-    from accel.launch.engines import planned, starts_here
+    from accel.launch.external import planned, starts_here
     from accel.launch.worker import Program
 
     if not starts_here(options):
@@ -67,7 +67,7 @@ def _shown(name: str, value: Any) -> str:
         return ""
     if name in _SECRET:
         return "(not shown)"
-    from accel.about.secrets import without_secrets
+    from accel.diagnostics.redaction import without_secrets
 
     value = without_secrets(value)
     return str(value).lower() if isinstance(value, bool) else str(value)

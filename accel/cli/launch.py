@@ -6,11 +6,11 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from . import exits
+from . import exit_status
 
 if TYPE_CHECKING:
     from accel.settings import Setting
-    from accel.settings.layers import Nodes, Value
+    from accel.settings.precedence import Nodes, Value
 
 SUMMARY = "Run a script here and now, one process per accelerator"
 
@@ -27,10 +27,10 @@ _COMMAND = "accel launch"
 
 def run_argv(argv: Sequence[str]) -> int:
     """Parses `accel launch`'s own flags; everything from the program on is the program's. Returns its exit code."""
-    from accel.launch.options import add_arguments
+    from accel.launch.flags import add_arguments
 
+    from .argv import UsageError
     from .parser import Parser
-    from .words import UsageError
 
     parser = Parser("launch", SUMMARY, EXAMPLES, usage="accel launch [OPTIONS] SCRIPT [ARGUMENTS]")
     add_arguments(parser, defaults_too=False)
@@ -45,8 +45,8 @@ def run_argv(argv: Sequence[str]) -> int:
 def _explain(found: Mapping[str, Value]) -> int:
     from accel.launch.errors import Refused
 
+    from .argv import UsageError
     from .explain import explain
-    from .words import UsageError
 
     try:
         return explain(found, settled(found))
@@ -55,11 +55,11 @@ def _explain(found: Mapping[str, Value]) -> int:
 
 
 def _launch(given: Mapping[str, Any], found: Mapping[str, Value], words: list[str]) -> int:
-    from accel.launch.engines import launch
     from accel.launch.errors import CannotRun, LaunchError, Refused
-    from accel.launch.node import say
+    from accel.launch.external import launch
+    from accel.launch.run import say
     from accel.launch.worker import Program
-    from accel.settings.checks import without_effect
+    from accel.settings.contradictions import without_effect
 
     options = settled(found)
     if not options["quiet"]:
@@ -71,7 +71,7 @@ def _launch(given: Mapping[str, Any], found: Mapping[str, Value], words: list[st
         say(f"accel launch: {_located(str(error), found)}")
         if isinstance(error, CannotRun):
             return error.exit_code
-        return exits.USAGE if isinstance(error, Refused) else exits.ERROR
+        return exit_status.USAGE if isinstance(error, Refused) else exit_status.ERROR
 
 
 def _located(message: str, found: Mapping[str, Value]) -> str:
@@ -94,11 +94,11 @@ def resolved(
     given: Mapping[str, Any], env: Mapping[str, str] = os.environ, *, command: str = _COMMAND
 ) -> dict[str, Value]:
     """Every setting, with where its value comes from. Raises UsageError for what cannot be, or not together."""
-    from accel.settings.checks import contradictions
-    from accel.settings.layers import resolve
+    from accel.settings.contradictions import contradictions
+    from accel.settings.precedence import resolve
     from accel.settings.values import BadValue
 
-    from .words import UsageError
+    from .argv import UsageError
 
     file = _file(given, command)
     try:
@@ -127,8 +127,8 @@ def _file(given: Mapping[str, Any], command: str) -> Any:
 
 def _nodes(env: Mapping[str, str]) -> Nodes | None:
     """What the scheduler says, if it has placed this process; nothing if what it says is left to `plan` to refuse."""
-    from accel.launch.guard import LAUNCH_ID
-    from accel.settings.layers import Nodes
+    from accel.launch.watchdog import LAUNCH_ID
+    from accel.settings.precedence import Nodes
     from schedulers.errors import SpecError
     from schedulers.topology import Topology
 
@@ -149,7 +149,7 @@ def settled(found: Mapping[str, Value]) -> dict[str, Any]:
     What `plan` asks the scheduler itself is left open, and DeepSpeed is told which of its settings a file gives.
     """
     from accel.settings import BY_NAME
-    from accel.settings.layers import overridden
+    from accel.settings.precedence import overridden
 
     of_file = [name for name, value in found.items() if value.layer == "file" and BY_NAME[name].file_key]
     fields = [name for name in of_file if name == "mixed_precision" or _is_deepspeeds(BY_NAME[name])]

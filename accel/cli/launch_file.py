@@ -6,11 +6,11 @@ import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from .words import UsageError
+from .argv import UsageError
 
 
 class Configuration(NamedTuple):
-    """A file's settings by name, as `accel.settings.file.Entry`, and where in it something stands.
+    """A file's settings by name, as `accel.settings.config_file.Entry`, and where in it something stands.
 
     document: the same as the file has them.
     """
@@ -71,7 +71,7 @@ def load(command: str, path: str) -> Loaded:
 
 def judged(command: str, file: Loaded) -> Configuration:
     """The settings that a file holds. Raises UsageError, which begins `file:line`."""
-    from accel.settings.file import BadEntry, read_document
+    from accel.settings.config_file import BadEntry, read_document
 
     try:
         return Configuration(file.path, read_document(file.document), file.where, file.document)
@@ -80,8 +80,8 @@ def judged(command: str, file: Loaded) -> Configuration:
 
 
 def _load(command: str, path: str) -> tuple[Any, Callable[[tuple[str, ...]], str]]:
+    from schedulers.config.yaml_file import YamlFile
     from schedulers.errors import ConfigError
-    from schedulers.yamlfile import YamlFile
 
     if not os.path.isfile(path):
         what = "is not a file" if os.path.exists(path) else "does not exist"
@@ -98,8 +98,8 @@ def _load(command: str, path: str) -> tuple[Any, Callable[[tuple[str, ...]], str
 def _load_json(path: str) -> tuple[Any, Callable[[tuple[str, ...]], str]]:
     import json
 
+    from schedulers.config.yaml_file import read_text, shown
     from schedulers.errors import ConfigError
-    from schedulers.yamlfile import read_text, shown
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = [key for key, value in pairs if dict(pairs)[key] != value]

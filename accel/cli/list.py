@@ -9,7 +9,7 @@ With --target, the target is also asked for the jobs that it knows and this mach
 them: jobs of other machines and of `helm/accel-job`. They are shown and not kept here: `accel status JOB --target NAME`
 makes one known here. Where the target cannot be asked, a line on stderr says so, and the jobs known here are shown.
 
---json  {"jobs": […], "older": N}: each job in the shape that `accel.cli.rows` gives, or {"id", "state": "damaged",
+--json  {"jobs": […], "older": N}: each job in the shape of `accel.cli.job_format`, or {"id", "state": "damaged",
         "message"}; `older` counts the jobs that --limit left out.
 """
 
@@ -19,15 +19,15 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from . import exits, finding, values
+from . import exit_status, job_args, option_values
+from .argv import UsageError
 from .output import age, moment, note, print_json, print_rows
-from .words import UsageError
 
 if TYPE_CHECKING:
     from argparse import Namespace
 
-    from schedulers.record import Damaged, Record
-    from schedulers.store import Store
+    from schedulers.store.record import Damaged, Record
+    from schedulers.store.store import Store
 
     from .parser import Parser
 
@@ -46,19 +46,23 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument("--target", metavar="NAME", help="only jobs of this target, those of other machines too")
     option = "with --target: an option of it, typed as in accel.yaml; repeatable"
-    parser.add_argument("--option", metavar="KEY=VALUE", type=values.option, action="append", default=[], help=option)
-    parser.add_argument("--limit", metavar="N", type=values.count, default=50, help="at most N jobs (default: 50)")
+    parser.add_argument(
+        "--option", metavar="KEY=VALUE", type=option_values.option, action="append", default=[], help=option
+    )
+    parser.add_argument(
+        "--limit", metavar="N", type=option_values.count, default=50, help="at most N jobs (default: 50)"
+    )
     parser.add_argument("--all", action="store_true", help="every job there is")
     parser.add_argument("--json", action="store_true", help="answer in JSON")
 
 
 def run(args: Namespace) -> int:
-    from schedulers.record import Damaged
+    from schedulers.store.record import Damaged
 
     shown, older = _shown(args)
     if args.json:
         print_json({"jobs": [_json(job) for job in shown], "older": older})
-        return exits.OK
+        return exit_status.OK
     print_rows(COLUMNS, (_cells(job, moment) for job in shown), on_terminal=(_cells(job, _ago) for job in shown))
     for warning in dict.fromkeys(job.warning for job in shown if not isinstance(job, Damaged) and job.warning):
         note(f"warning: {warning}")
@@ -69,13 +73,13 @@ def run(args: Namespace) -> int:
         note(f"{which if len(unknown) == 1 else many} --target {args.target}")
     if older:
         note(f"{older} older jobs are not shown (--all)")
-    return exits.OK
+    return exit_status.OK
 
 
 def _shown(args: Namespace) -> tuple[list[Record | Damaged], int]:
     """The jobs to show, and how many older ones are left out."""
-    from schedulers.handle import list_jobs
-    from schedulers.store import Store
+    from schedulers.jobs.handle import list_jobs
+    from schedulers.store.store import Store
 
     store = Store.default()
     most = None if args.all else max(0, args.limit)
@@ -91,12 +95,12 @@ def _shown(args: Namespace) -> tuple[list[Record | Damaged], int]:
 
 def _elsewhere(args: Namespace, store: Store) -> list[Record]:
     """The jobs that the target of --target knows and this machine does not."""
-    from schedulers.adopting import jobs_elsewhere
     from schedulers.errors import SchedulerError
+    from schedulers.jobs.attach import jobs_elsewhere
 
     if args.target is None:
         return []
-    options = finding.options_of("accel list", args)
+    options = job_args.options_of("accel list", args)
     try:
         return jobs_elsewhere(args.target, store, set(store.ids()), options)
     except SchedulerError as error:
@@ -105,14 +109,14 @@ def _elsewhere(args: Namespace, store: Store) -> list[Record]:
 
 
 def _made_at(job: Record | Damaged) -> float:
-    from schedulers.record import Damaged
-    from schedulers.store import created_at
+    from schedulers.store.record import Damaged
+    from schedulers.store.store import created_at
 
     return created_at(job.id) if isinstance(job, Damaged) else job.created_at
 
 
 def _wanted(job: Record | Damaged, args: Namespace) -> bool:
-    from schedulers.record import Damaged
+    from schedulers.store.record import Damaged
 
     if isinstance(job, Damaged):
         return args.target is None and (not args.state or "damaged" in args.state)
@@ -120,9 +124,9 @@ def _wanted(job: Record | Damaged, args: Namespace) -> bool:
 
 
 def _json(job: Record | Damaged) -> dict[str, Any]:
-    from schedulers.record import Damaged
+    from schedulers.store.record import Damaged
 
-    from .rows import record_json
+    from .job_format import record_json
 
     if isinstance(job, Damaged):
         return {"id": job.id, "state": "damaged", "message": job.reason}
@@ -130,7 +134,7 @@ def _json(job: Record | Damaged) -> dict[str, Any]:
 
 
 def _cells(job: Record | Damaged, when: Callable[[float], str]) -> tuple[str, ...]:
-    from schedulers.record import Damaged
+    from schedulers.store.record import Damaged
 
     if isinstance(job, Damaged):
         return job.id, "", "damaged", "", "", "", job.reason

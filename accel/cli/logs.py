@@ -20,15 +20,15 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
-from . import exits, finding, values
+from . import exit_status, job_args, option_values
+from .argv import UsageError
 from .output import note
-from .words import UsageError
 
 if TYPE_CHECKING:
     from argparse import Namespace
     from collections.abc import Collection
 
-    from schedulers.handle import Job
+    from schedulers.jobs.handle import Job
 
     from .parser import Parser
 
@@ -44,14 +44,18 @@ Exits with 1 when lines are missing, because a machine that has some does not an
 def add_arguments(parser: Parser) -> None:
     parser.add_argument("job", metavar="JOB", help="an id, a unique prefix of one, or @last")
     parser.add_argument("-f", "--follow", action="store_true", help="go on until the job has ended")
-    parser.add_argument("--rank", metavar="N", type=values.count, action="append", help="only this rank; repeatable")
+    parser.add_argument(
+        "--rank", metavar="N", type=option_values.count, action="append", help="only this rank; repeatable"
+    )
     parser.add_argument(
         "--since", metavar="WHEN", type=_since, help="only the last 10m, 2h, …; or what follows a cursor of --json"
     )
-    parser.add_argument("--tail", metavar="N", type=values.count, help="only the last N lines of each rank so far")
+    parser.add_argument(
+        "--tail", metavar="N", type=option_values.count, help="only the last N lines of each rank so far"
+    )
     parser.add_argument("--no-prefix", action="store_true", help="never put [rank N] before a line")
     parser.add_argument("--json", action="store_true", help="answer in JSON, a line each, with cursors")
-    finding.add_arguments(parser)
+    job_args.add_arguments(parser)
 
 
 def _since(text: str) -> str | float:
@@ -62,7 +66,7 @@ def _since(text: str) -> str | float:
     from argparse import ArgumentTypeError
 
     try:
-        return time.time() - values.duration(text)
+        return time.time() - option_values.duration(text)
     except ArgumentTypeError:
         raise ArgumentTypeError(f"neither a duration (10m, 2h) nor a log cursor of --json: {text!r}") from None
 
@@ -70,7 +74,7 @@ def _since(text: str) -> str | float:
 def run(args: Namespace) -> int:
     from .stream import LogPrinter, has_many_ranks, say_how_to_stop, say_that_it_waits, why_it_waits
 
-    job = finding.find("accel logs", args.job, args)
+    job = job_args.find("accel logs", args.job, args)
     _check_ranks(job, args.rank or ())
     prefix = False if args.no_prefix else has_many_ranks(job, args.rank)
     since = job.cursor(args.since)
@@ -83,10 +87,10 @@ def run(args: Namespace) -> int:
     except KeyboardInterrupt:
         if args.follow:
             say_how_to_stop(job)
-        return exits.INTERRUPTED
+        return exit_status.INTERRUPTED
     if args.rank and not printer.printed:
         note(f"job {job.id}: no lines of rank {', '.join(map(str, sorted(set(args.rank))))}")
-    return exits.OK if printer.complete else exits.ERROR
+    return exit_status.OK if printer.complete else exit_status.ERROR
 
 
 def _check_ranks(job: Job, ranks: Collection[int]) -> None:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from . import exits
-from .needs import has_torch
+from . import exit_status
 from .output import note, print_json
+from .require_torch import has_torch
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -36,8 +36,8 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: Namespace) -> int:
     if not has_torch("accel merge-weights"):
-        return exits.ERROR
-    from accel.checkpoint.merging import merge_fsdp_weights
+        return exit_status.ERROR
+    from accel.checkpoint.merge import merge_fsdp_weights
     from accel.errors import CheckpointError
 
     try:
@@ -49,9 +49,9 @@ def run(args: Namespace) -> int:
         )
     except CheckpointError as error:
         note(f"merge-weights: {error}")
-        return exits.ERROR
+        return exit_status.ERROR
     if args.json:
         print_json({"file": str(path), "bytes": path.stat().st_size})
     else:
         print(path)
-    return exits.OK
+    return exit_status.OK

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from . import words
-from .words import UsageError
+from . import argv as words
+from .argv import UsageError
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from . import exits, values
+from . import exit_status, option_values
+from .argv import UsageError
 from .output import counted, note, print_json
-from .words import UsageError
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -32,8 +32,10 @@ A damaged record is deleted only when its JOB is named."""
 
 def add_arguments(parser: Parser) -> None:
     parser.add_argument("jobs", metavar="JOB", nargs="*", help="an id, a unique prefix of one, or @last")
-    parser.add_argument("--older-than", metavar="TIME", type=values.duration, help="jobs submitted before: 30d, 2w")
-    parser.add_argument("--keep", metavar="N", type=values.count, help="all but the newest N jobs")
+    parser.add_argument(
+        "--older-than", metavar="TIME", type=option_values.duration, help="jobs submitted before: 30d, 2w"
+    )
+    parser.add_argument("--keep", metavar="N", type=option_values.count, help="all but the newest N jobs")
     parser.add_argument("--dry-run", action="store_true", help="print what would be deleted, and delete nothing")
     parser.add_argument("--json", action="store_true", help="answer in JSON")
 
@@ -44,10 +46,10 @@ def run(args: Namespace) -> int:
     if args.jobs and not (args.older_than is None and args.keep is None):
         raise UsageError("accel prune", "name jobs, or give --older-than and --keep: not both")
     from schedulers.errors import StoreError
-    from schedulers.handle import list_jobs
-    from schedulers.pruning import prune
-    from schedulers.store import Store
-    from schedulers.unused import prune_snapshots
+    from schedulers.jobs.handle import list_jobs
+    from schedulers.jobs.prune import prune
+    from schedulers.store.store import Store
+    from schedulers.store.unused_snapshots import prune_snapshots
 
     list_jobs()  # a job that nobody has asked about since it ended still counts as running in its record
     store = Store.default()
@@ -63,9 +65,9 @@ def run(args: Namespace) -> int:
     if args.json:
         pruned = {"pruned": list(found.ids), "left": left, "snapshots": snapshots}
         print_json({**pruned, "dry_run": args.dry_run})
-        return exits.OK
+        return exit_status.OK
     for job_id in found.ids:
         print(job_id)
     unused = f" and {counted(len(snapshots), 'unused snapshot', 'of code')}" if snapshots else ""
     note(f"{counted(len(found.ids), 'job')}{unused} {'would be ' if args.dry_run else ''}deleted")
-    return exits.OK
+    return exit_status.OK

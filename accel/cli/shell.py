@@ -10,14 +10,14 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from . import exits, finding, values
-from .words import UsageError
+from . import exit_status, job_args, option_values
+from .argv import UsageError
 
 if TYPE_CHECKING:
     from argparse import Namespace
 
-    from schedulers.handle import Job
     from schedulers.job import JobSpec
+    from schedulers.jobs.handle import Job
 
     from .parser import Parser
 
@@ -34,17 +34,17 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("job", metavar="JOB", help="an id, a unique prefix of one, or @last")
     parser.add_argument("command", metavar="-- COMMAND", nargs="*", help="what to run there, instead of a shell")
     place = parser.add_mutually_exclusive_group()
-    place.add_argument("--rank", metavar="N", type=values.count, help="where this rank runs (default: rank 0)")
-    place.add_argument("--node", metavar="N", type=values.count, help="on this node of the job, counted from 0")
+    place.add_argument("--rank", metavar="N", type=option_values.count, help="where this rank runs (default: rank 0)")
+    place.add_argument("--node", metavar="N", type=option_values.count, help="on this node of the job, counted from 0")
     parser.add_argument("--json", action="store_true", help="answer in JSON, with what the command printed")
-    finding.add_arguments(parser)
+    job_args.add_arguments(parser)
 
 
 def run(args: Namespace) -> int:
     """Raises UsageError, and what asking the target raises."""
     if args.json and not args.command:
         raise UsageError(_COMMAND, "--json is for a command: accel shell JOB --json -- COMMAND")
-    job = finding.find(_COMMAND, args.job, args)
+    job = job_args.find(_COMMAND, args.job, args)
     node = _node(job.spec, args.rank, args.node)
     _check_runs(job)
     if args.json:
@@ -108,4 +108,4 @@ def _as_json(args: Namespace, job: Job, node: int) -> int:
             "stderr": done.stderr.decode(errors="backslashreplace"),
         }
     )
-    return exits.OK if done.returncode == 0 else done.returncode
+    return exit_status.OK if done.returncode == 0 else done.returncode

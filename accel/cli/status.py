@@ -1,6 +1,6 @@
 """`accel status JOB`: where a job is.
 
---json  one object, in the shape that `accel.cli.rows` gives.
+--json  one object, in the shape that `accel.cli.job_format` gives.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from . import exits, finding
+from . import exit_status, job_args
 from .output import age, moment, print_fields, print_json
 
 if TYPE_CHECKING:
@@ -29,18 +29,18 @@ as well."""
 def add_arguments(parser: Parser) -> None:
     parser.add_argument("job", metavar="JOB", help="an id, a unique prefix of one, or @last")
     parser.add_argument("--json", action="store_true", help="answer in JSON")
-    finding.add_arguments(parser)
+    job_args.add_arguments(parser)
 
 
 def run(args: Namespace) -> int:
-    from .rows import phrase, record_json
+    from .job_format import phrase, record_json
 
-    job = finding.find("accel status", args.job, args)
+    job = job_args.find("accel status", args.job, args)
     status = job.status()
     record = job.record
     if args.json:
         print_json(record_json(record))
-        return exits.OK
+        return exit_status.OK
     now = time.time()
     print_fields(
         [
@@ -56,4 +56,4 @@ def run(args: Namespace) -> int:
             ("last seen", f"{age(now - status.observed_at)} ago" if status.observed_at else ""),
         ]
     )
-    return exits.OK
+    return exit_status.OK

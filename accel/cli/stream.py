@@ -14,8 +14,8 @@ from schedulers.printable import printable
 from .output import note
 
 if TYPE_CHECKING:
-    from schedulers.handle import Job
     from schedulers.job import Cursor, JobSpec, LogLine
+    from schedulers.jobs.handle import Job
 
 _LOOK_S = 0.75
 

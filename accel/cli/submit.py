@@ -14,16 +14,16 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from . import exits
+from . import exit_status
+from .argv import UsageError
 from .output import counted, note, print_json, progress
-from .words import UsageError
 
 if TYPE_CHECKING:
     from argparse import Namespace
 
-    from schedulers.config import ResolvedTarget
-    from schedulers.handle import Job
+    from schedulers.config.named_targets import ResolvedTarget
     from schedulers.job import JobSpec
+    from schedulers.jobs.handle import Job
     from schedulers.target import Plan
 
 USAGE = """accel submit [OPTIONS] SCRIPT [ARGUMENTS]
@@ -66,8 +66,8 @@ def run_argv(argv: Sequence[str]) -> int:
 
 def _show_plan(spec: JobSpec, args: Namespace) -> int:
     # The two lines of `schedulers.dry_run`, without its module: that of handles on jobs, which a dry run has none of.
-    from schedulers.store import Store
-    from schedulers.submitting import prepare
+    from schedulers.jobs.submit import prepare
+    from schedulers.store.store import Store
 
     resolved, spec = prepare(spec, args.target, Store.default(), start=None)
     plan = resolved.plan(spec, DRY_RUN_ID)
@@ -77,13 +77,13 @@ def _show_plan(spec: JobSpec, args: Namespace) -> int:
     else:
         print(plan, end="")
     if refused is None:
-        return exits.OK
+        return exit_status.OK
     sys.stdout.flush()
     for line in refused:
         note(line)
     if not refused:
         note(f"{args.target} would take it")
-    return exits.ERROR if refused else exits.OK
+    return exit_status.ERROR if refused else exit_status.OK
 
 
 def _review(resolved: ResolvedTarget, plan: Plan) -> list[str]:
@@ -109,7 +109,7 @@ def _show_plans(jobs: Sequence[JobSpec], args: Namespace) -> int:
         print_json([plan.to_json() for plan in plans])
     else:
         print("\n".join(str(plan) for plan in plans), end="")
-    return exits.OK
+    return exit_status.OK
 
 
 def _submit_sweep(specs: Sequence[JobSpec], args: Namespace) -> int:
@@ -123,11 +123,11 @@ def _submit_sweep(specs: Sequence[JobSpec], args: Namespace) -> int:
     else:
         print("\n".join(job.id for job in jobs))
     note(f"{counted(len(jobs), 'job')} submitted to {args.target}; see them: accel list")
-    return exits.OK
+    return exit_status.OK
 
 
 def _submit(spec: JobSpec, args: Namespace) -> int:
-    from schedulers.handle import submit_spec
+    from schedulers.jobs.handle import submit_spec
 
     with progress():
         job = submit_spec(spec, args.target, own_process=True)
@@ -138,11 +138,11 @@ def _submit(spec: JobSpec, args: Namespace) -> int:
         print(job.id)
     note(f"job {job.id} submitted to {args.target}" + ("" if args.follow else f"; see it: accel logs -f {job.id}"))
     sys.stdout.flush()
-    return _follow(job, as_json=args.json) if args.follow else exits.OK
+    return _follow(job, as_json=args.json) if args.follow else exit_status.OK
 
 
 def _follow(job: Job, *, as_json: bool) -> int:
-    from .rows import outcome, record_json
+    from .job_format import outcome, record_json
     from .stream import LogPrinter, has_many_ranks, say_how_to_stop, why_it_waits
 
     printer = LogPrinter(prefix=has_many_ranks(job, None), json=as_json, since=None, flush=True)
@@ -152,11 +152,11 @@ def _follow(job: Job, *, as_json: bool) -> int:
             status = job.wait()
     except KeyboardInterrupt:
         say_how_to_stop(job)
-        return exits.INTERRUPTED
+        return exit_status.INTERRUPTED
     if as_json:
         print_json(record_json(job.record), one_line=True)
     note(outcome(job.id, status))
-    return exits.of_job(status)
+    return exit_status.of_job(status)
 
 
 def _summary(job: Job) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from . import values
+from . import option_values
 
 if TYPE_CHECKING:
     from argparse import _ArgumentGroup as Group
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from .parser import Parser
 
 _MANY: dict[str, Any] = {"action": "append", "default": []}
-_COUNT: dict[str, Any] = {"type": values.whole, "metavar": "N"}
-_TIME: dict[str, Any] = {"type": values.duration, "metavar": "TIME"}
+_COUNT: dict[str, Any] = {"type": option_values.whole, "metavar": "N"}
+_TIME: dict[str, Any] = {"type": option_values.duration, "metavar": "TIME"}
 
 
 def add_arguments(parser: Parser) -> None:
@@ -31,27 +31,29 @@ def _what_to_run(group: Group) -> None:
     group.add_argument("--name", help="what people call the job (default: the script's name)")
     group.add_argument("--code", metavar="DIR", help="the directory that holds the program (default: this one)")
     setup = "a command that is run once on each node before the ranks, its words as in a shell; repeatable"
-    group.add_argument("--setup", metavar="COMMAND", type=values.command, **_MANY, help=setup)
+    group.add_argument("--setup", metavar="COMMAND", type=option_values.command, **_MANY, help=setup)
     file = "settings of the launch, from a file that `accel config` writes; --env, --nodes and the like go before it"
     group.add_argument("--config_file", metavar="FILE", help=file)
     variable = "a variable for the job; without a value, the one it has here; repeatable"
-    group.add_argument("--env", metavar="NAME[=VALUE]", type=values.environment, **_MANY, help=variable)
+    group.add_argument("--env", metavar="NAME[=VALUE]", type=option_values.environment, **_MANY, help=variable)
     secret = "a variable whose value is read here: env:NAME or file:PATH (kubernetes: secret:NAME/KEY); repeatable"
-    group.add_argument("--secret", metavar="NAME=REFERENCE", type=values.secret, **_MANY, help=secret)
+    group.add_argument("--secret", metavar="NAME=REFERENCE", type=option_values.secret, **_MANY, help=secret)
 
 
 def _where(group: Group) -> None:
     group.add_argument("--target", default="local", help="a name in accel.yaml, or a kind of target (default: local)")
     nodes = "machines (default: 1, or as --hosts, --hostfile or --config_file says); 2:8 for a world that may grow"
-    group.add_argument("--nodes", type=values.nodes, metavar="N", help=nodes)
+    group.add_argument("--nodes", type=option_values.nodes, metavar="N", help=nodes)
     group.add_argument("--procs-per-node", **_COUNT, help="processes on each (default: one per GPU, or one)")
     group.add_argument("--gpus", **_COUNT, help="GPUs on each node (default: 0, or as a --config_file says)")
     group.add_argument("--cpus", **_COUNT, help="CPU cores on each node")
-    group.add_argument("--memory", metavar="SIZE", type=values.memory, help="on each node: 512M, 16G (16 means 16G)")
+    group.add_argument(
+        "--memory", metavar="SIZE", type=option_values.memory, help="on each node: 512M, 16G (16 means 16G)"
+    )
     option = "an option of the target, typed as in accel.yaml; repeatable"
     group.add_argument("--accelerator", metavar="TYPE", help="the type of the GPUs, where the target can choose")
     group.add_argument("--image", metavar="IMAGE", help="a container image, where the target runs one")
-    group.add_argument("--option", metavar="KEY=VALUE", type=values.option, **_MANY, help=option)
+    group.add_argument("--option", metavar="KEY=VALUE", type=option_values.option, **_MANY, help=option)
     hosts = "machines of an ssh target: a,b or user@host:port or gpu[01-16], or a pattern of ~/.ssh/config"
     group.add_argument("--hosts", metavar="LIST", help=hosts)
     group.add_argument(
@@ -65,7 +67,7 @@ def _where(group: Group) -> None:
 
 def _sweep(group: Group) -> None:
     axis = "a job for each value: {NAME} in the arguments, or --NAME VALUE after them; repeatable, all combinations"
-    group.add_argument("--sweep", metavar="NAME=V1,V2", type=values.axis, **_MANY, help=axis)
+    group.add_argument("--sweep", metavar="NAME=V1,V2", type=option_values.axis, **_MANY, help=axis)
     group.add_argument("--array", metavar="FILE", help="the same from a table: CSV, or YAML with points or a grid")
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .words import UsageError
+from .argv import UsageError
 
 if TYPE_CHECKING:
-    from accel.settings.layers import Value
+    from accel.settings.precedence import Value
 
 _COMMAND = "accel submit"
 # What only starts on the machine where the command is typed, and the way to do that.
@@ -34,8 +34,8 @@ class Carried(NamedTuple):
 
 def of_file(path: str) -> Carried:
     """Raises UsageError for a file that is wrong, and for one of which a job can make nothing."""
-    from accel.settings.checks import contradictions
-    from accel.settings.layers import resolve
+    from accel.settings.contradictions import contradictions
+    from accel.settings.precedence import resolve
 
     from .launch_file import read_file
 
@@ -64,8 +64,8 @@ def of_file(path: str) -> Carried:
 def _variables(options: Mapping[str, Any]) -> dict[str, str]:
     """Those of a worker, in the form in which a launch reads them."""
     from accel.settings import BY_NAME
+    from accel.settings.env_variables import variables
     from accel.settings.values import typed
-    from accel.settings.worker import variables
 
     env = variables(options)
     env.pop("ACCELERATE_CONFIG_DS_FIELDS", None)  # the launch says it anew
@@ -79,7 +79,7 @@ def _variables(options: Mapping[str, Any]) -> dict[str, str]:
 
 def _machines(path: str, options: Mapping[str, Any]) -> tuple[int, int]:
     from accel.launch.errors import Refused
-    from accel.launch.placing import machine_range
+    from accel.launch.machines import machine_range
 
     try:
         return machine_range(str(options["num_machines"] or 1))
@@ -98,7 +98,7 @@ def _processes(path: str, options: Mapping[str, Any], machines: int) -> int | No
 
 def _left_out(found: Mapping[str, Value]) -> Iterator[str]:
     from accel.settings import BY_NAME
-    from accel.settings.checks import is_given
+    from accel.settings.contradictions import is_given
 
     options = {name: value.value for name, value in found.items()}
     for name in _OF_TARGET:

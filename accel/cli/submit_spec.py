@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from .words import UsageError
+from .argv import UsageError
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def build_spec(args: Namespace, program: Sequence[str]) -> JobSpec:
     """The job that the command line describes. Raises UsageError or SpecError; looks at files, changes none."""
     from schedulers.job import JobSpec, Resources, Retry
-    from schedulers.submitting import default_name, places
+    from schedulers.jobs.submit import default_name, places
 
     entry: Entry = "module" if args.module else "command" if args.no_python else "script"
     if not program:
@@ -122,7 +122,7 @@ def _nodes(args: Namespace, carried: Carried) -> tuple[int, int | None]:
 def _named(args: Namespace) -> int:
     """How many machines the line names."""
     from schedulers.errors import ConfigError, SpecError
-    from schedulers.remote.hosts import parse_hosts, read_hostfile
+    from schedulers.hosts.host_list import parse_hosts, read_hostfile
 
     if args.hostfile is None and ("*" in args.hosts or "?" in args.hosts):
         raise UsageError("accel submit", f"--hosts {args.hosts} is a pattern: say how many of them with --nodes")
@@ -136,8 +136,8 @@ def _spares(args: Namespace) -> tuple[int, str]:
     """How many of them stand by, as the line says or else the target; and where that is said."""
     if args.spares is not None:
         return args.spares, f"--spares {args.spares}"
-    from schedulers.config import resolve_target
-    from schedulers.store import Store
+    from schedulers.config.named_targets import resolve_target
+    from schedulers.store.store import Store
 
     resolved = resolve_target(args.target, Store.default().jobs, overrides=_target_options(args))
     spares = int(resolved.options.get("spares", 0))

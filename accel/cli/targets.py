@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from . import exits, finding, values
+from . import exit_status, job_args, option_values
+from .argv import UsageError
 from .output import note, print_json, print_rows
-from .words import UsageError
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -39,11 +39,13 @@ COLUMNS = ("NAME", "KIND", "DEFINED IN", "OPTIONS")
 def add_arguments(parser: Parser) -> None:
     parser.add_argument("check", nargs="*", metavar="check NAME", help="examine the machines of this target")
     option = "with check: an option of the target, typed as in accel.yaml; repeatable"
-    parser.add_argument("--option", metavar="KEY=VALUE", type=values.option, action="append", default=[], help=option)
+    parser.add_argument(
+        "--option", metavar="KEY=VALUE", type=option_values.option, action="append", default=[], help=option
+    )
     parser.add_argument("--hosts", metavar="LIST", help="with check: these machines, as for submit")
     parser.add_argument("--hostfile", metavar="FILE", help="with check: the machines in this file")
     gpus = "with check: GPUs that each machine must have"
-    parser.add_argument("--gpus", metavar="N", type=values.count, help=gpus)
+    parser.add_argument("--gpus", metavar="N", type=option_values.count, help=gpus)
     parser.add_argument("--json", action="store_true", help="answer in JSON")
 
 
@@ -52,7 +54,7 @@ def run(args: Namespace) -> int:
         return _check(args)
     if args.option or args.hosts or args.hostfile or args.gpus is not None:
         raise UsageError("accel targets", "--option, --hosts, --hostfile and --gpus go with check NAME")
-    from schedulers.config import known_targets, skipped_files
+    from schedulers.config.named_targets import known_targets, skipped_files
     from schedulers.target import refused_entry_points
 
     targets = known_targets()
@@ -64,18 +66,18 @@ def run(args: Namespace) -> int:
             for t, o in zip(targets, options, strict=True)
         ]
         print_json({"targets": shown, "ignored": [*ignored, *skipped_files()]})
-        return exits.OK
+        return exit_status.OK
     rows = [(t.name, t.kind, t.source, _words(o)) for t, o in zip(targets, options, strict=True)]
     print_rows(COLUMNS, rows, on_terminal=rows)
     for line in ignored:
         note(f"warning: {line}")
-    return exits.OK
+    return exit_status.OK
 
 
 def _check(args: Namespace) -> int:
-    from schedulers.config import load_target
+    from schedulers.config.named_targets import load_target
     from schedulers.errors import ConfigError, nearest
-    from schedulers.store import Store
+    from schedulers.store.store import Store
     from schedulers.target import Checks
 
     word, *names = args.check
@@ -86,7 +88,7 @@ def _check(args: Namespace) -> int:
     if len(names) > 1:
         raise UsageError(_CHECK, f"one target at a time, not {' '.join(names)!r}")
     try:
-        target = load_target(names[0], Store.default().jobs, overrides=finding.options_of(_CHECK, args))
+        target = load_target(names[0], Store.default().jobs, overrides=job_args.options_of(_CHECK, args))
     except ConfigError as error:
         raise UsageError(_CHECK, str(error)) from None
     if not isinstance(target, Checks):
@@ -101,13 +103,13 @@ def _check(args: Namespace) -> int:
             note(f"fails: {line}")
         for line in found.warnings:
             note(f"warning: {line}")
-    return exits.ERROR if found.failures else exits.OK
+    return exit_status.ERROR if found.failures else exit_status.OK
 
 
 def _without_secrets(options: list[dict[str, Any]]) -> list[dict[str, Any]]:
     import os
 
-    from accel.about.secrets import secrets_of, without_secrets
+    from accel.diagnostics.redaction import secrets_of, without_secrets
 
     shown: list[dict[str, Any]] = without_secrets(options, known=secrets_of([dict(os.environ), *options]))
     return shown

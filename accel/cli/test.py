@@ -17,13 +17,13 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
-from accel.launch.told import Told
+from accel.launch.signals import Told
 from schedulers.processes import die_with_parent
 
-from . import exits, values
-from .needs import torch_is_installed
+from . import exit_status, option_values
+from .argv import UsageError
 from .output import note, print_json
-from .words import UsageError
+from .require_torch import torch_is_installed
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -46,7 +46,7 @@ _MODULE = "accel.sanity"
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.add_argument("--num_processes", metavar="N", type=values.count, help="only on N processes")
+    parser.add_argument("--num_processes", metavar="N", type=option_values.count, help="only on N processes")
     parser.add_argument("--cpu", action="store_true", help="on the CPU even where there is a GPU")
     file = "with the settings of this file (default: the one that `accel config` writes, if it is there)"
     parser.add_argument("--config_file", metavar="FILE", help=file)
@@ -60,14 +60,14 @@ def run(args: Namespace) -> int:
     if args.target is not None:
         return _run_there(args)
     if not torch_is_installed(_COMMAND):
-        return exits.ERROR
+        return exit_status.ERROR
     path = _file(args)
     for flags in launches(args, path):
         code = _run_here(flags, as_json=args.json)
-        if code != exits.OK:
+        if code != exit_status.OK:
             return code
     note(f"test: all went well{f' with the settings of {path}' if path else ''}: training works here")
-    return exits.OK
+    return exit_status.OK
 
 
 def _file(args: Namespace) -> str | None:
@@ -80,7 +80,7 @@ def _file(args: Namespace) -> str | None:
 def launches(args: Namespace, path: str | None) -> list[list[str]]:
     """The flags of each launch that is to be run. Raises UsageError."""
     from accel.launch.devices import find
-    from accel.settings.checks import WAYS
+    from accel.settings.contradictions import WAYS
 
     from .launch import resolved
 
@@ -130,13 +130,13 @@ def _run_here(flags: Sequence[str], *, as_json: bool) -> int:
     if failed is not None:
         said = f"process {failed['process']} of {failed['processes']}: {failed['message']}"
         note(f"test: {failed['check']!r} failed: {said}")
-        return exits.ERROR
-    if code == exits.USAGE and last is None:
+        return exit_status.ERROR
+    if code == exit_status.USAGE and last is None:
         return code  # it was refused, and has said why
-    if code != exits.OK:
+    if code != exit_status.OK:
         note(f"test: `{shlex.join(['accel', 'launch', *flags])}` ended with code {code} after {last or 'the start'!r}")
-        return exits.ERROR
-    return exits.OK
+        return exit_status.ERROR
+    return exit_status.OK
 
 
 def _result(line: str) -> dict[str, Any] | None:
@@ -167,8 +167,8 @@ def _run_there(args: Namespace) -> int:
     if args.cpu:
         words.insert(0, "--env=ACCELERATE_USE_CPU=1")
     code = submit.run_argv([*words, *(["--json"] if args.json else [])])
-    if code not in (exits.OK, exits.INTERRUPTED):
+    if code not in (exit_status.OK, exit_status.INTERRUPTED):
         note(f"test: failed on {args.target}; the line that begins with FAILED names the check")
-    if code == exits.OK:
+    if code == exit_status.OK:
         note(f"test: all went well: training works on {args.target}")
     return code

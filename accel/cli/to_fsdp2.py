@@ -10,10 +10,10 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from . import exits, whole_files
+from . import atomic_write, exit_status
+from .argv import UsageError
 from .launch_file import Configuration, read_file
 from .output import note, print_json
-from .words import UsageError
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -61,7 +61,7 @@ def run(args: Namespace) -> int:
     if not args.overwrite and os.path.exists(output):
         raise UsageError(_COMMAND, f"--output_file: {output} is there already; --overwrite replaces it")
     written, dropped = converted(file)
-    whole_files.write(_COMMAND, [(output, _text(output, written))])
+    atomic_write.write(_COMMAND, [(output, _text(output, written))])
     if args.json:
         why = [{"name": name, "why": reason} for name, reason in dropped.items()]
         print_json({"file": output, "settings": written[_SECTION], "dropped": why})
@@ -69,12 +69,12 @@ def run(args: Namespace) -> int:
         for name, reason in dropped.items():
             note(f"to-fsdp2: {name} is left out: {reason}")
         print(output)
-    return exits.OK
+    return exit_status.OK
 
 
 def converted(file: Configuration) -> tuple[dict[str, Any], dict[str, str]]:
     """The settings for FSDP2, in their order, and why each of the others was left out. Raises UsageError."""
-    from accel.settings.file import setting_of
+    from accel.settings.config_file import setting_of
 
     fsdp = file.document.get(_SECTION)
     if not fsdp:

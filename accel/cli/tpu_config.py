@@ -12,9 +12,9 @@ import re
 import shlex
 from typing import TYPE_CHECKING, Any
 
-from . import exits
+from . import exit_status
+from .argv import UsageError
 from .output import note
-from .words import UsageError
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -56,12 +56,12 @@ def run(args: Namespace) -> int:
     gcloud = ["gcloud", *(["alpha"] if args.use_alpha else []), "compute", "tpus", "tpu-vm"]
     if args.debug:
         print(shlex.join(pod.ssh(gcloud, name, zone, "all", commands)))
-        return exits.OK
+        return exit_status.OK
     try:
         return pod.run(gcloud, name, zone, commands)
     except pod.PodError as error:
         note(f"tpu-config: {error}")
-        return exits.ERROR
+        return exit_status.ERROR
 
 
 def _settings(args: Namespace) -> tuple[str, str, list[str]]:

@@ -2,7 +2,7 @@
 
 stdout has a line for each job as it is known to have ended: its id, a tab, its state.
 
---json  {"jobs": […]}, each in the shape that `accel.cli.rows` gives, ended or not.
+--json  {"jobs": […]}, each in the shape that `accel.cli.job_format` gives, ended or not.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from . import exits, finding, values
+from . import exit_status, job_args, option_values
 from .output import note, print_json
 
 if TYPE_CHECKING:
     from argparse import Namespace
 
-    from schedulers.handle import Job
+    from schedulers.jobs.handle import Job
 
     from .parser import Parser
 
@@ -31,18 +31,20 @@ Exits with the first job's code that is not 0: that of its first failing rank, 1
 
 def add_arguments(parser: Parser) -> None:
     parser.add_argument("jobs", metavar="JOB", nargs="+", help="an id, a unique prefix of one, or @last")
-    parser.add_argument("--timeout", metavar="TIME", type=values.duration, help="stop waiting after 90 (s), 30m, 2h")
+    parser.add_argument(
+        "--timeout", metavar="TIME", type=option_values.duration, help="stop waiting after 90 (s), 30m, 2h"
+    )
     parser.add_argument("--json", action="store_true", help="answer in JSON")
-    finding.add_arguments(parser)
+    job_args.add_arguments(parser)
 
 
 def run(args: Namespace) -> int:
-    from schedulers import handle
+    from schedulers.jobs import handle
 
-    from .rows import record_json
+    from .job_format import record_json
     from .stream import say_how_to_stop
 
-    jobs = finding.find_all("accel wait", args.jobs, args)
+    jobs = job_args.find_all("accel wait", args.jobs, args)
     deadline = None if args.timeout is None else time.monotonic() + args.timeout
     codes = []
     refreshed = float("-inf")
@@ -54,22 +56,22 @@ def run(args: Namespace) -> int:
             codes.append(_wait(job, deadline, quiet=args.json))
         except KeyboardInterrupt:
             say_how_to_stop(job)
-            return exits.INTERRUPTED
+            return exit_status.INTERRUPTED
     if args.json:
         print_json({"jobs": [record_json(job.record) for job in jobs]})
-    return next((code for code in codes if code != exits.OK), exits.OK)
+    return next((code for code in codes if code != exit_status.OK), exit_status.OK)
 
 
 def _wait(job: Job, deadline: float | None, *, quiet: bool) -> int:
-    from .rows import outcome
+    from .job_format import outcome
 
     try:
         status = job.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
     except TimeoutError:
         note(f"job {job.id} has not ended yet; it goes on")
-        return exits.TIMED_OUT
+        return exit_status.TIMED_OUT
     if not quiet:
         print(f"{job.id}\t{status.state.value}", flush=True)
     if status.state.value == "failed":
         note(outcome(job.id, status))
-    return exits.of_job(status)
+    return exit_status.of_job(status)

@@ -14,7 +14,7 @@ from typing import Any
 
 from accel.checkpoint import load, save
 from accel.checkpoint.contents import Contents, Piece
-from accel.checkpoint.names import SCALER_NAME, custom_name
+from accel.checkpoint.file_names import SCALER_NAME, custom_name
 from accel.errors import CheckpointError, one_of
 from accel.parallel import choose_strategy
 from accel.precision import Precision

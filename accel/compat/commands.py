@@ -10,13 +10,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from accel.cli.argv import UsageError
 from accel.cli.launch import resolved, settled
 from accel.cli.launch_file import default_folder, default_path
-from accel.cli.words import UsageError
 from accel.errors import ArgumentError
-from accel.launch.engines import launch
 from accel.launch.errors import LaunchError
-from accel.launch.options import add_arguments
+from accel.launch.external import launch
+from accel.launch.flags import add_arguments
 from accel.launch.worker import Program
 from accel.settings import BY_NAME, defaults
 from accel.settings.values import typed

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
 from accel.errors import StateError
-from accel.launch.compat import variables
+from accel.launch.alias_env import variables
 
 if TYPE_CHECKING:
     from importlib.metadata import Distribution
@@ -37,7 +37,7 @@ class Finder:
         """
         if fullname.partition(".")[0] != NAME:
             return None
-        from accel.compat.names import is_module, is_package, where_to_read
+        from accel.compat.name_table import is_module, is_package, where_to_read
 
         if not is_module(fullname):
             raise ModuleNotFoundError(

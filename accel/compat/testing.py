@@ -18,12 +18,12 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 
-from accel import available
 from accel.collectives import gather
-from accel.environment import parse_flag_from_env
-from accel.hardware import check_cuda_fp8_capability
 from accel.state import AcceleratorState, GradientState
-from accel.versions import compare_versions, is_torch_version
+from accel.world import available
+from accel.world.environment import parse_flag_from_env
+from accel.world.hardware import check_cuda_fp8_capability
+from accel.world.versions import compare_versions, is_torch_version
 
 Test = TypeVar("Test")
 

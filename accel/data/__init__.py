@@ -1,18 +1,18 @@
-"""Data loaders: which samples are whose (`sharding`), in which order (`order`), and placing them (`loader`).
+"""Data loaders: which samples are whose (`batch_sampler`), in which order (`shuffle`), on which device (`loader`).
 
-`dispatch` is the other way: the main process reads, and sends each process its part.
+`dispatcher` is the other way: the main process reads, and sends each process its part.
 """
 
 from __future__ import annotations
 
-from accel.data.base import get_sampler
-from accel.data.dispatch import DataLoaderDispatcher
+from accel.data.batch_sampler import BatchSamplerShard, Share
+from accel.data.dispatcher import DataLoaderDispatcher
 from accel.data.iterable import IterableDatasetShard
 from accel.data.loader import DataLoaderShard, PreparedLoader
-from accel.data.order import SeedableRandomSampler
 from accel.data.prepare import prepare_data_loader
-from accel.data.sharding import BatchSamplerShard, Share
-from accel.data.skipping import SkipBatchSampler, SkipDataLoader, skip_first_batches
+from accel.data.shuffle import SeedableRandomSampler
+from accel.data.skip_batches import SkipBatchSampler, SkipDataLoader, skip_first_batches
+from accel.data.torch_loader import get_sampler
 
 # Accelerate's names for what its loaders have in common, here one class.
 DataLoaderAdapter = PreparedLoader

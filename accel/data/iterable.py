@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import IterableDataset
 
-from accel.data.sharding import part_of
-from accel.data.share import Share
+from accel.data.batch_sampler import part_of
+from accel.data.shard_math import Share
 
 
 class Marked(NamedTuple):

@@ -11,18 +11,18 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from accel.data.base import alter, blank, get_sampler, make_loader, seeding_aside, stateful_kind
+from accel.collectives.rng import synchronize_rng_states
+from accel.data.batch_sampler import BatchSamplerShard
 from accel.data.iterable import IterableDatasetShard, Marked
+from accel.data.loader_state import Progress
 from accel.data.lookahead import Lookahead, window_depth
-from accel.data.order import OrderRng
-from accel.data.placing import mover
-from accel.data.progress import Progress
 from accel.data.rows import count_rows
-from accel.data.sharding import BatchSamplerShard
-from accel.data.share import Share
+from accel.data.shard_math import Share
+from accel.data.shuffle import OrderRng
+from accel.data.to_device import mover
+from accel.data.torch_loader import alter, blank, get_sampler, make_loader, seeding_aside, stateful_kind
 from accel.enums import RNGType
 from accel.errors import ArgumentError
-from accel.random import synchronize_rng_states
 from accel.state import GradientState
 
 

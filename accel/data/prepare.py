@@ -10,13 +10,13 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from accel import collectives
-from accel.data.base import alter, share_sampler
-from accel.data.dispatch import DataLoaderDispatcher
+from accel.data.batch_sampler import part_of
+from accel.data.dispatcher import DataLoaderDispatcher
 from accel.data.iterable import IterableDatasetShard, MarkedCollate
 from accel.data.loader import DataLoaderShard, PreparedLoader
-from accel.data.order import SeedableRandomSampler, is_plain_batch_sampler, is_plain_shuffle
-from accel.data.ranks import data_place, is_datasets_stream, is_shared_out
-from accel.data.sharding import part_of
+from accel.data.mesh_rank import data_place, is_datasets_stream, is_shared_out
+from accel.data.shuffle import SeedableRandomSampler, is_plain_batch_sampler, is_plain_shuffle
+from accel.data.torch_loader import alter, share_sampler
 from accel.enums import RNGType
 from accel.errors import DataError
 from accel.state import PartialState

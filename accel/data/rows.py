@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from accel.errors import DataError
-from accel.nested import find_batch_size, honor_type, is_record
+from accel.pytree import find_batch_size, honor_type, is_record
 
 
 def count_rows(batch: Any) -> int | None:

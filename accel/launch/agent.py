@@ -27,10 +27,10 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from accel.exit_codes import REQUEUE, TIME_LIMIT
 
-from . import report
-from .forkserver import ForkServer, ServerGone
+from . import failure as report
+from .failure import Exit, Failure, diagnose, error_in_log, first, oom_kill_count
+from .fork_server import ForkServer, ServerGone
 from .rendezvous import GangRendezvous
-from .report import Exit, Failure, diagnose, error_in_log, first, oom_kill_count
 
 _PEER_CHECK_S = 0.5
 _KILL_ALLOWANCE_S = 5.0

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from schedulers.errors import SpecError
 from schedulers.topology import number
 
-from . import guard
+from . import watchdog
 from .errors import Refused
 
 # Its text is the container's termination message, also of one that ends with exit code 0.
@@ -51,7 +51,7 @@ class Deadline:
         """Tell why this launcher ends. Return its exit code."""
         line = f"accel launch: {self.text}; all ranks here have been ended"
         if not quiet:
-            from .node import say
+            from .run import say
 
             say(line)
         with contextlib.suppress(OSError):
@@ -68,7 +68,7 @@ def planned(env: Mapping[str, str], node_rank: int) -> Deadline | None:
 
     None where there is no limit, or another launcher keeps it. Raises Refused.
     """
-    if "ACCEL_TIME_LIMIT" not in env or guard.LAUNCH_ID in env:
+    if "ACCEL_TIME_LIMIT" not in env or watchdog.LAUNCH_ID in env:
         return None
     try:
         first, _, others = env.get("ACCEL_TIME_LIMIT_EXIT", "1,1").partition(",")

@@ -13,13 +13,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TextIO
 
 from accel.enums import DistributedType, PrecisionType
-from accel.environment import World, are_libraries_initialized, patch_environment, read_flag, torchrun_variables
 from accel.errors import ArgumentError, ProcessError, StateError, one_of
-from accel.hosts import get_free_port, port_number
+from accel.world.environment import World, are_libraries_initialized, patch_environment, read_flag, torchrun_variables
+from accel.world.ports import get_free_port, port_number
 
 from .devices import find, only_cpu
-from .forked import Errand
-from .forked import run as run_forked
+from .fork_pool import Errand
+from .fork_pool import run as run_forked
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -256,7 +256,7 @@ def _enter(prefix: str | None, errand: Errand) -> None:
 
 
 def _leave() -> None:
-    from accel import world
+    from accel.world import process_group as world
 
     world.leave()
 

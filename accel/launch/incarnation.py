@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from schedulers.errors import SpecError
 from schedulers.topology import Topology, number
 
-from . import guard
+from . import watchdog
 from .errors import Refused
 
 _NONE = "-"
@@ -67,7 +67,7 @@ def planned(env: Mapping[str, str], found: Topology) -> Incarnation:
     the Job has noted on the pod.
     """
     return Incarnation(
-        pod="" if guard.LAUNCH_ID in env else env.get("ACCEL_POD_UID", ""),
+        pod="" if watchdog.LAUNCH_ID in env else env.get("ACCEL_POD_UID", ""),
         attempt=_attempt(env, found),
         counted="ACCEL_ATTEMPT" in env,
     )

@@ -8,7 +8,7 @@ import os
 import re
 from pathlib import Path
 
-from . import compat
+from . import alias_env
 from .worker import Program
 
 # The first optimizer that a process makes imports torch._dynamo: 1.4 s, once here instead of once a rank. A program
@@ -23,7 +23,7 @@ def modules_for(program: Program) -> list[str]:
     text = _text(program)
     names = ["torch._dynamo"] if _TRAINS.search(text) else []
     # Under `accel.compat` ours is what stands behind their names.
-    ours = _OURS.search(text) or (compat.is_asked(os.environ) and _MIRRORED.search(text))
+    ours = _OURS.search(text) or (alias_env.is_asked(os.environ) and _MIRRORED.search(text))
     return [*names, "accel.accelerator", "safetensors.torch"] if ours else names
 
 

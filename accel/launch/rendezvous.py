@@ -21,7 +21,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 
 from .errors import LaunchError, RendezvousFailed
 from .incarnation import Incarnation, latest
-from .patience import Patience, StoreSilent
+from .store_client import Patience, StoreSilent
 
 T = TypeVar("T")
 

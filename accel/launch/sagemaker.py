@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from accel.settings.worker import variables
+from accel.settings.env_variables import variables
 
 from .errors import LaunchError, Refused
 from .worker import Program

@@ -21,8 +21,8 @@ from typing import Any, Literal, NoReturn
 from accel.exit_codes import REQUEUE
 from schedulers.processes import die_with_parent
 
-from . import compat
-from .leaving import leave
+from . import alias_env
+from .exit import leave
 
 _RESET = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD)
 WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
@@ -94,7 +94,7 @@ def run(program: Program, env: dict[str, str], error_fd: int, preloaded: bool) -
         _exec(program.command())
     _errors_go_to(error_fd)
     _fresh_interpreter_state()
-    if compat.is_asked(os.environ):
+    if alias_env.is_asked(os.environ):
         import accel.compat  # noqa: F401
     faulthandler.enable(file=2)  # a rank that dies of SIGSEGV says where
     try:

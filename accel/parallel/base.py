@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from accel.parallel.unwrapping import bare
+from accel.parallel.unwrap import bare
 from accel.state import PartialState
 
 

@@ -12,10 +12,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accel.errors import ArgumentError
 from accel.parallel.base import Strategy
-from accel.parallel.unwrapping import data_parallel
+from accel.parallel.unwrap import data_parallel
 from accel.plugins import DistributedDataParallelKwargs
 from accel.state import PartialState
-from accel.world import hold_open
+from accel.world.process_group import hold_open
 
 
 class DataParallel(Strategy):

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from accel.nested import map_nested
+from accel.pytree import map_nested
 
 _SHORT = (torch.float16, torch.bfloat16)
 

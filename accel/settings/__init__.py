@@ -6,15 +6,15 @@ questionnaire of `accel config` and the pages in `docs/reference` are all genera
 
 from __future__ import annotations
 
-from .base import Group, Setting
 from .deepspeed import DEEPSPEED
 from .fp8 import FP8
 from .fsdp import FSDP
-from .hardware import DYNAMO, HARDWARE, RESOURCES, WAYS
-from .machines import FAILURES, MACHINES, MPI, PROGRAM, RENDEZVOUS
+from .hardware_use import DYNAMO, HARDWARE, RESOURCES, WAYS
 from .megatron import MEGATRON
+from .multi_node import FAILURES, MACHINES, MPI, PROGRAM, RENDEZVOUS
 from .parallelism import PARALLELISM
-from .places import FILE, SAGEMAKER, TPU
+from .sagemaker_tpu import FILE, SAGEMAKER, TPU
+from .setting import Group, Setting
 
 __all__ = ["BY_NAME", "GROUPS", "Group", "Setting", "defaults", "group_of"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .base import Group, Setting
+from .setting import Group, Setting
 
 
 def _lm(name: str, help: str, kind: str = "yesno", default: Any = None, **rest: Any) -> Setting:

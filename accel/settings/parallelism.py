@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .base import Group, Setting
+from .setting import Group, Setting
 
 _PREFIX = "parallelism_config_"
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 
 from . import GROUPS, Group, Setting
-from .base import LAUNCHERS
+from .setting import LAUNCHERS
 from .values import expected, typed
 
 _MADE = "<!-- Made from accel/settings by `python -m accel.settings.reference docs/reference`: change it there. -->"

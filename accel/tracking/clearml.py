@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from accel.tracking.base import GeneralTracker, on_main_process
-from accel.tracking.values import is_number, leave_out, scalars, table_rows
+from accel.tracking.plain_values import is_number, leave_out, scalars, table_rows
 
 _SERIES = ("eval", "test", "train")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from accel.tracking.base import GeneralTracker, on_main_process
-from accel.tracking.values import leave_out, plain, scalars
+from accel.tracking.plain_values import leave_out, plain, scalars
 
 
 class DVCLiveTracker(GeneralTracker):

@@ -20,7 +20,7 @@ from uuid import uuid4
 
 from accel.errors import ArgumentError, TrackerError
 from accel.tracking.base import GeneralTracker, on_main_process
-from accel.tracking.values import plain, scalar
+from accel.tracking.plain_values import plain, scalar
 
 logger = logging.getLogger(__name__)
 

@@ -6,10 +6,10 @@ import json
 import os
 from typing import Any
 
-from accel.environment import read_flag
 from accel.errors import ArgumentError
 from accel.tracking.base import GeneralTracker, on_main_process
-from accel.tracking.values import is_number, leave_out, plain, scalars
+from accel.tracking.plain_values import is_number, leave_out, plain, scalars
+from accel.world.environment import read_flag
 
 # MLflow's own words for its server's state: mlflow/protos/databricks.proto, ErrorCode.
 _UNAVAILABLE = ("INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE", "REQUEST_LIMIT_EXCEEDED", "DEADLINE_EXCEEDED")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from accel.tracking.base import on_main_process
-from accel.tracking.run import RunTracker
-from accel.tracking.values import leave_out, scalars
+from accel.tracking.plain_values import leave_out, scalars
+from accel.tracking.run_tracker import RunTracker
 
 
 class SwanLabTracker(RunTracker):

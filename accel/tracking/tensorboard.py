@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from accel.tracking.base import GeneralTracker, on_main_process
-from accel.tracking.values import is_number, leave_out, plain, scalars
+from accel.tracking.plain_values import is_number, leave_out, plain, scalars
 
 _HYPERPARAMETERS = (bool, int, float, str)
 

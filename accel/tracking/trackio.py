@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from accel.tracking.base import on_main_process
-from accel.tracking.run import RunTracker
-from accel.tracking.values import scalars
+from accel.tracking.plain_values import scalars
+from accel.tracking.run_tracker import RunTracker
 
 
 class TrackioTracker(RunTracker):

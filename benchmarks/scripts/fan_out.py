@@ -4,8 +4,8 @@ over connections that are there by then, with a third argument `again`."""
 import sys
 import time
 
-from schedulers.remote.hosts import parse_hosts
-from schedulers.remote.transport import Pool
+from schedulers.hosts.host_list import parse_hosts
+from schedulers.hosts.transport import Pool
 
 config, hosts = sys.argv[1], parse_hosts(sys.argv[2])
 with Pool(config=config) as pool:

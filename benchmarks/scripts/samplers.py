@@ -12,8 +12,8 @@ from accelerate.data_loader import prepare_data_loader as their_prepare
 from accelerate.data_loader import skip_first_batches as their_skip
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
+from accel.data.batch_sampler import BatchSamplerShard as OurShard
 from accel.data.prepare import prepare_data_loader
-from accel.data.sharding import BatchSamplerShard as OurShard
 from benchmarks.scripts.rounds import interleave, write
 
 ROUNDS = int(os.environ.get("BENCHMARK_ROUNDS", "9"))

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 from ..errors import SchedulerError
 from ..job import Cursor, LogLine, Status
-from . import asking, watching
-from .reading import Reader
+from .logs.reader import Reader
+from .status import query, watch
 
 if TYPE_CHECKING:
-    from .api import Api
-    from .native import Native
+    from .client.api import Api
+    from .native_id import Native
 
 
 _MOST_ARCHIVISTS = 16  # jobs: each has as many streams as pods
@@ -82,12 +82,12 @@ class Follower:
     def statuses(self, natives: Sequence[Native]) -> tuple[dict[str, Status], dict[str, str]]:
         """The status of each job, and why, of those that could not be asked about. A job whose object is gone has
         failed: the API server is certain of it. Raises an ApiError when the server refuses the question."""
-        found, silent = asking.statuses(self._api, natives, ttl=self._ttl)
+        found, silent = query.statuses(self._api, natives, ttl=self._ttl)
         over = {native for native, status in found.items() if status.state.final}
         self._over |= over
         self._finish([self._archivists.pop(ended) for ended in over & self._archivists.keys()])
         for native in natives:
-            watcher = watching.running(self._api, native.namespace)
+            watcher = watch.running(self._api, native.namespace)
             if watcher is not None and str(native) in over:
                 watcher.forget(native)
         return found, silent
@@ -110,7 +110,7 @@ class Follower:
         waits = self._waits[str(native)] = self._waits.get(str(native), 0) + 1
         if directory is not None and waits > 1:
             self._archive(native, directory)
-        return watching.shared(self._api, native.namespace).wait(native, timeout_s)
+        return watch.shared(self._api, native.namespace).wait(native, timeout_s)
 
     def _archive(self, native: Native, directory: Path) -> None:
         if str(native) not in self._archivists and len(self._archivists) < _MOST_ARCHIVISTS:
@@ -133,7 +133,7 @@ class Follower:
         while self._archivists:
             self._archivists.popitem()[1].stop()
         self._reader.close()
-        watching.release(self._api)
+        watch.release(self._api)
 
 
 __all__ = ["Follower"]

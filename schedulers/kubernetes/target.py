@@ -10,14 +10,14 @@ from ..errors import ConfigError, SchedulerError, SubmitError, Unreachable
 from ..job import Cursor, JobSpec, LogLine, Status
 from ..target import Checked, Found, Listed, Plan, TargetContext, parse_ids
 from . import options as meaning
-from . import planning
+from .manifests import plan as planning
 from .options import KubernetesOptions
 
 if TYPE_CHECKING:
-    from .api import Api
+    from .client.api import Api
+    from .cluster_ref import Placed
     from .follower import Follower
-    from .native import Native
-    from .placing import Placed
+    from .native_id import Native
 
 
 @dataclass
@@ -52,26 +52,27 @@ class KubernetesTarget:
         Raises SubmitError when the cluster refuses it, and nothing of it is left there; SpecError, ConfigError;
         Unreachable when it cannot be told whether the cluster has the job, or all of it: the same call finds out.
         """
-        from . import packing, placing, submitting
-        from .native import Native
+        from . import cluster_ref, submit
+        from .code import upload
+        from .native_id import Native
 
         spec = JobSpec.from_json(plan.settings["spec"])
-        earlier = placing.read(self._jobs, plan.job_id)
+        earlier = cluster_ref.read(self._jobs, plan.job_id)
         api = self._cluster(earlier).api
         self._check_kind(api, sent=earlier is not None)
-        digest, data = packing.pack(spec, self._options, self._jobs.parent, earlier.snapshot if earlier else None)
-        placed = placing.placed(api.access, digest)
+        digest, data = upload.pack(spec, self._options, self._jobs.parent, earlier.snapshot if earlier else None)
+        placed = cluster_ref.placed(api.access, digest)
         if placed != earlier:
-            placing.write(self._jobs, plan.job_id, placed)
-        code, carried = packing.bring(api, spec, self._options, plan.job_id, data)
-        made = submitting.submit(api, spec, self._options, plan.job_id, code, carried)
+            cluster_ref.write(self._jobs, plan.job_id, placed)
+        code, carried = upload.bring(api, spec, self._options, plan.job_id, data)
+        made = submit.submit(api, spec, self._options, plan.job_id, code, carried)
         return str(Native(self._options.workload, api.namespace, str(made["metadata"]["name"]), plan.job_id))
 
     def _check_kind(self, api: Api, *, sent: bool) -> None:
         """The first question to the cluster. While nothing of the job was sent, no answer means that nothing is
         there: SubmitError, where Unreachable would leave that open. What was sent may be there, whoever asks now."""
-        from . import kinds
-        from .errors import Forbidden, Unauthorized
+        from .client.errors import Forbidden, Unauthorized
+        from .manifests import kinds
 
         try:
             kinds.check_kind(self._options, api.versions(), self.name)
@@ -90,7 +91,7 @@ class KubernetesTarget:
         Raises Unreachable, which has the answers that there were, when a cluster cannot be asked about the others;
         ConfigError or ApiError when that is so of the only cluster.
         """
-        from .native import Native
+        from .native_id import Native
 
         def place(native_id: str) -> tuple[Native, _Cluster]:
             native = Native.parse(native_id)
@@ -116,75 +117,75 @@ class KubernetesTarget:
 
     def wait(self, native_id: str, timeout_s: float) -> bool | None:
         """Sleeps until something happens to the job."""
-        from .native import Native
+        from .native_id import Native
 
         native = Native.parse(native_id)
         return self._follower(self._of(native)).wait(native, timeout_s, self._jobs / native.job_id)
 
     def logs(self, native_id: str, since: Cursor | None = None) -> Iterator[LogLine]:
-        from .native import Native
+        from .native_id import Native
 
         native = Native.parse(native_id)
         yield from self._follower(self._of(native)).logs(native, since, self._jobs / native.job_id)
 
     def cursor_at(self, native_id: str, when: float) -> Cursor:
-        from .native import Native
+        from .native_id import Native
 
         native = Native.parse(native_id)
         return self._follower(self._of(native)).cursor_at(native, when, self._jobs / native.job_id)
 
     def cancel(self, native_id: str) -> None:
         """Keeps the logs there are, and deletes the job's object, which ends its pods in order. Raises Unreachable."""
-        from . import cancelling
-        from .native import Native
+        from . import cancel
+        from .native_id import Native
 
         native = Native.parse(native_id)
-        cancelling.cancel(self._of(native).api, native, self._jobs / native.job_id)
+        cancel.cancel(self._of(native).api, native, self._jobs / native.job_id)
 
     def cancel_rest(self, native_id: str) -> bool:
         """Deletes the object of a job that is over where one of its pods still runs. Raises Unreachable."""
-        from . import cancelling
-        from .native import Native
+        from . import cancel
+        from .native_id import Native
 
         native = Native.parse(native_id)
-        return cancelling.cancel_rest(self._of(native).api, native, self._jobs / native.job_id)
+        return cancel.cancel_rest(self._of(native).api, native, self._jobs / native.job_id)
 
     def shell(self, native_id: str, node: int, argv: Sequence[str], *, terminal: bool) -> int:
         """In the pod of that node. Raises SubmitError, ApiError, Unreachable."""
-        from . import shelling
-        from .native import Native
+        from . import shell
+        from .native_id import Native
 
         native = Native.parse(native_id)
-        return shelling.run(self._of(native).api, native, self._options, node, argv, terminal=terminal)
+        return shell.run(self._of(native).api, native, self._options, node, argv, terminal=terminal)
 
     def review(self, plan: Plan) -> list[str]:
         """Shows every object to the API server, which makes none of them. Raises Unreachable, ConfigError."""
-        from . import reviewing
+        from . import dry_run
 
         spec = JobSpec.from_json(plan.settings["spec"])
-        return reviewing.review(self._cluster(None).api, spec, self._options, plan.job_id)
+        return dry_run.review(self._cluster(None).api, spec, self._options, plan.job_id)
 
     def find(self, job_id: str) -> Found | None:
         """A job that another machine sent to the same namespace, or this one, wherever it did."""
-        from . import finding, placing
+        from . import cluster_ref, find
 
-        return finding.find(self._cluster(placing.read(self._jobs, job_id)).api, self._options, job_id)
+        return find.find(self._cluster(cluster_ref.read(self._jobs, job_id)).api, self._options, job_id)
 
     def listed(self) -> list[Listed]:
         """The jobs in the target's namespace. Raises Unreachable, ApiError."""
-        from . import finding
+        from . import find
 
-        return finding.jobs(self._cluster(None).api, self._options)
+        return find.jobs(self._cluster(None).api, self._options)
 
     def check(self, gpus: int = 0) -> Checked:
         """Asks the API server what it has, and what we may do there. Raises Unreachable, SchedulerError."""
-        from . import probing
+        from . import preflight
 
-        return probing.check(self._cluster(None).api, self._options, gpus)
+        return preflight.check(self._cluster(None).api, self._options, gpus)
 
     def clear(self, jobs: Mapping[str, str | None]) -> list[str]:
         """Removes the jobs' objects, where the cluster's own time limit (`ttl_s`) has not."""
-        from . import clearing
+        from . import cleanup
 
         groups: dict[int, tuple[_Cluster, list[Native]]] = {}
         for job_id, native_id in jobs.items():
@@ -194,7 +195,7 @@ class KubernetesTarget:
                 groups.setdefault(id(cluster), (cluster, []))[1].append(native)
         lines: list[str] = []
         for cluster, natives in groups.values():
-            lines += clearing.clear(cluster.api, self._options, natives)
+            lines += cleanup.clear(cluster.api, self._options, natives)
         return lines
 
     def close(self) -> None:
@@ -206,26 +207,26 @@ class KubernetesTarget:
 
     def _native(self, job_id: str, native_id: str | None) -> Native | None:
         """Of a job that was sent; also of one that was never confirmed."""
-        from ..record import read_record
-        from . import names, placing
-        from .native import Native
+        from ..store.record import read_record
+        from . import cluster_ref, names
+        from .native_id import Native
 
         if native_id is not None:
             return Native.parse(native_id)
-        placed = placing.read(self._jobs, job_id)
+        placed = cluster_ref.read(self._jobs, job_id)
         if placed is None:
             return None
         name = read_record(job_id, str(self._jobs / job_id)).name
         return Native(self._options.workload, placed.namespace, names.object_name(name, job_id), job_id)
 
     def _of(self, native: Native) -> _Cluster:
-        from . import placing
+        from . import cluster_ref
 
-        return self._cluster(placing.read(self._jobs, native.job_id))
+        return self._cluster(cluster_ref.read(self._jobs, native.job_id))
 
     def _cluster(self, placed: Placed | None) -> _Cluster:
         """The one that a job was sent to; for what was sent nowhere yet, the one that the options mean."""
-        from .api import Api
+        from .client.api import Api
 
         key = () if placed is None else (placed.kubeconfig, placed.context, placed.namespace)
         if key not in self._clusters:

@@ -21,15 +21,16 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from .. import disk, secrets
+from ..config import secrets
 from ..errors import SchedulerError, StoreError, hide
+from ..hosts.supervisor.documents import Document, make_room
+from ..hosts.supervisor.slots import Slots, TooMany, visible, wanted
 from ..job import Reason, State, Status
+from ..node.logs import BLOCK, FULL, Clock, last_line
 from ..processes import Identity, adopt_orphans, descendants, die_with_parent, end_all, wake_pipe
-from ..remote.hostside.logs import BLOCK, FULL, Clock, last_line
-from ..remote.hostside.supervisor.documents import Document, make_room
-from ..remote.hostside.supervisor.slots import Slots, TooMany, visible, wanted
-from ..store import Store
-from .files import SCHEMA, JobFiles, identity_document, progress_document
+from ..store import atomic_files
+from ..store.store import Store
+from .job_files import SCHEMA, JobFiles, identity_document, progress_document
 
 # Bytes that are reserved on the disk before the ranks start, which may fill it.
 _RESULT_ROOM = 1 << 16
@@ -126,7 +127,7 @@ class Supervisor:
 
     def _await_dependencies(self) -> None:
         for job_id in self._settings["after"]:
-            from ..handle import find
+            from ..jobs.handle import find
 
             self._say(State.QUEUED, f"waits for job {job_id} to succeed", Reason.DEPENDENCY)
             status = find(job_id).wait()
@@ -162,7 +163,7 @@ class Supervisor:
         code = Path(self._settings["code"])
         packed = self._files.read("local/snapshot")
         if packed is not None:
-            from .. import snapshot
+            from ..store import snapshot
 
             code = self._files.directory / "code"
             snapshot.unpack(Path(packed), code)
@@ -281,7 +282,7 @@ class Supervisor:
                     return
                 time.sleep(1)
         with contextlib.suppress(OSError):
-            disk.sync_directory(str(self._files.directory))
+            atomic_files.sync_directory(str(self._files.directory))
             for name in _REPORTS:  # gives back what was reserved
                 path = self._files.logs / name
                 os.truncate(path, path.stat().st_size)

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from .. import logfiles, secrets
+from ..config import secrets
 from ..errors import SchedulerError, SpecError, StoreError, SubmitError, Unreachable
 from ..job import Cursor, JobSpec, LogLine, Reason, Resources, State, Status
+from ..node.logs import last_line
 from ..processes import Identity, python_module
-from ..remote.hostside.logs import last_line
+from ..store import log_lines
 from ..target import Plan, TargetContext
-from .files import SCHEMA, JobFiles
+from .job_files import SCHEMA, JobFiles
 
 _LOOK_S = 0.25
 
@@ -124,14 +125,14 @@ class LocalTarget:
 
     def logs(self, native_id: str, since: Cursor | None = None) -> Iterator[LogLine]:
         files = JobFiles(self._jobs / native_id)
-        yield from logfiles.read(files.logs, since, complete=_complete(files))
+        yield from log_lines.read(files.logs, since, complete=_complete(files))
 
     def cursor_at(self, native_id: str, when: float) -> Cursor:
-        return logfiles.cursor_at(JobFiles(self._jobs / native_id).logs, when)
+        return log_lines.cursor_at(JobFiles(self._jobs / native_id).logs, when)
 
     def tail_at(self, native_id: str, since: Cursor, count: int) -> Cursor:
         files = JobFiles(self._jobs / native_id)
-        return logfiles.tail_at(files.logs, since, count, complete=_complete(files))
+        return log_lines.tail_at(files.logs, since, count, complete=_complete(files))
 
     def cancel(self, native_id: str) -> None:
         """Signals the supervisor, which ends the job: SIGTERM, the job's grace, SIGKILL.
@@ -177,7 +178,7 @@ class LocalTarget:
         return [*command, "--", *spec.argv]
 
     def _pack(self, code: str, files: JobFiles) -> None:
-        from .. import snapshot
+        from ..store import snapshot
 
         packed = snapshot.pack(Path(code), self._jobs.parent)
         files.write("local/snapshot", str(packed.path))
@@ -283,7 +284,7 @@ def find_devices() -> dict[str, Any]:
 def _start_supervisor(files: JobFiles) -> None:
     import subprocess
 
-    from ..environment import outside_any_job
+    from ..jobs.clean_env import outside_any_job
 
     files.logs.mkdir(exist_ok=True)
     with open(files.logs / "supervisor.txt", "ab") as log:

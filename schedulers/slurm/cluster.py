@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ..errors import SchedulerError, SpecError, SubmitError, Unreachable
 from ..job import Cursor, LogLine
-from .native import Native
+from .native_id import Native
 
 if TYPE_CHECKING:
-    from ..remote.hosts import Host
-    from ..remote.transport import Pool, Remote
+    from ..hosts.host_list import Host
+    from ..hosts.transport import Pool, Remote
     from .options import SlurmOptions
-    from .watching import Watch
+    from .watch import Watch
 
 Step = Mapping[str, Any]
 
@@ -34,7 +34,7 @@ class Cluster(Protocol):
         """The directory that holds `jobs/`, absolute there, and the interpreter for the nodes. Raises Unreachable."""
 
     def ask(self, steps: Sequence[Step]) -> tuple[list[Any], bytes]:
-        """An answer for each step (`hostside/slurm.py`), and what logs hold. Raises Unreachable, SchedulerError."""
+        """An answer for each step (`login/job_ops.py`), and what logs hold. Raises Unreachable, SchedulerError."""
 
     def unpack(self, archive: Path, job_id: str) -> None:
         """Has the snapshot there as the job's `code`."""
@@ -75,27 +75,27 @@ class Here:
         return os.path.dirname(self._jobs), os.path.expanduser(self._python or sys.executable)
 
     def ask(self, steps: Sequence[Step]) -> tuple[list[Any], bytes]:
-        from ..remote.hostside import slurm, slurm_commands
+        from .login import job_ops, slurm_commands
 
         contents: list[bytes] = []
         root = os.path.dirname(self._jobs)
         try:
-            done = [slurm.OPERATIONS[step["op"]](root, dict(step), contents) for step in steps]
+            done = [job_ops.OPERATIONS[step["op"]](root, dict(step), contents) for step in steps]
         except slurm_commands.Unanswered as error:
             raise Unreachable(str(error)) from None
-        except slurm.REFUSALS as error:
+        except job_ops.REFUSALS as error:
             raise SchedulerError(str(error)) from None
         return done, b"".join(contents)
 
     def unpack(self, archive: Path, job_id: str) -> None:
-        from .. import snapshot
+        from ..store import snapshot
 
         snapshot.unpack(archive, Path(self._jobs) / job_id / "code")
 
     def submit(self, request: Mapping[str, Any]) -> str:
-        from . import submitting
+        from . import submit
 
-        return submitting.submit(request)
+        return submit.submit(request)
 
     def lacking(self) -> str | None:
         try:
@@ -105,37 +105,37 @@ class Here:
         return None
 
     def read(self, job_id: str, since: Cursor | None, *, over: bool) -> Iterator[LogLine]:
-        from .. import logfiles
+        from ..store import log_lines
 
         complete = over or self._has_result(job_id)
-        yield from logfiles.read(Path(self._jobs) / job_id / "logs", since, complete=complete)
+        yield from log_lines.read(Path(self._jobs) / job_id / "logs", since, complete=complete)
 
     def cursor_at(self, job_id: str, when: float) -> Cursor:
-        from .. import logfiles
+        from ..store import log_lines
 
-        return logfiles.cursor_at(Path(self._jobs) / job_id / "logs", when)
+        return log_lines.cursor_at(Path(self._jobs) / job_id / "logs", when)
 
     def tail_at(self, job_id: str, since: Cursor, count: int, *, over: bool) -> Cursor:
-        from .. import logfiles
+        from ..store import log_lines
 
         complete = over or self._has_result(job_id)
-        return logfiles.tail_at(Path(self._jobs) / job_id / "logs", since, count, complete=complete)
+        return log_lines.tail_at(Path(self._jobs) / job_id / "logs", since, count, complete=complete)
 
     def _has_result(self, job_id: str) -> bool:
         """To be looked at before the logs are read: what is written after this is read the next time."""
         return (Path(self._jobs) / job_id / "exit.json").exists()
 
     def wait(self, native: Native, timeout_s: float) -> bool:
-        from ..remote.hostside import slurm
+        from .login import job_ops
 
         wanted = {native.job_id: native.to_json()}
-        looks = slurm.ends(os.path.dirname(self._jobs), wanted, {"clusters": self._clusters})
+        looks = job_ops.ends(os.path.dirname(self._jobs), wanted, {"clusters": self._clusters})
         deadline = time.monotonic() + timeout_s
         while not next(looks):
             left = deadline - time.monotonic()
             if left <= 0:
                 return False
-            time.sleep(min(slurm.LOOK_S, left))
+            time.sleep(min(job_ops.LOOK_S, left))
         return True
 
     def close(self) -> None:
@@ -155,7 +155,7 @@ class Login:
     @property
     def remote(self) -> Remote:
         if self._made is None:
-            from ..remote.transport import Pool
+            from ..hosts.transport import Pool
 
             self._made = Pool(config=self._options.ssh_config)
         return self._made.on(self._host)
@@ -184,9 +184,9 @@ class Login:
         return self._placed
 
     def ask(self, steps: Sequence[Step]) -> tuple[list[Any], bytes]:
-        from ..remote import answers
-        from ..remote.errors import RemoteTimeout
-        from ..remote.files import program_loader
+        from ..hosts import replies
+        from ..hosts.errors import RemoteTimeout
+        from ..hosts.remote_files import program_loader
 
         program = host_programs()
         request = json.dumps({"root": self.root, "do": list(steps)}).encode()
@@ -196,17 +196,17 @@ class Login:
         except RemoteTimeout as error:
             raise Unreachable(str(error)) from None
         line, _, data = said.stdout.partition(b"\n")
-        return answers.decode_done(line, steps, answers.SLURM, self._host.name, said.stderr), data
+        return replies.decode_done(line, steps, replies.SLURM, self._host.name, said.stderr), data
 
     def unpack(self, archive: Path, job_id: str) -> None:
-        from ..remote.files import Blob, Files
+        from ..hosts.remote_files import Blob, Files
 
         files = Files(self.remote, root=self.root, python=self.python)
         files.unpack(Blob.of(archive), f"jobs/{job_id}/code")
 
     def submit(self, request: Mapping[str, Any]) -> str:
-        from ..remote import answers
-        from ..remote.errors import RemoteError, RemoteTimeout
+        from ..hosts import replies
+        from ..hosts.errors import RemoteError, RemoteTimeout
 
         try:
             said = self.remote.run(
@@ -223,7 +223,7 @@ class Login:
             raise SubmitError(self._mend(said.stderr))
         *_, line = said.stdout.splitlines() or [b""]
         try:
-            return answers.decode(line, answers.SlurmSubmitted, self._host.name, said.stderr)["slurm"]
+            return replies.decode(line, replies.SlurmSubmitted, self._host.name, said.stderr)["slurm"]
         except RemoteError as error:
             raise SubmitError(str(error)) from None
 
@@ -233,14 +233,14 @@ class Login:
         return self._mend(said.stderr) if said.status != 0 else None
 
     def _mend(self, stderr: bytes) -> str:
-        from ..remote.errors import one_line
+        from ..hosts.errors import one_line
 
         python = self._options.python or "python3"
         mend = f"{python} -m pip install 'accel-launch[slurm]' there, or say another python: in the target"
         return f"{self._host.name}: {one_line(stderr)}: {mend}"
 
     def read(self, job_id: str, since: Cursor | None, *, over: bool) -> Iterator[LogLine]:
-        from .reading import read
+        from .logs import read
 
         yield from read(self, job_id, since, over=over)
 
@@ -249,13 +249,13 @@ class Login:
         return Cursor({name: str(offset) for name, offset in stood.items()})
 
     def tail_at(self, job_id: str, since: Cursor, count: int, *, over: bool) -> Cursor:
-        from .reading import tail_at
+        from .logs import tail_at
 
         return tail_at(self, job_id, since, count, over=over)
 
     def wait(self, native: Native, timeout_s: float) -> bool:
         if self._watch is None:
-            from .watching import Watch
+            from .watch import Watch
 
             self._watch = Watch(self)
         return self._watch.wait(native, timeout_s)
@@ -271,7 +271,7 @@ def login_host(options: SlurmOptions, name: str) -> Host:
     """The login node as the target names it. Raises SpecError."""
     import dataclasses
 
-    from ..remote.hosts import parse_hosts
+    from ..hosts.host_list import parse_hosts
 
     hosts = parse_hosts(str(options.login), source=f"target {name}: login")
     if len(hosts) != 1:
@@ -280,8 +280,9 @@ def login_host(options: SlurmOptions, name: str) -> Host:
 
 
 def host_programs() -> bytes:
-    """`hostside/slurm_main.py` and what it imports, as one program for the login node's Python."""
-    from ..remote import files
+    """`login/main.py` and what it imports, as one program for the login node's Python."""
+    from ..hosts import remote_files as files
 
-    batch = ("slurm_batch/documents", "slurm_batch/unanswered")
-    return files.host_programs(*batch, "logs", "jobs", "slurm_commands", "slurm_queue", "slurm", "slurm_main")
+    login = ("slurm_commands", "squeue_cache", "job_ops", "main")
+    batch = ("slurm.batch.shared_files", "slurm.batch.unanswered")
+    return files.host_programs(*batch, "logs", "jobs", *(f"slurm.login.{name}" for name in login))

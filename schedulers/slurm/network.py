@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 
-from ..remote.hostside import probe
+from ..node import probe
 
 
 def for_gloo(peer: str) -> str | None:

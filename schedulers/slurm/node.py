@@ -23,10 +23,10 @@ from types import FrameType
 from typing import Any
 
 from ..errors import hide
+from ..node import logs
 from ..processes import adopt_orphans, descendants, die_with_parent, end_all, wake_pipe
-from ..remote.hostside import logs
-from ..remote.hostside.slurm_batch import documents
 from . import network
+from .batch import shared_files
 
 REQUEUE = 85
 # Ranks leave `main` by SystemExit; their launcher has done all, and its interpreter would take a second to end.
@@ -246,12 +246,12 @@ class Node:
             self._next_glance = now + _GLANCE_S
             if self._fenced():
                 self._told = "fence"
-            elif self._told is None and documents.exists(os.path.join(self._own, "cancel")):
+            elif self._told is None and shared_files.exists(os.path.join(self._own, "cancel")):
                 self._told = "cancel"
         return self._told is not None
 
     def _fenced(self) -> bool:
-        return documents.fenced(os.path.join(self._own, "attempt"), self._attempt)
+        return shared_files.fenced(os.path.join(self._own, "attempt"), self._attempt)
 
     def _on_end(self, signum: int, _: FrameType | None) -> None:
         if self._told is None:
@@ -268,7 +268,7 @@ class Node:
 
     def _report(self, code: int, words: str, refused: str | None) -> None:
         failure, started = None, False
-        for event in documents.lines(self._events, self._read_from):
+        for event in shared_files.lines(self._events, self._read_from):
             if event.get("event") == "failure" and event["failure"]["attempt"] >= self._attempt:
                 failure = event["failure"]
             elif event.get("event") == "attempt":
@@ -278,7 +278,7 @@ class Node:
         if code and not started and not self._told:
             refused = refused or "setup"  # `accel launch` would have none of it
         report = {
-            "schema": documents.SCHEMA, "node": self._rank, "name": os.environ.get("SLURMD_NODENAME", ""),
+            "schema": shared_files.SCHEMA, "node": self._rank, "name": os.environ.get("SLURMD_NODENAME", ""),
             "host": socket.gethostname(), "attempt": self._attempt, "code": code, "failure": failure,
             "refused": refused, "words": words, "preempted": code == REQUEUE, "told": self._told, "at": time.time(),
         }  # fmt: skip
@@ -286,7 +286,7 @@ class Node:
         deadline = time.monotonic() + _WRITE_S
         while True:
             try:
-                documents.write(path, json.dumps(report), spare)
+                shared_files.write(path, json.dumps(report), spare)
                 return
             except OSError as error:
                 if time.monotonic() >= deadline or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ..errors import SpecError
-from ..remote.files import ROOT
-from . import sbatch
+from ..hosts.remote_files import ROOT
+from . import sbatch_options as sbatch
 
 Runtime = Literal["pyxis", "apptainer", "singularity"]
 

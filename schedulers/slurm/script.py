@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from .. import secrets
+from ..config import secrets
 from ..errors import SpecError
 from ..job import JobSpec
 from .options import DIRECTIVES, SlurmOptions
@@ -64,7 +64,7 @@ def warnings(spec: JobSpec, options: SlurmOptions) -> tuple[str, ...]:
     if spec.resources.shm_gb is not None:
         found.append("shm_gb is not enforced on a slurm target")
     if options.slurm_version is not None:
-        from .sbatch import too_new
+        from .sbatch_options import too_new
 
         found += too_new(options.sbatch, options.slurm_version)
     return tuple(found)

@@ -8,18 +8,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from .. import disk, secrets
+from ..config import secrets
 from ..errors import SpecError, StoreError, SubmitError, Unreachable
 from ..job import Cursor, JobSpec, LogLine, Reason, Status
+from ..store import atomic_files
 from ..target import Checked, Found, Plan, TargetContext, parse_ids
 from . import options as meaning
 from . import script
-from .native import Native
+from .native_id import Native
 from .options import SlurmOptions
 
 if TYPE_CHECKING:
-    from .asking import Queue
     from .cluster import Cluster
+    from .status import Queue
 
 KIND = "slurm"
 _SCRIPT, _SETTINGS = "slurm/script.sh", "slurm/settings.json"
@@ -54,7 +55,7 @@ class SlurmTarget:
     @property
     def _queue(self) -> Queue:
         if self._asked is None:
-            from .asking import Queue
+            from .status import Queue
 
             self._asked = Queue(self._cluster, self._options.clusters)
         return self._asked
@@ -158,7 +159,7 @@ class SlurmTarget:
         return self._submit(plans, array=True)
 
     def _plan_of(self, job_id: str) -> Plan:
-        from ..record import read_record
+        from ..store.record import read_record
 
         return read_record(job_id, str(self._jobs / job_id)).plan()
 
@@ -200,10 +201,10 @@ class SlurmTarget:
         try:
             found = self._cluster.place()
         except Unreachable as error:
-            if disk.read_document(sent) is None:
+            if atomic_files.read_document(sent) is None:
                 raise SubmitError(f"{error}; nothing was submitted") from None
             raise
-        disk.write_document(sent, {"login": self._options.login})
+        atomic_files.write_document(sent, {"login": self._options.login})
         return found
 
     def _job(self, spec: JobSpec, plan: Plan, directory: str, python: str, pickles: str | None) -> dict[str, Any]:
@@ -213,7 +214,7 @@ class SlurmTarget:
         return {"id": plan.job_id, "settings": settings, "spec": spec.to_json()}
 
     def _send_code(self, specs: Sequence[JobSpec], plans: Sequence[Plan]) -> None:
-        from .. import snapshot
+        from ..store import snapshot
 
         packed = snapshot.pack(Path(specs[0].code), self._jobs.parent)
         for plan in plans:
@@ -222,7 +223,7 @@ class SlurmTarget:
     def _numbers(self, after: Sequence[str]) -> list[str]:
         """The jobs of --after as Slurm knows them; those that have succeeded are nothing to wait for."""
         from ..job import State
-        from ..record import read_record
+        from ..store.record import read_record
 
         found = []
         for job_id in after:
@@ -272,7 +273,7 @@ class SlurmTarget:
 
     def find(self, job_id: str) -> Found | None:
         """A job that this machine, or another one, sent to the same root through the same login node."""
-        from .finding import find
+        from .find import find
 
         return find(self._cluster, self.name, job_id, self._in_sweep(job_id))
 
@@ -292,7 +293,7 @@ class SlurmTarget:
 
         Raises Unreachable, SchedulerError when there is nothing to ask.
         """
-        from .checking import check
+        from .preflight import check
 
         return check(self._cluster, self._options, gpus)
 

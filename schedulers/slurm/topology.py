@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from ..errors import SpecError
 from ..topology import Topology, number
 
-# The formula is that of the batch program (hostside/slurm_batch/slurm.py), which can also look what is free.
+# The formula is that of the batch program (slurm/batch/slurm.py), which can also look what is free.
 FIRST_PORT, PORTS = 20000, 12000
 _PORTS_BETWEEN_STEPS = 101
 # Steps that no srun has made: batch scripts, interactive shells, what belongs to the job and to no step

@@ -6,8 +6,8 @@ import os
 from dataclasses import dataclass, replace
 
 from ..errors import SpecError
-from ..remote.files import ROOT
-from ..remote.hosts import Host, parse_hosts, read_hostfile
+from ..hosts.host_list import Host, parse_hosts, read_hostfile
+from ..hosts.remote_files import ROOT
 
 _LEAST_HEARTBEAT_S = 5.0
 _LAST_PORT = 65535
@@ -154,7 +154,7 @@ def named_hosts(options: SshOptions, name: str, code: str) -> list[Host]:
 def _aliases(options: SshOptions, text: str) -> list[str]:
     if "*" not in text and "?" not in text:
         return []
-    from ..remote.sshconfig import aliases
+    from ..hosts.ssh_config import aliases
 
     return list(aliases(options.ssh_config))
 

@@ -8,21 +8,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from .. import disk, secrets
-from ..converting import as_text, as_whole
+from ..config import secrets
+from ..convert import as_text, as_whole
 from ..errors import SpecError, StoreError, Unreachable
+from ..hosts.bundle import PROGRAM
 from ..job import Cursor, JobSpec, LogLine, Status
-from ..remote.supervising import PROGRAM
+from ..store import atomic_files
 from ..target import Checked, Found, Plan, TargetContext, parse_ids
 from . import options as meaning
 from .options import SshOptions
 
 if TYPE_CHECKING:
-    from ..remote.hosts import Host
-    from ..remote.preflight import Report
-    from .asking import Hosts
-    from .environments import Environments
-    from .watching import Watch
+    from ..hosts.host_list import Host
+    from ..hosts.preflight import Report
+    from .status import Hosts
+    from .venvs import Environments
+    from .watch import Watch
 
 SCHEMA = 1
 _SETTINGS = "settings.json"
@@ -47,7 +48,7 @@ class SshTarget:
     @property
     def _hosts(self) -> Hosts:
         if self._asked is None:
-            from .asking import Hosts
+            from .status import Hosts
 
             self._asked = Hosts(self._options)
         return self._asked
@@ -129,8 +130,9 @@ class SshTarget:
 
     def _submit(self, plans: Sequence[Plan]) -> dict[str, str]:
         """Native ids of jobs that differ in their arguments and names only."""
-        from . import placing, shipping
-        from .native import Native
+        from . import placement as placing
+        from . import submit
+        from .native_id import Native
 
         common = plans[0].settings
         values = secrets.values(common["secrets"])
@@ -138,7 +140,7 @@ class SshTarget:
         templates = {plan.job_id: json.loads(plan.files[_SETTINGS]) for plan in plans}
         named = meaning.named_hosts(self._options, self.name, common["code"])
         placing.enough(named, common["nodes"], self._options.spares, self.name)
-        code = shipping.pack(common["code"], self._jobs.parent)
+        code = submit.pack(common["code"], self._jobs.parent)
         placements = placing.place(
             self._hosts, self._options, self.name, list(templates), named, common["nodes"],
             templates[plans[0].job_id]["queue"], python=environments.made if environments is not None else None,
@@ -147,14 +149,14 @@ class SshTarget:
             template = templates[placement.job_id]
             if template["procs_per_node"] is None:
                 template["procs_per_node"] = _slots([node.host for node in placement.nodes])
-        shipping.ship(self._hosts, self._options, templates, placements, code=code)
+        submit.ship(self._hosts, self._options, templates, placements, code=code)
         found = {}
         for placement in placements:
             native = str(Native.of(placement.job_id, [node.host for node in placement.nodes]))
             document = {"native_id": native, "nodes": common["nodes"]}
-            disk.write_document(self._placed(placement.job_id), document)
+            atomic_files.write_document(self._placed(placement.job_id), document)
             found[placement.job_id] = native
-        shipping.start(self._hosts, self._options, placements, secrets=values)
+        submit.start(self._hosts, self._options, placements, secrets=values)
         return found
 
     def poll(self, native_ids: Sequence[str]) -> Mapping[str, Status]:
@@ -162,8 +164,8 @@ class SshTarget:
 
         Raises Unreachable, which has the answers that there were, when none of a job's hosts could tell.
         """
-        from .asking import statuses
-        from .native import Native
+        from .native_id import Native
+        from .status import statuses
 
         natives, refused = parse_ids(Native.parse, native_ids)
         found, silent = statuses(self._hosts, natives)
@@ -173,40 +175,40 @@ class SshTarget:
         return found
 
     def logs(self, native_id: str, since: Cursor | None = None) -> Iterator[LogLine]:
-        from . import reading
-        from .native import Native
+        from . import logs
+        from .native_id import Native
 
-        yield from reading.read(self._hosts, Native.parse(native_id), since)
+        yield from logs.read(self._hosts, Native.parse(native_id), since)
 
     def cursor_at(self, native_id: str, when: float) -> Cursor:
-        from . import reading
-        from .native import Native
+        from . import logs
+        from .native_id import Native
 
-        return reading.cursor_at(self._hosts, Native.parse(native_id), when)
+        return logs.cursor_at(self._hosts, Native.parse(native_id), when)
 
     def tail_at(self, native_id: str, since: Cursor, count: int) -> Cursor:
-        from . import reading
-        from .native import Native
+        from . import logs
+        from .native_id import Native
 
-        return reading.tail_at(self._hosts, Native.parse(native_id), since, count)
+        return logs.tail_at(self._hosts, Native.parse(native_id), since, count)
 
     def cancel(self, native_id: str) -> None:
         """Asks on all hosts at once for an orderly end; the one that leads hears of it from any other.
 
         Raises Unreachable when no host could be asked.
         """
-        from . import shipping
-        from .native import Native
+        from . import submit
+        from .native_id import Native
 
         native = Native.parse(native_id)
-        problems = shipping.cancel(self._hosts, native.job_id, native.hosts)
+        problems = submit.cancel(self._hosts, native.job_id, native.hosts)
         if len(problems) == len(native.hosts):
             raise Unreachable("; ".join(problems))
 
     def wait(self, native_id: str, timeout_s: float) -> bool:
         """Listens to two of the job's hosts, and to others when these go away."""
-        from .native import Native
-        from .watching import Watch
+        from .native_id import Native
+        from .watch import Watch
 
         if self._watch is None:
             self._watch = Watch(self._hosts)
@@ -218,34 +220,34 @@ class SshTarget:
 
         Raises Unreachable when only hosts that cannot be asked may have it, SpecError when there are none to ask.
         """
-        from . import finding
+        from . import find
 
         placed = self._placed_as(job_id)
         if placed is not None:
-            from .native import Native
+            from .native_id import Native
 
-            return finding.find(self._hosts, Native.parse(placed).hosts, job_id, self.name)
+            return find.find(self._hosts, Native.parse(placed).hosts, job_id, self.name)
         if os.path.isdir(os.path.dirname(self._placed(job_id))):
             return None  # this machine submits it, and has started nothing
         named = meaning.named_hosts(self._options, self.name, ".")
-        return finding.find(self._hosts, named, job_id, self.name)
+        return find.find(self._hosts, named, job_id, self.name)
 
     def clear(self, jobs: Mapping[str, str | None]) -> list[str]:
         """Removes the jobs' directories from their hosts, and what nobody has used there for `unused_days`."""
-        from . import clearing
-        from .native import Native
+        from . import cleanup
+        from .native_id import Native
 
         known = {job_id: native_id or self._placed_as(job_id) for job_id, native_id in jobs.items()}
         natives = [Native.parse(native_id) for native_id in known.values() if native_id is not None]
-        return clearing.clear_jobs(self._hosts, self._options, natives)
+        return cleanup.clear_jobs(self._hosts, self._options, natives)
 
     def check(self, gpus: int = 0) -> Checked:
         """Examines all hosts of the target, as a submit of a job with so many GPUs on each node would.
 
         Raises SchedulerError when there are none to ask.
         """
-        from ..remote.facts import Wanted
-        from . import placing
+        from ..hosts.facts import Wanted
+        from . import placement as placing
 
         named = meaning.named_hosts(self._options, self.name, ".")
         environments = self._environments(".")
@@ -272,8 +274,8 @@ class SshTarget:
         options = self._options
         if options.requirements is None:
             return None
-        from .clearing import unused_s
-        from .environments import Environments, read
+        from .cleanup import unused_s
+        from .venvs import Environments, read
 
         found = read(options.requirements, code)
         return Environments(found, root=options.root, python=self._hosts.python, unused_s=unused_s(options))
@@ -288,7 +290,7 @@ class SshTarget:
     def _read_placed(self, job_id: str) -> tuple[str, int] | None:
         """The native id under which the job was started, and its number of nodes. Raises StoreError."""
         path = self._placed(job_id)
-        document = disk.read_document(path)
+        document = atomic_files.read_document(path)
         if document is None:
             return None
         try:
@@ -301,8 +303,8 @@ class SshTarget:
         placed = self._read_placed(job_id)
         if placed is None:
             return None
-        from .asking import tell_all
-        from .native import Native
+        from .native_id import Native
+        from .status import tell_all
 
         native = Native.parse(placed[0])
         told = tell_all(self._hosts, native.hosts, {"op": "status", "job": job_id})

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from accel.cli import exits, main
+from accel.cli import exit_status, main
 from tests import warm
 
 from .conftest import ROOT
@@ -48,7 +48,7 @@ def described(name: str, folder: Path) -> Path:
 
 
 def shown(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
-    assert main(["estimate-memory", "--json", *argv]) == exits.OK
+    assert main(["estimate-memory", "--json", *argv]) == exit_status.OK
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from accel.cli import exits, main
+from accel.cli import exit_status, main
 from schedulers import JobSpec, Reason, State, Status, find
-from schedulers.store import Store
+from schedulers.store.store import Store
 from schedulers.target import Plan
 
 _KUBECONFIG = """\
@@ -37,7 +37,7 @@ def test_a_job_that_had_ended_where_nothing_answers(
     record = store.create(job_id, spec, plan, target="cluster", kind="kubernetes", options=options)
     ended = Status(state=State.FAILED, reason=Reason.EXIT_CODE, exit_code=7)
     record.update(ended, f"job/team/run1/{job_id}")
-    assert main(["cancel", job_id]) == exits.OK
+    assert main(["cancel", job_id]) == exit_status.OK
     out, err = capsys.readouterr()
     assert out == f"{job_id}\tfailed\n"
     (first, warning) = err.splitlines()

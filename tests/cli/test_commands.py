@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from accel.cli import COMMANDS, exits, main
+from accel.cli import COMMANDS, exit_status, main
 
 ROOT = Path(__file__).parents[2]
 
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 def test_every_command_has_help_with_examples(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main([name, "--help"])
-    assert end.value.code == exits.OK
+    assert end.value.code == exit_status.OK
     shown = capsys.readouterr().out
     assert shown.startswith(f"usage: accel {name}")
     assert f"\n  accel {name}" in shown
@@ -45,13 +45,13 @@ def test_describe_names_only_the_parts_that_every_job_has(capsys: pytest.Capture
 
 
 def test_help_lists_every_command_once(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--help"]) == exits.OK
+    assert main(["--help"]) == exit_status.OK
     shown = capsys.readouterr().out
     assert sorted(re.findall(r"^  ([\w-]+) +[A-Z]", shown, re.MULTILINE)) == sorted(COMMANDS)
 
 
 def test_help_of_a_command_is_what_its_option_prints(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["help"]) == exits.OK
+    assert main(["help"]) == exit_status.OK
     assert capsys.readouterr().out.startswith("Usage: accel COMMAND")
     printed = []
     for argv in (["help", "logs"], ["logs", "--help"], ["help", "launch"], ["launch", "--help"]):
@@ -114,7 +114,7 @@ def test_help_fits_a_narrow_terminal(
     ],
 )
 def test_a_wrong_line_is_one_line_and_exit_2(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(argv) == exits.USAGE
+    assert main(argv) == exit_status.USAGE
     shown = capsys.readouterr()
     assert shown.err.startswith(message)
     assert shown.err.count("\n") == 1
@@ -126,7 +126,7 @@ def test_a_script_that_is_not_there_is_named_with_its_whole_path(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
-    assert main(["submit", "--dry-run", "tain.py", "--lr", "1"]) == exits.USAGE
+    assert main(["submit", "--dry-run", "tain.py", "--lr", "1"]) == exit_status.USAGE
     said = f"accel submit: no script at {tmp_path.resolve()}/tain.py: it does not exist; did you mean 'train.py'?"
     assert said in capsys.readouterr().err
 

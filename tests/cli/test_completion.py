@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from accel.cli import COMMANDS, exits, main
+from accel.cli import COMMANDS, exit_status, main
 from accel.cli.completion import candidates
-from accel.launch.options import GROUPS
+from accel.launch.flags import GROUPS
 from tests.needs import missing
 
 from .conftest import Accel
@@ -117,7 +117,7 @@ def test_it_is_cheap(accel: Accel) -> None:
 
 
 def test_alone_it_shows_a_map(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([]) == exits.USAGE
+    assert main([]) == exit_status.USAGE
     shown = capsys.readouterr().err
     named = {word.strip(",;") for line in shown.splitlines()[2:-1] for word in line[30:].split()}
     assert set(COMMANDS) <= named
@@ -125,7 +125,7 @@ def test_alone_it_shows_a_map(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_another_shell_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["completion", "tcsh"]) == exits.USAGE
+    assert main(["completion", "tcsh"]) == exit_status.USAGE
     assert "invalid choice: 'tcsh'" in capsys.readouterr().err
 
 

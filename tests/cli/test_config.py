@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from accel.cli import exits, main
-from accel.settings.file import read_document, to_document
-from accel.settings.questions import QUESTIONS, Machine, answers_of, open_question, still_asked, values_of
+from accel.cli import exit_status, main
+from accel.settings.config_file import read_document, to_document
+from accel.settings.wizard import QUESTIONS, Machine, answers_of, open_question, still_asked, values_of
 
 GPUS = Machine("cuda", 4)
 
@@ -28,7 +28,7 @@ def written(*words: str, answers: str | None = None) -> dict[str, object]:
     if answers is not None:
         Path("answers.yaml").write_text(answers)
         words = (*words, "--answers", "answers.yaml")
-    assert main(["config", *words, "--config_file", "x.yaml"]) == exits.OK
+    assert main(["config", *words, "--config_file", "x.yaml"]) == exit_status.OK
     found: dict[str, object] = yaml.safe_load(Path("x.yaml").read_text())
     read_document(found)
     return found
@@ -149,7 +149,7 @@ SEVERAL = "place: several\ndevice: cpu\nnum_machines: 2"
 )
 def test_answers_that_cannot_be(answers: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path("answers.yaml").write_text(answers)
-    assert main(["config", "--answers", "answers.yaml"]) == exits.USAGE
+    assert main(["config", "--answers", "answers.yaml"]) == exit_status.USAGE
     shown = capsys.readouterr().err
     assert shown.startswith(f"accel config: {said}")
     assert shown.count("\n") == 1
@@ -168,7 +168,7 @@ def test_answers_that_cannot_be(answers: str, said: str, capsys: pytest.CaptureF
     ],
 )
 def test_a_wrong_line(line: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["config", *line.split()]) == exits.USAGE
+    assert main(["config", *line.split()]) == exit_status.USAGE
     shown = capsys.readouterr().err
     assert said in shown
     assert shown.count("\n") == 1
@@ -187,11 +187,11 @@ def test_answers_from_stdin() -> None:
 
 
 def test_the_default_file_is_at_its_place(somewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["config", "default", "--mixed-precision", "bf16"]) == exits.OK
+    assert main(["config", "default", "--mixed-precision", "bf16"]) == exit_status.OK
     path = somewhere / "hf/accelerate/default_config.yaml"
     assert capsys.readouterr().out == f"{path}\n"
     assert yaml.safe_load(path.read_text())["mixed_precision"] == "bf16"
-    assert main(["config", "default"]) == exits.USAGE
+    assert main(["config", "default"]) == exit_status.USAGE
     assert "is there already" in capsys.readouterr().err
 
 
@@ -200,7 +200,7 @@ def test_an_older_file_is_rewritten(capsys: pytest.CaptureFixture[str]) -> None:
         "distributed_type: FSDP\nfp16: true\ndynamo_backend: 'NO'\n"
         "fsdp_config: {sharding_strategy: 1, fsdp_backward_prefetch_policy: BACKWARD_PRE}\n"
     )
-    assert main(["config", "update", "--config_file", "old.yaml"]) == exits.OK
+    assert main(["config", "update", "--config_file", "old.yaml"]) == exit_status.OK
     found = yaml.safe_load(Path("old.yaml").read_text())
     assert found["mixed_precision"] == "fp16"
     assert found["fsdp_config"] == {
@@ -211,20 +211,20 @@ def test_an_older_file_is_rewritten(capsys: pytest.CaptureFixture[str]) -> None:
     assert "num_processes" not in found  # one per GPU, as before
     assert list(found) == sorted(found)
     again = Path("old.yaml").read_text()
-    assert main(["config", "update", "--config_file", "old.yaml", "--json"]) == exits.OK
+    assert main(["config", "update", "--config_file", "old.yaml", "--json"]) == exit_status.OK
     assert Path("old.yaml").read_text() == again
     assert '"path": "old.yaml"' in capsys.readouterr().out
 
 
 def test_a_file_in_json_stays_one() -> None:
     Path("old.json").write_text('{"distributed_type": "NO", "num_processes": 1}')
-    assert main(["config", "update", "--config_file", "old.json"]) == exits.OK
+    assert main(["config", "update", "--config_file", "old.json"]) == exit_status.OK
     assert json.loads(Path("old.json").read_text())["machine_rank"] == 0
 
 
 def test_a_file_that_leaves_the_processes_open_goes_on_to() -> None:
     Path("x.yaml").write_text("num_processes: -1\n")
-    assert main(["config", "update", "--config_file", "x.yaml"]) == exits.OK
+    assert main(["config", "update", "--config_file", "x.yaml"]) == exit_status.OK
     assert yaml.safe_load(Path("x.yaml").read_text())["num_processes"] == -1
 
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import yaml
 
-from accel.cli import config_target, exits, main
+from accel.cli import config_target, exit_status, main
 from accel.cli.yaml_edit import with_value
-from accel.settings.target_questions import KINDS, TARGET_QUESTIONS
-from schedulers.config import known_targets
+from accel.settings.target_prompts import KINDS, TARGET_QUESTIONS
+from schedulers.config.named_targets import known_targets
 
 OURS = """\
 # who runs what
@@ -66,7 +66,7 @@ def targets(path: str) -> Any:
 def test_answers_make_a_target(
     answers: str, name: str, entry: dict[str, Any], somewhere: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert config(answers) == exits.OK
+    assert config(answers) == exit_status.OK
     assert targets("conf/accel.yaml") == {name: entry}
     shown = capsys.readouterr()
     assert shown.out == f"x.yaml\n{somewhere}/conf/accel.yaml\n"
@@ -76,7 +76,7 @@ def test_answers_make_a_target(
 
 
 def test_in_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert config("{place: slurm, slurm_partition: gpu, target_file: project}", "--json") == exits.OK
+    assert config("{place: slurm, slurm_partition: gpu, target_file: project}", "--json") == exit_status.OK
     told = json.loads(capsys.readouterr().out)
     assert told["target"]["path"].endswith("/accel.yaml")
     assert {key: told["target"][key] for key in ("name", "kind", "partition", "cpu")} == {
@@ -90,7 +90,7 @@ def test_the_projects_file_is_taken_where_there_is_one(somewhere: Path, monkeypa
     below = somewhere / "src"
     below.mkdir()
     monkeypatch.chdir(below)
-    assert config("{place: slurm, slurm_partition: debug, target: small}") == exits.OK
+    assert config("{place: slurm, slurm_partition: debug, target: small}") == exit_status.OK
     text = (somewhere / "accel.yaml").read_text()
     assert text == OURS.replace(
         "# the end\n", "  small:\n    kind: slurm\n    partition: debug\n    cpu: true\n# the end\n"
@@ -100,11 +100,13 @@ def test_the_projects_file_is_taken_where_there_is_one(somewhere: Path, monkeypa
 
 def test_an_entry_that_is_there_keeps_what_was_not_asked_for() -> None:
     Path("accel.yaml").write_text(OURS)
-    assert config("{place: ssh, device: gpu, target: lab, ssh_hosts: 'c,d', ssh_user: me}") == exits.OK
+    assert config("{place: ssh, device: gpu, target: lab, ssh_hosts: 'c,d', ssh_user: me}") == exit_status.OK
     assert Path("accel.yaml").read_text() == OURS.replace("a,b", "c,d").replace(
         "setup: [[nvidia-smi]]\n", "setup: [[nvidia-smi]]\n    user: me\n"
     )
-    assert config("{place: ssh, device: gpu, target: lab, ssh_hosts: 'c,d'}") == exits.OK  # the user is taken back
+    assert (
+        config("{place: ssh, device: gpu, target: lab, ssh_hosts: 'c,d'}") == exit_status.OK
+    )  # the user is taken back
     assert targets("accel.yaml")["lab"] == {"kind": "ssh", "hosts": "c,d", "setup": [["nvidia-smi"]]}
     assert targets("accel.yaml")["big"] == {"kind": "slurm", "partition": "gpu"}
     assert "# who runs what\n" in Path("accel.yaml").read_text()
@@ -115,13 +117,13 @@ def test_what_was_not_asked_for_and_what_contradicts_it(capsys: pytest.CaptureFi
     Path("accel.yaml").write_text(
         "targets:\n  c: {kind: slurm, python: /opt/python}\n  lab: {kind: ssh, hostfile: h, python: /opt/python}\n"
     )
-    assert config("{place: slurm, device: gpu, target: c, slurm_partition: gpu}") == exits.OK
+    assert config("{place: slurm, device: gpu, target: c, slurm_partition: gpu}") == exit_status.OK
     assert targets("accel.yaml")["c"] == {"kind": "slurm", "python": "/opt/python", "partition": "gpu"}
-    assert config("{place: ssh, device: gpu, target: lab, ssh_hosts: 'a,b'}") == exits.OK
+    assert config("{place: ssh, device: gpu, target: lab, ssh_hosts: 'a,b'}") == exit_status.OK
     assert targets("accel.yaml")["lab"] == {"kind": "ssh", "python": "/opt/python", "hosts": "a,b"}
     text = Path("accel.yaml").read_text()
     capsys.readouterr()
-    assert config("{place: ssh, device: gpu, target: lab, ssh_hosts: 'a,b', ssh_venv: ~/v}") == exits.USAGE
+    assert config("{place: ssh, device: gpu, target: lab, ssh_hosts: 'a,b', ssh_venv: ~/v}") == exit_status.USAGE
     assert capsys.readouterr().err == "accel config: target lab: python and venv are both given: keep one\n"
     assert Path("accel.yaml").read_text() == text
 
@@ -136,7 +138,7 @@ def test_a_link_and_its_mode_stay(somewhere: Path) -> None:
     real.write_text(OURS)
     real.chmod(0o600)
     Path("accel.yaml").symlink_to(real)
-    assert config("{place: slurm, target: small}") == exits.OK
+    assert config("{place: slurm, target: small}") == exit_status.OK
     assert Path("accel.yaml").is_symlink()
     assert set(targets("accel.yaml")) == {"lab", "big", "small"}
     assert real.stat().st_mode & 0o777 == 0o600
@@ -161,7 +163,7 @@ def test_a_link_and_its_mode_stay(somewhere: Path) -> None:
 )  # fmt: skip
 def test_what_no_target_could_have(answers: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path("accel.yaml").write_text(OURS)
-    assert config(answers) == exits.USAGE
+    assert config(answers) == exit_status.USAGE
     shown = capsys.readouterr().err
     assert shown.startswith(f"accel config: answers.yaml{said}"), shown
     assert shown.count("\n") == 1
@@ -172,25 +174,25 @@ def test_what_no_target_could_have(answers: str, said: str, capsys: pytest.Captu
 def test_both_files_are_written_or_none(somewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("accel.yaml").write_text(OURS)
     Path("answers.yaml").write_text("{place: ssh, ssh_hosts: a, target: new}")
-    assert main(["config", "--config_file", "answers.yaml/x.yaml", "--answers", "answers.yaml"]) == exits.USAGE
+    assert main(["config", "--config_file", "answers.yaml/x.yaml", "--answers", "answers.yaml"]) == exit_status.USAGE
     assert capsys.readouterr().err == "accel config: cannot write answers.yaml/x.yaml: Not a directory\n"
     assert Path("accel.yaml").read_text() == OURS
     Path("answers.yaml").write_text("{place: ssh, ssh_hosts: a, target: new, target_file: user}")
     Path("conf").touch()
-    assert main(["config", "--config_file", "y.yaml", "--answers", "answers.yaml"]) == exits.USAGE
+    assert main(["config", "--config_file", "y.yaml", "--answers", "answers.yaml"]) == exit_status.USAGE
     assert capsys.readouterr().err.endswith("conf/accel.yaml: Not a directory\n")
     assert sorted(path.name for path in somewhere.iterdir()) == ["accel.yaml", "answers.yaml", "conf"]
 
 
 def test_the_line_to_go_on_with_is_one_to_paste(capsys: pytest.CaptureFixture[str]) -> None:
     Path("answers.yaml").write_text("{place: slurm, target: big}")
-    assert main(["config", "--config_file", "my conf.yaml", "--answers", "answers.yaml"]) == exits.OK
+    assert main(["config", "--config_file", "my conf.yaml", "--answers", "answers.yaml"]) == exit_status.OK
     assert "accel submit --target big --config_file 'my conf.yaml' SCRIPT\n" in capsys.readouterr().err
 
 
 def test_a_file_of_targets_that_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
     Path("accel.yaml").write_text("targets:\n  lab: 3\n")
-    assert config("{place: ssh, ssh_hosts: a}") == exits.USAGE
+    assert config("{place: ssh, ssh_hosts: a}") == exit_status.USAGE
     shown = capsys.readouterr().err
     assert shown.startswith("accel config: accel.yaml:2: target lab: expects a mapping")
     assert shown.count("\n") == 1

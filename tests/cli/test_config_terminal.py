@@ -20,12 +20,12 @@ import pytest
 import yaml
 
 from accel.cli import config_check
-from accel.cli.config_ask import OTHER, choices
-from accel.settings.file import to_document
-from accel.settings.question import Machine, Question
-from accel.settings.questions import open_question, values_of
-from accel.settings.target_questions import entry_of
+from accel.cli.config_prompts import OTHER, choices
+from accel.settings.config_file import to_document
+from accel.settings.prompt import Machine, Question
+from accel.settings.target_prompts import entry_of
 from accel.settings.values import typed
+from accel.settings.wizard import open_question, values_of
 from tests.marks import long
 from tests.needs import package
 

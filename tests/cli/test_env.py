@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from accel.about.secrets import HIDDEN, secrets_of, without_secrets
-from accel.cli import exits, reach
+from accel.cli import exit_status, ping
+from accel.diagnostics.redaction import HIDDEN, secrets_of, without_secrets
 from tests.nvml import fake_gpus
 
 from .conftest import ROOT, Accel
@@ -104,7 +104,7 @@ def test_a_file_that_cannot_be_read_is_one_line(accel: Accel, text: str | None, 
         (accel.here / "a.yaml").write_text(text, errors="surrogateescape")
     done = accel.finish("env", "--config_file", "a.yaml")
     (line,) = done.stderr.decode().splitlines()
-    assert done.returncode == exits.USAGE
+    assert done.returncode == exit_status.USAGE
     assert said in line
 
 
@@ -152,7 +152,7 @@ def test_a_target_that_is_slow_or_broken_holds_nothing_up(accel: Accel) -> None:
 
 
 def test_no_targets_no_answers() -> None:
-    assert reach.ask([], 1.0) == []
+    assert ping.ask([], 1.0) == []
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,9 @@ transformers = package("transformers")
 
 from safetensors.torch import save_file  # noqa: E402
 
-from accel.cli import exits, main  # noqa: E402
-from accel.estimating import sharing_out  # noqa: E402
-from accel.estimating.activations import step_bytes  # noqa: E402
+from accel.cli import exit_status, main  # noqa: E402
+from accel.estimate import per_process  # noqa: E402
+from accel.estimate.activations import step_bytes  # noqa: E402
 
 from .conftest import ROOT  # noqa: E402
 from .models import described, estimate, shown  # noqa: E402
@@ -39,7 +39,7 @@ def test_the_table(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
     sizes, needs = said.out.strip().split("\n\n")
     assert [line.split("\t")[0] for line in sizes.splitlines()] == ["float32", "int4"]
     assert sizes.splitlines()[1].endswith("\tN/A")
-    assert [line.split("\t")[1] for line in needs.splitlines()] == list(sharing_out.TITLES.values())
+    assert [line.split("\t")[1] for line in needs.splitlines()] == list(per_process.TITLES.values())
     assert "4 processes, batch 1 on each, sequences of 512" in said.err
     assert "largest layer: " in said.err
     assert "LlamaDecoderLayer by LlamaDecoderLayer" in said.err
@@ -80,7 +80,7 @@ def test_a_sequence_that_is_too_long_is_said_and_nothing_else(
     log.addHandler(heard)
     try:
         words = [str(described(name, tmp_path)), "--dtypes", "float32", "--sequence_length", "999", "--json"]
-        assert main(["estimate-memory", *words]) == exits.OK
+        assert main(["estimate-memory", *words]) == exit_status.OK
     finally:
         log.removeHandler(heard)
     out, err = capsys.readouterr()
@@ -248,5 +248,5 @@ def test_models_of_timm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     (tmp_path / "config.json").write_text(json.dumps({"architecture": "resnet10t", "num_classes": 3}))
     smaller = shown(capsys, str(tmp_path), "--dtypes", "float32")
     assert smaller["parameters"] == sum(p.numel() for p in timm.create_model("resnet10t", num_classes=3).parameters())
-    assert main(["estimate-memory", "resnet10q", "--library_name", "timm"]) == exits.ERROR
+    assert main(["estimate-memory", "resnet10q", "--library_name", "timm"]) == exit_status.ERROR
     assert "timm has no such model; did you mean" in capsys.readouterr().err

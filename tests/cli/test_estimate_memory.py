@@ -25,11 +25,11 @@ transformers = package("transformers")
 
 from torch import nn  # noqa: E402
 
-from accel.estimating import sharing_out  # noqa: E402
-from accel.estimating.activations import measure, step_bytes  # noqa: E402
-from accel.estimating.report import report, shape_of, size_of  # noqa: E402
-from accel.estimating.subject import find, on_meta  # noqa: E402
-from accel.estimating.transformers import inputs as inputs_of  # noqa: E402
+from accel.estimate import per_process  # noqa: E402
+from accel.estimate.activations import measure, step_bytes  # noqa: E402
+from accel.estimate.model_source import find, on_meta  # noqa: E402
+from accel.estimate.report import report, shape_of, size_of  # noqa: E402
+from accel.estimate.transformers_models import inputs as inputs_of  # noqa: E402
 
 from .conftest import ROOT  # noqa: E402
 from .models import CONFIGS, described  # noqa: E402
@@ -106,8 +106,8 @@ REAL = """
 import contextlib, gc, json, sys
 import torch
 from torch.profiler import ProfilerActivity, profile
-from accel.estimating.subject import find
-from accel.estimating.transformers import inputs as inputs_of
+from accel.estimate.model_source import find
+from accel.estimate.transformers_models import inputs as inputs_of
 
 MARK = 12345677  # bytes that nothing else takes
 
@@ -245,8 +245,8 @@ def test_two_processes_take_what_is_said(tmp_path: Path, strategy: str, below: f
 
 
 def test_shares_add_up() -> None:
-    shape = sharing_out.Shape(trained=1000, fixed=8, unit=100, outside=200, leaf=150)
-    alone = {need.strategy: need for need in sharing_out.needs(shape, 1, "bfloat16", {"bfloat16": 64, "autocast": 96})}
+    shape = per_process.Shape(trained=1000, fixed=8, unit=100, outside=200, leaf=150)
+    alone = {need.strategy: need for need in per_process.needs(shape, 1, "bfloat16", {"bfloat16": 64, "autocast": 96})}
     assert {name: (n.weights, n.gradients, n.optimizer, n.gathered) for name, n in alone.items()} == {
         "ddp": (4008, 4000, 8000, 0),
         "fsdp": (4008, 4000, 8000, 0),
@@ -254,7 +254,7 @@ def test_shares_add_up() -> None:
         "zero2": (2008, 2000, 12000, 0),
         "zero3": (2008, 2000, 12000, 0),
     }
-    eight = {need.strategy: need for need in sharing_out.needs(shape, 8, "bfloat16", {"bfloat16": 64, "autocast": 96})}
+    eight = {need.strategy: need for need in per_process.needs(shape, 8, "bfloat16", {"bfloat16": 64, "autocast": 96})}
     assert {name: (n.weights, n.gradients, n.optimizer, n.gathered) for name, n in eight.items()} == {
         "ddp": (4008, 4000, 8000, 4000),
         "fsdp": (508, 500, 1000, 2 * (200 + 200 + 2 * 200)),

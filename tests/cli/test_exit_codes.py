@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from accel.cli import exits, main
-from schedulers.store import Store
+from accel.cli import exit_status, main
+from schedulers.store.store import Store
 
 SUBMIT = ["submit", "--no-python", "true"]
 BROKEN = "targets: {a: ["
@@ -38,7 +38,7 @@ def said(argv: list[str], code: int, capsys: pytest.CaptureFixture[str]) -> str:
 )
 def test_an_unknown_job_is_1(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     words = [*argv, "--no-python", "true"] if argv[0] == "submit" else argv
-    said(words, exits.ERROR, capsys)
+    said(words, exit_status.ERROR, capsys)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_an_unknown_job_is_1(argv: list[str], capsys: pytest.CaptureFixture[str]
 def test_a_job_that_cannot_run_is_2_and_leaves_no_record(
     options: str, message: str, store: Store, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert message in said(["submit", *options.split(), *SUBMIT[1:]], exits.USAGE, capsys)
+    assert message in said(["submit", *options.split(), *SUBMIT[1:]], exit_status.USAGE, capsys)
     assert store.ids() == []
 
 
@@ -76,10 +76,10 @@ def test_a_wrong_accel_yaml_is_2(
     text: str, argv: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "accel.yaml").write_text(text)
-    assert "accel.yaml:1" in said(argv, exits.USAGE, capsys)
+    assert "accel.yaml:1" in said(argv, exit_status.USAGE, capsys)
 
 
 def test_a_broken_accel_yaml_does_not_stop_list(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "accel.yaml").write_text(BROKEN)
-    assert main(["list", "--json"]) == exits.OK
+    assert main(["list", "--json"]) == exit_status.OK
     assert capsys.readouterr().err == ""

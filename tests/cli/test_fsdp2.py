@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from accel.cli import exits, main
+from accel.cli import exit_status, main
 from accel.cli.launch_file import read_file
 from tests.needs import package
 
@@ -47,7 +47,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_it_is_rewritten(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["to-fsdp2", "--config_file", "one.yaml", "--output_file", "two.yaml"]) == exits.OK
+    assert main(["to-fsdp2", "--config_file", "one.yaml", "--output_file", "two.yaml"]) == exit_status.OK
     said = capsys.readouterr()
     assert said.out == "two.yaml\n"
     assert [line.split()[2] for line in said.err.splitlines()] == [
@@ -61,7 +61,7 @@ def test_it_is_rewritten(here: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_in_place_and_json(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["to-fsdp2", "--config-file", "one.json", "--overwrite", "--json"]) == exits.OK
+    assert main(["to-fsdp2", "--config-file", "one.json", "--overwrite", "--json"]) == exit_status.OK
     shown = json.loads(capsys.readouterr().out)
     assert shown["file"] == "one.json"
     assert shown["settings"] == FSDP2
@@ -76,13 +76,13 @@ def test_the_result_is_what_accelerate_makes_and_loads(here: Path, name: str) ->
     from accelerate.commands.config.config_args import load_config_from_file
     from accelerate.commands.to_fsdp2 import convert_config_to_fsdp2
 
-    assert main(["to-fsdp2", "--config_file", f"one.{name}", "--output_file", f"two.{name}"]) == exits.OK
+    assert main(["to-fsdp2", "--config_file", f"one.{name}", "--output_file", f"two.{name}"]) == exit_status.OK
     loaded = load_config_from_file(str(here / f"two.{name}"))
     assert loaded.fsdp_config == convert_config_to_fsdp2({"fsdp_config": dict(FSDP1)})["fsdp_config"]
 
 
 def test_the_result_is_what_launch_takes(here: Path) -> None:
-    assert main(["to-fsdp2", "--config_file", "one.yaml", "--output_file", "two.yaml"]) == exits.OK
+    assert main(["to-fsdp2", "--config_file", "one.yaml", "--output_file", "two.yaml"]) == exit_status.OK
     entries = read_file("accel launch", "two.yaml").entries
     assert entries["fsdp_version"].value in (2, "2")
     assert entries["fsdp_reshard_after_forward"].value in (True, "true")
@@ -108,7 +108,7 @@ def test_the_result_is_what_launch_takes(here: Path) -> None:
 def test_strategies(here: Path, given: dict[str, Any], expected: bool, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "a.yaml").write_text(yaml.safe_dump({"fsdp_config": given}))
     (here / "a.yaml").chmod(0o600)
-    assert main(["to-fsdp2", "--config_file", "a.yaml", "--overwrite"]) == exits.OK
+    assert main(["to-fsdp2", "--config_file", "a.yaml", "--overwrite"]) == exit_status.OK
     assert (here / "a.yaml").stat().st_mode & 0o777 == 0o600
     written = yaml.safe_load((here / "a.yaml").read_text())
     assert written == {"fsdp_config": {"fsdp_reshard_after_forward": expected, "fsdp_version": 2}}
@@ -144,7 +144,7 @@ def test_what_cannot_be_rewritten_is_one_line(
 ) -> None:
     if text is not None:
         (here / "a.yaml").write_text(text)
-    assert main(["to-fsdp2", "--config_file", "a.yaml", *argv]) == exits.USAGE
+    assert main(["to-fsdp2", "--config_file", "a.yaml", *argv]) == exit_status.USAGE
     said = capsys.readouterr()
     assert message in said.err
     assert said.err.count("\n") == 1

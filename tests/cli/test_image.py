@@ -15,8 +15,8 @@ import pytest
 import yaml
 
 from accel import __version__
-from accel.cli import exits
-from accel.cli.image import builders, context, dockerfile, kaniko, wheel, writing
+from accel.cli import exit_status
+from accel.cli.image import builders, config_entry, context, dockerfile, kaniko, wheel
 
 from ..helm import checking
 from ..needs import missing
@@ -118,7 +118,7 @@ def test_a_base_without_torch_fails_the_build(project: Accel, shop: Workshop, ba
     without = shop.derived(base, f'RUN rm -r "$(python3 -c "{finding}")"')
     before = (project.here / "accel.yaml").read_text()
     done = build(project, shop, f"{shop.registry}/team/none:1", without, "--push")
-    assert (done.returncode, done.stdout) == (exits.ERROR, b"")
+    assert (done.returncode, done.stdout) == (exit_status.ERROR, b"")
     said = done.stderr.decode()
     assert "the base has no torch for its python3: name another with --base" in said
     last = said.splitlines()[-1]
@@ -129,7 +129,7 @@ def test_a_base_without_torch_fails_the_build(project: Accel, shop: Workshop, ba
 def test_another_torch_than_the_bases_is_refused(project: Accel, shop: Workshop, base: str) -> None:
     (project.here / "requirements.txt").write_text("torch==2.12.0\n")
     done = build(project, shop, "localhost/conflict", base)
-    assert done.returncode == exits.ERROR
+    assert done.returncode == exit_status.ERROR
     assert b"torch==2.12.0" in done.stderr
     assert b"conflict" in done.stderr
 
@@ -197,7 +197,7 @@ def test_a_docker_without_its_daemon_is_passed_over(project: Accel, tmp_path: Pa
     for name in ("sh", "git"):
         (tmp_path / name).symlink_to(shutil.which(name) or "")
     done = project.finish("image", "build", "--tag", "t", PATH=str(tmp_path))
-    assert (done.returncode, done.stdout) == (exits.ERROR, b"")
+    assert (done.returncode, done.stdout) == (exit_status.ERROR, b"")
     assert b"docker is there, and its daemon does not answer: install one of docker, podman and buildah" in done.stderr
     recording(tmp_path, "podman", {})
     assert project("image", "build", "--tag", "t", PATH=str(tmp_path)) == "t\n"
@@ -228,7 +228,7 @@ def test_a_docker_without_its_daemon_is_passed_over(project: Accel, tmp_path: Pa
 )  # fmt: skip
 def test_a_mistake_is_one_line(project: Accel, words: list[str], message: str) -> None:
     done = project.finish("image", *words)
-    assert done.returncode in (exits.ERROR, exits.USAGE)
+    assert done.returncode in (exit_status.ERROR, exit_status.USAGE)
     assert done.stderr.decode().startswith(message)
     assert done.stderr.count(b"\n") == 1
     assert done.stdout == b""
@@ -306,7 +306,7 @@ def test_the_wheel_is_one_that_pip_takes(tmp_path: Path) -> None:
 
 def test_only_the_image_changes_in_accel_yaml() -> None:
     text = "targets:\n  b: {kind: local}  # b\n  a:\n    image: old  # o\n    kind: kubernetes\n"
-    assert writing.changed(text, "a", "i@sha256:0") == text.replace("old", "i@sha256:0")
+    assert config_entry.changed(text, "a", "i@sha256:0") == text.replace("old", "i@sha256:0")
 
 
 @pytest.mark.parametrize("code", [False, True])

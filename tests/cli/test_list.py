@@ -10,11 +10,12 @@ from typing import Any, ClassVar
 
 import pytest
 
-from accel.cli import exits, main
-from schedulers import disk, target
+from accel.cli import exit_status, main
+from schedulers import target
 from schedulers.errors import Unreachable
 from schedulers.job import JobSpec, State, Status
-from schedulers.store import Record, Store
+from schedulers.store import atomic_files
+from schedulers.store.store import Record, Store
 from schedulers.target import Listed, Plan, TargetContext
 
 List = Callable[..., dict[str, Any]]
@@ -31,7 +32,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
 @pytest.fixture
 def listed(store: Store, capsys: pytest.CaptureFixture[str]) -> List:
     def listed(*argv: str) -> dict[str, Any]:
-        assert main(["list", "--json", *argv]) == exits.OK
+        assert main(["list", "--json", *argv]) == exit_status.OK
         document: dict[str, Any] = json.loads(capsys.readouterr().out)
         return document
 
@@ -55,14 +56,14 @@ def polled(store: Store) -> set[str]:
 def test_only_the_shown_jobs_are_read_and_polled(store: Store, listed: List, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = [running(store).id for _ in range(7)][::-1]
     read: set[str] = set()
-    read_bytes = disk.read_bytes
+    read_bytes = atomic_files.read_bytes
 
     def noting(path: str) -> bytes | None:
         read.add(Path(path).parent.name)
         return read_bytes(path)
 
     with monkeypatch.context() as patch:
-        patch.setattr(disk, "read_bytes", noting)
+        patch.setattr(atomic_files, "read_bytes", noting)
         found = listed("--limit", "2")
     assert ([job["id"] for job in found["jobs"]], found["older"]) == (ids[:2], 5)
     assert read == polled(store) == set(ids[:2])
@@ -115,7 +116,7 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Shared, "jobs", [])
     monkeypatch.setattr(Shared, "silent", False)
     monkeypatch.setattr(target, "BUILT_IN", {**target.BUILT_IN, "shared": f"{__name__}:Shared"})
-    monkeypatch.setattr("schedulers.config.BUILT_IN", target.BUILT_IN)
+    monkeypatch.setattr("schedulers.config.named_targets.BUILT_IN", target.BUILT_IN)
 
 
 def there(job_id: str, at: float, queue: str = "main") -> Listed:
@@ -148,7 +149,7 @@ def test_a_target_is_asked_for_jobs_that_are_not_known_here(
     limited = listed("--target", "shared", "--limit", "1")
     assert ([job["id"] for job in limited["jobs"]], limited["older"]) == (["0aaaaaaaaaa"], 2)
 
-    assert main(["list", "--target", "shared"]) == exits.OK
+    assert main(["list", "--target", "shared"]) == exit_status.OK
     assert "2 jobs are not known here: accel status JOB --target shared" in capsys.readouterr().err
     Shared.jobs = [there("2mxaaaaaaaa", at, queue="other")]
     assert len(listed("--target", "shared", "--option", "queue=other")["jobs"]) == 2
@@ -161,10 +162,10 @@ def test_a_target_that_cannot_be_asked_hides_no_job_that_is_known_here(
     known = running(store).id
     Shared.silent = True
     for name, why in (("shared", "target shared: no answer"), ("nowhere", "no target or kind 'nowhere'")):
-        assert main(["list", "--target", name]) == exits.OK
+        assert main(["list", "--target", name]) == exit_status.OK
         assert f"accel: warning: jobs of other machines are left out: {why}" in capsys.readouterr().err
-    assert main(["list", "--target", "local"]) == exits.OK
+    assert main(["list", "--target", "local"]) == exit_status.OK
     shown = capsys.readouterr()
     assert (shown.out.split()[0], "left out" in shown.err) == (known, False)
-    assert main(["list", "--option", "queue=other"]) == exits.USAGE
+    assert main(["list", "--option", "queue=other"]) == exit_status.USAGE
     assert capsys.readouterr().err == "accel list: --option goes with --target NAME\n"

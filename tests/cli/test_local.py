@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from accel.cli import exits
+from accel.cli import exit_status
 from schedulers.printable import one_line
 from tests.needs import missing
 from tests.waiting import until
@@ -102,7 +102,7 @@ def test_ctrl_c_leaves_the_job_running_and_says_how_to_cancel_it(accel: Accel, g
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     job_id = json.loads(accel("list", "--json"))["jobs"][0]["id"]
-    assert process.returncode == exits.INTERRUPTED
+    assert process.returncode == exit_status.INTERRUPTED
     assert err.decode().endswith(f"cancel it: accel cancel {job_id}\n")
     assert json.loads(accel("status", "--json", job_id))["state"] == "running"
     gate.open("still here")
@@ -125,14 +125,14 @@ def test_ctrl_c_of_a_wait_says_that_the_job_goes_on(accel: Accel, gate: Gate) ->
     until(lambda: "anon_inode:[pidfd]" in _links(descriptors), "it waits for the supervisor's end")
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
-    assert process.returncode == exits.INTERRUPTED
+    assert process.returncode == exit_status.INTERRUPTED
     assert err.decode() == (
         f"accel: job {job_id} goes on; follow it again: accel logs -f {job_id}; cancel it: accel cancel {job_id}\n"
     )
     gate.open()
     accel("wait", job_id)
     refused = accel.finish("logs", "--rank", "7", job_id)
-    assert (refused.returncode, refused.stdout) == (exits.OK, b"")
+    assert (refused.returncode, refused.stdout) == (exit_status.OK, b"")
     assert refused.stderr.decode() == f"accel: job {job_id}: no lines of rank 7\n"
 
 
@@ -141,13 +141,13 @@ def test_cancel_ends_the_job_and_may_be_said_twice(accel: Accel, gate: Gate) -> 
     with accel.start("logs", "-f", job_id) as following:
         assert following.stdout is not None
         assert following.stdout.readline() == b"ready\n"
-        accel("wait", "--timeout", "0", job_id, code=exits.TIMED_OUT)
+        accel("wait", "--timeout", "0", job_id, code=exit_status.TIMED_OUT)
         assert accel("cancel", job_id) == f"{job_id}\tcancelled\n"
-        assert following.wait(60) == exits.OK
+        assert following.wait(60) == exit_status.OK
         following.communicate()
-    accel("wait", job_id, code=exits.CANCELLED)
+    accel("wait", job_id, code=exit_status.CANCELLED)
     again = accel.finish("cancel", "--json", job_id)
-    assert again.returncode == exits.OK
+    assert again.returncode == exit_status.OK
     assert f"job {job_id} had already ended: cancelled" in again.stderr.decode()
     assert json.loads(again.stdout)["jobs"][0]["state"] == "cancelled"
 
@@ -196,7 +196,7 @@ def test_a_secret_in_an_error_is_not_kept(accel: Accel) -> None:
 def test_several_ranks_are_told_apart(accel: Accel) -> None:
     accel.script("import os; print('rank', os.environ['RANK'])")
     done = accel.finish("submit", "--procs-per-node", "2", "--follow", "train.py")
-    assert done.returncode == exits.OK, done.stderr
+    assert done.returncode == exit_status.OK, done.stderr
     assert {b"[rank 0] rank 0", b"[rank 1] rank 1"} <= set(done.stdout.splitlines())
     assert accel("logs", "--rank", "1", "@last") == "rank 1\n"
     assert set(accel("logs", "--no-prefix", "@last").splitlines()) >= {"rank 0", "rank 1"}
@@ -227,7 +227,7 @@ def test_a_reader_that_goes_away_ends_it_quietly(accel: Accel) -> None:
         assert process.stdout.readline() == b"line 0\n"
         process.stdout.close()
         assert process.stderr.read() == b""
-        assert process.wait(60) == exits.BROKEN_PIPE
+        assert process.wait(60) == exit_status.BROKEN_PIPE
 
 
 def test_a_full_disk_under_stdout_is_said_in_one_line(accel: Accel) -> None:
@@ -238,7 +238,7 @@ def test_a_full_disk_under_stdout_is_said_in_one_line(accel: Accel) -> None:
         done = subprocess.run(
             accel.command("list"), cwd=accel.here, env=accel.env(), stdout=full, stderr=subprocess.PIPE, check=False
         )
-    assert done.returncode == exits.ERROR
+    assert done.returncode == exit_status.ERROR
     assert done.stderr.decode().startswith("accel list: [Errno 28]")
     assert done.stderr.count(b"\n") == 1
 
@@ -268,7 +268,7 @@ def on_terminal(accel: Accel, *argv: str) -> str:
             while data := os.read(ours, 65536):
                 shown += data
         os.close(ours)
-    assert process.returncode == exits.OK
+    assert process.returncode == exit_status.OK
     return shown.decode()
 
 

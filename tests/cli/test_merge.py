@@ -18,7 +18,7 @@ torch = package("torch")
 from safetensors import safe_open  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
-from accel.cli import exits, main  # noqa: E402
+from accel.cli import exit_status, main  # noqa: E402
 
 from .conftest import ROOT  # noqa: E402
 
@@ -66,10 +66,13 @@ def check(path: Path, folder: Path) -> None:
 
 def test_the_merged_file_loads(sharded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "new" / "place"
-    assert main(["merge-weights", str(sharded / "sharded"), str(out)]) == exits.OK
+    assert main(["merge-weights", str(sharded / "sharded"), str(out)]) == exit_status.OK
     assert capsys.readouterr().out == f"{out}/model.safetensors\n"
     check(out / "model.safetensors", sharded)
-    assert main(["merge-weights", str(sharded / "sharded"), str(out), "--unsafe-serialization", "--json"]) == exits.OK
+    assert (
+        main(["merge-weights", str(sharded / "sharded"), str(out), "--unsafe-serialization", "--json"])
+        == exit_status.OK
+    )
     assert json.loads(capsys.readouterr().out)["file"] == f"{out}/pytorch_model.bin"
     check(out / "pytorch_model.bin", sharded)
     assert sorted(os.listdir(out)) == ["model.safetensors", "pytorch_model.bin"]
@@ -81,7 +84,7 @@ def test_the_merged_file_is_the_one_that_accelerate_makes(sharded: Path, tmp_pat
     utils = package("accelerate.utils")
     utils.merge_fsdp_weights(str(sharded / "sharded"), str(tmp_path / "theirs"), safe_serialization=safe)
     flags = [] if safe else ["--unsafe_serialization"]
-    assert main(["merge-weights", str(sharded / "sharded"), str(tmp_path / "ours"), *flags]) == exits.OK
+    assert main(["merge-weights", str(sharded / "sharded"), str(tmp_path / "ours"), *flags]) == exit_status.OK
     name = "model.safetensors" if safe else "pytorch_model.bin"
     if safe:
         with safe_open(tmp_path / "ours" / name, "pt") as one, safe_open(tmp_path / "theirs" / name, "pt") as other:
@@ -105,13 +108,13 @@ def copied(sharded: Path, tmp_path: Path) -> Path:
 
 def test_the_checkpoint_is_removed_when_asked(sharded: Path, tmp_path: Path) -> None:
     copy = copied(sharded, tmp_path)
-    assert main(["merge-weights", str(copy), str(tmp_path / "out"), "--remove_checkpoint_dir"]) == exits.OK
+    assert main(["merge-weights", str(copy), str(tmp_path / "out"), "--remove_checkpoint_dir"]) == exit_status.OK
     check(tmp_path / "out/model.safetensors", sharded)
     assert not copy.exists()
 
 
 def fails(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
-    assert main(["merge-weights", *argv]) == exits.ERROR
+    assert main(["merge-weights", *argv]) == exit_status.ERROR
     said = capsys.readouterr()
     (line,) = said.err.splitlines()
     assert said.out == ""
@@ -154,5 +157,5 @@ def test_code_in_a_checkpoint_does_not_run(
 
 
 def test_one_place_to_write_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["merge-weights", "a"]) == exits.USAGE
+    assert main(["merge-weights", "a"]) == exit_status.USAGE
     assert "required: OUTPUT" in capsys.readouterr().err

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from accel.cli import COMMANDS, exits
+from accel.cli import COMMANDS, exit_status
 from accel.cli.completion import options_of
 from tests.marks import long
 
@@ -60,7 +60,7 @@ def is_one_line(done: subprocess.CompletedProcess[bytes], code: int) -> str:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_an_unknown_option(accel: Accel, command: str) -> None:
     for argv in (["--no-such-option"], ["--no-such-option=1"], ["-Q"]):
-        said = is_one_line(accel.in_process(command, *argv), exits.USAGE)
+        said = is_one_line(accel.in_process(command, *argv), exit_status.USAGE)
         assert argv[0].partition("=")[0] in said
         assert f"accel {command} --help" in said
 
@@ -71,7 +71,7 @@ def long_options(command: str) -> list[str]:
 
 @pytest.mark.parametrize("command", [command for command in COMMANDS if long_options(command)])
 def test_a_near_miss_is_named(accel: Accel, command: str) -> None:
-    said = is_one_line(accel.in_process(command, long_options(command)[0][:-1]), exits.USAGE)
+    said = is_one_line(accel.in_process(command, long_options(command)[0][:-1]), exit_status.USAGE)
     assert "did you mean '--" in said
 
 
@@ -80,26 +80,26 @@ def test_a_value_that_is_missing_or_not_wanted(accel: Accel, command: str) -> No
     with_value = [action for action in actions(command) if action.nargs not in (0, "?")]
     flags = [action for action in actions(command) if action.nargs == 0 and action.dest != "help"]
     for action in with_value[:2]:
-        said = is_one_line(accel.in_process(command, action.option_strings[-1]), exits.USAGE)
+        said = is_one_line(accel.in_process(command, action.option_strings[-1]), exit_status.USAGE)
         assert "needs a value" in said
     for action in flags[:2]:
-        said = is_one_line(accel.in_process(command, f"{action.option_strings[-1]}=x"), exits.USAGE)
+        said = is_one_line(accel.in_process(command, f"{action.option_strings[-1]}=x"), exit_status.USAGE)
         assert "takes no value" in said
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_value_that_is_none_of_the_choices(accel: Accel, command: str) -> None:
     for action in [action for action in actions(command) if action.choices is not None][:2]:
-        said = is_one_line(accel.in_process(command, f"{action.option_strings[-1]}=no-such-thing"), exits.USAGE)
+        said = is_one_line(accel.in_process(command, f"{action.option_strings[-1]}=no-such-thing"), exit_status.USAGE)
         assert "no-such-thing" in said
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_words_that_are_missing_or_too_many(accel: Accel, command: str) -> None:
     if command not in NEEDS_NO_WORDS:
-        is_one_line(accel.in_process(command), exits.USAGE)
+        is_one_line(accel.in_process(command), exit_status.USAGE)
     if command not in MANY_WORDS:
-        is_one_line(accel.in_process(command, *["one", "two", "three", "four"]), exits.USAGE)
+        is_one_line(accel.in_process(command, *["one", "two", "three", "four"]), exit_status.USAGE)
 
 
 _some_commands = pytest.mark.parametrize("command", [*_SOME, *long(*(name for name in COMMANDS if name not in _SOME))])
@@ -116,7 +116,7 @@ def test_files_that_are_broken(accel: Accel, command: str) -> None:
     said = done.stderr.decode()
     assert "Traceback" not in said
     assert said.count("\n") <= 1, said
-    if done.returncode != exits.OK:
+    if done.returncode != exit_status.OK:
         assert said.startswith("accel"), said
 
 
@@ -130,5 +130,5 @@ def test_a_home_that_cannot_be_written(accel: Accel, command: str, tmp_path: Pat
     said = done.stderr.decode()
     assert "Traceback" not in said
     assert said.count("\n") <= 2, said
-    if done.returncode != exits.OK:
+    if done.returncode != exit_status.OK:
         assert said.startswith("accel"), said

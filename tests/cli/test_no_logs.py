@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from accel.cli import exits, main
+from accel.cli import exit_status, main
 from schedulers import JobSpec, Reason, State, Status, SubmitError, find
-from schedulers.record import Record
-from schedulers.store import Store
+from schedulers.store.record import Record
+from schedulers.store.store import Store
 from schedulers.target import Plan
 from tests.waiting import until
 
@@ -26,17 +26,17 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Record:
 
 
 def test_a_job_that_has_not_started_says_so(record: Record, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["logs", record.id]) == exits.OK
+    assert main(["logs", record.id]) == exit_status.OK
     assert capsys.readouterr() == ("", f"accel: job {record.id} is submitting\n")
     record.update(Status(state=State.QUEUED, message="waits for 1 of 2 processors"), record.id)
-    assert main(["logs", record.id]) == exits.OK
+    assert main(["logs", record.id]) == exit_status.OK
     assert capsys.readouterr() == ("", f"accel: job {record.id} is queued: waits for 1 of 2 processors\n")
 
 
 def test_a_job_that_never_reached_its_target_is_an_error(record: Record, capsys: pytest.CaptureFixture[str]) -> None:
     record.update(Status(state=State.FAILED, reason=Reason.SETUP, message="no such partition"))
     for argv in (["logs", record.id], ["logs", "-f", record.id]):
-        assert main(argv) == exits.ERROR
+        assert main(argv) == exit_status.ERROR
         said = f"accel logs: job {record.id} has no logs: failed before local accepted it: no such partition\n"
         assert capsys.readouterr() == ("", said)
 

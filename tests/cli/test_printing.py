@@ -13,7 +13,7 @@ from accel import cli
 from accel.cli import output, stream
 from schedulers.errors import SubmitError
 from schedulers.job import JobSpec, LogLine, Reason, State, Status
-from schedulers.store import Store
+from schedulers.store.store import Store
 from schedulers.target import Plan
 
 EVIL = "\x1b]0;owned\x07\x1b[2J\x1b[31mred\x1b[0m\u202e"

@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from accel.cli import exits
+from accel.cli import exit_status
+from accel.cli.argv import UsageError
 from accel.cli.shell import _node
-from accel.cli.words import UsageError
 from schedulers import JobSpec, Resources
 
 from .conftest import Accel
@@ -50,7 +50,7 @@ def test_a_target_without_shells_names_those_that_have_them(accel: Accel) -> Non
         assert time.monotonic() < deadline
         time.sleep(0.05)
     done = accel.finish("shell", job)
-    assert (done.returncode, done.stdout) == (exits.USAGE, b"")
+    assert (done.returncode, done.stdout) == (exit_status.USAGE, b"")
     assert done.stderr == b"accel shell: target local (local) opens no shells (kinds that do: kubernetes)\n"
     accel("cancel", job)
     done = accel.finish("shell", job, "--", "ls", "-l")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from accel.cli import exits, main
+from accel.cli import exit_status, main
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +22,7 @@ def _place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
-    assert main(["submit", "--dry-run", "--json", *words, "--no-python", "true"]) == exits.OK
+    assert main(["submit", "--dry-run", "--json", *words, "--no-python", "true"]) == exit_status.OK
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
 
@@ -71,14 +71,14 @@ def test_a_hostfile_is_found_from_here_and_replaces_the_targets_hosts(
     ],
 )
 def test_machines_that_cannot_be_meant(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["submit", "--target", "ssh", *words, "--no-python", "true"]) == exits.USAGE
+    assert main(["submit", "--target", "ssh", *words, "--no-python", "true"]) == exit_status.USAGE
     assert capsys.readouterr().err.startswith(said)
 
 
 def test_what_cannot_be_checked(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["targets", "check", "local"]) == exits.USAGE
+    assert main(["targets", "check", "local"]) == exit_status.USAGE
     assert "has no machines that can be checked" in capsys.readouterr().err
-    assert main(["targets", "chekc", "lab"]) == exits.USAGE
+    assert main(["targets", "chekc", "lab"]) == exit_status.USAGE
     assert "unknown action 'chekc'; did you mean 'check'?" in capsys.readouterr().err
 
 
@@ -91,5 +91,5 @@ def test_setup_commands_are_words_and_come_after_the_targets(capsys: pytest.Capt
 
 @pytest.mark.parametrize("text", ["echo 'a", "", "''"])
 def test_what_is_no_setup_command_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["submit", "--target", "lab", "--setup", text, "--no-python", "true"]) == exits.USAGE
+    assert main(["submit", "--target", "lab", "--setup", text, "--no-python", "true"]) == exit_status.USAGE
     assert "--setup: not a command" in capsys.readouterr().err

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from accel.cli import COMMANDS, exits
+from accel.cli import COMMANDS, exit_status
 
 from .conftest import ROOT, Accel
 
@@ -74,7 +74,7 @@ def test_jobs_need_no_path(accel: Accel) -> None:
 def test_ranks_that_cannot_be_spread_are_one_line(accel: Accel) -> None:
     accel.script(TRAIN)
     done = accel.finish("launch", "--num_processes", "3", "--num_machines", "2", "train.py")
-    assert done.returncode == exits.USAGE
+    assert done.returncode == exit_status.USAGE
     assert done.stdout == b""
     (said,) = done.stderr.decode().splitlines()
     assert "--num_processes 3 cannot be spread evenly over 2 machines" in said

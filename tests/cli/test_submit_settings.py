@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from accel.cli import exits, main
+from accel.cli import exit_status, main
 from accel.cli.parser import Parser
 from accel.cli.submit_options import add_arguments
 from accel.cli.submit_settings import of_file
 from accel.cli.submit_spec import build_spec
 from accel.settings import BY_NAME
-from accel.settings.file import Entry, read_document
-from accel.settings.layers import resolve
+from accel.settings.config_file import Entry, read_document
+from accel.settings.precedence import resolve
 
 from .conftest import Accel
 
@@ -68,7 +68,7 @@ def test_a_file_of_which_a_job_can_make_nothing(
     monkeypatch.chdir(tmp_path)
     Path("c.yaml").write_text(text)
     Path("train.py").touch()
-    assert main(["submit", "--config_file", "c.yaml", "--dry-run", "train.py"]) == exits.USAGE
+    assert main(["submit", "--config_file", "c.yaml", "--dry-run", "train.py"]) == exit_status.USAGE
     shown = capsys.readouterr().err
     assert shown.startswith(f"accel submit: {said}")
     assert shown.count("\n") == 1

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from accel.cli import exits
+from accel.cli import exit_status
 from schedulers.processes import Identity
 from tests.waiting import until
 
@@ -172,19 +172,23 @@ def test_what_is_not_given_stands_in_the_file(pod: Pod) -> None:
 @pytest.mark.parametrize(
     ("argv", "message", "code"),
     [
-        ([], "which TPU? give --tpu_name, or write tpu_name: in ", exits.USAGE),
-        (["--tpu_name", "a"], "which TPU? give --tpu_zone", exits.USAGE),
-        ([*WHERE], "nothing to run: give --command or --command_file", exits.USAGE),
-        ([*WHERE, "--command", "", "--command", " "], "nothing to run: --command holds no command", exits.USAGE),
-        ([*WHERE, "--command", "a", "--command_file", "b"], "--command and --command_file both say what", exits.USAGE),
-        ([*WHERE, "--command_file", "none"], "--command_file: cannot read none: No such file", exits.USAGE),
-        ([*WHERE, "--command_file", "empty"], "--command_file: empty holds no command", exits.USAGE),
-        (["--tpu_name=--x", "--tpu_zone", "z", "--command", "a"], "--tpu_name '--x' is no name", exits.USAGE),
+        ([], "which TPU? give --tpu_name, or write tpu_name: in ", exit_status.USAGE),
+        (["--tpu_name", "a"], "which TPU? give --tpu_zone", exit_status.USAGE),
+        ([*WHERE], "nothing to run: give --command or --command_file", exit_status.USAGE),
+        ([*WHERE, "--command", "", "--command", " "], "nothing to run: --command holds no command", exit_status.USAGE),
+        (
+            [*WHERE, "--command", "a", "--command_file", "b"],
+            "--command and --command_file both say what",
+            exit_status.USAGE,
+        ),
+        ([*WHERE, "--command_file", "none"], "--command_file: cannot read none: No such file", exit_status.USAGE),
+        ([*WHERE, "--command_file", "empty"], "--command_file: empty holds no command", exit_status.USAGE),
+        (["--tpu_name=--x", "--tpu_zone", "z", "--command", "a"], "--tpu_name '--x' is no name", exit_status.USAGE),
         ([*WHERE, "--command", "a", "--install_accelerate", "--accelerate_version", "1; rm"], "'1; rm': latest", 2),
         (
             ["--config_file", "bad.yaml", "--tpu_name", "a", "--tpu_zone", "z"],
             "commands: a list of words, not 3",
-            exits.USAGE,
+            exit_status.USAGE,
         ),
         (["--config_file", "typo.yaml", "--command", "a"], "typo.yaml:2: unknown setting 'tpu_nmae'; did you m", 2),
         (["--config_file", "twice.yaml", "--command", "a"], "twice.yaml:2: key 'tpu_name' is already on line 1", 2),
@@ -192,9 +196,9 @@ def test_what_is_not_given_stands_in_the_file(pod: Pod) -> None:
         (
             ["--tpu_name", "gone", "--tpu_zone", "z", "--command", "a"],
             "gone in z: ERROR: (gcloud.compute.tpus.tpu-vm.describe) NOT_FOUND: no such node\n",
-            exits.ERROR,
+            exit_status.ERROR,
         ),
-        (["--tpu_name", "young", "--tpu_zone", "z", "--command", "a"], "is CREATING, not READY", exits.ERROR),
+        (["--tpu_name", "young", "--tpu_zone", "z", "--command", "a"], "is CREATING, not READY", exit_status.ERROR),
     ],
 )
 def test_what_cannot_be_done_is_one_line(pod: Pod, argv: list[str], message: str, code: int) -> None:
@@ -228,5 +232,5 @@ def test_told_to_end_it_leaves_nothing(pod: Pod, name: str, begun: list[str], si
 def test_without_gcloud_it_says_so(pod: Pod) -> None:
     (pod.folder / "gcloud").unlink()
     done = pod.accel.finish("tpu-config", *WHERE, "--command", "true", PATH=str(pod.folder))
-    assert done.returncode == exits.ERROR
+    assert done.returncode == exit_status.ERROR
     assert b"there is no gcloud on PATH" in done.stderr

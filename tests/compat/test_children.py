@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from accel.launch.compat import STARTUP, variables
+from accel.launch.alias_env import STARTUP, variables
 from tests.compat.children import environment, python, said
 
 # The line's end goes out with the line: two ranks may write to one stream.

@@ -15,9 +15,12 @@ from tests.compat.surface import SURFACE, Argument, compare, parse
 _HEADING = "## What is not here"
 # The launcher sets variables for Accelerate's own runtime: that is not to read them.
 _ONLY_SET = (
-    *(f"accel/settings/{name}.py" for name in ("deepspeed", "fsdp", "megatron", "parallelism", "places", "worker")),
+    *(
+        f"accel/settings/{name}.py"
+        for name in ("deepspeed", "fsdp", "megatron", "parallelism", "sagemaker_tpu", "env_variables")
+    ),
     "accel/cli/submit_settings.py",
-    "accel/launch/engines.py",
+    "accel/launch/external.py",
     "accel/launch/sagemaker.py",
 )
 _SOURCES = [

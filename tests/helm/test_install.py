@@ -14,7 +14,7 @@ import pytest
 
 import schedulers
 from schedulers import State, Store
-from schedulers.adopting import jobs_elsewhere
+from schedulers.jobs.attach import jobs_elsewhere
 from tests.clusters.kube.client import Refused
 from tests.clusters.kubernetes import IMAGE, Kubernetes
 from tests.waiting import until

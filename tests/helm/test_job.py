@@ -18,10 +18,11 @@ import pytest
 
 from schedulers.errors import SpecError
 from schedulers.job import JobSpec, Resources, Retry
-from schedulers.kubernetes import code as coding
-from schedulers.kubernetes import manifests, names
+from schedulers.kubernetes import names
+from schedulers.kubernetes.code import delivery as coding
+from schedulers.kubernetes.manifests import build
 from schedulers.kubernetes.options import KubernetesOptions, ObjectStore, Toleration, Volume, check
-from schedulers.store import full_id
+from schedulers.store.store import full_id
 
 from ..schedulers.kubernetes import strict
 from . import charts, checking, helms
@@ -117,7 +118,7 @@ def built(values: Mapping[str, Any], job_id: str) -> list[helms.Manifest]:
     data = base64.b64decode(values["code"]["archive"]) or None
     digest = coding.digest_of(data) if data else values["code"]["digest"]
     code = coding.chosen(options, len(data or b""), digest, "kubernetes")
-    return list(manifests.build(spec, options, job_id, code, data=data))
+    return list(build.build(spec, options, job_id, code, data=data))
 
 
 def comparable(made: list[helms.Manifest]) -> dict[tuple[str, str], helms.Manifest]:

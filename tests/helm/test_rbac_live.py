@@ -13,9 +13,9 @@ import pytest
 
 import schedulers
 from schedulers import Job, SchedulerError, State
-from schedulers.config import load_target
-from schedulers.pruning import prune
-from schedulers.store import Store
+from schedulers.config.named_targets import load_target
+from schedulers.jobs.prune import prune
+from schedulers.store.store import Store
 from tests.clusters.fixtures import using
 from tests.clusters.kubernetes import IMAGE, Kubernetes
 from tests.marks import long

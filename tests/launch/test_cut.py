@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from accel.launch import rendezvous
-from accel.launch.patience import Patience, StoreSilent
+from accel.launch.store_client import Patience, StoreSilent
 from tests.clusters.fixtures import _hosts
 from tests.clusters.ssh import SshHosts
 from tests.ports import free_port

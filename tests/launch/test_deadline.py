@@ -12,7 +12,8 @@ from accel.exit_codes import TIME_LIMIT
 from accel.launch import deadline
 from accel.launch.errors import Refused
 from schedulers.job import Reason
-from schedulers.kubernetes import pods, reports
+from schedulers.kubernetes.manifests import pods
+from schedulers.kubernetes.status import failure_report
 from tests.ports import free_port
 
 from .conftest import Launcher
@@ -48,7 +49,7 @@ def test_ranks_end_when_the_limit_has_passed(launcher: Launcher, tmp_path: Path,
     assert done.code == 86, done
     assert "saved in attempt 1" in done.out
     assert OVER in done.err
-    assert reports.read(done.err) is not None
+    assert failure_report.read(done.err) is not None
     launcher.nothing_left(10)
 
 
@@ -112,6 +113,6 @@ def test_a_rank_keeps_no_limit() -> None:
 
 def test_the_words_are_those_that_the_cluster_is_asked_for() -> None:
     assert pods.TIME_LIMIT == TIME_LIMIT
-    report = reports.read(f"something\n{OVER}\n")
+    report = failure_report.read(f"something\n{OVER}\n")
     assert report is not None
     assert report.reason is Reason.TIME_LIMIT

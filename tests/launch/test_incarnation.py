@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from accel.launch.errors import Refused
+from accel.launch.failure import Failure
 from accel.launch.incarnation import Incarnation, latest, planned, started
-from accel.launch.report import Failure
 from schedulers.topology import Topology
 
 ALONE = Topology(node_rank=0, nodes=1, master="127.0.0.1")

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-import accel.launch.node
+import accel.launch.run
 from accel.launch.devices import Devices, only_cpu, visible
 from accel.launch.errors import LaunchError, Refused
-from accel.launch.node import Launch, plan
-from accel.launch.options import add_arguments
+from accel.launch.flags import add_arguments
+from accel.launch.run import Launch, plan
 from accel.launch.tee import parse
 from accel.launch.worker import Program
-from schedulers.kubernetes.positions import GREETING
+from schedulers.kubernetes.logs.cursor import GREETING
 
 UUIDS = ["GPU-a", "GPU-b", "GPU-c", "GPU-d"]
 
@@ -35,7 +35,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         ids = visible(env.get("CUDA_VISIBLE_DEVICES"), UUIDS)
         return Devices(kind="cuda", ids=tuple(ids), cpus=16) if ids else only_cpu()
 
-    monkeypatch.setattr(accel.launch.node, "find", find)
+    monkeypatch.setattr(accel.launch.run, "find", find)
 
 
 def planned(*flags: str, **env: str) -> Launch:

@@ -14,19 +14,19 @@ from typing import Any
 import pytest
 import torch
 
-from accel import hardware, hosts
 from accel.errors import ArgumentError
-from accel.introspection import (
+from accel.logging import get_logger
+from accel.progress import tqdm
+from accel.state import PartialState
+from accel.training.introspection import (
     get_module_children_bottom_up,
     get_pretty_name,
     merge_dicts,
     model_has_dtensor,
     recursive_getattr,
 )
-from accel.logging import get_logger
-from accel.progress import tqdm
-from accel.sharing import share_of
-from accel.state import PartialState
+from accel.world import hardware, ports
+from accel.world.split import share_of
 from tests.needs import package
 
 from .worlds import run, run_one
@@ -147,14 +147,14 @@ def test_names_and_dicts() -> None:
 
 
 def test_ports() -> None:
-    port = hosts.get_free_port()
-    assert not hosts.is_port_in_use(port)
+    port = ports.get_free_port()
+    assert not ports.is_port_in_use(port)
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", port))
         listening.listen()
-        assert hosts.is_port_in_use(str(port))
+        assert ports.is_port_in_use(str(port))
     with pytest.raises(ArgumentError, match="port 70000 is not a number from 0 to 65535"):
-        hosts.is_port_in_use(70000)
+        ports.is_port_in_use(70000)
 
 
 @pytest.mark.parametrize(("release", "warned"), [("4.19.0-amd64", True), ("5.5.0", False), ("6.1-cloud", False)])
@@ -163,7 +163,7 @@ def test_an_old_kernel_is_named(
 ) -> None:
     monkeypatch.setattr(platform, "release", lambda: release)
     monkeypatch.setattr(sys, "platform", "linux")
-    hosts.check_os_kernel()
+    ports.check_os_kernel()
     assert ["Linux 4.19.0 is older than 5.5.0: processes may hang; update it" in caplog.text] == [warned]
 
 

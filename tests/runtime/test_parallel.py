@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from accel import Accelerator
-from accel.compiling import TorchDynamoPlugin
 from accel.enums import DDPCommunicationHookType
 from accel.errors import ArgumentError
 from accel.parallel.base import Strategy
 from accel.plugins import DistributedDataParallelKwargs
+from accel.training.compile import TorchDynamoPlugin
 
 from .worlds import outcomes, run, run_one
 

@@ -10,20 +10,20 @@ from typing import Any
 
 import pytest
 
-import accel.available
+import accel.collectives.rng
 import accel.enums
-import accel.environment
-import accel.hardware
-import accel.hosts
-import accel.introspection
 import accel.launch.function
 import accel.memory
 import accel.plugins
-import accel.profiling
 import accel.progress
-import accel.random
 import accel.state
-import accel.versions
+import accel.training.introspection
+import accel.training.profiling
+import accel.world.available
+import accel.world.environment
+import accel.world.hardware
+import accel.world.ports
+import accel.world.versions
 from accel.errors import ArgumentError, PrecisionError, StateError
 from tests.needs import package
 
@@ -38,31 +38,31 @@ import accelerate.utils.environment  # noqa: E402
 import accelerate.utils.imports  # noqa: E402
 
 HOMES: dict[Any, tuple[Any, str]] = {
-    accel.environment: (
+    accel.world.environment: (
         accelerate.utils.environment,
         "are_libraries_initialized clear_environment convert_dict_to_env_variables get_int_from_env "
         "parse_choice_from_env parse_flag_from_env patch_environment purge_accelerate_environment str_to_bool",
     ),
-    accel.hardware: (
+    accel.world.hardware: (
         accelerate.utils.environment,
         "CPUInformation check_cuda_p2p_ib_support get_cpu_distributed_information get_current_device_type "
         "get_driver_version get_gpu_info override_numa_affinity set_numa_affinity check_cuda_fp8_capability",
     ),
-    accel.versions: (accelerate.utils, "compare_versions is_torch_version"),
-    accel.introspection: (
+    accel.world.versions: (accelerate.utils, "compare_versions is_torch_version"),
+    accel.training.introspection: (
         accelerate.utils,
         "get_pretty_name merge_dicts recursive_getattr get_module_children_bottom_up model_has_dtensor",
     ),
-    accel.hosts: (accelerate.utils.other, "is_port_in_use get_free_port check_os_kernel"),
+    accel.world.ports: (accelerate.utils.other, "is_port_in_use get_free_port check_os_kernel"),
     accel.memory: (
         accelerate.utils.memory,
         "find_executable_batch_size release_memory clear_device_cache should_reduce_batch_size",
     ),
     accel.launch.function: (accelerate.launchers, "notebook_launcher debug_launcher test_launch PrepareForLaunch"),
     accel.progress: (accelerate.utils, "tqdm"),
-    accel.random: (accelerate.utils, "set_seed synchronize_rng_state synchronize_rng_states"),
+    accel.collectives.rng: (accelerate.utils, "set_seed synchronize_rng_state synchronize_rng_states"),
     accel.state: (accelerate.state, "is_initialized do_nothing"),
-    accel.available: (accelerate.utils.imports, "torchao_required deepspeed_required"),
+    accel.world.available: (accelerate.utils.imports, "torchao_required deepspeed_required"),
 }
 NAMES = [(ours, theirs, name) for ours, (theirs, names) in HOMES.items() for name in names.split()]
 
@@ -84,7 +84,7 @@ AVAILABLE = [name for name in dir(accelerate.utils.imports) if name.startswith("
 
 @pytest.mark.parametrize("name", [*AVAILABLE, "is_habana_gaudi1"])
 def test_what_is_available(name: str) -> None:
-    ours, theirs = getattr(accel.available, name), getattr(accelerate.utils.imports, name)
+    ours, theirs = getattr(accel.world.available, name), getattr(accelerate.utils.imports, name)
     assert ours.__doc__
     assert parameters(ours) == parameters(theirs)
     assert bool(ours()) == bool(theirs())
@@ -274,32 +274,32 @@ def test_threads_that_begin_together_form_one_world() -> None:
 def test_comparing_versions() -> None:
     from packaging.version import Version
 
-    assert accel.versions.is_torch_version(">=", "2.0")
-    assert not accel.versions.is_torch_version("<", "2.0")
-    assert accel.versions.compare_versions(Version("1.10"), ">", "1.9")
+    assert accel.world.versions.is_torch_version(">=", "2.0")
+    assert not accel.world.versions.is_torch_version("<", "2.0")
+    assert accel.world.versions.compare_versions(Version("1.10"), ">", "1.9")
     with pytest.raises(ValueError, match=r"operation: '=>' is none of >, >=, ==, !=, <=, <"):
-        accel.versions.compare_versions("torch", "=>", "1")
+        accel.world.versions.compare_versions("torch", "=>", "1")
     with pytest.raises(ArgumentError, match="no-such-package is not installed: pip install no-such-package"):
-        accel.versions.compare_versions("no-such-package", ">", "1")
+        accel.world.versions.compare_versions("no-such-package", ">", "1")
     with pytest.raises(ArgumentError, match="'one' is not a version"):
-        accel.versions.compare_versions("torch", ">", "one")
+        accel.world.versions.compare_versions("torch", ">", "one")
 
 
 def test_what_is_installed_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert accel.available.is_rich_available() is False
+    assert accel.world.available.is_rich_available() is False
     monkeypatch.setenv("ACCELERATE_ENABLE_RICH", "1")
-    assert accel.available.is_rich_available() is True
+    assert accel.world.available.is_rich_available() is True
     monkeypatch.setattr(sys, "path", [])
-    assert accel.available.is_rich_available() is True
+    assert accel.world.available.is_rich_available() is True
 
 
 def test_what_lacks_is_said_when_it_is_called() -> None:
     def convert() -> str:
         return "converted"
 
-    if not accel.available.is_torchao_available():
+    if not accel.world.available.is_torchao_available():
         with pytest.raises(ImportError, match=r"convert needs torchao 0\.6\.1 or newer: pip install torchao"):
-            accel.available.torchao_required(convert)()
+            accel.world.available.torchao_required(convert)()
     assert run_one(_needs_deepspeed) == ["converted", "convert needs a run under DeepSpeed, this is NO"]
 
 
@@ -307,7 +307,7 @@ def _needs_deepspeed() -> list[str]:
     def convert() -> str:
         return "converted"
 
-    needy = accel.available.deepspeed_required(convert)
+    needy = accel.world.available.deepspeed_required(convert)
     seen = [needy()]
     accel.state.AcceleratorState()
     try:

@@ -13,11 +13,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accel import Accelerator
 from accel.errors import PrecisionError, StateError
-from accel.optimizer import AcceleratedOptimizer
 from accel.plugins import AutocastKwargs, GradScalerKwargs
 from accel.precision import HalfPrecision, LowPrecision, choose_precision
 from accel.precision.outputs import ConvertOutputsToFp32, convert_outputs_to_fp32
-from accel.scheduler import AcceleratedScheduler
+from accel.training.optimizer import AcceleratedOptimizer
+from accel.training.scheduler import AcceleratedScheduler
 
 from .worlds import outcomes, run, run_one
 

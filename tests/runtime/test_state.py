@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from accel.enums import DistributedType
-from accel.environment import read_flag, read_world
 from accel.errors import AccelError, ArgumentError, WorldError
-from accel.sharing import share_of
 from accel.state import AcceleratorState, PartialState
+from accel.world.environment import read_flag, read_world
+from accel.world.split import share_of
 from tests.marks import long
 
 from .worlds import clean_env, free_port, outcomes, run, run_one, world_env

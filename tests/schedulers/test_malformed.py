@@ -17,20 +17,20 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from accel.cli import exits, main
-from schedulers.converting import as_moment, as_whole, parse_json
+from accel.cli import exit_status, main
+from schedulers.convert import as_moment, as_whole, parse_json
 from schedulers.errors import SchedulerError, Unreachable
+from schedulers.hosts import replies
+from schedulers.hosts.errors import RemoteError
+from schedulers.hosts.host_list import Host
+from schedulers.hosts.session import Result
+from schedulers.hosts.transport import Pool
 from schedulers.job import JobSpec, State, Status
-from schedulers.local.files import JobFiles, progress_document
+from schedulers.local.job_files import JobFiles, progress_document
+from schedulers.node import jobs as host_jobs
 from schedulers.processes import Identity
-from schedulers.remote import answers
-from schedulers.remote.errors import RemoteError
-from schedulers.remote.hosts import Host
-from schedulers.remote.hostside import jobs as host_jobs
-from schedulers.remote.hostside import slurm as host_slurm
-from schedulers.remote.session import Result
-from schedulers.remote.transport import Pool
-from schedulers.store import Record, Store
+from schedulers.slurm.login import job_ops as host_slurm
+from schedulers.store.store import Record, Store
 from schedulers.target import Plan
 
 # Text as it stands in a file: json.dumps would refuse some of these numbers, and files hold them all the same.
@@ -114,10 +114,10 @@ class Home:
         with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
             for name, value in env.items():
                 patch.setenv(name, value)
-            assert main(["list"]) == exits.OK  # dates in words
+            assert main(["list"]) == exit_status.OK  # dates in words
             out.seek(0)
             out.truncate()
-            assert main(["list", "--json"]) == exits.OK
+            assert main(["list", "--json"]) == exit_status.OK
         return {job["id"]: job for job in parse_json(out.getvalue())["jobs"]}
 
 
@@ -215,8 +215,8 @@ SLURM = {"done": [{"jobs": [JOB], "unreachable": None, "accounting": True, "age_
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Home, dict[str, Record]]]:
     home = Home(Store(tmp_path_factory.mktemp("hosts") / "home"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("schedulers.ssh.asking.Pool", Told)
-        patch.setattr("schedulers.remote.transport.Pool", Told)
+        patch.setattr("schedulers.ssh.status.Pool", Told)
+        patch.setattr("schedulers.hosts.transport.Pool", Told)
         yield home, {}
 
 
@@ -242,8 +242,8 @@ def test_a_host_that_answers_something_else_is_an_error_of_that_host_alone(
 
 
 def test_every_operation_of_the_hosts_programs_has_a_type() -> None:
-    assert answers.JOBS.keys() == host_jobs.OPERATIONS.keys()
-    assert answers.SLURM.keys() == host_slurm.OPERATIONS.keys()
+    assert replies.JOBS.keys() == host_jobs.OPERATIONS.keys()
+    assert replies.SLURM.keys() == host_slurm.OPERATIONS.keys()
 
 
 STATUS = [{"op": "status", "job": "a"}]
@@ -262,14 +262,14 @@ STATUS = [{"op": "status", "job": "a"}]
 )
 def test_what_is_wrong_with_an_answer_is_said(line: str, problem: str) -> None:
     with pytest.raises(RemoteError) as raised:
-        answers.decode_done(line, STATUS, answers.JOBS, "h1")
+        replies.decode_done(line, STATUS, replies.JOBS, "h1")
     assert str(raised.value).startswith("h1: ")
     assert problem in str(raised.value)
 
 
 def test_a_program_that_could_not_ask_says_so() -> None:
     with pytest.raises(Unreachable, match="h1: squeue does not answer"):
-        answers.decode_done('{"error": "squeue does not answer", "unreachable": true}', STATUS, answers.JOBS, "h1")
+        replies.decode_done('{"error": "squeue does not answer", "unreachable": true}', STATUS, replies.JOBS, "h1")
 
 
 @pytest.mark.parametrize("text", ["NaN", "[Infinity]", "1e999", "-1e999", "[" * 100_000, '{"a"', b"\xff"])

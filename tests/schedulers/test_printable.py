@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schedulers.errors import hide
+from schedulers.hosts.supervisor import runner
 from schedulers.printable import one_line, printable, without_password
-from schedulers.remote.hostside.supervisor import work
 
 HARMFUL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 
@@ -68,7 +68,7 @@ def test_the_values_of_secrets_are_replaced_by_their_names() -> None:
     text = "hf_s3cret, hf_s3cret_2; 'first line' then 'second\\\\line' and first line\nsecond\\line; 123"
     assert (
         hide(text, secrets)
-        == work.hide(text, secrets)
+        == runner.hide(text, secrets)
         == ("(secret TOKEN), (secret LONGER); '(secret KEY)' then '(secret KEY)' and (secret KEY); 123")
     )
     assert hide("plain", {}) == "plain"

@@ -10,8 +10,8 @@ import pytest
 
 from schedulers import JobSpec, SpecError, State, Store, sweeps
 from schedulers.errors import SchedulerError, StoreError
-from schedulers.record import Record
-from schedulers.submitting import for_each, send_many
+from schedulers.jobs.submit import for_each, send_many
+from schedulers.store.record import Record
 from schedulers.target import Plan, Sweeps
 
 _BASE = JobSpec(argv=("train.py", "--out", "runs/{lr}-{seed}", "{"), name="train")
@@ -127,7 +127,7 @@ class AtOnce:
 
 
 def kept(store: Store, count: int) -> tuple[list[Record], list[Plan]]:
-    from schedulers.config import resolve_target
+    from schedulers.config.named_targets import resolve_target
 
     target = resolve_target("local", store.jobs).target
     spec = JobSpec(argv=("true",), entry="command")

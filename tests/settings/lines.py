@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-import accel.launch.node
+import accel.launch.run
 from accel.cli.launch import resolved
 from accel.cli.parser import Parser
-from accel.launch import engines
+from accel.launch import external
 from accel.launch.devices import Devices, only_cpu, visible
-from accel.launch.node import Launch
-from accel.launch.options import add_arguments
+from accel.launch.flags import add_arguments
+from accel.launch.run import Launch
 from accel.launch.worker import Program
-from accel.settings.layers import Value
+from accel.settings.precedence import Value
 
 UUIDS = ["GPU-a", "GPU-b", "GPU-c", "GPU-d"]
 SCRIPT = Program(argv=["train.py", "--lr", "1"], entry="script")
@@ -38,7 +38,7 @@ def options(*words: str, **env: str) -> dict[str, Any]:
 
 
 def planned(*words: str, **env: str) -> Launch:
-    return engines.planned(options(*words, **env), SCRIPT, env)
+    return external.planned(options(*words, **env), SCRIPT, env)
 
 
 @pytest.fixture
@@ -58,4 +58,4 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         ids = visible(env.get("CUDA_VISIBLE_DEVICES"), UUIDS)
         return Devices(kind="cuda", ids=tuple(ids), cpus=16) if ids else only_cpu()
 
-    monkeypatch.setattr(accel.launch.node, "find", find)
+    monkeypatch.setattr(accel.launch.run, "find", find)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from accel.cli import exits, main
+from accel.cli import exit_status, main
 
 pytestmark = pytest.mark.usefixtures("somewhere")
 
@@ -60,7 +60,7 @@ def test_it_is_what_holds(
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     for name, value in env.items():
         monkeypatch.setenv(name, value)
-    assert main(["launch", "--explain", *words.split()]) == exits.OK
+    assert main(["launch", "--explain", *words.split()]) == exit_status.OK
     found = {name: (value, source) for name, value, source in map(columns, capsys.readouterr().out.splitlines())}
     assert {name: found[name] for name in wanted} == wanted
 
@@ -94,7 +94,7 @@ def test_what_a_launch_refuses_is_not_explained(
         monkeypatch.setenv(name, value)
     shown = []
     for rest in (["--explain"], ["train.py"]):
-        assert main(["launch", *words.split(), *rest]) == exits.USAGE
+        assert main(["launch", *words.split(), *rest]) == exit_status.USAGE
         shown.append(capsys.readouterr())
     assert shown[0] == shown[1]
     assert shown[0].err.startswith(f"accel launch: {said}")

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-import accel.launch.node
-from accel.launch import engines
+import accel.launch.run
+from accel.launch import external
 from accel.launch.devices import only_cpu
 from accel.launch.sagemaker import credentials
 from accel.launch.worker import Program
@@ -162,12 +162,12 @@ _POD = ("--tpu", "--tpu_cluster", "--vm", "host0")
 
 
 def pod(*words: str) -> str:
-    return " ".join(engines.pod_command(options(*_POD, *words), SCRIPT))
+    return " ".join(external.pod_command(options(*_POD, *words), SCRIPT))
 
 
 def deepspeed(*words: str) -> str:
     line = [*_TWO.split(), "--use_deepspeed", "--deepspeed_hostfile", "hosts", *words]
-    return " ".join(engines.deepspeed_command(options(*line), SCRIPT, planned(*line)))
+    return " ".join(external.deepspeed_command(options(*line), SCRIPT, planned(*line)))
 
 
 def command(*words: str) -> list[str]:
@@ -229,7 +229,7 @@ def test_what_another_launcher_is_told(name: str) -> None:
 
 def test_pdsh_is_started_once_and_finds_its_machines_itself() -> None:
     line = "--num_machines 2 --num_processes 4 --use_deepspeed --deepspeed_hostfile hosts".split()
-    told = " ".join(engines.deepspeed_command(options(*line), SCRIPT, planned(*line)))
+    told = " ".join(external.deepspeed_command(options(*line), SCRIPT, planned(*line)))
     assert "--num_gpus 2 --master_port 29500 train.py" in told
 
 
@@ -247,7 +247,7 @@ def test_a_switch_of_megatron_can_be_said_no() -> None:
 
 
 def test_accelerates_launcher_makes_no_cpu_of_fsdp(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accel.launch.node, "find", lambda env: only_cpu())
+    monkeypatch.setattr(accel.launch.run, "find", lambda env: only_cpu())
     assert "ACCELERATE_USE_CPU" not in planned("--use_fsdp").env
     assert planned("--use_fsdp").env["FSDP_VERSION"] == "1"
 

@@ -8,8 +8,8 @@ from typing import NoReturn
 
 import pytest
 
-import accel.launch.node
-from accel.cli import exits, main
+import accel.launch.run
+from accel.cli import exit_status, main
 
 STEP = {
     "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
@@ -135,7 +135,7 @@ def nothing_is_started(somewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None
     def started(run: object) -> NoReturn:
         raise AssertionError(f"it was started: {run}")
 
-    monkeypatch.setattr(accel.launch.node, "launch", started)
+    monkeypatch.setattr(accel.launch.run, "launch", started)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     for name in list(os.environ):
         if name.startswith(("ACCEL_", "ACCELERATE_", "SLURM_", "FSDP_")):
@@ -143,7 +143,7 @@ def nothing_is_started(somewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def is_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(words) == exits.USAGE
+    assert main(words) == exit_status.USAGE
     shown = capsys.readouterr()
     assert shown.err.startswith(f"accel {words[0]}: "), shown.err
     assert said in shown.err

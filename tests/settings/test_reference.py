@@ -11,10 +11,10 @@ import pytest
 from accel.cli import main
 from accel.cli.launch import resolved
 from accel.cli.parser import Parser
-from accel.launch.options import add_arguments
+from accel.launch.flags import add_arguments
 from accel.settings import BY_NAME, GROUPS
-from accel.settings.base import KINDS, LAUNCHERS
 from accel.settings.reference import pages
+from accel.settings.setting import KINDS, LAUNCHERS
 from accel.settings.values import read, typed
 
 ROOT = Path(__file__).parents[2]
@@ -42,7 +42,7 @@ def test_help_imports_nothing_heavy() -> None:
     loaded = done.stdout.splitlines()[-1].split()
     heavy = {"torch", "numpy", "yaml", "json", "dataclasses", "inspect", "subprocess", "pathlib", "difflib", "rich"}
     assert heavy.isdisjoint(loaded)
-    assert "accel.launch.node" not in loaded
+    assert "accel.launch.run" not in loaded
 
 
 def test_every_row_is_whole() -> None:

@@ -13,7 +13,7 @@ import pytest
 from tests.ports import free_port
 
 from .lines import planned
-from .test_engines import ROOT, Machine
+from .test_external import ROOT, Machine
 
 SHOW = "import os, sys; print(os.environ['WORLD_SIZE'], os.environ.get('ACCELERATE_MIXED_PRECISION'), sys.argv[1:])\n"
 FILE = """

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import yaml
 
-from accel.cli import exits, main
+from accel.cli import exit_status, main
 from accel.enums import DynamoBackend
 from accel.settings import BY_NAME, Setting
-from accel.settings.file import _GONE, _PREFIXES, _RENAMED, _SECTIONS, BadEntry, read_document, to_document
+from accel.settings.config_file import _GONE, _PREFIXES, _RENAMED, _SECTIONS, BadEntry, read_document, to_document
 from tests.needs import package
 
 from .lines import options
@@ -89,14 +89,14 @@ def test_a_file_with_all_its_keys(version: str, way: str, sagemaker: bool, form:
     said = {setting: entry.value for setting, entry in read_document(held).items()}
     loaded = options("--config_file", name)
     assert {key: loaded[key] for key in said} == {**said, "cpu": loaded["cpu"]}
-    assert main(["config", "update", "--config_file", name]) == exits.OK
+    assert main(["config", "update", "--config_file", name]) == exit_status.OK
     updated = yaml.safe_load(Path(name).read_text())
     again = {setting: entry.value for setting, entry in read_document(updated).items()}
     assert {key: again[key] for key in said} == said
     old = {(section, key) for section in ("", *_PREFIXES) for key in _keys(updated, section)}
     assert not old & (_GONE | (_RENAMED.keys() - {("deepspeed_config", "gradient_accumulation_steps")}))
     text = Path(name).read_text()
-    assert main(["config", "update", "--config_file", name]) == exits.OK
+    assert main(["config", "update", "--config_file", name]) == exit_status.OK
     assert Path(name).read_text() == text
 
 
@@ -109,7 +109,7 @@ def _keys(held: dict[str, Any], section: str) -> list[str]:
 def test_an_updated_file_is_accelerates_too(version: str, way: str, sagemaker: bool) -> None:
     config_args = package("accelerate.commands.config.config_args")
     Path("old.yaml").write_text(yaml.safe_dump(document(version, way=way, sagemaker=sagemaker)))
-    assert main(["config", "update", "--config_file", "old.yaml"]) == exits.OK
+    assert main(["config", "update", "--config_file", "old.yaml"]) == exit_status.OK
     loaded = config_args.load_config_from_file("old.yaml")
     assert loaded.distributed_type.value == ("DATA_PARALLEL" if sagemaker else _WAYS.get(way, "MULTI_CPU"))
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from .. import exits, values
+from .. import exit_status, option_values
+from ..argv import UsageError
 from ..output import note, print_json
-from ..words import UsageError
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -47,7 +47,12 @@ def add_arguments(parser: Parser) -> None:
     what.add_argument("--requirements", metavar="FILE", help=requirements)
     what.add_argument("--no-code", action="store_true", help="leave the project's code out: submit brings it")
     argument = "an argument of the Dockerfile: TORCH_INDEX, PYTHON_IMAGE, …; repeatable"
-    pairs: dict[str, Any] = {"metavar": "NAME=VALUE", "type": values.key_value, "action": "append", "default": []}
+    pairs: dict[str, Any] = {
+        "metavar": "NAME=VALUE",
+        "type": option_values.key_value,
+        "action": "append",
+        "default": [],
+    }
     what.add_argument("--build-arg", **pairs, help=argument)
     what.add_argument("--label", **pairs, help="a further label; repeatable")
     how = parser.add_argument_group("how")
@@ -79,11 +84,11 @@ def _build(args: Namespace, more: list[str]) -> int:
     import tempfile
     from pathlib import Path
 
-    from . import builders, context, writing
+    from . import builders, config_entry, context
 
     directory = _directory(args)
     project, arguments = _project(args, directory)
-    file = writing.check(args.write) if args.write else None
+    file = config_entry.check(args.write) if args.write else None
     builder = builders.choose(args.builder)
     labels = _labels(args, directory)
     if args.print and builder != builders.KANIKO:
@@ -100,14 +105,14 @@ def _build(args: Namespace, more: list[str]) -> int:
     digest = builders.push(builder, args.tag) if args.push else None
     image = args.tag if digest is None else f"{builders.repository(args.tag)}@{digest}"
     if file is not None:
-        writing.write(file, args.write, image)
+        config_entry.write(file, args.write, image)
         note(f"{file}: target {args.write} runs this image")
     if args.json:
         shown = {"image": image, "tag": args.tag, "digest": digest, "builder": builder}
         print_json({**shown, "labels": dict(labels), "warnings": warnings})
     else:
         print(image)
-    return exits.OK
+    return exit_status.OK
 
 
 def _directory(args: Namespace) -> Path:
@@ -224,12 +229,12 @@ def _show(builder: str, project: Project, wanted: Build, *, push: bool, as_json:
     else:
         print(project.dockerfile(), end="")
         print("\n".join(f"$ {shlex.join(words)}" for words in commands))
-    return exits.OK
+    return exit_status.OK
 
 
 def _in_cluster(args: Namespace, wanted: Build) -> int:
     from schedulers.kubernetes import names
-    from schedulers.kubernetes.manifests import to_yaml
+    from schedulers.kubernetes.manifests.build import to_yaml
 
     from . import kaniko
 
@@ -246,4 +251,4 @@ def _in_cluster(args: Namespace, wanted: Build) -> int:
     sys.stdout.flush()
     note("kubectl replace --force -f it; the message of its pod's end is the digest: image: NAME@DIGEST in accel.yaml")
     note(f"its ConfigMaps stay: kubectl delete configmaps --selector {names.JOB_ID}={name}")
-    return exits.OK
+    return exit_status.OK

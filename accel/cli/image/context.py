@@ -10,9 +10,9 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from schedulers.codefiles import list_code
 from schedulers.errors import ConfigError
 from schedulers.printable import without_password
+from schedulers.store.source_files import list_code
 
 from . import dockerfile, wheel
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from schedulers.errors import SpecError
-from schedulers.kubernetes import code as coding
 from schedulers.kubernetes import names
-from schedulers.kubernetes.pods import unexpanded
+from schedulers.kubernetes.code import delivery as coding
+from schedulers.kubernetes.manifests.pods import unexpanded
 
 from .builders import Build, repository
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-from schedulers.codefiles import git_environment
 from schedulers.printable import without_password
+from schedulers.store.source_files import git_environment
 
 
 def revision(directory: Path) -> str:

@@ -15,8 +15,8 @@ import time
 from collections.abc import Sequence
 from typing import IO
 
-from accel.launch.report import signal_name
-from accel.launch.told import Told
+from accel.launch.failure import signal_name
+from accel.launch.signals import Told
 from schedulers.processes import descendants, end_all
 
 _GRACE_S = 10.0

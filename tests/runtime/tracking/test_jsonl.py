@@ -213,13 +213,13 @@ def full_disk(room: int) -> Iterator[None]:
 def fill_the_disk(directory: str) -> list[str]:
     import logging
 
-    from accel.tracking import guard
+    from accel.tracking import isolation
 
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("accel.tracking").addHandler(handler)
-    guard.FIRST_PAUSE_S = 600.0
+    isolation.FIRST_PAUSE_S = 600.0
     accelerator = Accelerator(log_with="jsonl", project_dir=directory)
     accelerator.init_trackers("digits")
     accelerator.log({"loss": 1.0}, step=0)

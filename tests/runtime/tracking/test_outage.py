@@ -22,7 +22,7 @@ from .scripts import NOWHERE, need, read_back, run_script, train
 INTERRUPTED = """
 import os, signal, sys
 from accel import Accelerator
-from accel.tracking import guard
+from accel.tracking import isolation as guard
 
 guard.FIRST_PAUSE_S = 600.0  # it is over when we say so, not when a slow machine comes to the next step
 server = int(sys.argv[1])

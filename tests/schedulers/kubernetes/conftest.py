@@ -14,7 +14,7 @@ import yaml
 
 import schedulers
 from schedulers import Job
-from schedulers.kubernetes.api import Api
+from schedulers.kubernetes.client.api import Api
 from schedulers.kubernetes.options import KubernetesOptions
 from tests.clusters.fixtures import using
 from tests.clusters.kubernetes import IMAGE, Kubernetes

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from schedulers import JobSpec, Resources, Retry
+from schedulers.config.schema import make_options
 from schedulers.kubernetes.options import KubernetesOptions, check
-from schedulers.options import make_options
 
 JOB_ID = "2mxaaaaaaaa"
 IMAGE = "example.org/team/train:2"

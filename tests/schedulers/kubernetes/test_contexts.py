@@ -10,9 +10,9 @@ import yaml
 
 from schedulers import JobSpec, State
 from schedulers.errors import ConfigError, Unreachable
-from schedulers.kubernetes import placing
+from schedulers.kubernetes import cluster_ref
+from schedulers.kubernetes.cluster_ref import Placed
 from schedulers.kubernetes.options import KubernetesOptions
-from schedulers.kubernetes.placing import Placed
 from schedulers.kubernetes.target import KubernetesTarget
 from schedulers.target import TargetContext
 
@@ -41,7 +41,7 @@ def _place(tmp_path: Path, **servers: str) -> None:
     (tmp_path / "config").write_text(yaml.safe_dump(content))
     for name in (*servers, "gone"):
         place = Placed(namespace="team", kubeconfig=str(tmp_path / "config"), context=name)
-        placing.write(tmp_path / "jobs", name, place)
+        cluster_ref.write(tmp_path / "jobs", name, place)
 
 
 def test_a_cluster_that_refuses_and_one_that_is_forgotten_silence_no_other(

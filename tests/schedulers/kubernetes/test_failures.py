@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from schedulers import Reason, State
-from schedulers.kubernetes.states import status_of
+from schedulers.kubernetes.status.job_states import status_of
 from tests.schedulers.kubernetes.shapes import condition, pod, terminated, waiting, workload
 
 _DISK = "The node was low on resource: ephemeral-storage. Threshold quantity: 1Gi, available: 900Mi."

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from accel.launch.node import Launch, plan
-from accel.launch.options import add_arguments
+from accel.launch.flags import add_arguments
+from accel.launch.run import Launch, plan
 from accel.launch.worker import Program
 from schedulers import JobSpec, Retry
-from schedulers.kubernetes import checking, manifests
-from schedulers.kubernetes.code import Code
+from schedulers.kubernetes.code.delivery import Code
+from schedulers.kubernetes.manifests import build, validate
 from tests.schedulers.kubernetes.support import JOB_ID, KINDS, least
 
 _SPEC = JobSpec(argv=("train.py", "--lr", "0.1"), name="train", nodes=2, procs_per_node=2, grace_s=7)
@@ -46,8 +46,8 @@ def somewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def launched(spec: JobSpec, kind: str, added: dict[str, str]) -> Launch:
-    made = manifests.build(spec, least(workload=kind), JOB_ID, Code(kind="configmap"))
-    template = [found for each in made for _, found in checking.templates(each)][-1]
+    made = build.build(spec, least(workload=kind), JOB_ID, Code(kind="configmap"))
+    template = [found for each in made for _, found in validate.templates(each)][-1]
     container = template["spec"]["containers"][0]
     env = {each["name"]: each.get("value", "0") for each in container["env"]} | added
     words = container["command"]

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from schedulers import Job, State
-from schedulers.kubernetes.shelling import FEEDER
+from schedulers.kubernetes.shell import FEEDER
 from tests.waiting import until
 
 from .conftest import Submit

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from schedulers import JobSpec, Resources, Retry
-from schedulers.kubernetes import code as coding
-from schedulers.kubernetes import loading, manifests
+from schedulers.kubernetes.code import delivery as coding
+from schedulers.kubernetes.code import loader_pod
+from schedulers.kubernetes.manifests import build
 from schedulers.kubernetes.options import KubernetesOptions
 from tests.needs import package
 from tests.schedulers.kubernetes import strict
@@ -32,7 +33,7 @@ SPECS = {
 
 def objects(spec: JobSpec, given: KubernetesOptions) -> list[dict[str, Any]]:
     code = coding.chosen(given, len(_DATA), coding.digest_of(_DATA), "k")
-    return list(manifests.build(spec, given, JOB_ID, code, data=_DATA))
+    return list(build.build(spec, given, JOB_ID, code, data=_DATA))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -48,9 +49,9 @@ def test_one_option(kind: str, case: str) -> None:
             spec = dataclasses.replace(spec, resources=Resources())
         for made in objects(spec, given):
             assert strict.errors(made) == []
-            assert strict.errors(manifests.stamped(made, spec)) == []
+            assert strict.errors(build.stamped(made, spec)) == []
             uid = {"apiVersion": "v1", "kind": "Job", "metadata": {"name": "a", "uid": "u"}}
-            assert strict.errors(manifests.owned(made, uid)) == []
+            assert strict.errors(build.owned(made, uid)) == []
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -75,8 +76,8 @@ def test_jobs_and_services_are_known_to_every_version(version: str) -> None:
 
 def test_the_loader_of_a_claim() -> None:
     place = {"code": "pvc", "code_claim": "snapshots"}
-    assert strict.errors(loading.loader(SPECS["one node"], least(**place), JOB_ID, "k")) == []
-    assert strict.errors(loading.loader(everything_spec(), everything("job", **place), JOB_ID, "k")) == []
+    assert strict.errors(loader_pod.loader(SPECS["one node"], least(**place), JOB_ID, "k")) == []
+    assert strict.errors(loader_pod.loader(everything_spec(), everything("job", **place), JOB_ID, "k")) == []
 
 
 def test_the_check_is_strict() -> None:

@@ -14,10 +14,10 @@ import schedulers
 from schedulers import Job, Reason, State, SubmitError, Unreachable
 from schedulers.errors import SchedulerError
 from schedulers.job import JobSpec
+from schedulers.jobs.poll import restore
 from schedulers.kubernetes import names
-from schedulers.kubernetes.api import Api
-from schedulers.polling import restore
-from schedulers.record import Record
+from schedulers.kubernetes.client.api import Api
+from schedulers.store.record import Record
 from schedulers.target import Clears
 from tests.clusters.kubernetes import IMAGE, Kubernetes
 from tests.marks import long
@@ -180,8 +180,8 @@ def test_quotas_that_are_counted_by_many_at_once_are_asked_again(
     make: MakeApi, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which a single API server rarely says: https://github.com/kubernetes/kubernetes/issues/67761"""
-    from schedulers.kubernetes import submitting
-    from schedulers.kubernetes.errors import Conflict
+    from schedulers.kubernetes import submit as submitting
+    from schedulers.kubernetes.client.errors import Conflict
 
     words = 'Operation cannot be fulfilled on resourcequotas "q": the object has been modified; please try again'
     conflict = refused(409, "Conflict", words, name="q", kind="resourcequotas")
@@ -218,7 +218,7 @@ def test_the_workload_is_not_made_when_its_service_is_somebody_elses(
     submit: Submit, kubernetes: Kubernetes, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All that this submit made goes again; what was there stays."""
-    from schedulers.store import Store
+    from schedulers.store.store import Store
 
     job_id = "06zzzzzzzzz"
     monkeypatch.setattr(Store, "new_id", lambda self: job_id)

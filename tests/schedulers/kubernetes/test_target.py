@@ -11,9 +11,9 @@ import pytest
 
 import schedulers
 from schedulers import Job, Reason, State, Unreachable
-from schedulers.pruning import prune
-from schedulers.record import Record
-from schedulers.store import Store
+from schedulers.jobs.prune import prune
+from schedulers.store.record import Record
+from schedulers.store.store import Store
 from tests import macos
 from tests.clusters.kubernetes import IMAGE, Kubernetes
 from tests.marks import long

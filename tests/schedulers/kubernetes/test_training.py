@@ -9,9 +9,9 @@ from pathlib import Path
 
 import schedulers
 from schedulers import State
-from schedulers.handle import submit_spec
 from schedulers.job import JobSpec, Retry
-from schedulers.kubernetes.native import Native
+from schedulers.jobs.handle import submit_spec
+from schedulers.kubernetes.native_id import Native
 from tests.clusters.kubernetes import IMAGE, ROOT, Kubernetes
 from tests.digits import write_in_float64
 from tests.needs import package

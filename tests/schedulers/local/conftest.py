@@ -12,7 +12,7 @@ import pytest
 
 import schedulers
 from schedulers import Job
-from schedulers.local.files import JobFiles
+from schedulers.local.job_files import JobFiles
 from schedulers.processes import Identity, descendants
 from tests.waiting import until as until
 

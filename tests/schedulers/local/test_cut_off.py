@@ -13,7 +13,7 @@ import pytest
 
 import schedulers
 from schedulers import State, find, list_jobs
-from schedulers.local.files import JobFiles
+from schedulers.local.job_files import JobFiles
 from schedulers.processes import python_module
 from tests.waiting import until
 

@@ -18,13 +18,13 @@ import pytest
 
 import schedulers
 from schedulers import Job, JobSpec, Reason, State, Status, Unreachable
-from schedulers.local.files import JobFiles, progress_document
+from schedulers.jobs.poll import cut_off
+from schedulers.jobs.prune import prune
+from schedulers.local.job_files import JobFiles, progress_document
 from schedulers.local.target import LocalOptions, LocalTarget
-from schedulers.polling import cut_off
 from schedulers.processes import Identity, Place
-from schedulers.pruning import prune
-from schedulers.record import Record
-from schedulers.store import Store
+from schedulers.store.record import Record
+from schedulers.store.store import Store
 from schedulers.target import TargetContext
 from tests.needs import missing
 from tests.waiting import until

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from schedulers import Job, Reason, State
-from schedulers.local.files import JobFiles
+from schedulers.local.job_files import JobFiles
 from schedulers.processes import Identity
 from tests.marks import long
 from tests.waiting import until
@@ -74,7 +74,7 @@ def test_cancel_before_it_started_and_after_it_ended(submit: Submit) -> None:
 TOLD_EARLY = """
 import os, signal, sys
 from pathlib import Path
-from schedulers.local.files import JobFiles
+from schedulers.local.job_files import JobFiles
 from schedulers.local.supervisor import Supervisor
 supervisor = Supervisor(JobFiles(Path(sys.argv[1])))
 os.kill(os.getpid(), signal.SIGTERM)

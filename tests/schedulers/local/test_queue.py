@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from schedulers import Job, Reason, State
-from schedulers.local.files import JobFiles
-from schedulers.remote.hostside.supervisor.slots import Slots, Want, wanted
+from schedulers.hosts.supervisor.slots import Slots, Want, wanted
+from schedulers.local.job_files import JobFiles
 from tests.nvml import fake_gpus
 from tests.waiting import until
 

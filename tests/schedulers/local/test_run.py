@@ -13,7 +13,7 @@ import pytest
 import schedulers
 from schedulers import Reason, SpecError, State
 from schedulers.local.target import LocalOptions, LocalTarget
-from schedulers.record import Record
+from schedulers.store.record import Record
 from schedulers.target import TargetContext
 from tests.waiting import until
 

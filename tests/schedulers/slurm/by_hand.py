@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from schedulers.slurm.batching import PROGRAM, program
+from schedulers.slurm.batch_program import PROGRAM, program
 from schedulers.slurm.node import NodeMain
 from tests.clusters.netns import wait_until
 from tests.clusters.slurm import Slurm

@@ -13,11 +13,11 @@ import pytest
 
 import schedulers
 from schedulers import Job, State, SubmitError
-from schedulers.adopting import record_or_adopt
 from schedulers.job import Reason
-from schedulers.polling import restore
-from schedulers.slurm import watching
-from schedulers.store import Store
+from schedulers.jobs.attach import record_or_adopt
+from schedulers.jobs.poll import restore
+from schedulers.slurm import watch as watching
+from schedulers.store.store import Store
 from schedulers.target import Checks, Clears
 from tests.clusters.slurm import Slurm
 from tests.needs import missing

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from schedulers.remote.hostside import slurm_commands as commands
-from schedulers.remote.hostside import slurm_queue
+from schedulers.slurm.login import slurm_commands as commands
+from schedulers.slurm.login import squeue_cache
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ from schedulers.remote.hostside import slurm_queue
 def test_how_long_an_answer_stands(
     age_s: float, took_s: float, error: str, stands: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answer = slurm_queue.Answer(1000.0, took_s, error, "")
+    answer = squeue_cache.Answer(1000.0, took_s, error, "")
     monkeypatch.setattr(time, "time", lambda: 1000.0 + took_s + age_s)
     assert answer.stands(0.0) is stands
     assert not answer.stands(since=1000.5)  # a job was submitted since
@@ -45,13 +45,13 @@ def test_an_answer_is_for_all_who_ask(status: int, says: str, tmp_path: Path, mo
     )
     (tmp_path / "squeue").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(slurm_queue, "PACE_S", 1000.0)
+    monkeypatch.setattr(squeue_cache, "PACE_S", 1000.0)
     root = tmp_path / "root"
     root.mkdir()
 
     def ask(since: float = 0.0) -> str:
         try:
-            return slurm_queue.read(str(root), {}, since).rows["7"]["reason"]
+            return squeue_cache.read(str(root), {}, since).rows["7"]["reason"]
         except commands.Unanswered as error:
             return str(error)
 
@@ -60,11 +60,11 @@ def test_an_answer_is_for_all_who_ask(status: int, says: str, tmp_path: Path, mo
 
     expected = f"squeue: {says}" if says else "Über\udcff"
     assert ask() == ask() == expected
-    slurm_queue._held.clear()  # as another process
+    squeue_cache._held.clear()  # as another process
     assert (ask(), calls()) == (expected, 1)
     assert [path.stat().st_mode & 0o077 for path in root.iterdir()] == [0, 0]
     assert (ask(since=time.time()), calls()) == (expected, 2)
-    slurm_queue.forget(str(root), {})
+    squeue_cache.forget(str(root), {})
     assert (ask(), calls()) == (expected, 3)
 
 

@@ -16,7 +16,7 @@ import pytest
 import schedulers
 from schedulers import Job, State
 from schedulers.job import JobSpec, Reason, Resources
-from schedulers.polling import restore
+from schedulers.jobs.poll import restore
 from schedulers.sweeps import submit_sweep
 from tests.clusters.slurm import Slurm
 from tests.marks import long

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from schedulers.job import Reason, State
-from schedulers.remote.hostside import slurm as hostside
-from schedulers.remote.hostside import slurm_commands, slurm_queue
+from schedulers.slurm.login import job_ops as hostside
+from schedulers.slurm.login import slurm_commands, squeue_cache
 from schedulers.slurm.states import _STATES, Said, exit_code, status_of
 from tests.needs import missing
 
@@ -20,7 +20,7 @@ from tests.needs import missing
 def test_an_answer_is_as_old_as_its_question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What squeue said has grown older while accounting was asked."""
     clock = [1000.0]
-    queue = slurm_queue.Answer(1000.0, 0.0, "", "")
+    queue = squeue_cache.Answer(1000.0, 0.0, "", "")
     monkeypatch.setattr("time.time", lambda: clock[0])
     monkeypatch.setattr(hostside, "_queue", lambda *_: queue)
     monkeypatch.setattr(hostside, "_take_accounts", lambda *_: clock.__setitem__(0, 1025.0))

@@ -10,12 +10,12 @@ import pytest
 import schedulers
 from schedulers import Job, State
 from schedulers.job import Reason
-from schedulers.polling import restore
-from schedulers.record import Record
-from schedulers.remote.hostside import slurm as here
-from schedulers.remote.hostside import slurm_commands as commands
-from schedulers.remote.hostside import slurm_queue
-from schedulers.slurm import asking
+from schedulers.jobs.poll import restore
+from schedulers.slurm import status as asking
+from schedulers.slurm.login import job_ops as here
+from schedulers.slurm.login import slurm_commands as commands
+from schedulers.slurm.login import squeue_cache
+from schedulers.store.record import Record
 from tests.clusters.slurm import Slurm
 from tests.marks import long
 from tests.waiting import until
@@ -162,13 +162,13 @@ def test_slurm_is_asked_seldom(
     job = submit("true", options=LATER)
     calls.taken()
     target = restore(job.record)
-    monkeypatch.setattr(slurm_queue, "PACE_S", 1000.0)
+    monkeypatch.setattr(squeue_cache, "PACE_S", 1000.0)
     for _ in range(20):
         target.poll([str(job.native_id)])
         assert not target.wait(str(job.native_id), 0.0)  # type: ignore[attr-defined]
         list(target.logs(f"987654/{job.id}"))  # of which nothing is known
         restore(job.record).poll([str(job.native_id)])
-        slurm_queue._held.clear()  # as another process
+        squeue_cache._held.clear()  # as another process
     assert calls.taken() == ["squeue", "sacct"]
     slurm.run(["scontrol", "update", f"JobId={number(job)}", "Comment=the site's"])
     (job.record.directory / "slurm/submitted.json").unlink()

@@ -12,7 +12,7 @@ import schedulers
 from schedulers import State, SubmitError
 from schedulers.errors import SpecError
 from schedulers.job import Reason
-from schedulers.record import Record
+from schedulers.store.record import Record
 from schedulers.target import Checks, Finds, Sweeps, Waits
 from tests.clusters.slurm import Slurm
 from tests.waiting import until

@@ -11,7 +11,7 @@ import subprocess
 
 import pytest
 
-from schedulers.remote.hostside.slurm_batch.unanswered import is_unanswered
+from schedulers.slurm.batch.unanswered import is_unanswered
 from tests.needs import missing
 
 NO_ANSWER = {*range(1000, 1005), 1008, 1013, *range(1800, 1804), 2027, 2131, *range(5000, 5006)}

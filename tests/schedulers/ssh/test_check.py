@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from accel.cli import exits
+from accel.cli import exit_status
 from tests.clusters.ssh import SshHosts
 
 from .conftest import ROOT
@@ -39,17 +39,17 @@ def check(ssh_hosts: SshHosts, home: Path, tmp_path: Path, monkeypatch: pytest.M
 
 
 def failures(done: subprocess.CompletedProcess[str]) -> list[str]:
-    assert done.returncode == exits.ERROR, done.stderr
+    assert done.returncode == exit_status.ERROR, done.stderr
     return [line.removeprefix("accel: fails: ") for line in done.stderr.splitlines()]
 
 
 def test_a_target_is_checked_without_a_job(check: Check, ssh_hosts: SshHosts) -> None:
     good = check()
-    assert good.returncode == exits.OK, good.stderr
+    assert good.returncode == exit_status.OK, good.stderr
     assert [line.split("\t")[0] for line in good.stdout.splitlines()] == ["node1", "node2", "node3"]
     ssh_hosts.new_host_key("node2")
     bad = check("--json")
-    assert bad.returncode == exits.ERROR
+    assert bad.returncode == exit_status.ERROR
     found = json.loads(bad.stdout)
     assert [row[-1] for row in found["table"]] == ["verdict", "ok", "fails", "ok"]
     assert [line for line in found["failures"] if line.startswith("node2: ITS HOST KEY HAS CHANGED")]
@@ -76,7 +76,7 @@ def test_the_line_that_accepts_a_key_is_one_that_does(check: Check, ssh_hosts: S
     assert " SHA256:" in line
     before = {"unknown": "; if that is right: ", "changed": "If the host was installed anew: "}[wrong]
     subprocess.run(["sh", "-ec", line.partition(before)[2]], check=True, capture_output=True)
-    assert check().returncode == exits.OK
+    assert check().returncode == exit_status.OK
 
 
 def test_hosts_with_other_environments(check: Check, ssh_hosts: SshHosts) -> None:

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import pytest
 
 from schedulers import Reason, State
-from schedulers.remote.facts import Wanted
-from schedulers.remote.hosts import parse_hosts
-from schedulers.remote.preflight import examine
-from schedulers.remote.transport import Pool
+from schedulers.hosts.facts import Wanted
+from schedulers.hosts.host_list import parse_hosts
+from schedulers.hosts.preflight import examine
+from schedulers.hosts.transport import Pool
 from tests.clusters.ssh import SshHosts
 from tests.waiting import until
 

@@ -12,11 +12,11 @@ import pytest
 
 import schedulers
 from schedulers import Job, JobSpec, Reason, State
-from schedulers.remote.hosts import Host
-from schedulers.remote.preflight import examine
-from schedulers.ssh import placing
-from schedulers.ssh.native import Native
-from schedulers.store import Store
+from schedulers.hosts.host_list import Host
+from schedulers.hosts.preflight import examine
+from schedulers.ssh import placement
+from schedulers.ssh.native_id import Native
+from schedulers.store.store import Store
 from schedulers.sweeps import submit_sweep
 from tests.clusters.ssh import SshHosts
 from tests.nvml import fake_gpus
@@ -61,7 +61,7 @@ def test_a_sweep_spreads_over_the_hosts_and_each_host_runs_what_it_has_room_for(
         asked.extend(hosts)
         return examine(pool, hosts, *args, **given)
 
-    monkeypatch.setattr(placing, "examine", counted)
+    monkeypatch.setattr(placement, "examine", counted)
     options = host_options(ssh_hosts) | {"hosts": "node[1-3]", **ONE}
     base = JobSpec(argv=("./job.sh",), entry="command", procs_per_node=1, code=str(project), options=options,
                    env={"PYTHONPATH": str(ROOT)}, grace_s=2.0)  # fmt: skip

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from schedulers import Reason, State, SubmitError, find, list_jobs
-from schedulers.polling import restore
-from schedulers.ssh import shipping
+from schedulers.jobs.poll import restore
+from schedulers.ssh import submit as shipping
 from schedulers.target import Checks, Clears
 from tests import macos
 from tests.clusters.ssh import SshHosts

@@ -17,7 +17,7 @@ import pytest
 
 import schedulers
 from schedulers import Job, Reason, State, find
-from schedulers.polling import restore
+from schedulers.jobs.poll import restore
 from tests.clusters.ssh import SshHosts
 from tests.marks import long
 from tests.waiting import until

@@ -8,14 +8,14 @@ from typing import Any, cast
 import pytest
 
 from schedulers.errors import SchedulerError, Unreachable
-from schedulers.remote.errors import HostUnreachable, RemoteError
-from schedulers.remote.facts import Facts, Gpus
-from schedulers.remote.hosts import Host
-from schedulers.remote.transport import Outcome
-from schedulers.ssh.asking import Hosts
+from schedulers.hosts.errors import HostUnreachable, RemoteError
+from schedulers.hosts.facts import Facts, Gpus
+from schedulers.hosts.host_list import Host
+from schedulers.hosts.transport import Outcome
 from schedulers.ssh.options import SshOptions
-from schedulers.ssh.placing import Node, Placement
-from schedulers.ssh.shipping import NotStarted, start
+from schedulers.ssh.placement import Node, Placement
+from schedulers.ssh.status import Hosts
+from schedulers.ssh.submit import NotStarted, start
 
 FACTS = Facts(
     name="h", machine="m", user="me", home="/home/me", python="3.12.0", executable="/usr/bin/python3", packages={},

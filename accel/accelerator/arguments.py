@@ -1,0 +1,111 @@
+"""What `Accelerator` is given, checked and completed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from accel.errors import ArgumentError, nearest
+from accel.plugins import (
+    RECIPES,
+    AutocastKwargs,
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    KwargsHandler,
+    ProfileKwargs,
+    ProjectConfiguration,
+)
+from accel.world.environment import read_flag, read_int
+
+_HANDLERS = (AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs, InitProcessGroupKwargs, ProfileKwargs)
+_STEPS = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
+_WAYS_NOT_HERE = (
+    "ACCELERATE_USE_DEEPSPEED",
+    "ACCELERATE_USE_FSDP",
+    "ACCELERATE_USE_MEGATRON_LM",
+    "ACCELERATE_USE_PARALLELISM_CONFIG",
+)
+
+
+# Arguments that Accelerate once had, and what says the same now.
+_REMOVED = {
+    "dispatch_batches": "dataloader_config=DataLoaderConfiguration(dispatch_batches=…)",
+    "even_batches": "dataloader_config=DataLoaderConfiguration(even_batches=…)",
+    "fp16": "mixed_precision='fp16'",
+    "logging_dir": "project_dir=… or project_config=ProjectConfiguration(logging_dir=…)",
+    "use_seedable_sampler": "dataloader_config=DataLoaderConfiguration(use_seedable_sampler=…)",
+}
+
+
+def refuse_unknown(others: Mapping[str, Any], known: Iterable[str]) -> None:
+    """Raise `ArgumentError` for the first of ``others``, which are not among the ``known`` arguments."""
+    for name in others:
+        if name in _REMOVED:
+            raise ArgumentError(f"Accelerator({name}=…) was removed: use {_REMOVED[name]}")
+        raise ArgumentError(f"Accelerator({name}=…) is unknown{nearest(name, known)}")
+
+
+def refuse_unbuilt(**given: Any) -> None:
+    """Raise `ArgumentError` for the first argument of ``given`` that asks for a way of training which is not here."""
+    for name, value in given.items():
+        if value is not None:
+            raise ArgumentError(f"Accelerator({name}=…) is not in this version of accel: leave it out")
+
+
+def refuse_environment(env: Mapping[str, str]) -> None:
+    """Raise `ArgumentError` for a variable that asks for a way of training which this version does not have.
+
+    Passing it over would train another way than the one that was asked for, and say nothing.
+    """
+    asked = [name for name in _WAYS_NOT_HERE if read_flag(env, name)]
+    if asked:
+        raise ArgumentError(f"environment variable {asked[0]}={env[asked[0]]}: not in this version of accel; unset it")
+
+
+def by_type(handlers: Sequence[KwargsHandler]) -> dict[type, Any]:
+    """Handlers by their class. Raises `ArgumentError` for an unknown class, and for one given twice."""
+    found: dict[type, Any] = {}
+    for handler in handlers:
+        kind = next((known for known in _HANDLERS if isinstance(handler, known)), None)
+        names = ", ".join(known.__name__ for known in _HANDLERS)
+        if kind is None and type(handler).__name__ in RECIPES:
+            raise ArgumentError(
+                f"kwargs_handlers: {type(handler).__name__} is for mixed_precision='fp8', "
+                "which is not in this version of accel: leave it out"
+            )
+        if kind is None:
+            raise ArgumentError(f"kwargs_handlers: {type(handler).__name__} is none of {names}")
+        if kind in found:
+            raise ArgumentError(f"kwargs_handlers: {kind.__name__} is given twice")
+        found[kind] = handler
+    return found
+
+
+def loading(config: DataLoaderConfiguration | None, split_batches: bool | None) -> DataLoaderConfiguration:
+    """The loader configuration, with ``split_batches`` in it if that was given apart."""
+    config = config or DataLoaderConfiguration()
+    return config if split_batches is None else replace(config, split_batches=split_batches)
+
+
+def project(config: ProjectConfiguration | None, directory: str | os.PathLike[str] | None) -> ProjectConfiguration:
+    """The project configuration, with ``directory`` in it if that was given apart."""
+    config = config or ProjectConfiguration()
+    if directory is not None and config.project_dir is None:
+        config.set_directories(os.fspath(directory))
+    return config
+
+
+def accumulation(plugin: GradientAccumulationPlugin | None, steps: int) -> GradientAccumulationPlugin:
+    """How gradients are accumulated, from the argument or ``ACCELERATE_GRADIENT_ACCUMULATION_STEPS``."""
+    if plugin is None:
+        auto = os.environ.get(_STEPS, "").lower() == "auto"  # for DeepSpeed: what the script says
+        named = read_int(os.environ, _STEPS, minimum=1) if steps == 1 and not auto else None
+        return GradientAccumulationPlugin(num_steps=named or steps)
+    if steps != 1:
+        raise ArgumentError("give gradient_accumulation_steps or gradient_accumulation_plugin, not both")
+    return plugin

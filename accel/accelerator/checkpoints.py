@@ -1,0 +1,258 @@
+"""The part of `Accelerator` that is about what is kept on disk."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from accel.checkpoint.all_ranks import together
+from accel.checkpoint.contents import Contents, Piece
+from accel.checkpoint.full_disk import reporting_full_disk
+from accel.checkpoint.save_load import save
+from accel.checkpoint.weights import refuse_unsavable, save_weights
+from accel.checkpoint.writer import Checkpoints, logger
+from accel.errors import ArgumentError, one_of
+from accel.parallel.base import Strategy
+from accel.plugins import ProjectConfiguration
+from accel.precision.base import Precision
+from accel.state import AcceleratorState
+from accel.training.accumulation import Window
+
+_LOAD_OPTIONS = ("weights_only", "mmap", "encoding")
+
+
+class CheckpointControl:
+    """Saving and loading the state of a run; every method that touches a checkpoint is called by all processes."""
+
+    state: AcceleratorState
+    strategy: Strategy
+    precision: Precision
+    project_configuration: ProjectConfiguration
+    _window: Window
+    _models: list[torch.nn.Module]
+    _optimizers: list[Any]
+    _schedulers: list[Any]
+    _dataloaders: list[Any]
+    _custom_objects: list[Any]
+
+    def _init_checkpoints(self) -> None:
+        self._save_model_state_pre_hook: OrderedDict[int, Callable[..., None]] = OrderedDict()
+        self._load_model_state_pre_hook: OrderedDict[int, Callable[..., None]] = OrderedDict()
+        self._checkpoints = Checkpoints(self.state, self.project_configuration)
+
+    @property
+    def project_dir(self) -> str | None:
+        """Where the run keeps its files."""
+        return self.project_configuration.project_dir
+
+    @property
+    def logging_dir(self) -> str | None:
+        """Where the run keeps its logs."""
+        return self.project_configuration.logging_dir
+
+    @property
+    def save_iteration(self) -> int:
+        """The number of the next automatically named checkpoint."""
+        return self.project_configuration.iteration
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Keep the ``state_dict()`` of ``objects`` in checkpoints; raises `ArgumentError` for one that has none."""
+        for item in objects:
+            if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict")):
+                raise ArgumentError(
+                    f"register_for_checkpointing: {type(item).__name__} has no state_dict and load_state_dict"
+                )
+        self._custom_objects.extend(objects)
+
+    def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+        """Have ``hook(models, weights, output_dir)`` called on every process before models are written.
+
+        It may write files into ``output_dir``, which become part of the checkpoint, and take state dicts out of the
+        list ``weights``, which are then not written. The handle that is returned removes it.
+        """
+        handle = RemovableHandle(self._save_model_state_pre_hook)
+        self._save_model_state_pre_hook[handle.id] = hook
+        return handle
+
+    def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+        """Have ``hook(models, input_dir)`` called before models are loaded; models it takes out of the list are not."""
+        handle = RemovableHandle(self._load_model_state_pre_hook)
+        self._load_model_state_pre_hook[handle.id] = hook
+        return handle
+
+    def _contents(self, **how: Any) -> Contents:
+        return Contents(
+            device=self.state.device,
+            process_index=self.state.process_index,
+            strategy=self.strategy,
+            precision=self.precision,
+            optimizers=self._optimizers,
+            schedulers=self._schedulers,
+            loaders=self._dataloaders,
+            custom=self._custom_objects,
+            **how,
+        )
+
+    def save_state(
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        safe_serialization: bool = True,
+        *,
+        async_save: bool = False,
+        **save_model_func_kwargs: Any,
+    ) -> str:
+        """Write models, optimizers, schedulers, loaders' positions, scaler, generators and registered objects.
+
+        Returns the directory, ``output_dir``, or without it the next one under ``project_dir/checkpoints`` if
+        checkpoints are named automatically. The directory is at every moment whole: what it was before, or what it is
+        when this returns, on disk and with a checksum of every file. Files in it that are the script's own are kept.
+
+        With ``async_save`` it returns when the state is copied to host memory, as much as the checkpoint is large, and
+        the writing goes on beside training. The next save or load, `wait_for_checkpoint` and `end_training` wait for
+        it, and so does the interpreter before it ends.
+
+        Raises `CheckpointError`, on every process, if any process cannot write; for what fails beside training, whoever
+        waits for it does. ``save_model_func_kwargs`` are for ways of training that write a model otherwise; here they
+        are named in a warning.
+        """
+        automatic = output_dir is None
+        if automatic and not self.project_configuration.automatic_checkpoint_naming:
+            raise ArgumentError(
+                "save_state() needs output_dir, or Accelerator(project_config="
+                "ProjectConfiguration(automatic_checkpoint_naming=True), project_dir=…)"
+            )
+        if save_model_func_kwargs:
+            logger.warning(f"save_state: nothing in this run takes {', '.join(sorted(save_model_func_kwargs))}")
+        self._checkpoints.wait()
+        place = self._checkpoints.next_place() if output_dir is None else Path(output_dir)
+        self._checkpoints.save(
+            place, lambda folder: self._collect(folder, safe_serialization), beside=async_save, prune=automatic
+        )
+        self.project_configuration.iteration += automatic
+        return str(place)
+
+    def _collect(self, folder: Path, safe: bool) -> list[Piece]:
+        contents = self._contents(models=self._models, safe=safe)
+        weights = [self.strategy.model_state(model) for model in self._models]
+        for hook in self._save_model_state_pre_hook.values():
+            hook(self._models, weights, str(folder))
+        pieces = list(contents.shared(weights)) if self._checkpoints.keeper else []
+        return [*pieces, *contents.own(self._window.step, self._window.is_open)]
+
+    def wait_for_checkpoint(self) -> None:
+        """Return when the checkpoint being written beside training is whole; nothing if there is none.
+
+        Raises `CheckpointError`, on every process, if it could not be written.
+        """
+        self._checkpoints.wait()
+
+    def end_training(self) -> None:
+        """Wait for the checkpoint under way, finish the trackers, and end the world of processes.
+
+        To be called by all, last of all. Raises `CheckpointError`, when all else is ended, if the last checkpoint could
+        not be written.
+        """
+        try:
+            self._checkpoints.release()
+        finally:
+            super().end_training()  # type: ignore[misc]
+
+    def load_state(
+        self,
+        input_dir: str | os.PathLike[str] | None = None,
+        load_kwargs: dict[str, Any] | None = None,
+        **load_model_func_kwargs: Any,
+    ) -> None:
+        """Put back what `save_state` wrote into the objects prepared and registered in this run, in the same order.
+
+        Every file is verified before any is loaded. Without ``input_dir``, or with ``"latest"``, the newest whole
+        checkpoint under ``project_dir/checkpoints`` is taken, and damaged ones passed over are named in a warning.
+        Checkpoints by Accelerate 1.15 are read too; they have nothing to be verified by, which is said in a warning.
+
+        ``load_kwargs`` go to `torch.load` (``weights_only=False`` is refused), ``load_model_func_kwargs`` to
+        `torch.nn.Module.load_state_dict`; of these ``map_location`` has no effect, as tensors are read straight to
+        where the objects are. Raises `CheckpointError`, on every process.
+        """
+        newest = input_dir is None or os.fspath(input_dir) == "latest"
+        if newest and self.project_dir is None:
+            raise ArgumentError("load_state() without a directory needs Accelerator(project_dir=…)")
+        options = _load_options(load_kwargs or {})
+        _check_location(load_model_func_kwargs.pop("map_location", None))
+        folder = self._checkpoints.find(None if newest or input_dir is None else Path(input_dir))
+        if newest:
+            self.project_configuration.iteration = int(folder.name.rpartition("_")[2]) + 1
+        models = list(self._models)
+        for hook in self._load_model_state_pre_hook.values():
+            hook(models, str(folder))
+        contents = self._contents(models=models, options=options)
+        self._window.resume(self._checkpoints.load(folder, contents, **load_model_func_kwargs))
+        logger.info(f"loaded {folder}")
+
+    def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """The whole state dict of a prepared model, by the names it had before (with ``unwrap=False``: it has now)."""
+        return self.strategy.model_state(model) if unwrap else dict(model.state_dict())
+
+    def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
+        """Write ``obj`` to the file ``f`` on the main process (``save_on_each_node``: one a node), replacing it whole.
+
+        With ``safe_serialization`` it must be a dict of tensors and becomes a safetensors file. ``f`` may also be an
+        open file.
+        """
+        save(obj, f, self.project_configuration.save_on_each_node, safe_serialization)
+
+    def save_model(
+        self,
+        model: torch.nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Write the weights of ``model`` for inference or other programs, in files of at most ``max_shard_size``.
+
+        ``model.safetensors``, or where it is larger ``model-00001-of-0000N.safetensors`` and an index; without
+        ``safe_serialization`` ``pytorch_model.bin`` likewise. Tied weights are written once. Weights that hooks have
+        moved to the CPU or the disk are fetched. Raises `ArgumentError` for a directory that is a file, for weights on
+        the meta device and for what safetensors cannot hold; `CheckpointError`, on every process, if one cannot write.
+        """
+        folder = Path(save_directory)
+        if folder.is_file():
+            raise ArgumentError(f"save_model: {folder} is a file, and must be a directory")
+        state = self._whole_state(model)
+        refuse_unsavable(state, max_shard_size, safe_serialization)
+
+        @reporting_full_disk(folder)
+        def write() -> None:
+            if self._checkpoints.keeper:
+                save_weights(state, folder, max_shard_size, safe_serialization)
+
+        together(f"saving {folder}", write)
+
+    def _whole_state(self, model: torch.nn.Module) -> dict[str, Any]:
+        inside = self.strategy.unwrap(model)
+        if any(hasattr(part, "_hf_hook") for part in inside.modules()):
+            from accel.big_models.full_state_dict import get_state_dict_offloaded_model
+
+            state: dict[str, Any] = get_state_dict_offloaded_model(inside)
+            return state
+        if any(parameter.is_meta for parameter in inside.parameters()):
+            raise ArgumentError("save_model: some weights are on the meta device, where they have no values")
+        return self.get_state_dict(model)
+
+
+def _load_options(given: dict[str, Any]) -> dict[str, Any]:
+    for name in given:
+        one_of(name, _LOAD_OPTIONS, what="load_state(load_kwargs=…)")
+    if given.get("weights_only") is False:
+        raise ArgumentError("load_state(load_kwargs=…): weights_only=False would run code that a file holds")
+    return {name: value for name, value in given.items() if name == "encoding"}
+
+
+def _check_location(location: Any) -> None:
+    if location is not None:
+        one_of(location, ("cpu", "on_device"), what="load_state(map_location=…)")

@@ -1,0 +1,160 @@
+"""The part of `Accelerator` that is about processes alone: who am I, wait, speak, and exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+import torch
+
+from accel import collectives
+from accel.data.repeated_rows import last_counts, own_part, without_repetitions
+from accel.enums import DistributedType
+from accel.pytree import collect
+from accel.state import AcceleratorState, GradientState
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class ProcessControl:
+    """Delegates to `AcceleratorState` and `accel.collectives`; see there for what each member promises."""
+
+    state: AcceleratorState
+    gradient_state: GradientState
+    flag_tensor: torch.Tensor | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """This process's device."""
+        return self.state.device
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """How the processes work together."""
+        return self.state.distributed_type
+
+    @property
+    def num_processes(self) -> int:
+        """Processes in the world."""
+        return self.state.num_processes
+
+    @property
+    def process_index(self) -> int:
+        """This process's rank in the world."""
+        return self.state.process_index
+
+    @property
+    def local_process_index(self) -> int:
+        """This process's rank on its node."""
+        return self.state.local_process_index
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is rank 0."""
+        return self.state.is_main_process
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is rank 0 of its node."""
+        return self.state.is_local_main_process
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this is the highest rank."""
+        return self.state.is_last_process
+
+    @property
+    def use_distributed(self) -> bool:
+        """Whether there is more than one process."""
+        return self.state.use_distributed
+
+    @property
+    def multi_device(self) -> bool:
+        """Whether there is more than one process, each on a GPU of its own."""
+        return self.state.use_distributed and self.state.device.type != "cpu"
+
+    @property
+    def mixed_precision(self) -> str:
+        """``"no"``, ``"bf16"`` or ``"fp16"``."""
+        return self.state.mixed_precision
+
+    def wait_for_everyone(self) -> None:
+        """See `PartialState.wait_for_everyone`."""
+        self.state.wait_for_everyone()
+
+    def main_process_first(self) -> AbstractContextManager[None]:
+        """See `PartialState.main_process_first`."""
+        return self.state.main_process_first()
+
+    def local_main_process_first(self) -> AbstractContextManager[None]:
+        """See `PartialState.local_main_process_first`."""
+        return self.state.local_main_process_first()
+
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> AbstractContextManager[Any]:
+        """See `PartialState.split_between_processes`."""
+        return self.state.split_between_processes(inputs, apply_padding)
+
+    def on_main_process(self, function: Function | None = None) -> Function:
+        """See `PartialState.on_main_process`."""
+        return self.state.on_main_process(function)
+
+    def on_local_main_process(self, function: Function | None = None) -> Function:
+        """See `PartialState.on_local_main_process`."""
+        return self.state.on_local_main_process(function)
+
+    def on_last_process(self, function: Function) -> Function:
+        """See `PartialState.on_last_process`."""
+        return self.state.on_last_process(function)
+
+    def on_process(self, function: Function | None = None, process_index: int | None = None) -> Function:
+        """See `PartialState.on_process`."""
+        return self.state.on_process(function, process_index)
+
+    def on_local_process(self, function: Function | None = None, local_process_index: int | None = None) -> Function:
+        """See `PartialState.on_local_process`."""
+        return self.state.on_local_process(function, local_process_index)
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print, on the main process of each node only."""
+        self.state.print(*args, **kwargs)
+
+    def gather(self, tensor: Any) -> Any:
+        """See `accel.collectives.gather`."""
+        return collectives.gather(tensor)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Gather, and leave out what stems from samples repeated to make the last round even.
+
+        Tensors come back as from `gather`. Other data, or everything with ``use_gather_object``, are lists of one
+        object a sample, and come back as one list in rank order.
+        """
+        counts = last_counts(self.gradient_state)
+        found: list[Any] = []
+        collect(input_data, found)
+        if use_gather_object or not all(isinstance(leaf, torch.Tensor) for leaf in found):
+            mine = input_data if counts is None else own_part(input_data, counts, self.process_index)
+            return collectives.gather_object(mine)
+        gathered = collectives.gather(input_data)
+        loader = self.gradient_state.active_dataloader
+        if counts is None or loader is None:
+            return gathered
+        return without_repetitions(gathered, counts, loader.last_rows(), loader.nominal_rows)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """See `accel.collectives.reduce`; sums by default."""
+        return collectives.reduce(tensor, reduction, scale)
+
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
+        """See `accel.collectives.pad_across_processes`."""
+        return collectives.pad_across_processes(tensor, dim, pad_index, pad_first)
+
+    def set_trigger(self) -> None:
+        """Raise a flag that every process sees at its next `check_trigger`."""
+        self.flag_tensor = torch.tensor(1, device=self.device)
+
+    def check_trigger(self) -> bool:
+        """Whether any process has raised its flag since the last time; lowers all flags. One collective."""
+        flag = torch.tensor(0, device=self.device) if self.flag_tensor is None else self.flag_tensor
+        self.flag_tensor = None
+        return bool(collectives.reduce(flag, "sum").item())

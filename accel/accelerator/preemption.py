@@ -1,0 +1,219 @@
+"""Being told that the machine will be taken away: known to every process at the same step, in time for a checkpoint.
+
+A handler only takes note. What it has noted is agreed in an all-reduce that runs beside training, from one reading of
+`Accelerator.preempted` to a later one, so that no step waits for it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from types import FrameType
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from accel.checkpoint.all_ranks import side_group
+from accel.errors import ArgumentError, StateError
+from accel.exit_codes import REQUEUE
+from accel.logging import get_logger
+from accel.plugins import ProjectConfiguration
+from accel.state import AcceleratorState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+logger = get_logger(__name__)
+
+_PAUSE_S = 0.1
+_MOST_READINGS = 16
+_WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
+
+
+class Warnings:
+    """The signals that this process has had, noted by handlers that do nothing else.
+
+    ``SIGUSR1`` and ``SIGUSR2`` are taken from the start where the launcher has them ignored, ``SIGTERM`` once the
+    script asks; until then all is as the script, or the system, has it.
+    """
+
+    received: ClassVar[int | None] = None
+    _before: ClassVar[dict[int, Any]] = {}
+    _owner: ClassVar[int] = 0
+
+    @classmethod
+    def take_ignored(cls) -> None:
+        """Note the warnings that would otherwise go unheard. Nothing outside the main thread."""
+        if _in_main_thread():
+            for signum in _WARNINGS:
+                if signum not in cls._before and signal.getsignal(signum) is signal.SIG_IGN:
+                    cls._take(signum)
+
+    @classmethod
+    def take_all(cls) -> bool:
+        """Note every warning from here on; returns whether that is possible, which it is in the main thread alone."""
+        if not _in_main_thread():
+            return False
+        for signum in (signal.SIGTERM, *_WARNINGS):
+            if signum not in cls._before:
+                cls._take(signum)
+        return True
+
+    @classmethod
+    def give_back(cls) -> None:
+        """Have the handlers that were there before, but for those that the script has changed since."""
+        if _in_main_thread():
+            for signum, handler in cls._before.items():
+                if signal.getsignal(signum) == cls._note and handler is not None:
+                    signal.signal(signum, handler)
+            cls._before.clear()
+        cls.received = None
+
+    @classmethod
+    def _take(cls, signum: int) -> None:
+        cls._owner = os.getpid()
+        cls._before[signum] = signal.signal(signum, cls._note)
+
+    @classmethod
+    def _note(cls, signum: int, _: FrameType | None) -> None:
+        if os.getpid() == cls._owner:
+            cls.received = signum
+            return
+        # A process forked from this one, which whoever forked it wants to be able to end.
+        signal.signal(signum, cls._before.get(signum) or signal.SIG_DFL)
+        os.kill(os.getpid(), signum)
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+class Agreement:
+    """Whether any process was warned, answered alike on all processes for the same reading.
+
+    Every process must ask equally often. Between two exchanges lie as many readings as take 0.1 s on the slowest
+    process, at least one and at most 16; a warning is known to all two or three exchanges later.
+    """
+
+    def __init__(self, state: AcceleratorState) -> None:
+        self._alone = not state.use_distributed
+        self._group: Any = None
+        self._work: Any = None
+        self._votes = torch.zeros(2, dtype=torch.int64)
+        self._readings_left = 0
+        self._interval = 1
+        self._since = 0.0
+        self.reached = False
+
+    def read(self) -> bool:
+        """Whether all processes know by now that one was warned. Raises `RuntimeError` if a process is gone."""
+        if self.reached:
+            return True
+        if self._alone:
+            self.reached = Warnings.received is not None
+            return self.reached
+        if self._readings_left:
+            self._readings_left -= 1
+            return False
+        self._exchange()
+        return self.reached
+
+    def _exchange(self) -> None:
+        now = time.monotonic()
+        if self._group is None:
+            self._group = side_group()
+        if self._work is not None:
+            self._work.wait()
+            warned, less = self._votes.tolist()
+            self.reached = bool(warned)
+            pace = max((now - self._since) / self._interval, 1e-9)
+            wanted = max(1, min(_MOST_READINGS, int(_PAUSE_S / pace)))
+            self._interval = -less
+        else:
+            wanted = 1
+        self._since = now
+        self._readings_left = self._interval - 1
+        self._work = None
+        if not self.reached:
+            self._votes = torch.tensor([Warnings.received is not None, -wanted], dtype=torch.int64)
+            self._work = dist.all_reduce(self._votes, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+
+    def drop(self) -> None:
+        """Wait for the exchange under way, if its processes are still there, and forget the group."""
+        work, self._work, self._group = self._work, None, None
+        if work is not None:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                logger.debug(f"the last exchange about preemption came to nothing: {error}", main_process_only=False)
+
+
+class PreemptionControl:
+    """The part of `Accelerator` that is about being preempted."""
+
+    state: AcceleratorState
+    project_configuration: ProjectConfiguration
+    save_state: Callable[..., str]
+    _finish_trackers: Callable[[], None]
+
+    def _init_preemption(self) -> None:
+        self._preemption = Agreement(self.state)
+        self._watching = False
+        Warnings.take_ignored()
+
+    @property
+    def preempted(self) -> bool:
+        """Whether this run is about to be ended from outside: a warning signal has reached any of its processes.
+
+        Turns true on every process at the same reading, and stays so; every process must read it equally often, at the
+        same places, such as once a step. Warnings are ``SIGTERM``, ``SIGUSR1`` and ``SIGUSR2``, from the first reading
+        on (the latter two, under ``accel launch``, from the `Accelerator` on); they then no longer end the process,
+        and handlers that the script had for them are not called. `end_training` gives them back.
+
+        Raises `StateError` when it is first read outside the main thread, where Python takes no signals.
+        """
+        if not self._watching:
+            self._watch()
+        return self._preemption.read()
+
+    def _watch(self) -> None:
+        if not Warnings.take_all():
+            raise StateError("Accelerator.preempted must first be read in the main thread: signals go there")
+        self._watching = True
+
+    def checkpoint_on_preemption(self, dir: str | os.PathLike[str] | None = None) -> None:
+        """Once this run is `preempted`: save its state, wait until that is on the disk, and end the process.
+
+        Trackers are finished in between; one that cannot be is named in a warning and costs no more than its records.
+        ``dir`` is where, as for `save_state`; without it checkpoints must be named automatically. Ends by `SystemExit`
+        with `accel.exit_codes.REQUEUE` (85), on every process, which ``accel launch`` reports as preempted. Otherwise
+        returns at once. To be called by all, where a step is complete: like `preempted`, equally often.
+        """
+        if dir is None and not self.project_configuration.automatic_checkpoint_naming:
+            raise ArgumentError(
+                "checkpoint_on_preemption() needs a directory, or Accelerator(project_config="
+                "ProjectConfiguration(automatic_checkpoint_naming=True), project_dir=…)"
+            )
+        if not self.preempted:
+            return
+        place = self.save_state(dir)
+        try:
+            self._finish_trackers()
+        except Exception as error:
+            from accel.tracking.isolation import first_line
+
+            # The state is safe: whoever starts the run again must still hear that it is to be started.
+            logger.warning(f"a tracker could not be finished: {first_line(error)}", main_process_only=False)
+        logger.warning(f"preempted: saved {place}, ending with code {REQUEUE} to be started again")
+        raise SystemExit(REQUEUE)
+
+    def end_training(self) -> None:
+        """See `CheckpointControl.end_training`; also gives signals back that `preempted` took."""
+        self._preemption.drop()
+        if self._watching:
+            self._watching = False
+            Warnings.give_back()
+        super().end_training()  # type: ignore[misc]

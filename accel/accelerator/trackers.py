@@ -1,0 +1,188 @@
+"""The part of `Accelerator` that keeps a record of training: which trackers, and on which processes they run."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from accel.errors import ArgumentError, StateError, nearest
+
+if TYPE_CHECKING:
+    from accel.plugins import ProjectConfiguration
+    from accel.state import AcceleratorState
+    from accel.tracking.base import GeneralTracker
+    from accel.tracking.isolation import Guard
+    from accel.tracking.registry import Choice
+
+logger = logging.getLogger(__name__)
+
+
+class TrackingControl:
+    """Trackers run on the main process.
+
+    A script's own runs on every process if its class, or the instance, sets ``main_process_only=False``.
+    """
+
+    state: AcceleratorState
+    project_configuration: ProjectConfiguration
+    log_with: list[Choice]
+    trackers: list[GeneralTracker]
+    _guards: list[Guard]
+    _tracking_begun: bool
+    _silence_said: bool
+
+    def _init_tracking(self, log_with: Any) -> None:
+        self.log_with = []
+        self.trackers = []
+        self._guards = []
+        self._tracking_begun = False
+        self._silence_said = False
+        if log_with is not None:
+            from accel.tracking.registry import filter_trackers
+
+            self.log_with = filter_trackers(log_with, self.project_configuration.logging_dir)
+
+    def init_trackers(
+        self, project_name: str, config: dict[str, Any] | None = None, init_kwargs: dict[str, Any] | None = None
+    ) -> None:
+        """Start every tracker of ``log_with`` for ``project_name``, and have each store ``config``.
+
+        ``init_kwargs``: by a tracker's name, more arguments of its constructor. To be called on all processes.
+
+        A tracker whose server cannot be reached is left out with a warning, and training goes on. Raises
+        `TrackerError` for one that cannot be started as it is set up, `ArgumentError` for arguments of a tracker that
+        does not exist, and `StateError` where trackers are running already.
+        """
+        if self._guards:
+            raise StateError("init_trackers() was called already: end_training() first ends the trackers that run")
+        if not self.log_with:
+            return
+        more = _by_tracker(init_kwargs, self.log_with, "init_kwargs")
+        made = [_make(choice, project_name, self.project_configuration.logging_dir, more) for choice in self.log_with]
+        here = [tracker for tracker in made if self.state.is_main_process or _runs_everywhere(tracker)]
+        self._guards = _started(here)
+        self._tracking_begun = True
+        self.trackers = [guard.tracker for guard in self._guards]
+        if config is not None:
+            for guard in self._guards:
+                guard.store(config)
+
+    def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
+        """Have every tracker that runs on this process record ``values``, at ``step``.
+
+        ``log_kwargs``: by a tracker's name, more arguments of its ``log``. A tracker whose server or disk fails costs
+        its records, not the training: it is said, and tried again later.
+        """
+        if not self._guards:
+            self._say_nothing_runs()
+            return
+        if not isinstance(values, Mapping):
+            raise ArgumentError(f"log() takes a dict from names to values, got {type(values).__name__}")
+        more = _by_tracker(log_kwargs, self.log_with, "log_kwargs") if log_kwargs else {}
+        for guard in self._guards:
+            guard.log(values, step, more.get(guard.tracker.name, {}) if more else {})  # type: ignore[attr-defined]
+
+    def _say_nothing_runs(self) -> None:
+        if self.log_with and not self._tracking_begun and self.state.is_main_process and not self._silence_said:
+            self._silence_said = True
+            logger.warning("log() records nothing: no tracker runs (init_trackers() starts them)")
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """The running tracker called ``name``; with ``unwrap``, the object of its package.
+
+        Where it does not run, on other processes or because its server could not be reached, and without any
+        ``log_with``, a stand-in that is false and takes every call, attribute and item. Raises `ArgumentError` for a
+        name that ``log_with`` does not have, and `StateError` before `init_trackers`.
+        """
+        from accel.tracking.base import NoTracker
+        from accel.tracking.registry import name_of
+
+        for tracker in self.trackers:
+            if tracker.name == name:  # type: ignore[attr-defined]
+                return tracker.tracker if unwrap else tracker  # type: ignore[attr-defined]
+        known = [name_of(choice) for choice in self.log_with]
+        if known and name not in known:
+            raise ArgumentError(f"get_tracker({name!r}): log_with has {', '.join(known)}{nearest(name, known)}")
+        if known and not self._tracking_begun:
+            raise StateError(f"get_tracker({name!r}): no tracker runs; init_trackers() starts them")
+        return NoTracker()
+
+    def end_training(self) -> None:
+        """Finish the trackers, then end the world of processes. To be called by all, last of all."""
+        try:
+            self._finish_trackers()
+        finally:
+            self.state.destroy_process_group()
+
+    def _finish_trackers(self) -> None:
+        guards, self._guards = self._guards, []
+        self._tracking_begun = False
+        errors = []
+        for guard in guards:
+            try:
+                guard.finish()
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+
+def _by_tracker(given: Mapping[str, Any] | None, chosen: list[Choice], what: str) -> Mapping[str, Any]:
+    """``given``, whose keys must be names of trackers; one that exists and was not chosen is no mistake."""
+    from accel.tracking.registry import LOGGER_TYPE_TO_CLASS, name_of
+
+    if not given:
+        return {}
+    known = {*LOGGER_TYPE_TO_CLASS, *(name_of(choice) for choice in chosen)}
+    for name in given:
+        if str(name) not in known:
+            raise ArgumentError(f"{what}: no tracker is called {name!r}{nearest(str(name), sorted(known))}")
+    return {str(name): value for name, value in given.items()}
+
+
+def _make(choice: Choice, project_name: str, logging_dir: str | None, more: Mapping[str, Any]) -> GeneralTracker:
+    from accel.tracking.base import GeneralTracker
+    from accel.tracking.registry import LOGGER_TYPE_TO_CLASS, name_of
+
+    if isinstance(choice, GeneralTracker):
+        return choice
+    kind: Any = LOGGER_TYPE_TO_CLASS[str(choice)] if isinstance(choice, str) else choice
+    places = (logging_dir,) if kind.requires_logging_directory else ()
+    try:
+        tracker: GeneralTracker = kind(project_name, *places, **more.get(name_of(choice), {}))
+    except TypeError as error:
+        raise ArgumentError(f"init_kwargs of tracker {name_of(choice)!r}: {error}") from error
+    return tracker
+
+
+def _started(trackers: list[GeneralTracker]) -> list[Guard]:
+    from accel.tracking.isolation import Guard
+
+    started: list[Guard] = []
+    try:
+        for tracker in trackers:
+            guard = Guard(tracker)
+            if guard.start():
+                started.append(guard)
+    except BaseException:
+        for guard in started:
+            # Why it could not begin is what the script must hear of.
+            with suppress(Exception):
+                guard.finish()
+        raise
+    return started
+
+
+def _runs_everywhere(tracker: GeneralTracker) -> bool:
+    """Whether the script said so, in a class of its own or of an instance.
+
+    Some of the classes here have ``main_process_only=False``, as Accelerate's do, and yet are for one process.
+    """
+    if tracker.main_process_only:
+        return False
+    if "main_process_only" in vars(tracker):
+        return True
+    owner = next(kind for kind in type(tracker).__mro__ if "main_process_only" in vars(kind))
+    return not owner.__module__.startswith("accel.tracking.")

@@ -1,0 +1,215 @@
+"""The files of a checkpoint: which there are, what is in them, one tensor at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from accel.big_models.device_map import device_of
+from accel.big_models.device_names import CPU, Device, as_device
+from accel.big_models.tensor_files import SafetensorsFile
+from accel.errors import CheckpointError
+
+# Newest format first: where a folder has several, safetensors, which can hold no code, is what is loaded.
+_WHOLE = ("model.safetensors", "pytorch_model.bin")
+_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+
+
+class Shard(Protocol):
+    """One file of a checkpoint."""
+
+    path: Path
+
+    def names(self) -> list[str]: ...
+
+    def get(self, name: str) -> torch.Tensor: ...
+
+    def kept_as(self, name: str) -> str:
+        """The name under which the file holds ``name``: another one where the two are tied."""
+        ...
+
+
+@dataclass(frozen=True)
+class CheckpointFiles:
+    """The files of a checkpoint, and the file of each tensor where an index tells it."""
+
+    paths: tuple[Path, ...]
+    file_of: Mapping[str, Path] | None = None
+
+    def shards(self) -> Iterator[Shard]:
+        """Each file, opened when its turn comes. Raises `CheckpointError` for one that lacks what the index says."""
+        for path in self.paths:
+            shard = open_shard(path)
+            if self.file_of is not None:
+                present = set(shard.names())
+                lacking = [name for name, file in self.file_of.items() if file == path and name not in present]
+                if lacking:
+                    raise CheckpointError(f"{path} lacks {some(lacking)}, which the index says it holds")
+            yield shard
+
+    def names(self) -> list[str]:
+        """The names of all tensors."""
+        if self.file_of is not None:
+            return list(self.file_of)
+        return [name for path in self.paths for name in open_shard(path).names()]
+
+
+# What torch's reader of pickles raises for bytes that are none, or that name other types than those of weights.
+_DAMAGE = (
+    pickle.UnpicklingError,
+    RuntimeError,
+    EOFError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    struct.error,
+)
+
+
+def find_files(checkpoint: str | os.PathLike[str]) -> CheckpointFiles:
+    """The files of ``checkpoint``: a file of weights, an index of such files, or a folder with either.
+
+    Raises `CheckpointError` for anything else, and for an index that names a file that is not there.
+    """
+    path = Path(checkpoint)
+    if path.is_file():
+        return _indexed(path) if path.suffix == ".json" else CheckpointFiles((path,))
+    if not path.is_dir():
+        raise CheckpointError(f"checkpoint {path} does not exist: give a file of weights, an index or a folder")
+    for name in _WHOLE:
+        if (path / name).is_file():
+            return CheckpointFiles((path / name,))
+    indexes = sorted(path.glob("*.index.json"))
+    known = [path / name for name in _INDEXES if path / name in indexes]
+    if len(known or indexes) > 1 and not known:
+        raise CheckpointError(f"{path} holds several indexes: give one of {', '.join(file.name for file in indexes)}")
+    if not indexes:
+        raise CheckpointError(f"{path} holds none of {', '.join(_WHOLE)} and no *.index.json")
+    return _indexed((known or indexes)[0])
+
+
+def _indexed(path: Path) -> CheckpointFiles:
+    try:
+        index = json.loads(path.read_text(encoding="utf-8"))
+        weight_map = index.get("weight_map", index)
+        file_of = {str(name): path.parent / file for name, file in weight_map.items()}
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise CheckpointError(f"{path} is no index of a checkpoint: {error}") from error
+    outside = next((file for file in weight_map.values() if os.path.basename(file) != file), None)
+    if outside is not None:
+        raise CheckpointError(f"{path} names {outside!r}, which is not in its folder")
+    paths = sorted(set(file_of.values()))
+    absent = [file.name for file in paths if not file.is_file()]
+    if absent:
+        raise CheckpointError(f"{path.name} names {some(absent)}, which {path.parent} does not hold")
+    return CheckpointFiles(tuple(paths), file_of)
+
+
+def some(names: list[str], most: int = 5) -> str:
+    """The first few of ``names``, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def open_shard(path: str | os.PathLike[str]) -> Shard:
+    """A file of weights: safetensors by its name, else what `torch.save` wrote. Raises `CheckpointError`."""
+    path = Path(path)
+    return _Safetensors(path) if path.suffix == ".safetensors" else _Pickled(path)
+
+
+class _Safetensors:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = SafetensorsFile(path)
+        layout = self._file.metadata.get("format", "pt")
+        if layout not in ("pt", "np"):
+            raise CheckpointError(f"{path} was saved by {layout!r}, which lays weights out in another way than torch")
+        names = set(self._file.names())
+        # Names of tied weights that accel left out of the file stand in its metadata.
+        self._same_as = {name: kept for name, kept in self._file.metadata.items() if kept in names - {name}}
+
+    def names(self) -> list[str]:
+        return list(dict.fromkeys([*self._file.names(), *self._same_as]))
+
+    def get(self, name: str) -> torch.Tensor:
+        return self._file.get(self.kept_as(name))
+
+    def kept_as(self, name: str) -> str:
+        return self._same_as.get(name, name)
+
+
+class _Pickled:
+    """What `torch.save` wrote, mapped where its format allows; types that could run code are refused."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with path.open("rb") as file:
+                mapped = file.read(4) == b"PK\x03\x04"
+            loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+        except _DAMAGE as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise CheckpointError(f"{path} cannot be loaded as weights alone: {reason}") from error
+        if not isinstance(loaded, Mapping):
+            raise CheckpointError(f"{path} holds one {type(loaded).__name__}: give the file of a model's state_dict")
+        odd = [str(key) for key, value in loaded.items() if not isinstance(value, torch.Tensor)]
+        if odd:
+            raise CheckpointError(f"{path} holds {some(odd)}, no tensors: give the file of a model's state_dict alone")
+        self._tensors: Mapping[str, torch.Tensor] = loaded
+
+    def names(self) -> list[str]:
+        return list(self._tensors)
+
+    def get(self, name: str) -> torch.Tensor:
+        return self._tensors[name]
+
+    def kept_as(self, name: str) -> str:
+        return name
+
+
+def place_in_file(shard: Shard, name: str) -> dict[str, str] | None:
+    """Where the tensor ``name`` can be read again, for an index of offloaded weights; ``None`` for pickles."""
+    if not isinstance(shard, _Safetensors):
+        return None
+    return {"safetensors_file": str(shard.path.absolute()), "weight_name": shard.kept_as(name)}
+
+
+def load_state_dict(
+    checkpoint_file: str | os.PathLike[str], device_map: Mapping[str, Device] | None = None
+) -> dict[str, torch.Tensor]:
+    """The tensors of one file by name, each on its device of ``device_map``; on the host those that it does not name.
+
+    A tensor whose device is ``"disk"`` comes to the host too. Nothing refers to the file afterwards. Raises
+    `CheckpointError` for a file that cannot be loaded safely.
+    """
+    shard = open_shard(checkpoint_file)
+    tensors: dict[str, torch.Tensor] = {}
+    for name in shard.names():
+        kept = shard.kept_as(name)
+        if kept in tensors:
+            tensors[name] = tensors[kept]
+        else:
+            device = CPU if device_map is None else _device_for(name, device_map)
+            tensors[name] = in_memory(shard.get(name), device)
+    return tensors
+
+
+def in_memory(mapped: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy of a map of a file on ``device``, which does not change when the file does."""
+    return mapped.to(device, copy=True)
+
+
+def _device_for(name: str, device_map: Mapping[str, Device]) -> torch.device:
+    device = device_of(name, device_map)
+    return CPU if device is None or device == "disk" else as_device(device)

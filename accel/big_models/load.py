@@ -1,0 +1,292 @@
+"""Loading a checkpoint into a model, one tensor at a time, each straight to where it belongs."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from accel.big_models.checkpoint_shards import CheckpointFiles, Shard, find_files, in_memory, place_in_file, some
+from accel.big_models.device_map import check_tied_parameters_on_same_device, device_of, warn_if_untied
+from accel.big_models.device_names import CPU, META, Device, as_device, dtype_named
+from accel.big_models.module_tensors import (
+    find_tied_parameters,
+    is_real,
+    retie_parameters,
+    set_module_tensor_to_device,
+    tensor_named,
+)
+from accel.big_models.offload import (
+    Index,
+    OffloadedWeightsLoader,
+    WeightFiles,
+    alias_weight,
+    load_offloaded_weight,
+    save_offload_index,
+)
+from accel.errors import ArgumentError, CheckpointError, nearest
+
+logger = logging.getLogger(__name__)
+
+_STATISTICS = "SCB"  # what bitsandbytes keeps beside an int8 weight
+
+
+def load_checkpoint_in_model(
+    model: nn.Module,
+    checkpoint: str | os.PathLike[str],
+    device_map: Mapping[str, Device] | None = None,
+    offload_folder: str | os.PathLike[str] | None = None,
+    dtype: str | torch.dtype | None = None,
+    offload_state_dict: bool = False,
+    offload_buffers: bool = False,
+    keep_in_fp32_modules: list[str] | None = None,
+    offload_8bit_bnb: bool = False,
+    strict: bool = False,
+    full_state_dict: bool = True,
+    broadcast_from_rank0: bool = False,
+) -> None:
+    """Load ``checkpoint`` into ``model``, which may be on the meta device; see `dispatch_model` for running it.
+
+    ``checkpoint`` is a file of weights (safetensors, or `torch.save`'s, of which only tensors are loaded), an index of
+    such files, or a folder with either. In memory at one time are the weights that stay there and one tensor more.
+
+    - ``device_map``: module → device, ``"disk"`` included. Without one, weights go where the model's tensors are, and
+      to the host for those on the meta device.
+    - ``offload_folder``: gets the index of the weights on ``"disk"``. Weights of a safetensors file in their final type
+      stay in that file, which must then stay where it is; others are written to the folder.
+    - ``dtype``: the type that floating-point weights get; by default that of the model's tensors.
+      ``keep_in_fp32_modules`` stay in float32 nevertheless.
+    - ``strict``: a weight that is missing or left over is an error, else a warning. Nothing is changed in that case.
+    - ``offload_buffers``: buffers of modules on ``"disk"`` go there too.
+    - ``broadcast_from_rank0``: only process 0 reads; ``full_state_dict`` is for models whose parameters are sharded.
+    - ``offload_state_dict`` is accepted and needs no effect: there is never a whole file in memory.
+
+    Raises `CheckpointError` for a checkpoint that is missing, damaged, or shares no name with the model, and for a
+    weight of another shape; `ArgumentError` for a device map that leaves a weight out.
+    """
+    if offload_8bit_bnb:
+        raise ArgumentError("offload_8bit_bnb: accel does not quantise: load the model through transformers for that")
+    on_disk = device_map is not None and "disk" in device_map.values()
+    if on_disk and offload_folder is None:
+        raise ArgumentError("device_map has 'disk': say in offload_folder where the index of those weights goes")
+    warn_if_untied(model)
+    ties = find_tied_parameters(model)
+    if device_map is not None:
+        check_tied_parameters_on_same_device(ties, device_map)
+    if broadcast_from_rank0 or _is_sharded(model):
+        if device_map is not None:
+            raise ArgumentError("device_map does not go with broadcast_from_rank0 nor with sharded parameters")
+        _load_together(model, checkpoint, ties, strict, full_state_dict, broadcast_from_rank0)
+        return
+    files = find_files(checkpoint)
+    wanted = _check_names(model, files.names(), ties, checkpoint, strict)
+    placing = _Placing(
+        model=model,
+        device_map=device_map,
+        folder=None if not on_disk or offload_folder is None else Path(offload_folder),
+        dtype=dtype_named(dtype),
+        offload_buffers=offload_buffers,
+        in_fp32=keep_in_fp32_modules or (),
+    )
+    for shard in files.shards():
+        for name in shard.names():
+            if name in wanted:
+                placing.place(shard, name)
+    placing.finish(ties)
+
+
+class _Placing:
+    """Puts the weights of one checkpoint where a device map says."""
+
+    def __init__(
+        self,
+        *,
+        model: nn.Module,
+        device_map: Mapping[str, Device] | None,
+        folder: Path | None,
+        dtype: torch.dtype | None,
+        offload_buffers: bool,
+        in_fp32: Collection[str],
+    ) -> None:
+        self._model = model
+        self._map = device_map
+        self._folder = folder
+        self._dtype = dtype
+        self._in_fp32 = in_fp32
+        self._in_place = set() if offload_buffers else {name for name, _ in model.named_buffers()}
+        self._index: Index = {}
+        self._placed: list[str] = []
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._files = WeightFiles(folder)
+
+    def place(self, shard: Shard, name: str) -> None:
+        old = tensor_named(self._model, name)
+        if old is None:
+            raise CheckpointError(f"{shard.path} holds {name}, which is None in {type(self._model).__name__}")
+        value = shard.get(name)
+        if old.shape != value.shape and not hasattr(old, "quant_state"):
+            there, here = tuple(value.shape), tuple(old.shape)
+            raise CheckpointError(f"{shard.path}: {name} has shape {there}, in {type(self._model).__name__} {here}")
+        wanted = self._type_of(name, old, value)
+        device = self._device_for(name, old)
+        if device == "disk" and name not in self._in_place:
+            self._to_disk(shard, name, value, wanted)
+        else:
+            target = CPU if device == "disk" else as_device(device)
+            self._to_device(shard, name, value, wanted, target)
+        self._placed.append(name)
+
+    def _type_of(self, name: str, old: torch.Tensor, value: torch.Tensor) -> torch.dtype:
+        if self._dtype is None:
+            return old.dtype
+        if not is_real(value):
+            return value.dtype
+        path = f".{name}."
+        return torch.float32 if any(f".{part}." in path for part in self._in_fp32) else self._dtype
+
+    def _device_for(self, name: str, old: torch.Tensor) -> Device:
+        if self._map is None:
+            return CPU if old.device == META else old.device
+        device = device_of(name, self._map)
+        if device is None:
+            raise ArgumentError(f"device_map gives no device to {name}{nearest(name, self._map)}")
+        return device
+
+    def _to_device(
+        self, shard: Shard, name: str, value: torch.Tensor, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        value = value.to(dtype) if value.dtype != dtype else in_memory(value, device)
+        statistics = None
+        if value.dtype == torch.int8 and "weight" in name:
+            scales = name.replace("weight", _STATISTICS)
+            statistics = shard.get(scales) if scales in shard.names() else None
+        set_module_tensor_to_device(
+            self._model, name, device, value=value, dtype=dtype, fp16_statistics=statistics, clear_cache=False
+        )
+
+    def _to_disk(self, shard: Shard, name: str, value: torch.Tensor, dtype: torch.dtype) -> None:
+        place = place_in_file(shard, name) if value.dtype == dtype else None
+        if place is None:
+            self._index[name] = self._files.write(value, name, dtype)
+        else:
+            self._index[name] = {**place, "dtype": str(dtype).removeprefix("torch."), "shape": list(value.shape)}
+        set_module_tensor_to_device(self._model, name, META, dtype=dtype)
+
+    def finish(self, ties: list[list[str]]) -> None:
+        """Tie again what was tied, from the name that was loaded, and write the index."""
+        for group in ties:
+            loaded = [name for name in group if name in self._placed]
+            retie_parameters(self._model, [[*loaded, *(name for name in group if name not in loaded)]])
+            self._alias([name for name in loaded if name in self._index], group)
+            self._copy_from_disk([name for name in loaded if name in self._index], group)
+        if self._folder is not None:
+            save_offload_index(self._index, self._folder)
+
+    def _alias(self, offloaded: list[str], group: list[str]) -> None:
+        """Have the index know a weight on the disk by all its names there."""
+        if not offloaded or self._map is None or self._folder is None:
+            return
+        for name in group:
+            if name not in self._index and device_of(name, self._map) == "disk":
+                self._index[name] = self._index[offloaded[0]]
+                if "safetensors_file" not in self._index[name]:
+                    alias_weight(offloaded[0], name, self._folder)
+
+    def _copy_from_disk(self, offloaded: list[str], group: list[str]) -> None:
+        """Give a name that is not on the disk, and was not in the checkpoint, the numbers of the one that is."""
+        for name in group if offloaded else ():
+            old = tensor_named(self._model, name)
+            if name not in self._index and old is not None and old.device == META:
+                value = OffloadedWeightsLoader(index=self._index, save_folder=self._folder)[offloaded[0]]
+                device = as_device(self._device_for(name, old))
+                set_module_tensor_to_device(self._model, name, device, in_memory(value, device), clear_cache=False)
+
+
+def _check_names(
+    model: nn.Module, present: Collection[str], ties: list[list[str]], checkpoint: Any, strict: bool
+) -> set[str]:
+    """The names of the checkpoint that the model has too. A tied weight is there if any of its names is."""
+    kind = type(model).__name__
+    expected = [name for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)]
+    found = set(present) & set(expected)
+    if not found and expected:
+        raise CheckpointError(
+            f"{checkpoint} shares no name with {kind}: it holds {some(sorted(present), 2)}; "
+            f"the model has {some(expected, 2)}"
+        )
+    met = found | {name for group in ties if found & set(group) for name in group}
+    missing = [name for name in expected if name not in met]
+    unexpected = [name for name in present if name not in found and not name.endswith(_STATISTICS)]
+    lines = []
+    if missing:
+        lines.append(f"lacks {some(missing)}")
+    if unexpected:
+        lines.append(f"holds {some(unexpected)} that {kind} has not{nearest(unexpected[0], missing)}")
+    if lines and strict:
+        raise CheckpointError(f"{checkpoint} {'; it '.join(lines)}")
+    if lines:
+        logger.warning("%s %s", checkpoint, "; it ".join(lines))
+    return found
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    return any(hasattr(param, "device_mesh") for param in model.parameters())
+
+
+def _load_together(
+    model: nn.Module,
+    checkpoint: str | os.PathLike[str],
+    ties: list[list[str]],
+    strict: bool,
+    full_state_dict: bool,
+    broadcast_from_rank0: bool,
+) -> None:
+    """Load through `torch.distributed.checkpoint`, which knows sharded parameters and can send them around."""
+    from torch import distributed as dist
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    if broadcast_from_rank0 and not dist.is_initialized():
+        raise ArgumentError("broadcast_from_rank0: this process is in no group: make an Accelerator() first")
+    reads = not broadcast_from_rank0 or dist.get_rank() == 0
+    agreed: list[Any] = [None, None]
+    files: CheckpointFiles | None = None
+    if reads:
+        try:
+            files = find_files(checkpoint)
+            found = _check_names(model, files.names(), ties, checkpoint, strict)
+            agreed = [[path.name for path in files.paths], None]
+        except CheckpointError as error:
+            agreed = [None, str(error)]
+    if broadcast_from_rank0:
+        dist.broadcast_object_list(agreed, src=0)
+    if agreed[1] is not None:
+        raise CheckpointError(agreed[1])
+    options = StateDictOptions(full_state_dict=full_state_dict, broadcast_from_rank0=broadcast_from_rank0, strict=False)
+    shards = iter(files.shards()) if files is not None else None
+    for _ in agreed[0]:
+        values: dict[str, Any] = {}
+        if shards is not None:
+            shard = next(shards)
+            values = {name: shard.get(name) for name in shard.names() if name in found}
+        set_model_state_dict(model, values, options=options)
+
+
+def load_offloaded_weights(model: nn.Module, index: Index | None, offload_folder: str | os.PathLike[str]) -> None:
+    """Put the weights that ``index`` describes from the files in ``offload_folder`` into ``model``, on the host."""
+    for name, entry in (index or {}).items():
+        if name.endswith(_STATISTICS):
+            continue
+        value = load_offloaded_weight(os.path.join(offload_folder, f"{name}.dat"), entry)
+        scales = name.replace("weight", _STATISTICS)
+        statistics = None
+        if scales != name and index is not None and scales in index:
+            statistics = load_offloaded_weight(os.path.join(offload_folder, f"{scales}.dat"), index[scales])
+        set_module_tensor_to_device(
+            model, name, CPU, value=in_memory(value, CPU), fp16_statistics=statistics, clear_cache=False
+        )

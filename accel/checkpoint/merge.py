@@ -1,0 +1,148 @@
+"""Sharded checkpoints of `torch.distributed.checkpoint`, as FSDP writes them, made into one file of weights."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from accel.checkpoint.durable import fsync_directory
+from accel.checkpoint.file_names import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
+from accel.checkpoint.full_disk import reporting_full_disk
+from accel.checkpoint.tensors import TYPES, write_tensors
+from accel.checkpoint.torch_files import replacing, write_object
+from accel.errors import CheckpointError
+
+_METADATA = ".metadata"
+
+
+def merge_fsdp_weights(
+    checkpoint_dir: str | Path,
+    output_path: str | Path,
+    safe_serialization: bool = True,
+    remove_checkpoint_dir: bool = False,
+) -> Path:
+    """Write the weights of ``checkpoint_dir`` to ``output_path``/model.safetensors, or pytorch_model.bin; return that.
+
+    Only tensors are read: no code in the checkpoint runs. The file appears whole, and the checkpoint is removed only
+    after that. The weights are in memory once. Raises `CheckpointError` in one line; nothing is then written.
+    """
+    source, folder = Path(checkpoint_dir), Path(output_path)
+    _check(source, folder, remove=remove_checkpoint_dir)
+    state = read_sharded(source)
+    if safe_serialization:
+        _check_types(source, state)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise CheckpointError(f"{folder} is a file: name a directory for the merged weights") from None
+    path = folder / (SAFE_WEIGHTS_NAME if safe_serialization else WEIGHTS_NAME)
+    with reporting_full_disk(folder), replacing(path) as draft:
+        if safe_serialization:
+            write_tensors(draft, state)
+        else:
+            write_object(draft, state)
+    fsync_directory(folder)
+    if remove_checkpoint_dir:
+        shutil.rmtree(source)
+    return path
+
+
+def read_sharded(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a sharded checkpoint, whole, by name; a state dict under one key is taken out of it.
+
+    Raises `CheckpointError`.
+    """
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    try:
+        reader = _reader(folder)
+        metadata = reader.read_metadata()
+        wanted = {
+            name: about
+            for name, about in metadata.state_dict_metadata.items()
+            if isinstance(about, TensorStorageMetadata)
+        }
+        state: dict[str, Any] = {
+            name: torch.empty(about.size, dtype=about.properties.dtype) for name, about in wanted.items()
+        }
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as is meant here
+            load(state, storage_reader=reader, planner=DefaultLoadPlanner(), no_dist=True)
+    except (Exception, CheckpointException) as error:
+        # torch gathers what went wrong under each rank, on many lines; the last says it
+        said = (f"{error}".strip().splitlines() or [type(error).__name__])[-1].strip()[:300]
+        raise CheckpointError(f"{folder} cannot be read: {said}") from error
+    if not state:
+        raise CheckpointError(f"{folder} holds no tensors")
+    return _unwrapped(state, metadata.planner_data or {})
+
+
+def _unwrapped(state: Mapping[str, torch.Tensor], paths: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """What was saved as ``{"model": {…}}`` has that key before each name, which no loader wants."""
+    ways = [paths.get(name, (name,)) for name in state]
+    if len({way[0] for way in ways}) > 1 or any(len(way) < 2 for way in ways):
+        return dict(state)
+    return {".".join(str(step) for step in way[1:]): state[name] for name, way in zip(state, ways, strict=True)}
+
+
+# What a checkpoint's table of contents is made of; it is a pickle, and another name in it could run anything.
+_ALLOWED = {
+    "torch.distributed.checkpoint.metadata": None,
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size"} | {str(kind).removeprefix("torch.") for kind in TYPES},
+    "pathlib": {"Path", "PosixPath", "PurePath", "PurePosixPath", "WindowsPath"},
+    "collections": {"OrderedDict"},
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        names = _ALLOWED.get(module, set())
+        found = super().find_class(module, name) if names is None or name in names else None
+        if found is None or (names is None and not isinstance(found, type)) or "." in name:
+            raise pickle.UnpicklingError(f"its {_METADATA} names {module}.{name}, which belongs in no checkpoint")
+        return found
+
+
+def _reader(folder: Path) -> Any:
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import StorageMeta
+
+    class Reader(FileSystemReader):
+        def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+            with open(folder / _METADATA, "rb") as file:
+                metadata = _Unpickler(file).load()
+            metadata.storage_meta = getattr(metadata, "storage_meta", None) or StorageMeta()
+            metadata.storage_meta.load_id = self.load_id
+            return metadata
+
+    return Reader(str(folder))
+
+
+def _check(source: Path, folder: Path, *, remove: bool) -> None:
+    if not source.is_dir():
+        raise CheckpointError(f"{source}: there is no such directory")
+    if not (source / _METADATA).is_file():
+        parts = sorted(path.parent.name for path in source.glob(f"*/{_METADATA}"))
+        hint = f": name one of those in it: {', '.join(parts)}" if parts else ""
+        raise CheckpointError(f"{source} is no sharded checkpoint, it has no {_METADATA}{hint}")
+    if remove and folder.resolve().is_relative_to(source.resolve()):
+        raise CheckpointError(f"--remove_checkpoint_dir would remove {folder} too, which is in {source}")
+
+
+def _check_types(source: Path, state: Mapping[str, torch.Tensor]) -> None:
+    for name, tensor in state.items():
+        if tensor.dtype not in TYPES:
+            raise CheckpointError(
+                f"{source}: {name} is {tensor.dtype}, which safetensors cannot hold: use --unsafe_serialization"
+            )

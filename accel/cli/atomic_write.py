@@ -1,0 +1,51 @@
+"""Writing files that stand whole at their place, or are left as they were."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+
+from .argv import UsageError
+
+
+def write(command: str, files: Sequence[tuple[str, str]]) -> None:
+    """Writes each text to its path, in the place that a link leads to and with the mode of what it replaces.
+
+    None is replaced before all have been written out beside their places. Raises UsageError.
+    """
+    drafts: list[tuple[str, str, str]] = []
+    try:
+        for path, text in files:
+            with _told(command, path):
+                place = os.path.realpath(path)
+                draft = os.path.join(os.path.dirname(place), f".{os.path.basename(place)}.{os.getpid()}")
+                drafts.append((path, place, draft))
+                _write(draft, text, place)
+        for path, place, draft in drafts:
+            with _told(command, path):
+                os.replace(draft, place)
+    finally:
+        for _, _, draft in drafts:
+            with contextlib.suppress(OSError):
+                os.unlink(draft)
+
+
+@contextlib.contextmanager
+def _told(command: str, path: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(command, f"cannot write {path}: {error.strerror}") from None
+
+
+def _write(draft: str, text: str, place: str) -> None:
+    with contextlib.suppress(FileExistsError):
+        os.makedirs(os.path.dirname(place))
+    mode = os.stat(place).st_mode & 0o7777 if os.path.exists(place) else None
+    # What only some may read is at no moment there for all.
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666 if mode is None else 0o600)
+    with open(descriptor, "w", encoding="utf-8") as file:
+        if mode is not None:
+            os.fchmod(descriptor, mode)
+        file.write(text)

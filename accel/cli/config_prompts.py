@@ -1,0 +1,280 @@
+"""Asking in a terminal: menus with arrow keys, lines with a check, back and forward. The library is prompt_toolkit."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from .argv import UsageError
+
+if TYPE_CHECKING:
+    from prompt_toolkit.key_binding import KeyBindings
+    from prompt_toolkit.key_binding.key_processor import KeyPressEvent
+
+    from accel.settings.wizard import Machine, Question
+
+_HELP = "Enter, →  next     ←, Shift-Tab  back     ↑ ↓  choose     Ctrl-C  leave"
+_HELP_LINE = "Enter, Tab  next     Shift-Tab  back     Ctrl-C  leave"
+_HELP_NARROW = "Enter next, Shift-Tab back, Ctrl-C leave"
+_HELP_PLAIN = "Enter alone takes the answer in brackets; < goes back; Ctrl-C leaves.\n"
+OTHER = "?"
+
+
+# (value, what people see) of each choice.
+Options = tuple[tuple[str, str], ...]
+
+
+class Back(Exception):
+    """The person wants the question before."""
+
+
+def need_terminal() -> None:
+    """Raises UsageError where nobody can answer, or what asks is not installed."""
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise UsageError("accel config", "this is no terminal: give --answers FILE, or use accel config default")
+    try:
+        import prompt_toolkit.shortcuts.choice_input  # noqa: F401
+    except ImportError:
+        raise UsageError(
+            "accel config", "asking needs prompt_toolkit 3.0.52 or newer: pip install 'prompt_toolkit>=3.0.52'"
+        ) from None
+
+
+def ask(
+    machine: Machine, offered: Mapping[str, Any], files: Callable[[Mapping[str, Any]], list[tuple[str, str]]]
+) -> dict[str, Any] | None:
+    """The answers, once the person has seen the files that they make; None if those are not to be written.
+
+    offered: answers of earlier files, which are offered instead of the defaults.
+    files:   path and text of each file that answers make.
+    """
+    from accel.settings.wizard import open_question, still_asked
+
+    from . import config_check
+
+    answers: dict[str, Any] = {}
+    before = dict(offered)  # and what was answered before going back
+    order: list[str] = []
+    _introduce(machine)
+    try:
+        while True:
+            question = open_question(answers)
+            try:
+                if question is None:
+                    return answers if _confirmed(files(answers)) else None
+                default = before.get(question.name, question.offered(answers, machine))
+                check = partial(config_check.check, question, before=answers, machine=machine)
+                answer = _one(question, default, check)
+                answers[question.name] = before[question.name] = answer
+                order.append(question.name)
+            except Back:
+                if order:
+                    del answers[order.pop()]
+                    answers = still_asked(answers)
+                    order = [name for name in order if name in answers]
+    except (KeyboardInterrupt, EOFError):
+        return None
+
+
+def _introduce(machine: Machine) -> None:
+    devices = "no GPU" if machine.kind == "cpu" else f"{machine.devices} of {machine.kind}"
+    print(f"This machine: {devices}, {machine.cores} processors.\n", flush=True)
+    if _is_plain():
+        print(_HELP_PLAIN, flush=True)
+
+
+def _one(question: Question, offered: Any, check: Callable[[Any], None]) -> Any:
+    """The answer, once `check` accepts it. Choices that `check` refuses are not shown."""
+    from accel.settings.values import typed
+
+    word = {True: "yes", False: "no"}.get(offered, str(offered)) if isinstance(offered, bool) else str(offered)
+    first, rest = choices(question, word, check)
+    if first:
+        return _chosen(question, first, rest, word, check)
+    if question.many:
+        return _several(question, offered or [], check)
+    return _line(question, "" if offered is None else typed(question.setting, offered), check)
+
+
+def choices(question: Question, offered: str, check: Callable[[Any], None]) -> tuple[Options, Options]:
+    """The options of a menu and those behind "another one". What `check` refuses is in neither, unless it refuses all:
+    then its message says why. Both are empty where the answer is typed."""
+    from accel.settings.values import BadValue
+
+    accepted: list[tuple[str, str]] = []
+    for option in question.choices():
+        with contextlib.suppress(BadValue):
+            check(question.understood(option[0]))
+            accepted.append(option)
+    options = tuple(accepted) or question.choices()
+    common = (*question.common, offered) if question.common else [value for value, _ in options]
+    first = tuple(option for option in options if option[0] in common)
+    return first, tuple(option for option in options if option not in first)
+
+
+def _chosen(question: Question, first: Options, rest: Options, offered: str, check: Callable[[Any], None]) -> Any:
+    from accel.settings.values import BadValue
+
+    options = (*first, (OTHER, "another one")) if rest else first
+    while True:
+        word = _menu(question.text, options, offered)
+        answer = question.understood(_menu(question.text, rest, "") if word == OTHER else word)
+        try:
+            check(answer)
+        except BadValue as error:
+            print(f" {error}", flush=True)
+        else:
+            return answer
+
+
+def _several(question: Question, offered: list[str], check: Callable[[Any], None]) -> list[str] | None:
+    """One line a word, up to an empty one."""
+    said: list[str] = []
+    while True:
+        text = f" {question.text} " if not said else " Another one (empty: no more)? "
+        default = offered[len(said)] if len(said) < len(offered) else ""
+        word = _typed(text, default, lambda typed: check([*said, typed.strip()]) if typed.strip() else None).strip()
+        if not word:
+            return said or None
+        said.append(word)
+
+
+def _menu(text: str, options: Options, offered: str) -> str:
+    from prompt_toolkit.shortcuts.choice_input import ChoiceInput
+
+    values = [value for value, _ in options]
+    if _is_plain():
+        return _plain_menu(text, options, offered if offered in values else values[0])
+    return ChoiceInput(
+        message=text,
+        options=[(value, _wrapped(shown)) for value, shown in options],
+        default=offered if offered in values else values[0],
+        show_numbers=False,
+        bottom_toolbar=_fitting(_HELP),
+        key_bindings=_keys(in_menu=True),
+    ).prompt()
+
+
+def _line(question: Question, offered: str, check: Callable[[Any], None]) -> Any:
+    from accel.settings.values import BadValue
+
+    def judge(text: str) -> None:
+        if not text and not question.may_be_empty:
+            raise BadValue("an answer is needed")
+        check(question.understood(text))
+
+    return question.understood(_typed(f" {question.text} ", offered, judge))
+
+
+def _typed(text: str, offered: str, judge: Callable[[str], None]) -> str:
+    """A line for which `judge` raises no BadValue."""
+    from prompt_toolkit import prompt
+    from prompt_toolkit.validation import Validator
+
+    from accel.settings.values import BadValue
+
+    if _is_plain():
+        return _plain_line(text, offered, judge)
+
+    class Check(Validator):
+        def validate(self, document: Any) -> None:
+            from prompt_toolkit.validation import ValidationError
+
+            try:
+                judge(document.text)
+            except BadValue as error:
+                raise ValidationError(len(document.text), str(error)) from None
+
+    return prompt(
+        text,
+        default=offered,
+        validator=Check(),
+        validate_while_typing=False,
+        bottom_toolbar=_fitting(_HELP_LINE),
+        key_bindings=_keys(in_menu=False),
+    )
+
+
+def _is_plain() -> bool:
+    """Return True on a terminal without cursor movement (TERM=dumb), as in an editor's shell."""
+    from prompt_toolkit.utils import is_dumb_terminal
+
+    return is_dumb_terminal()
+
+
+def _wrapped(text: str) -> str:
+    """Break an option's text where the terminal ends: the menu would cut it."""
+    import shutil
+    import textwrap
+
+    return "\n  ".join(textwrap.wrap(text, max(20, shutil.get_terminal_size().columns - 7)))
+
+
+def _fitting(text: str) -> str:
+    import shutil
+
+    return text if len(text) < shutil.get_terminal_size().columns else _HELP_NARROW
+
+
+def _plain_menu(text: str, options: Options, offered: str) -> str:
+    """Number the options and read a number or a value."""
+    from accel.settings.values import BadValue
+
+    values = [value for value, _ in options]
+    numbers = {str(number): value for number, value in enumerate(values, 1)}
+
+    def judge(typed: str) -> None:
+        if typed not in numbers and typed not in values:
+            raise BadValue(f"a number from 1 to {len(values)}, not {typed!r}")
+
+    lines = [f"  {number}  {shown}" for number, (_, shown) in enumerate(options, 1)]
+    typed = _plain_line("\n".join([text, *lines, ""]), str(values.index(offered) + 1), judge)
+    return numbers.get(typed, typed)
+
+
+def _plain_line(text: str, default: str, judge: Callable[[str], None]) -> str:
+    """Read a line for which `judge` raises no BadValue; an empty one is the default, `<` raises Back."""
+    from accel.settings.values import BadValue
+
+    while True:
+        typed = input(f"{text.rstrip(' ')} [{default}] " if default else text).strip() or default
+        if typed == "<":
+            raise Back
+        try:
+            judge(typed)
+        except BadValue as error:
+            print(f" {error}", flush=True)
+        else:
+            return typed
+
+
+def _keys(*, in_menu: bool) -> KeyBindings:
+    from prompt_toolkit.key_binding import KeyBindings
+    from prompt_toolkit.keys import Keys
+
+    bindings = KeyBindings()
+
+    def back(event: KeyPressEvent) -> None:
+        event.app.exit(exception=Back())
+
+    def forward(event: KeyPressEvent) -> None:
+        from prompt_toolkit.key_binding.key_processor import KeyPress
+
+        event.app.key_processor.feed(KeyPress(Keys.Enter))
+
+    bindings.add("s-tab", eager=True)(back)
+    bindings.add("tab", eager=True)(forward)
+    if in_menu:
+        bindings.add("left", eager=True)(back)
+        bindings.add("right", eager=True)(forward)
+    return bindings
+
+
+def _confirmed(files: list[tuple[str, str]]) -> bool:
+    for path, text in files:
+        print(f"\n# {path}\n{text}", flush=True)
+    options = (("yes", "yes, write it"), ("no", "no, leave everything as it is"))
+    return _menu(f"Write this to {' and '.join(path for path, _ in files)}?", options, "yes") == "yes"

@@ -1,0 +1,272 @@
+"""What all processes do together on nests of tensors.
+
+A nest travels in as few collective operations as its contents allow: gather and broadcast pack every tensor, of
+whatever type, into one buffer of bytes; reduce needs one a data type. Every process must come to the same operation
+with the same structure, shapes and types; with ``ACCELERATE_DEBUG_MODE=1`` that is checked first, and a disagreement
+raises `CollectiveError` on every process, naming who has what, instead of hanging.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from accel.collectives.debug import Leaf, describe, verify
+from accel.collectives.flat_buffer import cut, flatten, layout_of
+from accel.errors import ArgumentError, CollectiveError, LeafError, one_of
+from accel.pytree import collect, fields_of, honor_type, is_record, leaves, rebuild_mapping, replace_tensors
+from accel.state import PartialState
+
+# torch 2.13 renamed it and warns at the old name, which is the only one until then.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class CannotPadNestedTensorWarning(UserWarning):
+    """A nested (jagged) tensor was left as it was."""
+
+
+def _tensor_leaves(operation: str, data: Any) -> list[torch.Tensor]:
+    found: list[Any] = []
+    collect(data, found)
+    for leaf in found:
+        if not isinstance(leaf, torch.Tensor):
+            path = next(path for path, other in leaves(data) if other is leaf)
+            where = f" at {path}" if path else ""
+            raise LeafError(f"{operation}: {type(leaf).__name__}{where} is not a tensor: use gather_object for objects")
+    return found
+
+
+def gather(tensor: Any) -> Any:
+    """Return ``tensor`` with each tensor joined, along its first dimension, with those of all processes in rank order.
+
+    A tensor of shape ``(n, …)`` becomes ``(n × processes, …)``, one without dimensions ``(processes,)``. One collective
+    for the whole nest; small tensors of the result may share a storage. Raises `LeafError` for a leaf that is no
+    tensor.
+    """
+    state = PartialState()
+    found = _tensor_leaves("gather", tensor)
+    if not state.use_distributed or not found:
+        return tensor
+    if state.debug:
+        verify(state, "gather", data=describe(tensor))
+    return replace_tensors(tensor, _gather_tensors(found, state))
+
+
+def _gather_tensors(found: list[torch.Tensor], state: PartialState) -> list[torch.Tensor]:
+    layout, count = layout_of(found), state.num_processes
+    packed = layout.pack(found, state.device)
+    everyones = packed.new_empty(count * packed.numel())
+    _all_gather(everyones, packed)
+    return layout.unpack(everyones, count, found)
+
+
+def gather_object(object: Any) -> Any:
+    """Return the items of every process's list, joined in rank order. In a world of one, ``object`` itself.
+
+    Raises `LeafError` for what is not a list or another iterable.
+    """
+    state = PartialState()
+    if not state.use_distributed:
+        return object
+    joined: list[Any] = []
+    for rank, items in enumerate(_all_objects(object, state, "gather_object")):
+        if not hasattr(items, "__iter__"):
+            raise LeafError(f"gather_object: process {rank} gave a {type(items).__name__}: give a list of objects")
+        joined.extend(items)
+    return joined
+
+
+def all_objects(value: Any) -> list[Any]:
+    """Return the picklable ``value`` of every process, in rank order."""
+    state = PartialState()
+    return _all_objects(value, state, "all_objects") if state.use_distributed else [value]
+
+
+def _all_objects(value: Any, state: PartialState, operation: str) -> list[Any]:
+    if state.debug:
+        verify(state, operation)
+    seen: list[Any] = [None] * state.num_processes
+    dist.all_gather_object(seen, value)
+    return seen
+
+
+def broadcast(tensor: Any, from_process: int = 0) -> Any:
+    """Fill every tensor in ``tensor`` with the values it has on process ``from_process``, and return the nest.
+
+    The tensors are changed in place. One collective for the whole nest.
+    """
+    state = PartialState()
+    found = _tensor_leaves("broadcast", tensor)
+    if not state.use_distributed or not found:
+        return tensor
+    if state.debug:
+        verify(state, "broadcast", f"from_process={from_process}", describe(tensor))
+    layout = layout_of(found)
+    packed = layout.pack(found, state.device)
+    dist.broadcast(packed, src=from_process)
+    with torch.no_grad():
+        torch._foreach_copy_(found, layout.unpack_one(packed, found))
+    return tensor
+
+
+def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
+    """Replace the items of ``object_list``, in place, by those on process ``from_process``; one length for all."""
+    state = PartialState()
+    if state.use_distributed:
+        if state.debug:
+            verify(state, "broadcast_object_list", f"{len(object_list)} object(s) from_process={from_process}")
+        dist.broadcast_object_list(object_list, src=from_process)
+    return object_list
+
+
+def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
+    """Return ``tensor`` with each tensor combined over all processes, times ``scale``; the originals stay.
+
+    ``reduction`` is ``"sum"``, ``"mean"``, ``"max"``, or ``"none"``, which only scales. One collective a data type.
+    Integers stay integers under ``"sum"`` and ``"max"`` and become floating point under ``"mean"``. Raises
+    `CollectiveError` for booleans, for the largest of complex numbers, and `LeafError` for leaves that are no tensors.
+    """
+    kind = one_of(reduction, ("sum", "mean", "max", "none"), what="reduction")
+    state = PartialState()
+    found = _tensor_leaves("reduce", tensor)
+    if kind == "none" or not state.use_distributed or not found:
+        scaled = [leaf.clone() if scale == 1.0 else leaf * scale for leaf in found]
+        return replace_tensors(tensor, scaled)
+    if state.debug:
+        verify(state, "reduce", f"reduction={kind!r}", describe(tensor))
+    return replace_tensors(tensor, _combine(found, kind, scale, state))
+
+
+def _combine(found: list[torch.Tensor], kind: str, scale: float, state: PartialState) -> list[torch.Tensor]:
+    by_type: dict[torch.dtype, list[int]] = {}
+    for index, tensor in enumerate(found):
+        if tensor.dtype is torch.bool:
+            raise CollectiveError(f"reduce: a boolean tensor has no {kind}: convert it, for instance with .int()")
+        if kind == "max" and tensor.is_complex():
+            raise CollectiveError("reduce: complex numbers have no order, hence no max")
+        by_type.setdefault(tensor.dtype, []).append(index)
+    combined: dict[int, torch.Tensor] = {}
+    with torch.no_grad():
+        for indices in by_type.values():
+            alike = [found[index] for index in indices]
+            combined.update(zip(indices, _combine_alike(alike, kind, scale, state), strict=True))
+    return [combined[index] for index in range(len(found))]
+
+
+def _combine_alike(alike: list[torch.Tensor], kind: str, scale: float, state: PartialState) -> list[torch.Tensor]:
+    here = [tensor.to(state.device) for tensor in alike]
+    flat = flatten(here) if len(here) > 1 else here[0].flatten().clone()
+    # A sum of complex numbers is one of pairs, which every backend has.
+    dist.all_reduce(torch.view_as_real(flat) if flat.is_complex() else flat, _OPERATIONS[kind])
+    if kind == "mean":
+        flat = flat / state.num_processes
+    if scale != 1.0:
+        flat = flat * scale
+    return [piece.to(tensor.device) for piece, tensor in zip(cut(flat, alike), alike, strict=True)]
+
+
+_OPERATIONS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+
+
+def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
+    """Return ``tensor`` with each tensor padded with ``pad_index`` along ``dim`` to the size of the largest anywhere.
+
+    Padding is put behind the data, or before them with ``pad_first``. Tensors without dimension ``dim``, and those
+    that are alike everywhere already, are returned as they are. One small collective for the whole nest. Jagged
+    tensors are left alone, with a `CannotPadNestedTensorWarning`.
+    """
+    state = PartialState()
+    found = _tensor_leaves("pad_across_processes", tensor)
+    if any(leaf.is_nested for leaf in found):
+        warnings.warn("nested tensors cannot be padded: left as they are", CannotPadNestedTensorWarning, stacklevel=2)
+    if not state.use_distributed or not found:
+        return tensor
+    if state.debug:
+        verify(state, "pad_across_processes", f"dim={dim}", [_without_sizes(leaf) for leaf in describe(tensor)])
+    sizes = torch.tensor([_size_along(leaf, dim) for leaf in found], device=state.device)
+    everyones = sizes.new_empty(state.num_processes * len(found))
+    _all_gather(everyones, sizes)
+    largest: list[int] = everyones.view(state.num_processes, -1).amax(0).tolist()
+    padded = [_pad(leaf, size, dim, pad_index, pad_first) for leaf, size in zip(found, largest, strict=True)]
+    return replace_tensors(tensor, padded)
+
+
+def _without_sizes(leaf: Leaf) -> Leaf:
+    return leaf._replace(shape=(-1,) * len(leaf.shape))
+
+
+def _size_along(tensor: torch.Tensor, dim: int) -> int:
+    if tensor.is_nested:
+        return -1
+    return tensor.shape[dim] if -tensor.ndim <= dim < tensor.ndim else -1
+
+
+def _pad(tensor: torch.Tensor, size: int, dim: int, value: float, first: bool) -> torch.Tensor:
+    if size < 0 or tensor.is_nested or tensor.shape[dim] == size:
+        return tensor
+    shape = list(tensor.shape)
+    shape[dim] = size - shape[dim]
+    filling = tensor.new_full(shape, value)
+    return torch.cat([filling, tensor] if first else [tensor, filling], dim=dim)
+
+
+def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
+    """Join a sequence of nests of one shape into one nest, each tensor along ``dim``; a single one stays as it is.
+
+    Mappings are joined by key. Raises `LeafError` for leaves that are no tensors.
+    """
+    if not data:
+        raise ArgumentError("concatenate: nothing to join")
+    first = data[0]
+    if isinstance(first, torch.Tensor):
+        return torch.cat(list(data), dim=dim)
+    if isinstance(first, (list, tuple)):
+        return honor_type(first, (concatenate(column, dim) for column in zip(*data, strict=True)))
+    if isinstance(first, Mapping):
+        return rebuild_mapping(first, {key: concatenate([item[key] for item in data], dim) for key in first})
+    if is_record(first):
+        names = [name for name, _ in fields_of(first)]
+        return replace(first, **{n: concatenate([getattr(item, n) for item in data], dim) for n in names})
+    if len(data) == 1:
+        return first
+    raise LeafError(f"concatenate: {type(first).__name__} is not a tensor")
+
+
+def gather_tensor_shape(tensor: torch.Tensor | None) -> tuple[torch.Size, torch.dtype]:
+    """Return shape and type of the tensor that one process has and the others (``None``) have not.
+
+    Raises `CollectiveError` where none or several have one.
+    """
+    _, shape, dtype = _only_one(tensor)
+    return shape, dtype
+
+
+def _only_one(tensor: torch.Tensor | None) -> tuple[int, torch.Size, torch.dtype]:
+    described = all_objects(None if tensor is None else (tensor.shape, tensor.dtype))
+    holders = [rank for rank, value in enumerate(described) if value is not None]
+    if len(holders) != 1:
+        raise CollectiveError(f"one process must have a tensor and the others None, but {holders or 'none'} have one")
+    shape, dtype = described[holders[0]]
+    return holders[0], shape, dtype
+
+
+def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
+    """Return, on every process's device, the tensor that one process gives; the others give ``None``.
+
+    Raises `CollectiveError` where none or several give one.
+    """
+    source, shape, dtype = _only_one(tensor)
+    device = PartialState().device
+    mine = torch.empty(shape, dtype=dtype, device=device) if tensor is None else tensor.detach().to(device, copy=True)
+    received: torch.Tensor = broadcast(mine, source)
+    return received
+
+
+def wait_for_everyone() -> None:
+    """Return when every process has called this as often as this one."""
+    PartialState().wait_for_everyone()

@@ -1,0 +1,75 @@
+"""Whether all processes came to the same collective with data that fit together.
+
+Asked before every collective in debug mode (``ACCELERATE_DEBUG_MODE=1``): one collective of sixteen bytes a process,
+and a second one, of the whole descriptions, only where these differ and an error must name who has what.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+
+from accel.errors import CollectiveError
+from accel.pytree import leaves
+from accel.state import PartialState
+
+
+class Leaf(NamedTuple):
+    """What must be the same everywhere about one tensor."""
+
+    path: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}" + (f" at {self.path}" if self.path else "")
+
+
+class Call(NamedTuple):
+    """What one process asks for."""
+
+    operation: str
+    how: str
+    leaves: list[Leaf]
+
+
+def describe(data: Any) -> list[Leaf]:
+    """The tensors in ``data``, in order."""
+    return [
+        Leaf(path, str(leaf.dtype).removeprefix("torch."), tuple(leaf.shape))
+        for path, leaf in leaves(data)
+        if isinstance(leaf, torch.Tensor)
+    ]
+
+
+def verify(state: PartialState, operation: str, how: str = "", data: list[Leaf] | None = None) -> None:
+    """Raise `CollectiveError` on every process unless all ask for ``operation``, in one way, on such ``data``."""
+    mine = Call(operation, how, data or [])
+    digest = torch.tensor([crc32(repr(mine[:2]).encode()), crc32(repr(mine[2]).encode())], device=state.device)
+    everyones = [torch.empty_like(digest) for _ in range(state.num_processes)]
+    dist.all_gather(everyones, digest)
+    if all(torch.equal(digest, other) for other in everyones):
+        return
+    calls: list[Any] = [None] * state.num_processes
+    dist.all_gather_object(calls, mine)
+    raise CollectiveError(_difference(calls))
+
+
+def _difference(calls: list[Call]) -> str:
+    if len({call.operation for call in calls}) > 1:
+        return "processes came to different operations: " + _each(f"is at {call.operation}" for call in calls)
+    start = f"{calls[0].operation}: processes disagree: "
+    if len({call.how for call in calls}) > 1:
+        return start + _each(f"asks for {call.how}" for call in calls)
+    if len({len(call.leaves) for call in calls}) > 1:
+        return start + _each(f"has {len(call.leaves)} tensor(s)" for call in calls)
+    columns = zip(*(call.leaves for call in calls), strict=True)
+    differing = next(column for column in columns if len(set(column)) > 1)
+    return start + _each(f"has {leaf}" for leaf in differing)
+
+
+def _each(texts: Any) -> str:
+    return "; ".join(f"process {rank} {text}" for rank, text in enumerate(texts))

@@ -1,0 +1,168 @@
+"""Small tools on nests of tensors, by the names under which scripts know them.
+
+Where Accelerate's functions stop at dicts, lists and tuples, these go into dataclasses too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from accel.errors import ArgumentError, LeafError
+from accel.pytree import (
+    fields_of,
+    honor_type,
+    is_namedtuple,
+    is_record,
+    map_nested,
+    send_to_device,
+    slice_tensors,
+    tensors,
+)
+
+__all__ = [
+    "TensorInformation",
+    "find_batch_size",
+    "find_device",
+    "get_data_structure",
+    "get_shape",
+    "honor_type",
+    "ignorant_find_batch_size",
+    "initialize_tensors",
+    "is_namedtuple",
+    "is_tensor_information",
+    "is_torch_tensor",
+    "listify",
+    "pad_input_tensors",
+    "recursively_apply",
+    "send_to_device",
+    "slice_tensors",
+]
+
+
+@dataclass
+class TensorInformation:
+    """What is needed to make a tensor like another one, but for its values and its device."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def is_torch_tensor(tensor: object) -> bool:
+    """Whether ``tensor`` is a tensor."""
+    return isinstance(tensor, torch.Tensor)
+
+
+def is_tensor_information(tensor_info: object) -> bool:
+    """Whether ``tensor_info`` is a `TensorInformation`."""
+    return isinstance(tensor_info, TensorInformation)
+
+
+def recursively_apply(
+    func: Callable[..., Any],
+    data: Any,
+    *args: Any,
+    test_type: Callable[[Any], bool] = is_torch_tensor,
+    error_on_other_type: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """Return ``data`` with each leaf for which ``test_type`` holds replaced by ``func(leaf, *args, **kwargs)``.
+
+    Other leaves stay; with ``error_on_other_type`` they raise `LeafError`.
+    """
+
+    def apply(leaf: Any) -> Any:
+        if test_type(leaf):
+            return func(leaf, *args, **kwargs)
+        if error_on_other_type:
+            wanted, name = getattr(test_type, "__name__", "test_type"), getattr(func, "__name__", "the function")
+            raise LeafError(f"{name}: a leaf of type {type(leaf).__name__} does not satisfy {wanted}")
+        return leaf
+
+    return apply(data) if test_type(data) else map_nested(apply, data)
+
+
+def get_data_structure(data: Any) -> Any:
+    """Return ``data`` with a `TensorInformation` in the place of each tensor."""
+    return recursively_apply(lambda tensor: TensorInformation(tensor.shape, tensor.dtype), data)
+
+
+def get_shape(data: Any) -> Any:
+    """Return ``data`` with its shape, as a list, in the place of each tensor."""
+    return recursively_apply(lambda tensor: list(tensor.shape), data)
+
+
+def initialize_tensors(data_structure: Any) -> Any:
+    """Return ``data_structure`` with a tensor, of values not defined, in the place of each `TensorInformation`."""
+    # A dataclass itself, the description must be met as a leaf before it is walked as a nest.
+    if is_tensor_information(data_structure):
+        return torch.empty(data_structure.shape, dtype=data_structure.dtype)
+    if isinstance(data_structure, (list, tuple)):
+        return honor_type(data_structure, (initialize_tensors(item) for item in data_structure))
+    if isinstance(data_structure, Mapping):
+        made = {key: initialize_tensors(item) for key, item in data_structure.items()}
+        return type(data_structure)(made)  # type: ignore[call-arg]
+    return data_structure
+
+
+def find_batch_size(data: Any) -> int:
+    """The first dimension of the first tensor in ``data``.
+
+    Raises `ArgumentError` for an empty nest and for a tensor without dimensions, `LeafError` where something else than
+    a tensor comes first.
+    """
+    leaf = data
+    while not isinstance(leaf, torch.Tensor):
+        if isinstance(leaf, Mapping):
+            items = list(leaf.values())
+        elif isinstance(leaf, (list, tuple)):
+            items = list(leaf)
+        elif is_record(leaf):
+            items = [value for _, value in fields_of(leaf)]
+        else:
+            raise LeafError(f"find_batch_size: a {type(leaf).__name__} comes first, which is not a tensor")
+        if not items:
+            raise ArgumentError(f"find_batch_size: an empty {type(leaf).__name__} has no batch size")
+        leaf = items[0]
+    if leaf.ndim == 0:
+        raise ArgumentError("find_batch_size: a tensor without dimensions has no batch size")
+    return leaf.shape[0]
+
+
+def ignorant_find_batch_size(data: Any) -> int | None:
+    """As `find_batch_size`, but ``None`` where that raises."""
+    try:
+        return find_batch_size(data)
+    except (ArgumentError, LeafError):
+        return None
+
+
+def find_device(data: Any) -> torch.device | None:
+    """The device of the first tensor in ``data``, or ``None``."""
+    found = tensors(data)
+    return found[0].device if found else None
+
+
+def listify(data: Any) -> Any:
+    """Return ``data`` with its numbers, in nested lists, in the place of each tensor."""
+    return recursively_apply(lambda tensor: tensor.detach().tolist(), data)
+
+
+def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
+    """Return ``tensor`` with each tensor of ``batch_size`` rows completed with zeros along ``dim``.
+
+    They come to have a multiple of ``num_processes`` rows, so that each process gets as many.
+    """
+    missing = -batch_size % num_processes
+
+    def pad(leaf: torch.Tensor) -> torch.Tensor:
+        if missing == 0:
+            return leaf
+        shape = list(leaf.shape)
+        shape[dim] = missing
+        return torch.cat([leaf, leaf.new_zeros(shape)], dim=dim)
+
+    return recursively_apply(pad, tensor, error_on_other_type=True)

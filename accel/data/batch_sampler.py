@@ -1,0 +1,344 @@
+"""The batch sampler of one process: its own share of the batches of an epoch, at the cost of that share."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence, Sized
+from itertools import chain, cycle, islice
+from typing import Any, cast
+
+import torch
+from torch.utils.data import BatchSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from accel.data.shard_math import Share
+from accel.data.shuffle import OrderRng, draw, is_plain_batch_sampler
+from accel.errors import DataError
+
+__all__ = ["BatchSamplerShard", "Epoch", "Share"]
+
+# Indices listed at a time: a call for each batch would cost as much as the listing itself.
+_LISTED = 4096
+
+
+class Epoch(Iterator[Any]):
+    """The batches of this process in one epoch, of which the first ``skip`` are left out.
+
+    Where the number of batches shows at their end only, ``ahead`` batches of indices are held back, so that the end
+    is known with the last batch and not after it; no sample is read ahead for that. The order is drawn at the first
+    batch, or by `begin`. ``total`` is the number of batches, those skipped included, once it is known.
+    """
+
+    def __init__(self, owner: BatchSamplerShard) -> None:
+        self._owner = owner
+        self._given = owner.skip
+        self._replay = owner.replay
+        self._depth = owner.ahead
+        self._held: deque[Any] = deque()
+        self._batches: Iterator[Any] | None = None
+        self.order: dict[str, Any] = {}
+        self.total: int | None = None
+        self.last_counts: tuple[int, ...] | None = None
+
+    def begin(self) -> None:
+        """Draw the order, if that has not been done."""
+        if self._batches is None:
+            with self._owner.rng.drawing(self._replay) as self.order:
+                self._batches = self._owner.produce(self, self._given)
+                self._hold()
+
+    def _hold(self) -> None:
+        assert self._batches is not None
+        while self.total is None and len(self._held) < self._depth:
+            try:
+                self._held.append(next(self._batches))
+            except StopIteration:
+                self.total = self._given + len(self._held)
+
+    def run(self) -> Iterator[Any]:
+        """The batches, uncounted where nothing is held back: what a call for each would cost is more than they cost."""
+        self.begin()
+        assert self._batches is not None
+        yield from (self if self._held else self._batches)
+
+    def __next__(self) -> Any:
+        self.begin()
+        held = self._held
+        if held:
+            batch = held.popleft()
+            self._given += 1
+            self._hold()
+            return batch
+        batch = next(self._batches)  # type: ignore[arg-type]
+        self._given += 1
+        return batch
+
+    def state_dict(self) -> dict[str, int]:
+        """How many batches were given: what torchdata's loader asks of an iterator over its batch sampler."""
+        return {"given": self._given}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Begin behind the batches that had been given when `state_dict` was taken."""
+        self._given = state["given"]
+        self._batches = None
+        self._held.clear()
+        self.total = None
+
+
+class BatchSamplerShard(BatchSampler):
+    """Yields the batches of indices of process ``process_index`` among ``num_processes``.
+
+    ``batch_sampler`` may be any iterable of batches. Where it is torch's own `BatchSampler`, a batch costs this
+    process its own indices alone, however many processes there are, if the sampler inside can be indexed or is one
+    of torch's; a sampler that can only be walked is walked. Any other source is dealt out in whole batches.
+    ``split_batches``: each batch is cut into one part a process (its size must be a multiple of the processes, else
+    `DataError`). ``even_batches`` and dropping: see `Share`. ``shared``: the order is drawn from the main process's
+    generators, which takes a collective an epoch. ``own_share``: the source is this process's share already; so is one
+    whose sampler is torch's `DistributedSampler`.
+    """
+
+    def __init__(
+        self,
+        batch_sampler: Any,
+        num_processes: int = 1,
+        process_index: int = 0,
+        split_batches: bool = False,
+        even_batches: bool = True,
+        *,
+        shared: bool = False,
+        own_share: bool = False,
+    ) -> None:
+        self.batch_sampler = batch_sampler
+        self.num_processes = num_processes
+        self.process_index = process_index
+        self.split_batches = split_batches
+        self.even_batches = even_batches
+        self.own_share = own_share or isinstance(getattr(batch_sampler, "sampler", None), DistributedSampler)
+        self.skip = 0
+        self.ahead = 1
+        self.counted = False  # whether iterators must know how far they are: torchdata's loader asks them
+        self.replay: dict[str, Any] | None = None
+        self._shared = shared
+        self._settle()
+        self.epoch = Epoch(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "epoch"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.epoch = Epoch(self)
+
+    def _settle(self) -> None:
+        source = self.batch_sampler
+        self._processes = 1 if self.own_share else self.num_processes
+        self._index = 0 if self.own_share else self.process_index
+        self._plain = is_plain_batch_sampler(source)
+        self._split = self.split_batches and self._processes > 1
+        self.sampler: Any = getattr(source, "sampler", None)
+        self.batch_size: Any = getattr(source, "batch_size", None)
+        self.drop_last = bool(getattr(source, "drop_last", False))
+        self.own_batch_size = self._own_batch_size()
+        self.rng = OrderRng([self.sampler, source], shared=self._shared and self._processes > 1)
+
+    def _own_batch_size(self) -> int | None:
+        size = self.batch_size
+        if not isinstance(size, int):
+            if self._split:
+                kind = type(self.batch_sampler).__name__
+                raise DataError(f"split_batches needs a batch sampler with a batch_size, {kind} has none")
+            return None
+        if not self._split:
+            return size
+        return part_of(size, self._processes)
+
+    def set_sampler(self, sampler: Any) -> None:
+        """Put ``sampler`` in the place of the one inside, from the next epoch on."""
+        self.batch_sampler.sampler = sampler
+        self._settle()
+
+    def share(self, samples: int) -> Share:
+        """The arithmetic of this process's share of ``samples``."""
+        return Share(
+            samples=samples,
+            batch=self.own_batch_size or 1,
+            processes=self._processes,
+            index=self._index,
+            even=self.even_batches and self._processes > 1,
+            drop_last=self.drop_last,
+        )
+
+    def __iter__(self) -> Iterator[Any]:
+        self.epoch = Epoch(self)
+        return self.epoch if self.counted else self.epoch.run()
+
+    def __len__(self) -> int:
+        """Batches of this process in a whole epoch."""
+        if self._plain or self._split:
+            return self.share(self.samples).steps
+        whole, rest = divmod(len(self.batch_sampler), self._processes)
+        if rest == 0 or self.drop_last:
+            return whole
+        return whole + (self.even_batches or rest > self._index)
+
+    @property
+    def total_length(self) -> int:
+        """Batches of the source, which is all processes' together."""
+        return len(self.batch_sampler)
+
+    @property
+    def samples(self) -> int:
+        """Samples in an epoch, over all processes. Raises `TypeError` where the sampler does not know."""
+        if self._plain:
+            return len(cast(Sized, self.sampler))
+        return len(self.batch_sampler) * (self.own_batch_size or 1) * (self._processes if self._split else 1)
+
+    def last_rows(self) -> int:
+        """Samples in the last batch of the epoch begun last, repetitions included, where all processes have as many."""
+        if self.own_share:
+            return (self.samples - 1) % (self.own_batch_size or 1) + 1
+        if self._processes == 1 and self.epoch.last_counts:
+            return self.epoch.last_counts[0]
+        return self.own_batch_size or max(self.epoch.last_counts or (1,))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the samplers inside which epoch comes next, those that want to know."""
+        for part in (self.batch_sampler, self.sampler):
+            listener = getattr(part, "set_epoch", None)
+            if listener is not None:
+                listener(epoch)
+
+    def produce(self, epoch: Epoch, skip: int) -> Iterator[Any]:
+        """Draw an order and yield this process's batches of it from number ``skip`` on."""
+        source = self.batch_sampler
+        if not self._plain:
+            return self._walk(chain.from_iterable(source), epoch, skip) if self._split else self._deal(epoch, skip)
+        if isinstance(self.sampler, DistributedSampler):
+            epoch.last_counts = _distributed_counts(self.sampler, self.share(len(self.sampler)))
+        order = draw(cast(Iterable[Any], self.sampler))
+        if isinstance(order, Iterator):
+            return self._walk(order, epoch, skip)
+        share = self.share(len(order))
+        epoch.total = max(share.steps, skip)
+        if share.steps and not self.own_share:
+            epoch.last_counts = share.real_counts(share.steps - 1)
+        return _pick(cast(Sequence[int], order), share, skip)
+
+    def _walk(self, samples: Iterator[Any], epoch: Epoch, skip: int) -> Iterator[list[Any]]:
+        share = self.share(0)
+        mine = slice(self._index * share.batch, (self._index + 1) * share.batch)
+        head: list[Any] = []
+        for step in _forever():
+            dealt = list(islice(samples, share.round_size))
+            head = head or dealt
+            if len(dealt) == share.round_size:
+                if step >= skip:
+                    yield dealt[mine]
+                continue
+            if dealt and not self.drop_last:
+                if not self.own_share:
+                    epoch.last_counts = self.share(len(dealt)).real_counts(0)
+                if share.even:
+                    dealt = [*dealt, *islice(cycle(head), share.round_size - len(dealt))]
+                if step >= skip and dealt[mine]:
+                    yield dealt[mine]
+            elif step > 0 and not self.own_share:
+                epoch.last_counts = (share.batch,) * self._processes
+            return
+
+    def _deal(self, epoch: Epoch, skip: int) -> Iterator[Any]:
+        batches, processes = iter(self.batch_sampler), self._processes
+        head: list[Any] = []
+        dealt = list(islice(batches, processes))
+        for step in _forever():
+            following = list(islice(batches, processes)) if len(dealt) == processes else []
+            head = head or dealt
+            if not following:
+                if dealt and step >= skip:
+                    yield from self._last_dealt(dealt, head, epoch)
+                return
+            if step >= skip:
+                yield dealt[self._index]
+            dealt = following
+
+    def _last_dealt(self, dealt: list[Any], head: list[Any], epoch: Epoch) -> Iterator[Any]:
+        complete = len(dealt) == self._processes and self._full(dealt[-1])
+        if self.drop_last and not complete:
+            return
+        if not self.own_share:
+            sizes = [len(batch) if isinstance(batch, Sized) else 1 for batch in dealt]
+            epoch.last_counts = (*sizes, *[0] * (self._processes - len(dealt)))
+        if self.even_batches and self._processes > 1 and not complete:
+            dealt = self._completed(dealt, head)
+        if self._index < len(dealt):
+            yield dealt[self._index]
+
+    def _full(self, batch: Any) -> bool:
+        return self.own_batch_size is None or (isinstance(batch, Sized) and len(batch) >= self.own_batch_size)
+
+    def _completed(self, dealt: list[Any], head: list[Any]) -> list[Any]:
+        size, processes = self.own_batch_size, self._processes
+        if size is None or any(len(batch) != size for batch in dealt[:-1]) or len(dealt[-1]) > size:
+            return [*dealt, *islice(cycle(head), processes - len(dealt))]
+        flat = list(chain.from_iterable(dealt))
+        flat.extend(islice(cycle(chain.from_iterable(head)), size * processes - len(flat)))
+        return [flat[start : start + size] for start in range(0, len(flat), size)]
+
+
+def part_of(size: int, processes: int) -> int:
+    """One process's part of a batch of ``size``. Raises `DataError` if it does not come out even."""
+    part, rest = divmod(size, processes)
+    if rest:
+        below = f"{size - rest} and " if part else ""
+        raise DataError(
+            f"split_batches: batch size {size} is not a multiple of the {processes} processes; "
+            f"nearest {'are' if below else 'is'} {below}{size + processes - rest}"
+        )
+    return part
+
+
+def _forever() -> Iterator[int]:
+    return iter(range(2**63))
+
+
+def _pick(order: Sequence[int] | torch.Tensor, share: Share, skip: int) -> Iterator[list[int]]:
+    whole = share.samples // share.round_size
+    if not isinstance(order, torch.Tensor):
+        first, batch, stride = share.index * share.batch, share.batch, share.round_size
+        for start in range(skip * stride + first, whole * stride, stride):
+            yield _indices(order, start, start + batch, share.samples)
+        for step in range(max(skip, whole), share.steps):
+            yield _indices(order, *share.span(step), share.samples)
+        return
+    # Own batches side by side: stepping through memory is fast, and the rest of the epoch can be let go.
+    rounds = order[: whole * share.round_size].view(whole, share.processes, share.batch)
+    own = rounds[:, share.index].contiguous()
+    last = [_indices(order, *share.span(step), share.samples) for step in range(whole, share.steps)]
+    del order, rounds
+    at_once = max(1, _LISTED // share.batch)
+    for start in range(skip, whole, at_once):
+        yield from own[start : start + at_once].tolist()
+    yield from last[max(0, skip - whole) :]
+
+
+def _indices(order: Any, start: int, end: int, samples: int) -> list[int]:
+    if type(order) is range and end <= samples:
+        return list(order[start:end])
+    if end > samples:
+        return [int(order[position % samples]) for position in range(start, end)]
+    if isinstance(order, torch.Tensor):
+        listed: list[int] = order[start:end].tolist()
+        return listed
+    if isinstance(order, list):
+        return order[start:end]
+    return [order[position] for position in range(start, end)]
+
+
+def _distributed_counts(sampler: DistributedSampler[Any], share: Share) -> tuple[int, ...] | None:
+    # torch's DistributedSampler deals single samples and repeats some at its end; rank r's samples are r, r + P, …
+    replicas, size = sampler.num_replicas, len(cast(Sized, sampler.dataset))
+    if not share.steps or sampler.drop_last:
+        return None
+    start = (share.steps - 1) * share.batch
+    real = [len(range(rank, size, replicas)) for rank in range(replicas)]
+    return tuple(max(0, min(share.batch, count - start)) for count in real)

@@ -1,0 +1,289 @@
+"""A loader whose data the main process alone reads; every other process is sent its part.
+
+Parts travel one by one from the main process to the one that they are for, as packed bytes (`accel.data.transfer`): a
+broadcast would carry every part to every process, and a scatter asks for parts of one size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterDataPipe, MapDataPipe
+
+from accel.collectives.rng import host_rng_state, set_host_rng_state
+from accel.data.batch_sampler import BatchSamplerShard, part_of
+from accel.data.batch_split import Dealer, Round
+from accel.data.loader import PreparedLoader
+from accel.data.lookahead import Lookahead, window_depth
+from accel.data.mesh_rank import shares_by_rank
+from accel.data.rows import can_be_kept, count_rows
+from accel.data.torch_loader import make_loader
+from accel.data.transfer import Encoder, Receiver, Sender, host_group
+from accel.errors import DataError
+from accel.state import PartialState
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What stopped the main process from reading on."""
+
+    error: Exception
+
+    def __str__(self) -> str:
+        return f"process 0, which reads the data for all, failed: {type(self.error).__name__}: {self.error}"
+
+
+@dataclass(frozen=True)
+class Outgoing:
+    """A round that is ready: the main process's own part, and the messages for the others by rank."""
+
+    own: Any
+    counts: tuple[int, ...] | None
+    messages: list[torch.Tensor | None]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes for each rank."""
+        return [0 if message is None else len(message) for message in self.messages]
+
+
+class DataLoaderDispatcher(PreparedLoader):
+    """Reads batches on the main process and gives each process its part.
+
+    Without ``split_batches`` a round is one batch for each process, with it one batch cut into parts. The last round
+    is spread over all processes; `real_counts` tells the rows in it that are repetitions. Batches may hold anything
+    that `pickle` takes and be of any size; only where one must be cut, its tensors and lists of one object a row are.
+    ``slice_fn`` is called on the main process, for each part. What the main process fails with while reading is raised
+    there, and everywhere else as `DataError` with its text. The main process reads one round ahead of the one given,
+    or with gradient accumulation as many as make a window.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        split_batches: bool = False,
+        skip_batches: int = 0,
+        use_stateful_dataloader: bool = False,
+        _drop_last: bool = False,
+        _non_blocking: bool = False,
+        slice_fn: Callable[..., Any] | None = None,
+        torch_device_mesh: Any = None,
+        iteration: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        base, batches = make_loader(dataset, use_stateful_dataloader, kwargs)
+        self._set_up(base, batches, device=PartialState().device, non_blocking=_non_blocking, drop_last=_drop_last)
+        self._set_up_dispatch(split_batches, True, slice_fn, torch_device_mesh)
+        self.skip_batches = skip_batches
+        self.iteration = iteration
+
+    @classmethod
+    def around(
+        cls,
+        base: DataLoader[Any],
+        batches: BatchSamplerShard | None,
+        *,
+        split: bool,
+        even: bool,
+        slice_fn: Callable[..., Any] | None,
+        mesh: Any,
+        **how: Any,
+    ) -> DataLoaderDispatcher:
+        """A loader around ``base`` itself; ``how``: see `PreparedLoader._set_up`."""
+        loader = cls.__new__(cls)
+        loader._set_up(base, batches, **how)
+        loader._set_up_dispatch(split, even, slice_fn, mesh)
+        return loader
+
+    def _set_up_dispatch(self, split: bool, even: bool, slice_fn: Callable[..., Any] | None, mesh: Any) -> None:
+        self.state = PartialState()
+        self.split_batches = split
+        self.slice_fn = slice_fn
+        self.torch_device_mesh = mesh
+        self.processes = self.state.num_processes
+        self.process_index = self.state.process_index
+        self._shares = shares_by_rank(mesh, self.processes)
+        self._even = even
+        self._present: tuple[int, ...] | None = None
+        self._rows = 1
+        size = self._base_batch_size()
+        if split and size is not None:
+            part_of(size, self._share_count)
+
+    @property
+    def _share_count(self) -> int:
+        return max(self._shares) + 1
+
+    def _base_batch_size(self) -> int | None:
+        size = self.base_dataloader.batch_size if self.batches is None else self.batches.batch_size
+        return size if isinstance(size, int) else None
+
+    def _whole_length(self) -> int:
+        batches = len(self.base_dataloader)
+        if self.split_batches:
+            return batches
+        whole, rest = divmod(batches, self._share_count)
+        return whole + bool(rest and not self._drop_last)
+
+    @property
+    def total_batch_size(self) -> int:
+        """Samples in one round, over all processes."""
+        size = self._base_batch_size() or 1
+        return size if self.split_batches else size * self._share_count
+
+    @property
+    def even_batches(self) -> bool:
+        """Whether an incomplete last round is completed for every process."""
+        return self._even
+
+    @even_batches.setter
+    def even_batches(self, even: bool) -> None:
+        self._even = even
+
+    @property
+    def remainder(self) -> int:
+        """Samples in the round at hand if it is not complete, else 0; -1 before the last one."""
+        if self._present is not None:
+            return sum(self._present)
+        return 0 if self.end_of_dataloader else -1
+
+    def real_counts(self) -> tuple[int, ...] | None:
+        """Rows of the round at hand that are no repetitions, by process; ``None`` if all are."""
+        if self._present is None:
+            return None
+        return tuple(self._present[share] for share in self._shares)
+
+    def present_counts(self) -> tuple[int, ...] | None:
+        """The same as `real_counts`: any round may have repetitions where batches are of several sizes."""
+        return self.real_counts()
+
+    @property
+    def nominal_rows(self) -> int:
+        """Rows of this process's part of a round that is complete."""
+        return self.total_batch_size // self._share_count
+
+    def last_rows(self) -> int:
+        """Rows in this process's part of the round at hand, repetitions included."""
+        return self._rows
+
+    def own_state_dict(self) -> Any:
+        """See `PreparedLoader`; ``None`` on a process that does not read."""
+        return super().own_state_dict() if self.process_index == 0 else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `PreparedLoader`. ``first``: rows from the epoch's start, if a resumed run does not read them again."""
+        state, first = super().state_dict(), self.progress.first
+        read_again = self.batches is None and not self.stateful_base
+        if first is None or read_again or state["ended"] or not can_be_kept(first):
+            return state
+        return {**state, "first": first}
+
+    def _open(self, skip: int, replay: dict[str, Any] | None) -> Iterator[Any]:
+        self._present = None
+        group = host_group()
+        if self.process_index == 0:
+            return self._lead(Sender(self.processes, group), self._read(skip, replay))
+        if isinstance(self.base_dataloader.dataset, (IterDataPipe, MapDataPipe)):
+            iter(self.base_dataloader)  # torch agrees with all processes on a seed here
+        pinned = self._non_blocking and self.device is not None and self.device.type == "cuda"
+        return self._follow(Receiver(group, pinned=pinned))
+
+    def _read(self, skip: int, replay: dict[str, Any] | None) -> Lookahead:
+        base, batches = self.base_dataloader, self.batches
+        if batches is not None:
+            batches.skip = skip * (1 if self.split_batches else self._share_count)
+            batches.replay = replay
+        snapshot = base.state_dict if self.stateful_base else None  # type: ignore[attr-defined]
+        reads_start = self.progress.position == 0 or (batches is None and skip > 0)
+        rounds = self._rounds(0 if batches is not None else skip, late=replay is not None and not reads_start)
+        ahead = self.progress.ahead = Lookahead(rounds, partial(window_depth, self.gradient_state), snapshot)
+        if batches is None:
+            with self._stream_rng.drawing(replay) as self.progress.order:
+                ahead.fill()
+            return ahead
+        # What is read here was read before the checkpoint: reading it again must not move the generators on.
+        kept = None if replay is None else host_rng_state()
+        ahead.fill()
+        if kept is not None:
+            set_host_rng_state(kept)
+        self.progress.order = batches.epoch.order
+        return ahead
+
+    def _rounds(self, skip: int, late: bool) -> Iterator[Outgoing | Failure]:
+        dealer = Dealer(
+            shares=self._share_count, split=self.split_batches, even=self._even, drop_last=self._drop_last,
+            nominal=None if self._base_batch_size() is None else self.nominal_rows, slice_fn=self.slice_fn,
+            first=self.progress.first, late=late,
+        )  # fmt: skip
+        encoders = [Encoder() for _ in range(self.processes)]
+        try:
+            for dealt in dealer.deal(self._iterate_base(), skip):
+                self.progress.first = dealer.first
+                yield self._outgoing(dealt, encoders)
+        except Exception as error:
+            yield Failure(error)
+
+    def _outgoing(self, dealt: Round, encoders: list[Encoder]) -> Outgoing:
+        messages: list[torch.Tensor | None] = [None] * self.processes
+        for rank in range(1, self.processes):
+            part = dealt.parts[self._shares[rank]]
+            if part is not None:
+                messages[rank] = encoders[rank].encode(part, dealt.counts)
+        return Outgoing(dealt.parts[self._shares[0]], dealt.counts, messages)
+
+    def _lead(self, sender: Sender, ahead: Lookahead) -> Iterator[Any]:
+        self._total = self._known_length()
+        try:
+            sender.open(self._following(ahead))
+            while (item := ahead.peek()) is not None:
+                next(ahead)
+                if isinstance(item, Failure):
+                    sender.send(self._told(item), [0] * self.processes, None)
+                    raise item.error
+                self._count(ahead)
+                sender.send(item.messages, self._following(ahead), self.batches_left)
+                self._note(item.own, item.counts)
+                yield item.own
+        finally:
+            # Also where the epoch is left early: what has been given here must arrive elsewhere, unless nobody is left.
+            with suppress(RuntimeError):
+                sender.settle()
+
+    def _known_length(self) -> int | None:
+        try:
+            return None if self.batches is None else self._whole_length()
+        except TypeError:  # a sampler without length
+            return None
+
+    def _following(self, ahead: Lookahead) -> list[int]:
+        """Bytes that each rank gets next."""
+        item = ahead.peek()
+        if item is None:
+            return [0] * self.processes
+        return [len(message) for message in self._told(item)] if isinstance(item, Failure) else item.sizes
+
+    def _told(self, failure: Failure) -> list[torch.Tensor]:
+        return [Encoder().encode(None, str(failure))] * self.processes
+
+    def _follow(self, receiver: Receiver) -> Iterator[Any]:
+        receiver.open()
+        while not receiver.at_end:
+            batch, note = receiver.receive()
+            if isinstance(note, str):
+                raise DataError(note)
+            self.progress.position += 1
+            self.end_of_dataloader = self.progress.ended = receiver.at_end
+            left = 1 if receiver.at_end else receiver.left
+            self._total = None if left is None else self.progress.position + left - 1
+            self._note(batch, note)
+            yield batch
+
+    def _note(self, part: Any, counts: tuple[int, ...] | None) -> None:
+        self._present = counts
+        if counts is not None or self.end_of_dataloader:
+            self._rows = count_rows(part) or 1

@@ -1,0 +1,194 @@
+"""The order in which an epoch visits the samples: the same on every process, and drawn again on resume."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler
+
+from accel import collectives
+from accel.collectives.rng import host_rng_state, set_host_rng_state
+
+# Where torchdata keeps its own versions of torch's samplers, which its loader makes in their stead.
+_TORCHDATA = "torchdata.stateful_dataloader.sampler"
+
+
+@runtime_checkable
+class Indexable(Protocol):
+    """A sampler of which position i can be asked without walking there."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+class SeedableRandomSampler(RandomSampler):
+    """A shuffle that depends on a seed and the epoch alone: ``set_epoch(e)`` gives the same order at any time.
+
+    Takes the arguments of torch's `RandomSampler`, and ``data_seed`` (default: `torch.initial_seed`); a ``generator``
+    is seeded anew for each epoch. Walking it to the end goes on to the next epoch.
+    """
+
+    def __init__(
+        self,
+        data_source: Any,
+        replacement: bool = False,
+        num_samples: int | None = None,
+        generator: torch.Generator | None = None,
+        *,
+        data_seed: int | None = None,
+    ) -> None:
+        super().__init__(data_source, replacement, num_samples, generator or torch.Generator())
+        self.initial_seed = torch.initial_seed() if data_seed is None else data_seed
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Shuffle as in epoch ``epoch`` from the next iteration on."""
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self.draw().tolist()
+        self.set_epoch(self.epoch + 1)
+
+    def draw(self) -> torch.Tensor:
+        """The order of the present epoch, a tensor of shape ``(num_samples,)``."""
+        assert self.generator is not None
+        self.generator.manual_seed(self.initial_seed + self.epoch)
+        if self.replacement:
+            return torch.tensor(list(super().__iter__()), dtype=torch.int64)
+        return _permutations(self, self.generator)
+
+
+def is_plain_batch_sampler(item: Any) -> bool:
+    """Whether ``item`` is torch's own `BatchSampler`, or torchdata's: batches of one size, samples in order."""
+    return type(item) is BatchSampler or _is_torchdata(item, "BatchSampler")
+
+
+def is_plain_shuffle(item: Any) -> bool:
+    """Whether ``item`` is torch's own `RandomSampler`, or torchdata's, and not a subclass."""
+    return type(item) is RandomSampler or _is_torchdata(item, "RandomSampler")
+
+
+def _is_torchdata(item: Any, name: str) -> bool:
+    return type(item).__module__ == _TORCHDATA and type(item).__name__ == name
+
+
+def _permutations(sampler: Any, generator: torch.Generator) -> torch.Tensor:
+    # The draws of torch's RandomSampler, kept as a tensor: a process lists its own share alone.
+    size, wanted = len(sampler.data_source), sampler.num_samples
+    whole, rest = divmod(wanted, size)
+    drawn = [torch.randperm(size, generator=generator) for _ in range(whole)]
+    if rest or (type(sampler) is RandomSampler and generator is sampler.generator):
+        # torch draws a last permutation even to take none of it: a generator of the user's must go on from there.
+        drawn.append(torch.randperm(size, generator=generator)[:rest])
+    return drawn[0] if len(drawn) == 1 else torch.cat(drawn)
+
+
+def draw(sampler: Iterable[Any]) -> Sequence[int] | torch.Tensor | Indexable | Iterator[Any]:
+    """Draw the order of one epoch: something that can be indexed where the sampler allows, else an iterator."""
+    if isinstance(sampler, SeedableRandomSampler):
+        return sampler.draw()
+    if type(sampler) is SequentialSampler:
+        return range(len(sampler))
+    if is_plain_shuffle(sampler) and not sampler.replacement:  # type: ignore[attr-defined]
+        return _permutations(sampler, sampler.generator or _fresh_generator())  # type: ignore[attr-defined]
+    if isinstance(sampler, Indexable):
+        return sampler
+    return iter(sampler)
+
+
+def _fresh_generator() -> torch.Generator:
+    seed = int(torch.empty((), dtype=torch.int64).random_().item())
+    return torch.Generator().manual_seed(seed)
+
+
+class OrderRng:
+    """The random numbers that an order is drawn from: remembered, made equal on all processes, and replayed.
+
+    ``owners`` are the samplers, or data sets, whose ``generator`` may be used, beside the global generators.
+    """
+
+    def __init__(self, owners: Sequence[Any], *, shared: bool) -> None:
+        self._owners = owners
+        self._shared = shared
+        self._fixed = all(_draws_nothing(owner) for owner in owners)
+
+    def generators(self) -> list[torch.Generator]:
+        """The owners' own generators."""
+        found = [getattr(owner, "generator", None) for owner in self._owners]
+        return [generator for generator in found if isinstance(generator, torch.Generator)]
+
+    def capture(self) -> dict[str, Any]:
+        """The present state of all of them, in types that a safe unpickler reads; empty if an order needs none."""
+        if self._fixed:
+            return {}
+        return {"host": host_rng_state(), "generators": self.generator_states()}
+
+    def generator_states(self) -> list[torch.Tensor]:
+        """The present state of the owners' own generators."""
+        return [generator.get_state() for generator in self.generators()]
+
+    def set_generator_states(self, states: list[torch.Tensor]) -> None:
+        """Give back what `generator_states` took."""
+        for generator, state in zip(self.generators(), states, strict=False):
+            generator.set_state(state)
+
+    def seeds(self) -> list[int]:
+        """The seeds of the owners that draw from a seed and the epoch alone."""
+        return [owner.initial_seed for owner in self._seedable()]
+
+    def set_seeds(self, seeds: list[int]) -> None:
+        """Give back what `seeds` took."""
+        for owner, seed in zip(self._seedable(), seeds, strict=False):
+            owner.initial_seed = seed
+
+    def _seedable(self) -> list[SeedableRandomSampler]:
+        return [owner for owner in self._owners if isinstance(owner, SeedableRandomSampler)]
+
+    @contextmanager
+    def drawing(self, replay: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
+        """In the block the generators are the main process's, or as ``replay`` says; yields their state at its start.
+
+        Afterwards the global generators of a process that had other states of its own have these again.
+        """
+        own = self.capture()
+        start = replay if replay is not None else self._agreed(own)
+        foreign = bool(start) and start is not own and not _same(start, own)
+        if foreign:
+            self._assume(start)
+        try:
+            yield start
+        finally:
+            if foreign or (replay and own):
+                set_host_rng_state(own["host"])
+
+    def _agreed(self, own: dict[str, Any]) -> dict[str, Any]:
+        if not self._shared or not own:
+            return own
+        start: dict[str, Any] = collectives.broadcast_object_list([own])[0]
+        return start
+
+    def _assume(self, state: dict[str, Any]) -> None:
+        set_host_rng_state(state["host"])
+        self.set_generator_states(state["generators"])
+
+
+def _draws_nothing(owner: Any) -> bool:
+    if owner is None or isinstance(owner, SeedableRandomSampler) or is_plain_batch_sampler(owner):
+        return True
+    return type(owner) is SequentialSampler or (isinstance(owner, Indexable) and not isinstance(owner, Sampler))
+
+
+def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return bool(_plain(one) == _plain(other))
+
+
+def _plain(state: Any) -> Any:
+    if isinstance(state, torch.Tensor):
+        return state.tolist()
+    if isinstance(state, dict):
+        return {key: _plain(value) for key, value in state.items()}
+    return [_plain(item) for item in state] if isinstance(state, list) else state

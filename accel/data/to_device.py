@@ -1,0 +1,28 @@
+"""Putting batches on a device, at little more than the cost of asking torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accel.pytree import send_to_device
+
+
+def mover(device: torch.device, non_blocking: bool) -> Callable[[Any], Any]:
+    """`send_to_device` for one device; a tensor, or a dict or list of them, as most batches are, goes the short way."""
+
+    def move(batch: Any) -> Any:
+        kind = type(batch)
+        if kind is Tensor:
+            return batch.to(device)
+        if kind is dict:
+            return {key: item.to(device) if type(item) is Tensor else move(item) for key, item in batch.items()}
+        if kind is list:
+            return [item.to(device) if type(item) is Tensor else move(item) for item in batch]
+        return send_to_device(batch, device)
+
+    return partial(send_to_device, device=device, non_blocking=True) if non_blocking else move

@@ -1,0 +1,195 @@
+"""Batches on their way from the main process to another: bytes, with the structure sent only when it has changed.
+
+A message holds a header of eight integers, what `pickle` makes of the structure (if it differs from that of the message
+before) and of whatever else must be said, and the tensors one after another. The first message of an epoch only says
+how long the second is; each one after that says how long the next is, so that a round takes one transfer a process.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from accel.pytree import map_nested
+from accel.state import PartialState
+
+_HEADER = 8
+_HEADER_BYTES = 8 * _HEADER
+_ALIGNED = 16
+# Apart from what a script may send from process to process itself.
+_TAG = 7_015
+
+_group: Any = None
+
+
+class Slot:
+    """The place of a tensor in the structure of a batch."""
+
+    __slots__ = ("dtype", "shape")
+
+    def __init__(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        self.dtype = dtype
+        self.shape = shape
+
+    def __reduce__(self) -> Any:
+        return Slot, (self.dtype, self.shape)
+
+
+def host_group() -> Any:
+    """A group of all processes that carries host memory; ``None`` where the world itself does. To be called by all."""
+    global _group
+    if not PartialState().use_distributed or "gloo" in str(PartialState().backend):
+        return None
+    if _group is None or not _is_alive(_group):
+        _group = dist.new_group(backend="gloo")
+    return _group
+
+
+def _is_alive(group: Any) -> bool:
+    try:
+        return dist.get_rank(group) >= 0
+    except (ValueError, RuntimeError):
+        return False
+
+
+class Encoder:
+    """Turns the batches for one process into messages; remembers the structure that it has sent."""
+
+    def __init__(self) -> None:
+        self._sent: bytes | None = None
+
+    def encode(self, batch: Any, note: Any) -> torch.Tensor:
+        """The message with ``batch`` and ``note`` (anything small that `pickle` takes, or ``None``)."""
+        found: list[torch.Tensor] = []
+
+        def lift(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
+                return leaf
+            found.append(leaf)
+            return Slot(leaf.dtype, tuple(leaf.shape))
+
+        structure = pickle.dumps(map_nested(lift, batch), protocol=5)
+        changed = structure != self._sent
+        said = b"" if note is None and not changed else pickle.dumps((structure if changed else None, note), protocol=5)
+        self._sent = structure
+        return _laid_out(said, found)
+
+
+def _laid_out(said: bytes, tensors: list[torch.Tensor]) -> torch.Tensor:
+    end = _aligned(_HEADER_BYTES + len(said))
+    message = torch.empty(end + sum(_aligned(t.nbytes) for t in tensors), dtype=torch.uint8)
+    message[:_HEADER_BYTES] = 0
+    message[:_HEADER_BYTES].view(torch.int64)[1] = len(said)
+    if said:
+        message[_HEADER_BYTES : _HEADER_BYTES + len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
+    for tensor in tensors:
+        start, end = end, end + _aligned(tensor.nbytes)
+        if tensor.numel():
+            place = message[start : start + tensor.nbytes].view(tensor.dtype)
+            place.view(tensor.shape).copy_(tensor.detach())
+    return message
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED
+
+
+class Decoder:
+    """Turns messages back into batches; remembers the structure that came last."""
+
+    def __init__(self) -> None:
+        self._structure: Any = None
+
+    def decode(self, message: torch.Tensor) -> tuple[Any, Any]:
+        """The batch and the note of ``message``; tensors are views of its memory."""
+        length = int(message[:_HEADER_BYTES].view(torch.int64)[1])
+        note = None
+        if length:
+            structure, note = pickle.loads(message[_HEADER_BYTES : _HEADER_BYTES + length].numpy().tobytes())
+            if structure is not None:
+                self._structure = pickle.loads(structure)
+        end = _aligned(_HEADER_BYTES + length)
+
+        def fill(leaf: Any) -> Any:
+            nonlocal end
+            if not isinstance(leaf, Slot):
+                return leaf
+            size = leaf.dtype.itemsize
+            for dimension in leaf.shape:
+                size *= dimension
+            start, end = end, end + _aligned(size)
+            return message[start : start + size].view(leaf.dtype).view(leaf.shape)
+
+        return map_nested(fill, self._structure), note
+
+
+class Sender:
+    """The main process's end: sends each other process its messages, without waiting for them to arrive."""
+
+    def __init__(self, processes: int, group: Any) -> None:
+        self._processes = processes
+        self._group = group
+        self._under_way: list[tuple[Any, torch.Tensor]] = []
+
+    def open(self, sizes: list[int]) -> None:
+        """Say how long the first messages are: ``sizes[r]`` bytes to process r, 0 for none at all."""
+        self._send([torch.tensor([size]) for size in sizes])
+
+    def send(self, messages: Sequence[torch.Tensor | None], following: list[int], left: int | None) -> None:
+        """Send ``messages[r]`` to process r (``None``: nothing), with the sizes of those that follow.
+
+        ``left``: rounds from this one on, if that is known.
+        """
+        for message, size in zip(messages, following, strict=True):
+            if message is not None:
+                header = message[:_HEADER_BYTES].view(torch.int64)
+                header[0], header[2] = size, -1 if left is None else left
+        self._send(messages)
+
+    def _send(self, messages: Sequence[torch.Tensor | None]) -> None:
+        self.settle()
+        for rank in range(1, self._processes):
+            message = messages[rank]
+            if message is not None:
+                self._under_way.append((dist.isend(message, rank, self._group, _TAG), message))
+
+    def settle(self) -> None:
+        """Return when everything sent has been taken."""
+        for work, _ in self._under_way:
+            work.wait()
+        self._under_way.clear()
+
+
+class Receiver:
+    """Another process's end."""
+
+    def __init__(self, group: Any, *, pinned: bool) -> None:
+        self._group = group
+        self._pinned = pinned
+        self._decoder = Decoder()
+        self._next = 0
+        self.left: int | None = None
+
+    @property
+    def at_end(self) -> bool:
+        """Whether nothing follows what was received last."""
+        return self._next == 0
+
+    def open(self) -> None:
+        """Learn whether there is anything to receive."""
+        size = torch.zeros(1, dtype=torch.int64)
+        dist.recv(size, 0, self._group, _TAG)
+        self._next = int(size)
+
+    def receive(self) -> tuple[Any, Any]:
+        """The next batch and its note."""
+        message = torch.empty(self._next, dtype=torch.uint8, pin_memory=self._pinned)
+        dist.recv(message, 0, self._group, _TAG)
+        header = message[:_HEADER_BYTES].view(torch.int64).tolist()
+        self._next = header[0]
+        self.left = None if header[2] < 0 else header[2]
+        return self._decoder.decode(message)

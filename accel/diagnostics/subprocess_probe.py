@@ -1,0 +1,171 @@
+"""Questions that may crash or hang (torch, drivers), each asked in a process of its own.
+
+`python -m accel.diagnostics.subprocess_probe torch` and `… nvml` print one JSON object on their last line.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+Probe = dict[str, Any]
+
+
+class Asked:
+    """One probe that runs beside whatever else is done; `answer` waits for it."""
+
+    def __init__(self, question: str) -> None:
+        import tempfile
+
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115  # a pipe could fill while nobody reads it
+        command = [sys.executable, "-m", "accel.diagnostics.subprocess_probe", question]
+        self._running = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=self._said, env=_environment()
+        )
+
+    def answer(self, seconds: float) -> Probe:
+        """What it found; `{"error": …}`, in one line, for a probe that failed or was too slow, which is ended."""
+        try:
+            shown, _ = self._running.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            self._running.kill()
+            self._running.wait()
+            return {"error": f"no answer in {seconds:g} s"}
+        except BaseException:
+            self._running.kill()
+            raise
+        found = _read(shown)
+        return {"error": self._why()} if found is None else found
+
+    def _why(self) -> str:
+        code = self._running.returncode
+        self._said.seek(0)
+        lines = self._said.read().decode(errors="replace").strip().splitlines()
+        ended = f"ended by signal {-code}" if code < 0 else f"ended with code {code}"
+        return f"{lines[-1].strip()} ({ended})" if lines else ended
+
+
+def _environment() -> dict[str, str]:
+    """This process's, so that the probe imports the same `accel`, wherever it was found."""
+    import accel
+
+    here = os.path.dirname(os.path.dirname(os.path.abspath(accel.__file__)))
+    paths = [here, *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def _read(shown: bytes) -> Probe | None:
+    lines = shown.decode(errors="replace").strip().splitlines()
+    try:
+        found = json.loads(lines[-1]) if lines else None
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def of_torch() -> Probe:
+    """torch as it is when imported: its build, its collectives, the devices that it shows."""
+    import torch
+    import torch.distributed as dist
+
+    found: Probe = {
+        "version": torch.__version__,
+        "built for": f"CUDA {torch.version.cuda}" if torch.version.cuda else _other_build(torch),
+        "cudnn": _or_none(lambda: torch.backends.cudnn.version()),  # type: ignore[no-untyped-call]
+        "nccl": _or_none(lambda: ".".join(str(part) for part in torch.cuda.nccl.version())),  # type: ignore[no-untyped-call]
+        "backends": [name for name in ("gloo", "mpi", "nccl", "ucc", "xccl") if _has_backend(dist, name)],
+    }
+    return found | {"devices": _or_none(lambda: _devices(torch)) or []}
+
+
+def _other_build(torch: Any) -> str:
+    return f"ROCm {torch.version.hip}" if torch.version.hip else "the CPU or a plug-in"
+
+
+def _has_backend(dist: Any, name: str) -> bool:
+    return bool(_or_none(lambda: getattr(dist, f"is_{name}_available")()))
+
+
+def _devices(torch: Any) -> list[dict[str, Any]]:
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or not torch.accelerator.is_available():
+        return []
+    module: Any = getattr(torch, accelerator.type, None)
+    shown = []
+    for index in range(torch.accelerator.device_count()):
+        about = _or_none(lambda index=index: module.get_device_properties(index))  # type: ignore[misc]
+        shown.append(
+            {
+                "kind": accelerator.type,
+                "name": _or_none(lambda index=index: str(module.get_device_name(index))),  # type: ignore[misc]
+                "memory": getattr(about, "total_memory", None),
+            }
+        )
+    return shown
+
+
+def of_nvml() -> Probe:
+    """What NVIDIA's driver says; `{}` where there is none."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return {}
+    if (code := nvml.nvmlInit_v2()) != 0:
+        return {"error": f"nvmlInit failed with code {code}"}
+    count = ctypes.c_uint()
+    nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
+    cuda = ctypes.c_int()
+    known = _or_none(lambda: nvml.nvmlSystemGetCudaDriverVersion_v2(ctypes.byref(cuda))) == 0
+    return {
+        "driver": _text(lambda text, size: nvml.nvmlSystemGetDriverVersion(text, size)),
+        "cuda": f"{cuda.value // 1000}.{cuda.value % 1000 // 10}" if known else None,
+        "devices": [_nvml_device(nvml, index) for index in range(count.value)],
+    }
+
+
+class _Memory(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_ulonglong) for name in ("total", "free", "used")]
+
+
+def _nvml_device(nvml: ctypes.CDLL, index: int) -> dict[str, Any]:
+    handle, memory = ctypes.c_void_p(), _Memory()
+    nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(handle))
+    known = _or_none(lambda: nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory))) == 0
+    return {
+        "name": _text(lambda text, size: nvml.nvmlDeviceGetName(handle, text, size)),
+        "memory": memory.total if known else None,
+        "used": memory.used if known else None,
+    }
+
+
+def _text(ask: Callable[[Any, ctypes.c_uint], int]) -> str | None:
+    buffer = ctypes.create_string_buffer(96)
+    return buffer.value.decode(errors="replace") if _or_none(lambda: ask(buffer, ctypes.c_uint(96))) == 0 else None
+
+
+def _or_none(ask: Callable[[], Any]) -> Any:
+    """The answer, or nothing where this build, this driver or this plug-in cannot be asked."""
+    try:
+        return ask()
+    except Exception:
+        return None
+
+
+def main(question: str) -> int:
+    try:
+        found = {"torch": of_torch, "nvml": of_nvml}[question]()
+    except ModuleNotFoundError as error:
+        found = {"error": "not installed"} if error.name == "torch" else {"error": f"cannot be imported: {error}"}
+    except Exception as error:
+        found = {"error": " ".join(f"cannot be imported: {type(error).__name__}: {error}".split())}
+    print(f"\n{json.dumps(found)}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1]))

@@ -1,0 +1,194 @@
+"""What a step of training takes beside weights, gradients and the optimizer, counted on a model without memory.
+
+The model computes with torch's fake tensors, as if on the CPU: they have shapes and types, and the operators that would
+run are those that run there. So attention counts as the fused kernel that it is; what a kernel takes inside itself does
+not count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from accel.errors import AccelError
+from accel.estimate.model_source import Subject, on_meta
+
+# float32 throughout; computing in bfloat16 on float32 weights (autocast); weights themselves in bfloat16
+Way = Literal["float32", "autocast", "bfloat16"]
+
+
+class Unmeasured(AccelError):
+    """The model cannot be run without memory, or nothing tells what it computes on."""
+
+
+def measure(subject: Subject, way: Way, *, batch_size: int, sequence_length: int, checkpointing: bool = False) -> int:
+    """What `step_bytes` counts of ``subject``. Raises `Unmeasured`, in one line.
+
+    Under autocast the weights' copies in bfloat16 are in it, for autograd keeps those.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    if subject.inputs is None:
+        raise Unmeasured("a file of weights does not tell how the model computes")
+    try:
+        model = on_meta(subject)
+        with _quiet(), FakeTensorMode(allow_non_fake_inputs=True):
+            _make_fake(model, torch.bfloat16 if way == "bfloat16" else torch.float32)
+            if checkpointing:
+                _checkpoint(model)
+            inputs = subject.inputs(model, batch_size, sequence_length)
+            return step_bytes(model.train(), dict(inputs), way)
+    except AccelError as error:
+        raise Unmeasured(str(error)) from None
+    except Exception as error:
+        if sequence_length > (subject.longest or sequence_length):
+            longer = f"sequences of {sequence_length} are longer than the {subject.longest} that the model takes"
+            raise Unmeasured(longer) from error
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        raise Unmeasured(f"{type(error).__name__} in its forward or backward: {said[:200]}") from error
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch's record of what fails here, which `Unmeasured` says."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
+
+
+def step_bytes(model: nn.Module, inputs: dict[str, Any], way: Way) -> int:
+    """The most that is alive at any moment of a forward and backward, but for weights, buffers and weights' gradients.
+
+    The batch counts, and the outputs until the backward has ended, as a loop that names them keeps them.
+    """
+    if way == "bfloat16":
+        inputs = {name: _in_bfloat16(value) for name, value in inputs.items()}
+    taken = _Taken([*model.parameters(), *model.buffers()], tree_leaves(inputs))
+    with _gradients_apart(model, taken), taken:
+        with _autocast(way):
+            outputs = model(**inputs)
+        loss = _loss(outputs)
+        if loss.requires_grad:
+            loss.backward()  # type: ignore[no-untyped-call]
+        del outputs, loss
+    model.zero_grad()
+    return taken.most()
+
+
+class _Taken(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes each memory that an operator takes while this is on, and when it is let go of."""
+
+    def __init__(self, own: Iterable[torch.Tensor], batch: Iterable[object]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._events: list[tuple[int, int]] = []  # the number of a memory, and bytes: taken, or less than 0 when let go
+        self._apart: set[int] = set()
+        # One alive is known by its address; the weak reference tells when that is free for another.
+        self._alive: dict[int, tuple[int, weakref.ref[Any] | None]] = {
+            t.untyped_storage()._cdata: (-1, None) for t in own
+        }
+        for tensor in batch:
+            self._note(tensor)
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            self._note(tensor)
+        return made
+
+    def _note(self, tensor: object) -> None:
+        if not isinstance(tensor, torch.Tensor):
+            return
+        storage = tensor.untyped_storage()
+        address, size, number = storage._cdata, storage.nbytes(), len(self._events)
+        if address in self._alive:
+            return
+
+        def gone(_: object) -> None:
+            self._events.append((number, -size))
+            self._alive.pop(address, None)
+
+        self._events.append((number, size))
+        self._alive[address] = (number, weakref.ref(storage, gone))
+
+    def set_apart(self, tensor: torch.Tensor) -> None:
+        """It counts elsewhere, from its first moment on."""
+        self._apart.add(self._alive[tensor.untyped_storage()._cdata][0])
+
+    def most(self) -> int:
+        now = most = 0
+        for number, size in self._events:
+            now += 0 if number in self._apart else size
+            most = max(most, now)
+        return most
+
+
+@contextlib.contextmanager
+def _gradients_apart(model: nn.Module, taken: _Taken) -> Iterator[None]:
+    def accumulated(parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            taken.set_apart(parameter.grad)
+
+    hooks = [p.register_post_accumulate_grad_hook(accumulated) for p in model.parameters() if p.requires_grad]  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _loss(outputs: Any) -> torch.Tensor:
+    """The model's own; else the sum of all that it gives, which takes no memory."""
+    own = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+    if isinstance(own, torch.Tensor):
+        return own
+    given = [t for t in tree_leaves(outputs) if isinstance(t, torch.Tensor) and t.requires_grad]
+    return torch.stack([t.sum() for t in given]).sum() if given else torch.zeros(())
+
+
+def _autocast(way: Way) -> contextlib.AbstractContextManager[object]:
+    return torch.autocast("cpu", dtype=torch.bfloat16) if way == "autocast" else contextlib.nullcontext()
+
+
+def _make_fake(model: nn.Module, dtype: torch.dtype) -> None:
+    """Put fake tensors in the place of all that ``model`` holds, as if on the CPU; tied weights stay tied."""
+    made: dict[int, torch.Tensor] = {}
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in made:
+            kind = dtype if tensor.is_floating_point() else tensor.dtype
+            empty = torch.empty(tensor.shape, dtype=kind, device="cpu")
+            parameter = isinstance(tensor, nn.Parameter)
+            made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if parameter else empty
+        return made[id(tensor)]
+
+    before = [*model.parameters(), *model.buffers()]  # alive until the end, for an id is theirs only so long
+    for module in model.modules():
+        places: tuple[Any, ...] = (module._parameters, module._buffers)
+        for held in places:
+            held.update({name: fake(tensor) for name, tensor in held.items() if tensor is not None})
+    del before
+
+
+def _in_bfloat16(value: Any) -> Any:
+    return value.bfloat16() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
+def _checkpoint(model: nn.Module) -> None:
+    older = getattr(model, "gradient_checkpointing_enable", None)
+    enable = getattr(model, "activation_checkpointing_enable", older)
+    if enable is None:
+        raise Unmeasured(f"a {type(model).__name__} has no checkpointing of its activations")
+    enable()

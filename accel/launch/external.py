@@ -1,0 +1,261 @@
+"""Launches that another program makes: DeepSpeed's launcher, mpirun, a TPU's runtime, SageMaker.
+
+Each becomes a program of its own, with the environment and the command line that Accelerate would give it; the scripts
+are Accelerate's (or `--compat`'s), whose runtime reads that environment. What has no launcher of its own (FSDP,
+DeepSpeed and Megatron-LM on one machine) runs in our gang, with that environment.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from . import run as node
+from .errors import LaunchError, Refused
+from .run import Launch
+from .worker import Program
+
+_GCLOUD = ("gcloud", "compute", "tpus", "tpu-vm")
+_EXTRA = "pip install 'accel-launch[{}]'"
+# setting -> (the package that it needs, its name for people, what installs it).
+_NEEDS = {
+    "use_deepspeed": ("deepspeed", "DeepSpeed", _EXTRA.format("deepspeed")),
+    # Accelerate trains with its `megatron.training`, which no package index has; the extra holds its core alone.
+    "use_megatron_lm": ("megatron.training", "Megatron-LM", f"{_EXTRA.format('megatron')}, then put a clone of "
+                        "https://github.com/NVIDIA/Megatron-LM on PYTHONPATH"),
+    "tpu": ("torch_xla", "torch_xla", _EXTRA.format("tpu")),
+}  # fmt: skip
+
+
+def launch(options: Mapping[str, Any], program: Program) -> int:
+    """Runs the program as the settings say, to its end. Returns its exit code; may take this process's place.
+
+    Raises LaunchError for what cannot be, such as a package that is not installed.
+    """
+    if _is_for_pod(options):
+        return _run_on_pod(options, program)
+    refuse_missing(options)
+    if _is_for_sagemaker(options):
+        from .sagemaker import submit
+
+        return submit(options, program)
+    run = planned(options, program)
+    if options["use_deepspeed"] and _has_own_launcher(options, run):
+        return _run_deepspeed(options, program, run)
+    if options["mpirun_hostfile"]:
+        return _run(mpi_command(options, program, run), mpi_environment(run))
+    return node.launch(run)
+
+
+def starts_here(options: Mapping[str, Any]) -> bool:
+    """Whether the launch begins on this machine, and not on a pod's hosts or SageMaker's."""
+    return not (_is_for_pod(options) or _is_for_sagemaker(options))
+
+
+def _is_for_pod(options: Mapping[str, Any]) -> bool:
+    return bool(options["tpu"] and options["tpu_use_cluster"] and not options["no_tpu_cluster"])
+
+
+def _is_for_sagemaker(options: Mapping[str, Any]) -> bool:
+    return bool(options["compute_environment"] == "AMAZON_SAGEMAKER")
+
+
+def planned(options: Mapping[str, Any], program: Program, env: Mapping[str, str] = os.environ) -> Launch:
+    """`node.plan`, with what an engine wants changed in the environment and in the program."""
+    run = node.plan(started_once(options), program, env)
+    extra = dict(run.env) | options.get("overridden", {})
+    if options["use_deepspeed"]:
+        paths = [path for path in (extra.get("PYTHONPATH") or env.get("PYTHONPATH", "")).split(os.pathsep) if path]
+        extra["PYTHONPATH"] = os.pathsep.join([*paths, os.getcwd()])
+    if options["tpu"]:  # torch_xla starts a process a core itself
+        alone: dict[str, Any] = {"processes": 1, "nodes": 1, "max_nodes": 1, "node_rank": 0, "max_restarts": 0}
+        return replace(run, program=tpu_program(options, program), env=extra, **alone)
+    return replace(run, env=extra)
+
+
+def started_once(options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Where one command starts the ranks of all machines, which of them this is needs no saying."""
+    once = options["mpirun_hostfile"] or (options["use_deepspeed"] and not _each_by_itself(options))
+    if options["num_machines"] is None or not once:
+        return options
+    filled = {"machine_rank": 0, "main_process_ip": ""}
+    return {**options, **{name: value for name, value in filled.items() if options[name] is None}}
+
+
+def _each_by_itself(options: Mapping[str, Any]) -> bool:
+    """Whether the launcher is started on every machine, as ours is."""
+    return _starter(options) in ("standard", "nossh")
+
+
+def _starter(options: Mapping[str, Any], env: Mapping[str, str] = os.environ) -> str:
+    """What starts DeepSpeed's ranks: pdsh from one machine, but where a scheduler or a job has started each of them."""
+    from schedulers.topology import RULES
+
+    there = any(marker in env for marker in (*RULES, "ACCEL_JOB_ID"))
+    return options["deepspeed_multinode_launcher"] or ("standard" if there else "pdsh")
+
+
+def refuse_missing(options: Mapping[str, Any]) -> None:
+    """Raises LaunchError for an engine whose package is not installed here, with what installs it."""
+    for name, (package, shown, remedy) in _NEEDS.items():
+        if options[name]:
+            _need(package, f"--{name}", shown, remedy)
+    if _is_for_sagemaker(options):
+        _need("sagemaker", "compute_environment: AMAZON_SAGEMAKER", "the SageMaker SDK", _EXTRA.format("sagemaker"))
+
+
+def _need(package: str, asked: str, shown: str, remedy: str) -> None:
+    if not _is_there(package):
+        raise LaunchError(f"{asked}: {shown} is not installed in {sys.executable}: {remedy}")
+
+
+def _is_there(module: str) -> bool:
+    from importlib.util import find_spec
+
+    try:
+        return find_spec(module) is not None
+    except ImportError:  # of what it is a part of
+        return False
+
+
+def _has_own_launcher(options: Mapping[str, Any], run: Launch) -> bool:
+    return run.max_nodes > 1 and _starter(options) != "standard"
+
+
+def deepspeed_command(options: Mapping[str, Any], program: Program, run: Launch) -> list[str]:
+    """The `deepspeed` command line that starts the ranks on all machines, once, from one of them."""
+    launcher = _starter(options)
+    if options["deepspeed_hostfile"] is None:
+        raise Refused(f"--use_deepspeed on {run.max_nodes} machines needs --deepspeed_hostfile")
+    command = ["deepspeed", "--hostfile", str(options["deepspeed_hostfile"])]
+    if launcher == "nossh":
+        command += ["--node_rank", str(run.node_rank), "--no_ssh"]
+    else:
+        command += ["--no_local_rank", "--launcher", launcher]
+    if options["deepspeed_exclusion_filter"] is not None:
+        command += ["--exclude", options["deepspeed_exclusion_filter"]]
+    elif options["deepspeed_inclusion_filter"] is not None:
+        command += ["--include", options["deepspeed_inclusion_filter"]]
+    else:
+        command += ["--num_gpus", str(run.processes)]
+    if options["main_process_ip"] or run.source:  # else DeepSpeed takes the first host of its file
+        command += ["--master_addr", run.address]
+    command += ["--master_port", str(run.port)]
+    command += {"module": ["--module"], "command": ["--no_python"], "script": []}[program.entry]
+    return [*command, *program.argv]
+
+
+def _run_deepspeed(options: Mapping[str, Any], program: Program, run: Launch) -> int:
+    """DeepSpeed gives ranks on other machines the variables of a file; ours hold no more than what they need."""
+    command = deepspeed_command(options, program, run)
+    with tempfile.NamedTemporaryFile("w", prefix="accel-deepspeed-", suffix=".env") as file:
+        file.writelines(f"{name}={value}\n" for name, value in run.env.items() if _is_plain(value))
+        file.flush()
+        return _run(command, dict(run.env) | {"DS_ENV_FILE": file.name})
+
+
+def _is_plain(value: str) -> bool:
+    """DeepSpeed's file has no quoting: a value that would not come back as it is stays out."""
+    return bool(value) and not any(char in value for char in " \n;<>|&\"'")
+
+
+def mpi_command(options: Mapping[str, Any], program: Program, run: Launch) -> list[str]:
+    """The command line of Open MPI, Intel MPI or MVAPICH; which of them it is, their `--version` says."""
+    found = next((path for path in map(shutil.which, ("mpirun", "mpiexec")) if path), None)
+    if found is None:
+        raise LaunchError("--mpirun_hostfile: there is neither mpirun nor mpiexec on PATH; install Open MPI")
+    version = subprocess.run([found, "--version"], capture_output=True, text=True, check=False).stdout
+    hosts = os.path.expanduser(options["mpirun_hostfile"])
+    each, total = str(run.processes), str(run.processes * run.nodes)
+    if "Open MPI" in version or "OpenRTE" in version:
+        command = [found, "--hostfile", hosts, "--npernode", each, "-n", total, "--bind-to", "socket"]
+    else:
+        command = [found, "-f", hosts, "-ppn", each, "-n", total]
+    return [*command, *program.command(unbuffered=False)]
+
+
+def mpi_environment(run: Launch) -> dict[str, str]:
+    """What ranks that mpirun starts need to find each other, and to bind their threads."""
+    return {
+        **run.env,
+        "MASTER_ADDR": run.address,
+        "MASTER_PORT": str(run.port or node.PORT),
+        "KMP_AFFINITY": "granularity=fine,compact,1,0",
+        "KMP_BLOCKTIME": "1",
+    }
+
+
+def tpu_program(options: Mapping[str, Any], program: Program) -> Program:
+    """The module that runs the script's function on every core of this host."""
+    kind = "module" if program.entry == "module" else "script"
+    function = options["main_training_function"] or "main"
+    return Program(argv=["accel.launch.xla", kind, function, *program.argv], entry="module")
+
+
+def pod_command(options: Mapping[str, Any], program: Program) -> list[str]:
+    """The command line of torch_xla's xla_dist (up to 2.3) that runs this launch on every host of a pod."""
+    command = [sys.executable, "-m", "torch_xla.distributed.xla_dist", "--restart-tpuvm-pod-server"]
+    command += [f"--tpu={options['tpu_name']}"] if options["tpu_name"] else []
+    command += [f"--vm={name}" for name in options["vm"] or []]
+    command += [f"--env={pair}" for pair in _pod_variables(options)]
+    return [*command, "--", *(["sudo"] if options["tpu_use_sudo"] else []), *_on_a_host(options, program)]
+
+
+def _run_on_pod(options: Mapping[str, Any], program: Program) -> int:
+    """By xla_dist where torch_xla has it, else by gcloud, from any machine. The code of the first host that failed."""
+    from .tpu import pod
+
+    name, zone = options["tpu_name"], options["tpu_zone"]
+    if name is None and not options["vm"]:
+        raise Refused("--tpu_cluster needs the pod's name: tpu_name in the configuration file, or --vm")
+    if _is_there("torch_xla.distributed.xla_dist"):
+        return _run(pod_command(options, program), {})
+    if name is None or zone is None or options["vm"]:
+        raise Refused(
+            "--tpu_cluster: gcloud finds a pod by tpu_name and tpu_zone in the configuration file, not by --vm"
+        )
+    words = [*(["sudo"] if options["tpu_use_sudo"] else []), "env", *_pod_variables(options)]
+    try:
+        return pod.run(_GCLOUD, name, zone, [shlex.join([*words, *_on_a_host(options, program)])])
+    except pod.PodError as error:
+        raise LaunchError(str(error)) from None
+
+
+def _pod_variables(options: Mapping[str, Any]) -> list[str]:
+    return [*(options["env"] or []), "ACCELERATE_IN_TPU_POD=1"]
+
+
+def _on_a_host(options: Mapping[str, Any], program: Program) -> list[str]:
+    """This launch, as each host of the pod runs it."""
+    there = ["accel-launch", "--tpu", "--no_tpu_cluster", "--num_machines", "1"]
+    for name in ("num_processes", "mixed_precision"):
+        there += [f"--{name}", str(options[name])] if options[name] is not None else []
+    there += ["--main_training_function", options["main_training_function"] or "main"]
+    there += ["--downcast_bf16"] if options["downcast_bf16"] else []
+    there += ["-m"] if program.entry == "module" else []
+    return [*there, *program.argv]
+
+
+def _run(command: list[str], env: Mapping[str, str]) -> int:
+    """Runs another launcher to its end, and returns its exit code. It is told to end when this process is."""
+    import signal
+
+    try:
+        running = subprocess.Popen(command, env={**os.environ, **env})
+    except OSError as error:
+        raise LaunchError(f"cannot run {command[0]!r}: {error.strerror}") from None
+
+    def pass_on(signum: int, _: object) -> None:
+        running.send_signal(signum)
+
+    for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.signal(signum, pass_on)
+    code = running.wait()
+    return 128 - code if code < 0 else code

@@ -1,0 +1,221 @@
+"""Processes forked from this one to run a function together: started, watched, and ended to the last.
+
+For notebooks, where a function cannot be imported by another program: what is forked has it, and all that it refers
+to, already. Every process is the leader of a session of its own: an interrupt for this program does not reach it, and
+whatever it has started can be ended with it. The kernel ends them when this program is killed (Linux).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkProcess
+from typing import Any
+
+from accel.errors import ProcessError
+from schedulers.processes import die_with_parent
+
+from .failure import Exit, first, signal_name
+
+_GRACE_S = 5.0
+_ECHO_WAIT_S = 0.5
+_MOST_CHARACTERS = 5000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Errand:
+    """What one process is to do: the function, its arguments, and the variables that differ from this program's."""
+
+    rank: int
+    local_rank: int
+    env: Mapping[str, str]
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+
+
+@dataclass
+class _Running:
+    errand: Errand
+    process: ForkProcess
+    pipe: Connection
+    handle: int  # becomes readable when the process has ended
+    exit: Exit | None = None
+
+
+def run(errands: Sequence[Errand], prepare: Callable[[Errand], None], finish: Callable[[], None]) -> None:
+    """Run all errands at the same time and return when every one has ended well.
+
+    In each process ``prepare(errand)`` is called before the function and ``finish()`` after it. Raises `ProcessError`,
+    with the traceback of the process that failed first, once all the others and what they started are ended; the same
+    is done before `KeyboardInterrupt` or any other error passes.
+    """
+    running: list[_Running] = []
+    try:
+        for errand in errands:
+            running.append(_start(errand, prepare, finish))
+        failed_at = _watch(running)
+    except BaseException:
+        _end(running)
+        raise
+    if failed_at is not None:
+        _end(running)
+        raise _failure(running, failed_at)
+
+
+def _start(errand: Errand, prepare: Callable[[Errand], None], finish: Callable[[], None]) -> _Running:
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(
+        target=_child, args=(theirs, os.getpid(), errand, prepare, finish), name=f"rank {errand.rank}"
+    )
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with warnings.catch_warnings():
+        # Python 3.12 warns of any thread. A notebook has some, and they hold no lock that a rank takes.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        process.start()
+    theirs.close()
+    # The sentinel is a pipe, which stays open as long as anything that the process has started is alive.
+    pid = process.pid or 0
+    return _Running(errand, process, ours, os.pidfd_open(pid) if hasattr(os, "pidfd_open") else process.sentinel)
+
+
+def _child(
+    pipe: Connection, parent: int, errand: Errand, prepare: Callable[[Errand], None], finish: Callable[[], None]
+) -> None:
+    os.setsid()
+    die_with_parent(signal.SIGKILL, parent)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.environ.update(errand.env)
+    _leave_pool()
+    try:
+        prepare(errand)
+        errand.function(*errand.args)
+        finish()
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            _tell(pipe, end, f"SystemExit: {end.code}")
+            sys.exit(end.code if isinstance(end.code, int) else 1)
+    except BaseException as error:
+        _tell(pipe, error, "".join(traceback.format_exception(type(error), error, _user_part(error))))
+        sys.exit(1)
+
+
+def _leave_pool() -> None:
+    """Forked by a thread of a ThreadPoolExecutor, a process would join that thread at its end: itself, an error."""
+    pools = sys.modules.get("concurrent.futures.thread")
+    getattr(pools, "_threads_queues", {}).pop(threading.current_thread(), None)
+
+
+def _user_part(error: BaseException) -> Any:
+    """The traceback without the frames of this file."""
+    where = error.__traceback__
+    while where is not None and where.tb_next is not None and where.tb_frame.f_code.co_filename == __file__:
+        where = where.tb_next
+    return where
+
+
+def _tell(pipe: Connection, error: BaseException, text: str) -> None:
+    # Nobody reads before this process has ended: all of it has to fit into the pipe, which holds 64 KiB.
+    message, text = str(error)[:_MOST_CHARACTERS], text[-2 * _MOST_CHARACTERS :]
+    with contextlib.suppress(OSError):
+        pipe.send({"type": type(error).__name__, "message": message, "time": time.time(), "traceback": text})
+
+
+def _watch(running: Sequence[_Running]) -> float | None:
+    """Wait until all have ended well, or one has not: the moment of that, or a little later if it is an echo."""
+    left = list(running)
+    while left:
+        ready = wait([one.handle for one in left])
+        for one in [one for one in left if one.handle in ready]:
+            left.remove(one)
+            _note_end(one)
+        bad = [one.exit for one in running if one.exit is not None and one.exit.code != 0]
+        if bad:
+            now = time.time()
+            if all(end.echo for end in bad):  # another died under it, and is about to say why
+                deadline = time.monotonic() + _ECHO_WAIT_S
+                for one in left:
+                    if wait([one.handle], max(0.0, deadline - time.monotonic())):
+                        _note_end(one)
+                now = time.time()
+            return now
+    return None
+
+
+def _note_end(one: _Running) -> None:
+    error = None
+    with contextlib.suppress(EOFError, OSError):
+        error = one.pipe.recv() if one.pipe.poll() else None
+    pid = one.process.pid or 0
+    if _ended_badly(pid):
+        # What it has left is ended before it is collected: until then nobody else can have its number.
+        _signal_group(pid, signal.SIGKILL)
+    one.process.join()
+    if one.handle != one.process.sentinel:
+        os.close(one.handle)
+    code = one.process.exitcode or 0
+    one.exit = Exit(rank=one.errand.rank, local_rank=one.errand.local_rank, pid=pid, code=code, time=time.time(),
+                    error=error)  # fmt: skip
+
+
+def _ended_badly(pid: int) -> bool:
+    if not hasattr(os, "waitid"):
+        return False
+    with contextlib.suppress(ChildProcessError):
+        status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        return status is None or status.si_code != os.CLD_EXITED or status.si_status != 0
+    return False
+
+
+def _end(running: Sequence[_Running]) -> None:
+    """End every process and its session: SIGTERM, a grace, SIGKILL. An interrupt meanwhile cuts the grace short."""
+    left = [one for one in running if one.exit is None]
+    for one in left:
+        _signal_group(one.process.pid or 0, signal.SIGTERM)
+    deadline = time.monotonic() + _GRACE_S
+    with contextlib.suppress(KeyboardInterrupt):
+        for one in left:
+            wait([one.handle], max(0.0, deadline - time.monotonic()))
+    for one in left:
+        _signal_group(one.process.pid or 0, signal.SIGKILL)
+        _note_end(one)
+
+
+def _signal_group(pid: int, signum: int) -> None:
+    if pid <= 0:
+        return
+    try:
+        os.killpg(pid, signum)
+    except (ProcessLookupError, PermissionError):  # it has not come to its setsid yet
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signum)
+
+
+def _failure(running: Sequence[_Running], failed_at: float) -> ProcessError:
+    one = first([each.exit for each in running if each.exit is not None], failed_at)
+    error = one.error or {}
+    how = f"was killed by {signal_name(-one.code)}" if one.code < 0 else f"ended with exit code {one.code}"
+    said = f"{error['type']}: {error['message']}" if error else how
+    headline = f"process {one.rank} of {len(running)} failed first: {(said.splitlines() or [how])[0]}"
+    remedy = _remedy(said)
+    return ProcessError("\n\n".join(filter(None, (headline + remedy, str(error.get("traceback", "")).rstrip()))))
+
+
+def _remedy(said: str) -> str:
+    if "forked subprocess" in said or "initialization error" in said:
+        return "; this program has used the GPU before: restart it, and use the GPU inside the function only"
+    if "autograd's threading" in said:
+        return "; this program has computed gradients on a GPU before: restart it, and do so inside the function only"
+    return ""

@@ -1,0 +1,336 @@
+"""The fork server: a process that has torch loaded, forks every rank from itself, and outlives the launcher's death.
+
+    launcher (elastic agent) ──socket──► fork server ──fork──► rank 0 … N-1
+
+The launcher asks, in JSON lines, for ranks to be started, signalled and ended; the server tells of every end.
+When the launcher's side of the socket closes, by whatever death, the server ends the gang in order and goes.
+When the server dies the kernel kills the ranks (PR_SET_PDEATHSIG) and the launcher, which adopts the orphans,
+ends the rest. The server never runs user code and starts no thread, so that forking from it is safe at any time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+from schedulers.processes import adopt_orphans, descendants, wake_pipe
+
+from . import watchdog
+from .worker import WARNINGS, Program, enter_rank, refuse, run
+
+_LEFTOVER_GRACE_S = 2.0
+_SWEEP_INTERVAL_S = 0.05
+_HURRY = signal.SIGQUIT
+
+_HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD, _HURRY, *WARNINGS)
+
+
+class ServerGone(Exception):
+    """The fork server has died; its ranks with it."""
+
+
+class ForkServer:
+    """The launcher's handle on its fork server. Not safe for several threads."""
+
+    def __init__(self, sock: socket.socket, pid: int) -> None:
+        self._sock = sock
+        self._reader = _Lines(sock)
+        self._heard: list[dict[str, Any]] = []
+        self.pid = pid
+
+    @classmethod
+    def start(cls, program: Program, guard_fd: int | None, grace_s: float) -> ForkServer:
+        """Forks the server from this process, which must have loaded what ranks will need and started no threads."""
+        ours, theirs = socket.socketpair()
+        adopt_orphans()
+        gc.collect()
+        gc.freeze()  # the collector would touch, and so copy, every page that the ranks share
+        pid = _fork()
+        if pid == 0:
+            ours.close()
+            _Server(theirs, program, guard_fd, grace_s).serve()
+        theirs.close()
+        return cls(ours, pid)
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    def start_rank(self, local_rank: int, env: dict[str, str], log: str | None, spawn: bool) -> None:
+        self._send(do="start", local_rank=local_rank, env=env, log=log, spawn=spawn)
+
+    def end(self, signum: int, grace_s: float) -> None:
+        """Asks for the end of all ranks and of everything they started; an `ended` event says that none is left."""
+        self._send(do="end", signal=int(signum), grace=grace_s)
+
+    def events(self, timeout_s: float) -> list[dict[str, Any]]:
+        """What has happened, waiting up to `timeout_s` for the first of it. Raises ServerGone."""
+        if select.select([self._sock], [], [], 0 if self._heard else timeout_s)[0]:
+            self._heard += self._reader.read()
+        found, self._heard = self._heard, []
+        if not found and self._reader.closed:
+            raise ServerGone(_death(self.pid))
+        return found
+
+    def warn(self, signum: int) -> None:
+        """Passes a warning signal on to every rank. May be called from a signal handler."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signum)
+
+    def hurry(self) -> None:
+        """Ends all ranks without a grace, or with no more of it. May be called from a signal handler."""
+        self.warn(_HURRY)
+
+    def close(self) -> None:
+        """Lets the server go and collects it. Ranks that are left are ended in order first."""
+        self._sock.close()
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self.pid, 0)
+
+    def _send(self, **message: object) -> None:
+        """Listens meanwhile: a server whose events nobody takes takes no message either."""
+        left = json.dumps(message).encode() + b"\n"
+        while left:
+            if select.select([self._sock], [self._sock], [])[0]:
+                self._heard += self._reader.read()
+            try:
+                left = left[self._sock.send(left, socket.MSG_DONTWAIT) :]
+            except BlockingIOError:
+                continue
+            except OSError:
+                raise ServerGone(_death(self.pid)) from None
+
+
+def _fork() -> int:
+    with warnings.catch_warnings():
+        # numpy's BLAS keeps a thread pool, which it stops before a fork and starts again after it by itself.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return os.fork()
+
+
+def _death(pid: int) -> str:
+    try:
+        _, status = os.waitpid(pid, 0)
+    except ChildProcessError:
+        return "the fork server has ended"
+    code = os.waitstatus_to_exitcode(status)
+    return (
+        f"the fork server was killed by {signal.Signals(-code).name}" if code < 0 else f"the fork server exited {code}"
+    )
+
+
+class _Lines:
+    """JSON objects, one a line, from a socket."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._buffer = b""
+        self.closed = False
+
+    def read(self) -> list[dict[str, Any]]:
+        """The objects that are there after one read."""
+        try:
+            data = self._sock.recv(1 << 20)
+        except ConnectionError:
+            data = b""
+        self.closed = not data
+        *lines, self._buffer = (self._buffer + data).split(b"\n")
+        return [json.loads(line) for line in lines]
+
+
+class _Server:
+    """The server's own side. Every method runs in the forked process."""
+
+    def __init__(self, sock: socket.socket, program: Program, guard_fd: int | None, grace_s: float) -> None:
+        self._sock = sock
+        self._lines = _Lines(sock)
+        self._program = program
+        self._guard_fd = guard_fd
+        self._grace_s = grace_s
+        self._ranks: dict[int, tuple[int, int]] = {}  # pid -> local rank, descriptor of its error file
+        self._launcher_lives = True
+        self._heard = True  # by the launcher, as far as is known: it has not closed its side
+        self._deadline: float | None = None  # while ending: when to kill
+        self._told: set[int] = set()  # while ending: leftovers that have had their SIGTERM
+        self._wake_read, self._wake_write = wake_pipe()
+
+    def serve(self) -> NoReturn:
+        os.setsid()
+        adopt_orphans()
+        self._take_signals()
+        while self._launcher_lives or self._deadline is not None:
+            readable = select.select(self._waited_for(), [], [], self._patience())[0]
+            if self._wake_read in readable:
+                os.read(self._wake_read, 4096)
+            if self._sock in readable:
+                self._obey()
+            self._collect()
+            if self._deadline is not None:
+                self._advance_end()
+        os._exit(0)
+
+    def _waited_for(self) -> list[Any]:
+        return [self._sock, self._wake_read] if self._launcher_lives else [self._wake_read]
+
+    def _take_signals(self) -> None:
+        signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGTERM, lambda *_: self._begin_end(signal.SIGTERM, self._grace_s))
+        signal.signal(_HURRY, lambda *_: self._begin_end(signal.SIGTERM, 0))
+        for signum in (signal.SIGINT, signal.SIGHUP):
+            signal.signal(signum, signal.SIG_IGN)  # the launcher decides what these mean
+        for signum in WARNINGS:
+            signal.signal(signum, lambda received, _: self._tell_ranks(received))
+
+    def _patience(self) -> float | None:
+        if self._deadline is None:
+            return None
+        if not self._ranks:
+            return _SWEEP_INTERVAL_S
+        return max(_SWEEP_INTERVAL_S, min(self._deadline - time.monotonic(), 1.0))
+
+    def _obey(self) -> None:
+        messages = self._lines.read()
+        for message in messages:
+            if message["do"] == "start":
+                self._start(message)
+            else:
+                self._begin_end(message["signal"], message["grace"])
+        if self._lines.closed:
+            self._launcher_lives = False
+            self._begin_end(signal.SIGTERM, self._grace_s)
+
+    def _start(self, message: dict[str, Any]) -> None:
+        if self._deadline is not None or not self._heard:
+            self._refuse_start(message, "the gang is being ended", -signal.SIGTERM)
+            return
+        server = os.getpid()
+        # A rank takes no signal before it is one: with this server's handlers it would end its sisters and live on.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)
+        try:
+            error_fd = _error_file()
+            pid = _fork()
+            if pid:
+                self._ranks[pid] = (message["local_rank"], error_fd)
+        except OSError as error:
+            self._refuse_start(message, f"cannot start a process: {error.strerror}", 1)
+            return
+        finally:
+            if os.getpid() == server:
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDLED)
+        if pid == 0:
+            self._become_rank(message, server, error_fd)
+        if self._guard_fd is not None:
+            with contextlib.suppress(OSError):  # without its guard a gang runs on
+                os.write(self._guard_fd, b"%d\n" % pid)
+        self._tell(event="started", local_rank=message["local_rank"], pid=pid)
+
+    def _refuse_start(self, message: dict[str, Any], why: str, code: int) -> None:
+        error = {"type": "OSError", "message": why}
+        self._tell(event="exited", local_rank=message["local_rank"], pid=0, code=code, time=time.time(), error=error)
+
+    def _become_rank(self, message: dict[str, Any], server: int, error_fd: int) -> NoReturn:
+        try:
+            enter_rank(server, message["log"])
+        except OSError as error:  # its log cannot be written
+            refuse(error, error_fd)
+        self._sock.close()
+        others = [fd for _, fd in self._ranks.values()]
+        for fd in (self._wake_read, self._wake_write, self._guard_fd, *others):
+            if fd is not None:
+                os.close(fd)
+        run(self._program, message["env"], error_fd, preloaded=not message["spawn"])
+
+    def _tell_ranks(self, signum: int) -> None:
+        for pid in list(self._ranks):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signum)
+
+    def _begin_end(self, signum: int, grace_s: float) -> None:
+        # Only the ranks are told: their data loaders must live on, should they want to save a checkpoint now.
+        deadline = time.monotonic() + grace_s
+        if self._deadline is None:
+            self._tell_ranks(signum)
+        self._deadline = deadline if self._deadline is None else min(self._deadline, deadline)
+
+    def _advance_end(self) -> None:
+        now = time.monotonic()
+        if not self._ranks:
+            left = descendants(os.getpid())
+            if not left:
+                self._deadline = None
+                self._told.clear()
+                self._tell(event="ended")
+                return
+            self._deadline = self._end_leftovers(left, now)
+        elif now >= (self._deadline or 0):
+            _kill(descendants(os.getpid()), signal.SIGKILL)
+
+    def _end_leftovers(self, left: list[int], now: float) -> float:
+        """The ranks are gone and something they started is not: a short notice, then the kill. The new deadline."""
+        deadline = self._deadline or now
+        if now >= deadline:
+            _kill(left, signal.SIGKILL)
+            return deadline
+        _kill([pid for pid in left if pid not in self._told], signal.SIGTERM)
+        self._told.update(left)
+        return min(deadline, now + _LEFTOVER_GRACE_S)
+
+    def _collect(self) -> None:
+        for pid, status in _ended_children():
+            if pid not in self._ranks:
+                continue  # an orphan of a rank, adopted
+            local_rank, error_fd = self._ranks.pop(pid)
+            self._tell(event="exited", local_rank=local_rank, pid=pid, time=time.time(),
+                       code=os.waitstatus_to_exitcode(status), error=_read_error(error_fd))  # fmt: skip
+
+    def _tell(self, **event: object) -> None:
+        try:
+            self._sock.sendall(json.dumps(event).encode() + b"\n")
+        except OSError:  # the launcher is dead; the end goes on without it
+            self._heard = False
+
+
+def _ended_children() -> Iterator[tuple[int, int]]:
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        yield pid, status
+
+
+def _kill(pids: list[int], signum: int) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signum)
+
+
+def _error_file() -> int:
+    """A file without a name, in memory where the system can, in which a rank leaves its last exception."""
+    if sys.platform == "linux":
+        return os.memfd_create(watchdog.memory_file(os.environ[watchdog.LAUNCH_ID]))
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+def _read_error(fd: int) -> dict[str, Any] | None:
+    with os.fdopen(fd, "rb") as file:
+        file.seek(0)
+        data = file.read()
+    try:
+        return dict(json.loads(data)) if data else None
+    except ValueError:  # killed while it wrote
+        return None

@@ -1,0 +1,119 @@
+"""Which of how many machines this is: by flags, else by the scheduler that has placed this process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from schedulers.errors import SpecError
+from schedulers.topology import Topology
+
+from . import watchdog
+from .errors import Refused
+
+_REMEDY = "leave the machine flags out"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """This machine among those of the run.
+
+    nodes, max_nodes: how many there are; they differ in an elastic world.
+    found:            what of the scheduler's word counts beside it: nothing, where flags say all.
+    """
+
+    nodes: int
+    max_nodes: int
+    rank: int
+    address: str
+    found: Topology
+
+
+def place(options: Mapping[str, Any], env: Mapping[str, str]) -> Place:
+    """Raises Refused for flags that cannot be, for those that contradict the scheduler, and for what a scheduler says
+    that cannot be."""
+    found = _topology(env, by_hand=options["num_machines"] is not None)
+    low, high, rank, address = _machines(options, found)
+    _check_agreement(options, found, low, high)
+    if options["num_machines"] is not None:
+        found = Topology(node_rank=0, nodes=1, master=address)  # what is said by hand goes before what is found
+    return Place(nodes=low, max_nodes=high, rank=rank, address=address, found=found)
+
+
+def check_spread(total: int | None, machines: int) -> None:
+    """Raises Refused for a number of processes that leaves machines with different numbers of them."""
+    if total == 0:
+        raise Refused("--num_processes 0: it must be 1 or more")
+    if total is not None and total % machines:
+        raise Refused(
+            f"--num_processes {total} cannot be spread evenly over {machines} machines: "
+            "it counts the ranks on all of them"
+        )
+
+
+def _topology(env: Mapping[str, str], *, by_hand: bool) -> Topology:
+    """What the scheduler says. Flags make good for what cannot be understood of it."""
+    alone = Topology(node_rank=0, nodes=1, master="127.0.0.1")
+    if watchdog.LAUNCH_ID in env:  # a rank's program starts ranks of its own: these are for this machine
+        return alone
+    try:
+        return Topology.from_env(env)
+    except SpecError as error:
+        if by_hand:
+            return alone
+        raise Refused(str(error)) from None
+
+
+def _machines(options: Mapping[str, Any], found: Topology) -> tuple[int, int, int, str]:
+    """Least and most machines, this one's rank, machine 0's address: by flags, else by the scheduler's variables."""
+    if options["num_machines"] is None:
+        if options["machine_rank"] is not None and found.nodes == 1:
+            raise Refused(f"--machine_rank {options['machine_rank']} needs --num_machines: how many are there?")
+        return found.nodes, found.nodes, found.node_rank, options["main_process_ip"] or found.master
+    low, high = machine_range(options["num_machines"])
+    check_spread(options["num_processes"], low)
+    if high > 1 and options["rdzv_backend"] == "static":
+        if low != high:
+            raise Refused("--num_machines MIN:MAX needs --rdzv_backend c10d; static worlds have one size")
+        missing = [name for name in ("machine_rank", "main_process_ip") if options[name] is None]
+        if missing:
+            needed = " and ".join(f"--{name}" for name in missing)
+            raise Refused(f"--num_machines {options['num_machines']}: {high} machines need {needed}")
+    if (options["machine_rank"] or 0) >= high:
+        raise Refused(f"--machine_rank {options['machine_rank']} is not one of 0 … {high - 1}")
+    if high > 1 and options["main_process_ip"] is None:
+        raise Refused(f"--num_machines {options['num_machines']}: {high} machines need --main_process_ip")
+    return low, high, options["machine_rank"] or 0, options["main_process_ip"] or "127.0.0.1"
+
+
+def _check_agreement(options: Mapping[str, Any], found: Topology, low: int, high: int) -> None:
+    """Flags may fill in what a scheduler leaves open; where it has placed this process they must say the same."""
+    if not found.source or found.nodes == 1:
+        return
+    if not low <= found.nodes <= high:
+        separate = (
+            " (for separate runs, start each in a step of its own: srun --nodes=1)" if "Slurm" in found.source else ""
+        )
+        raise Refused(
+            f"--num_machines {options['num_machines']} contradicts {found.source}, which has {found.nodes} nodes: "
+            f"{_REMEDY}{separate}"
+        )
+    rank, address = options["machine_rank"], options["main_process_ip"]
+    if rank is not None and rank != found.node_rank:
+        raise Refused(
+            f"--machine_rank {rank} contradicts {found.source}, where this is node {found.node_rank}: {_REMEDY}"
+        )
+    if address in found.names[1:]:  # a name that is none of theirs may be another address of node 0
+        raise Refused(
+            f"--main_process_ip {address} contradicts {found.source}, where that is node {found.names.index(address)} "
+            f"and node 0 is {found.names[0]}: {_REMEDY}"
+        )
+
+
+def machine_range(text: str) -> tuple[int, int]:
+    """The least and most machines that `num_machines` says. Raises Refused."""
+    low, _, high = str(text).partition(":")
+    if (low + high).isascii() and low.isdigit() and (high or low).isdigit() and 1 <= int(low) <= int(high or low):
+        return int(low), int(high or low)
+    raise Refused(f"--num_machines {text!r}: it must be a number from 1 on, or MIN:MAX")

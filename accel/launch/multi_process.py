@@ -1,0 +1,291 @@
+"""Several ranks on this node: guard, fork server, agent and signals put together, and everything ended at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
+
+from schedulers.processes import descendants, end_all
+
+from . import failure as report
+from . import watchdog
+from .agent import GangAgent, RankSettings, TimeLimitPassed
+from .errors import LaunchError, Refused
+from .fork_server import ForkServer, ServerGone
+from .preload import preload
+from .rendezvous import DEFAULT_TIMEOUT_S, LOST_AFTER_S, STAY_S, GangRendezvous
+from .run import Launch, die_of, log_path, recorder, said_again, say
+from .tee import Tee, parse
+from .worker import WARNINGS
+
+_C10D_PORT = 29500
+_SETTLE_S = 5.0  # a kubelet looks after its containers every second, and may be busy
+_ENDING = {signal.SIGTERM: signal.SIGTERM, signal.SIGINT: signal.SIGINT, signal.SIGHUP: signal.SIGTERM}
+
+
+class Signals:
+    """What this process is told, remembered until a place where it can be acted on.
+
+    Raising from a handler could cut a message to the fork server in two; so the handlers only take note, and every
+    wait is in slices that call `check`. Torch's own waits (c10d) are not: there the handler raises.
+    """
+
+    def __init__(self, server: ForkServer) -> None:
+        self._server = server
+        self._received: int | None = None
+        self._acting = False
+        self._raising = False
+        self.limit = ""  # the time limit that has passed, for people
+        for signum in _ENDING:
+            signal.signal(signum, self._on_end)
+        for signum in WARNINGS:
+            signal.signal(signum, lambda received, _: self._server.warn(received))
+
+    def _on_end(self, signum: int, _: FrameType | None) -> None:
+        if self._received is not None:
+            if not said_again(signum):
+                self._server.hurry()  # asked twice: no more grace
+            return
+        self._received = signum
+        if self._raising:
+            self.check()
+
+    def end_in_time(self, limit: str) -> None:
+        if self._received is None:
+            self.limit = limit
+            self._on_end(signal.SIGTERM, None)
+
+    @contextlib.contextmanager
+    def raising(self) -> Iterator[None]:
+        """While this lasts the handlers raise: for waits that cannot be sliced, and in which nothing is sent."""
+        self._raising = True
+        try:
+            self.check()
+            yield
+        finally:
+            self._raising = False
+
+    def check(self) -> None:
+        """Raises SignalException, once, when this process has been told to end."""
+        if self._received is not None and not self._acting:
+            self._acting = True
+            if self.limit:
+                raise TimeLimitPassed(self.limit, signal.SIGTERM)
+            raise SignalException(
+                f"received {report.signal_name(self._received)}", _ENDING[signal.Signals(self._received)]
+            )
+
+    @property
+    def received(self) -> int | None:
+        return self._received
+
+
+def run_gang(run: Launch, launch_id: str) -> int:
+    """Runs the gang to its end; no process of it is left when this returns."""
+    if not run.spawn and run.program.entry != "command":
+        preload(run.program)
+    keeper = watchdog.start(launch_id)
+    server = ForkServer.start(run.program, keeper.pipe, run.grace_s)
+    # From here on only the launcher itself: a rank has left through SystemExit, below this frame's feet.
+    signals = Signals(server)
+    limit = run.deadline
+    if limit is not None:
+        limit.arm(lambda: signals.end_in_time(limit.text))
+    tee = Tee(run.tee, run.log_dir)
+    try:
+        return _run_agent(run, server, signals, tee)
+    finally:
+        if limit is not None:
+            limit.disarm()
+        tee.close()
+        server.close()
+        end_all(lambda: keeper.others(descendants(os.getpid())), grace_s=run.grace_s)
+        keeper.dismiss()
+
+
+def _run_agent(run: Launch, server: ForkServer, signals: Signals, tee: Tee) -> int:
+    _quieten_torch()
+    handler = _rendezvous(run, signals)
+    agent = _agent(run, handler, server, signals, tee)
+    try:
+        result = agent.run()
+    except TimeLimitPassed:
+        return _end_in_time(run, tee)
+    except SignalException as error:
+        failure = agent.preempted()
+        if failure is not None:
+            _observer(run, tee)("failure", failure=failure, restarts_left=0)
+            return _tell(run, tee, failure)
+        received = signals.received or int(error.sigval)
+        if not run.quiet:
+            tee.close()
+            say(f"accel launch: {error}; all ranks here have been ended")
+        return die_of(received)
+    except ServerGone as error:
+        raise LaunchError(str(error)) from None
+    finally:
+        known = _leave(handler)
+    if not result.is_failed():
+        return 0
+    if run.deadline is not None and getattr(agent.failure, "reason", "") == "time_limit":
+        return _end_in_time(run, tee)  # another node's clock was the first
+    preempted = agent.preempted()
+    if preempted is not None and preempted.reason != getattr(agent.failure, "reason", ""):
+        _observer(run, tee)("failure", failure=preempted, restarts_left=0)  # another node was told to end, and told us
+    failure = preempted or agent.failure
+    assert failure is not None
+    code = _tell(run, tee, failure)
+    _settle(run)
+    return 0 if run.node_0_reports and run.node_rank and known and preempted is None else code
+
+
+def _settle(run: Launch) -> None:
+    """Let the cluster learn that the other nodes have ended: once it knows that node 0 failed, it deletes the rest."""
+    if run.node_0_reports and not run.node_rank:
+        time.sleep(_SETTLE_S)
+
+
+def _leave(handler: RendezvousHandler) -> bool:
+    """Leave the gang. Return True if node 0 knows how it ended."""
+    with contextlib.suppress(RuntimeError):
+        return isinstance(handler, GangRendezvous) and handler.leave()
+    return False
+
+
+def _end_in_time(run: Launch, tee: Tee) -> int:
+    assert run.deadline is not None
+    tee.close()
+    code = run.deadline.end(run.quiet)
+    _settle(run)
+    return code
+
+
+def _tell(run: Launch, tee: Tee, failure: report.Failure) -> int:
+    if not run.quiet:
+        tee.close()
+        say(_report(run, failure))
+    return failure.exit_code
+
+
+def _report(run: Launch, failure: report.Failure) -> str:
+    """This node's part of the report. The logs of a job's nodes are merged."""
+    printed = run.log_dir is not None and any(parse(run.tee).values())
+    node = run.node_rank if run.static else None
+    return failure.text_for(node, merged="ACCEL_JOB_ID" in os.environ, printed=printed)
+
+
+def _quieten_torch() -> None:
+    """The elastic agent's own reports: ours say the same, once."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+def _agent(run: Launch, handler: RendezvousHandler, server: ForkServer, signals: Signals, tee: Tee) -> GangAgent:
+    spec = WorkerSpec(
+        role=run.role,
+        local_world_size=run.processes,
+        entrypoint=run.program.argv[0],
+        rdzv_handler=handler,
+        max_restarts=run.max_restarts,
+        monitor_interval=1e-6,  # the agent waits for events where it would otherwise sleep
+    )
+    settings = RankSettings(
+        env={},
+        log_of=lambda rank, attempt: log_path(run.log_dir, rank, attempt),
+        spawn=run.spawn,
+        grace_s=run.grace_s,
+        first_attempt=run.incarnation.attempt,
+        requeued=run.requeued,
+    )
+    os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"  # all machines run equally many ranks: no exchange, no wait
+    observe = _observer(run, tee)
+    return GangAgent(
+        spec, server, settings, observe=observe, interrupted=signals.check, poll_s=run.monitor_interval_s,
+        meeting=contextlib.nullcontext if run.static else signals.raising,
+    )  # fmt: skip
+
+
+def _observer(run: Launch, tee: Tee) -> Callable[..., None]:
+    record = recorder(run.log_dir, run.events)
+
+    def observe(event: str, **facts: Any) -> None:
+        failure = facts.get("failure")
+        if isinstance(failure, report.Failure):
+            facts["failure"] = failure.to_json()
+            if facts["restarts_left"] and not run.quiet:
+                text = _report(run, failure)
+                say(f"{text}\naccel launch: starting all ranks again ({facts['restarts_left']} of "
+                    f"{run.max_restarts} restarts left)")  # fmt: skip
+        if event == "attempt":
+            logs = [(rank, log_path(run.log_dir, rank, facts["attempt"])) for rank in facts["ranks"]]
+            tee.follow((local, rank, log) for local, (rank, log) in enumerate(logs))
+        record(event, **facts)
+
+    return observe
+
+
+def _rendezvous(run: Launch, signals: Signals) -> RendezvousHandler:
+    timeout_s = _seconds(run, "timeout", _seconds(run, "join_timeout", DEFAULT_TIMEOUT_S))
+    if run.static:
+        return GangRendezvous(
+            address=run.address, port=run.port, node_rank=run.node_rank, nodes=run.nodes, run_id=run.run_id,
+            names=run.node_names,
+            timeout_s=timeout_s, lost_after_s=_seconds(run, "lost_after", LOST_AFTER_S),
+            stay_s=_seconds(run, "stay", STAY_S), interrupted=signals.check,
+            ending=lambda: signals.received is not None, incarnation=run.incarnation,
+            service=run.service, own_address=run.own_address,
+            say=lambda text: None if run.quiet else say(f"accel launch: {text}"),
+        )  # fmt: skip
+    from torch.distributed.elastic.rendezvous import registry
+
+    # Shared, one store would serve all attempts, and the second would find the addresses of the first one's dead.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    config = {"join_timeout": str(int(timeout_s)), **run.rdzv_conf}
+    _await_service(run, signals, timeout_s)
+    return registry.get_rendezvous_handler(
+        RendezvousParameters(
+            backend="c10d",
+            endpoint=f"{run.address}:{run.port or _C10D_PORT}",
+            run_id=run.run_id,
+            min_nodes=run.nodes,
+            max_nodes=run.max_nodes,
+            **config,
+        )
+    )
+
+
+def _await_service(run: Launch, signals: Signals, timeout_s: float) -> None:
+    """Wait until somebody answers at the Service of the pod that the others meet at.
+
+    A name server that is asked for a pod before the pod is there keeps "no such name" for a while. The rendezvous
+    reports what is still not there.
+    """
+    deadline = time.monotonic() + timeout_s
+    own = socket.gethostname() in (run.address, run.address.partition(".")[0])
+    while run.service and not own and time.monotonic() < deadline:
+        signals.check()
+        try:
+            socket.create_connection((run.service, run.port or _C10D_PORT), timeout=2).close()
+            return
+        except OSError:
+            time.sleep(0.25)
+
+
+def _seconds(run: Launch, name: str, default: float) -> float:
+    text = run.rdzv_conf.get(name)
+    try:
+        return float(text) if text is not None else default
+    except ValueError:
+        raise Refused(f"--rdzv_conf {name} must be seconds, not {text!r}") from None

@@ -1,0 +1,134 @@
+"""One rank on this node, with its log in a file: nobody to agree with, so no agent and no torch; but a report."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import time
+from types import FrameType
+
+from accel.exit_codes import REQUEUE
+from schedulers.processes import adopt_orphans, descendants, die_with_parent, end_all, wake_pipe
+
+from . import failure as report
+from . import watchdog
+from .run import Launch, cannot_run, die_of, log_path, recorder, said_again, say
+from .tee import Tee
+from .worker import WARNINGS, ignore_warnings, open_log
+
+_LEFTOVER_GRACE_S = 2.0
+
+
+def run_single(run: Launch, launch_id: str) -> int:
+    """Runs the program to its end as a child of this process; nothing that it started is left when this returns.
+
+    Returns its exit code (128 + N for signal N), or 128 + N when this process was told to end by signal N.
+    """
+    log = log_path(run.log_dir, 0, run.first_attempt)
+    record = recorder(run.log_dir, run.events)
+    adopt_orphans()
+    keeper = watchdog.start(launch_id)
+    oom_kills = report.oom_kill_count()
+    record("attempt", attempt=run.first_attempt)
+    tee = Tee(run.tee, run.log_dir)
+    watch = _Watch(run.grace_s)
+    if run.deadline is not None:
+        run.deadline.arm(watch.end_in_time)
+    try:
+        watch.program = _start(run, log)
+        tee.follow([(0, 0, log)])
+        code = watch.until_end()
+    finally:
+        if run.deadline is not None:
+            run.deadline.disarm()
+        end_all(lambda: keeper.others(descendants(os.getpid())), grace_s=min(run.grace_s, _LEFTOVER_GRACE_S))
+        tee.close()
+        keeper.dismiss()
+    if watch.late and run.deadline is not None:
+        return run.deadline.end(run.quiet)
+    if watch.told is not None and code != REQUEUE:
+        return die_of(watch.told)
+    if code == 0:
+        return 0
+    one = report.Exit(rank=0, local_rank=0, pid=watch.program.pid, code=code, time=time.time(),
+                      error=report.error_in_log(log), log=log)  # fmt: skip
+    failure = report.diagnose(one, node=0, host=socket.gethostname(), attempt=run.incarnation.attempt,
+                              oom_kills=report.oom_kill_count() - oom_kills, others="")  # fmt: skip
+    record("failure", failure=failure.to_json())
+    if not run.quiet:
+        say(failure.text())
+    return failure.exit_code
+
+
+def _start(run: Launch, log: str | None) -> subprocess.Popen[bytes]:
+    parent = os.getpid()
+
+    def enter() -> None:
+        die_with_parent(signal.SIGKILL, parent)
+        ignore_warnings()
+
+    command = run.program.command()
+    try:
+        with open(open_log(log or os.devnull), "ab") as output:
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output if log else None,
+                stderr=output if log else None,
+                start_new_session=True,
+                preexec_fn=enter,
+            )
+    except OSError as error:
+        raise cannot_run(command, error) from None
+
+
+class _Watch:
+    """Waits for the program's end; passes signals on; kills it when the grace is over.
+
+    It listens from before the program's start: a signal that comes in between is passed on late, not lost.
+    """
+
+    program: subprocess.Popen[bytes]
+
+    def __init__(self, grace_s: float) -> None:
+        self._grace_s = grace_s
+        self._deadline: float | None = None
+        self._pending: list[int] = []
+        self.told: int | None = None
+        self.late = False  # told by the time limit
+        self._woken, waker = wake_pipe()
+        signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(signum, self._on_end)
+        for signum in WARNINGS:
+            signal.signal(signum, lambda received, _: self._pending.append(received))
+
+    def _on_end(self, signum: int, _: FrameType | None) -> None:
+        if self.told is not None and said_again(signum):
+            return
+        now = time.monotonic()
+        self._deadline = now + self._grace_s if self.told is None else now  # asked twice: no more grace
+        if self.told is None:
+            self.told = signum
+            self._pending.append(signal.SIGINT if signum == signal.SIGINT else signal.SIGTERM)
+
+    def end_in_time(self) -> None:
+        if self.told is None:
+            self.late = True
+            self._on_end(signal.SIGTERM, None)
+
+    def until_end(self) -> int:
+        while (code := self.program.poll()) is None:
+            while self._pending:
+                self.program.send_signal(self._pending.pop(0))
+            patience = None if self._deadline is None else self._deadline - time.monotonic()
+            if patience is not None and patience <= 0:
+                self.program.kill()
+                return self.program.wait()
+            if select.select([self._woken], [], [], patience)[0]:
+                os.read(self._woken, 4096)
+        return code

@@ -1,0 +1,106 @@
+"""Checks of what processes are to each other: the world, turns, shares, collectives, flags, random numbers."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+
+from accel.accelerator import Accelerator
+from accel.collectives import all_objects, broadcast, concatenate
+from accel.collectives.rng import set_seed, synchronize_rng_states
+from accel.memory import find_executable_batch_size
+from accel.selftest.expect import expect_equal
+from accel.state import AcceleratorState, PartialState
+
+
+def world(accelerator: Accelerator) -> None:
+    """Every process is one of one world, with a number of its own."""
+    size, rank = accelerator.num_processes, accelerator.process_index
+    expect_equal("ranks", all_objects(rank), list(range(size)))
+    expect_equal("sizes", all_objects(size), [size] * size)
+    expect_equal("main processes", sum(all_objects(accelerator.is_main_process)), 1)
+    expect_equal("last processes", sum(all_objects(accelerator.is_last_process)), 1)
+    expect_equal("states", (PartialState().process_index, AcceleratorState().num_processes), (rank, size))
+    expect_equal("kind of world", accelerator.use_distributed, size > 1)
+
+
+def turns(accelerator: Accelerator) -> None:
+    """Decorated functions run where they should, and the main process goes first."""
+    last = accelerator.num_processes - 1
+    ran: list[str] = []
+    accelerator.on_main_process(ran.append)("main")
+    accelerator.on_last_process(ran.append)("last")
+    accelerator.on_process(ran.append, process_index=last)("numbered")
+    expected = ["main"] * accelerator.is_main_process + ["last", "numbered"] * accelerator.is_last_process
+    expect_equal("decorated functions", ran, expected)
+    value = torch.tensor([1.0 + accelerator.process_index], device=accelerator.device)
+    with accelerator.main_process_first():
+        value = value * 2
+    expect_equal("after the main process", accelerator.reduce(value), [sum(2.0 * (r + 1) for r in range(last + 1))])
+
+
+def shares(accelerator: Accelerator) -> None:
+    """Inputs are split so that each item is in one share, and padded shares are of one length."""
+    items = list(range(2 * accelerator.num_processes + 1))
+    with accelerator.split_between_processes(items) as mine:
+        expect_equal("all shares", [item for share in all_objects(mine) for item in share], items)
+    with accelerator.split_between_processes({"x": torch.arange(len(items))}, apply_padding=True) as padded:
+        expect_equal("lengths", len(set(all_objects(len(padded["x"])))), 1)
+
+
+def collectives(accelerator: Accelerator) -> None:
+    """Nests of tensors of any type travel, and come back in the order of the ranks."""
+    size, rank, device = accelerator.num_processes, accelerator.process_index, accelerator.device
+    nest = {
+        "a": torch.tensor([float(rank)], device=device),
+        "b": [torch.tensor([rank > 0], device=device), torch.full((1, 2), rank, dtype=torch.bfloat16, device=device)],
+        "empty": torch.empty(0, 3, device=device),
+    }
+    gathered = accelerator.gather(nest)
+    expect_equal("gather", gathered["a"], [float(r) for r in range(size)])
+    expect_equal("gather of bools", gathered["b"][0], [r > 0 for r in range(size)])
+    expect_equal("gather of bfloat16", gathered["b"][1].float(), [[float(r)] * 2 for r in range(size)])
+    expect_equal("gather of nothing", list(gathered["empty"].shape), [0, 3])
+    total = float(sum(range(1, size + 1)))
+    expect_equal("sum", accelerator.reduce(torch.tensor(rank + 1.0, device=device), "sum"), total)
+    expect_equal("mean", accelerator.reduce(torch.tensor(rank + 1.0, device=device), "mean"), total / size)
+    expect_equal("broadcast", broadcast(torch.tensor([rank + 7.0], device=device)), [7.0])
+    padded = accelerator.pad_across_processes(torch.ones(rank + 1, device=device))
+    expect_equal("padding", padded, [1.0] * (rank + 1) + [0.0] * (size - 1 - rank))
+    expect_equal("concatenation", concatenate([{"x": torch.ones(1)}, {"x": torch.zeros(1)}])["x"], [1.0, 0.0])
+
+
+def triggers(accelerator: Accelerator) -> None:
+    """A flag that one process raises is seen by all, once."""
+    expect_equal("flags at first", accelerator.check_trigger(), False)
+    if accelerator.is_last_process:
+        accelerator.set_trigger()
+    expect_equal("a raised flag", accelerator.check_trigger(), True)
+    expect_equal("a flag that was seen", accelerator.check_trigger(), False)
+
+
+def random_numbers(accelerator: Accelerator) -> None:
+    """Seeds give the same numbers everywhere or, if asked, other ones; generators can be made equal."""
+    set_seed(11)
+    same = all_objects((random.random(), torch.rand(2).tolist()))
+    expect_equal("numbers of one seed", len({str(one) for one in same}), 1)
+    set_seed(11, device_specific=True)
+    expect_equal("numbers of a seed a process", len(set(all_objects(torch.rand(1).item()))), accelerator.num_processes)
+    synchronize_rng_states(["torch"])
+    expect_equal("synchronised numbers", len(set(all_objects(torch.rand(1).item()))), 1)
+
+
+def memory(accelerator: Accelerator) -> None:
+    """When one process runs out of memory, all go on with the same smaller batch size."""
+    tried: list[int] = []
+
+    @find_executable_batch_size(starting_batch_size=100)
+    def train(batch_size: int) -> int:
+        tried.append(batch_size)
+        if batch_size > 85 and accelerator.is_last_process:
+            raise RuntimeError("CUDA out of memory. (said by the sanity check)")
+        return batch_size
+
+    expect_equal("batch size found", all_objects(train()), [81] * accelerator.num_processes)
+    expect_equal("batch sizes tried", tried, [100, 90, 81])

@@ -1,0 +1,171 @@
+"""Checks of training: who sees which data, and that several processes learn what one would."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
+
+from accel.accelerator import Accelerator
+from accel.data import skip_first_batches
+from accel.local_sgd import LocalSGD
+from accel.plugins import DataLoaderConfiguration
+from accel.selftest.expect import expect_close, expect_equal
+
+_BATCH = 3
+
+
+class _Numbers(Dataset[torch.Tensor]):
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(float(index))
+
+
+class _Stream(IterableDataset[torch.Tensor]):
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter([torch.tensor(float(index)) for index in range(self.length)])
+
+
+def data(accelerator: Accelerator) -> None:
+    """Every sample comes to one process, in order, from every kind of loader; what evens out the end is dropped."""
+    length = 2 * _BATCH * accelerator.num_processes + 1
+    numbers = [float(index) for index in range(length)]
+    sampler = BatchSampler(SequentialSampler(_Numbers(length)), _BATCH, drop_last=False)
+    loaders: dict[str, DataLoader[Any]] = {
+        "map-style": DataLoader(_Numbers(length), batch_size=_BATCH),
+        "batch sampler": DataLoader(_Numbers(length), batch_sampler=sampler),
+        "iterable": DataLoader(_Stream(length), batch_size=_BATCH),
+    }
+    for name, loader in loaders.items():
+        expect_equal(name, _seen(accelerator, accelerator.prepare(loader)), numbers)
+
+
+def dispatching(accelerator: Accelerator) -> None:
+    """Data that only the main process reads reach all."""
+    other = Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
+    length = 2 * _BATCH * other.num_processes + 1
+    for name, dataset in (("map-style", _Numbers(length)), ("iterable", _Stream(length))):
+        loader = other.prepare(DataLoader(dataset, batch_size=_BATCH))
+        expect_equal(name, _seen(other, loader), [float(index) for index in range(length)])
+    other.free_memory()
+
+
+def shuffling(accelerator: Accelerator) -> None:
+    """Shuffling by a seed is the same each time, another one each epoch, and loses nothing."""
+    length = 2 * _BATCH * accelerator.num_processes
+    config = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=5)
+    epochs = []
+    for _ in range(2):
+        other = Accelerator(dataloader_config=config)
+        loader = other.prepare(DataLoader(_Numbers(length), batch_size=_BATCH, shuffle=True))
+        epochs.append([_seen(other, loader) for _ in range(2)])
+        other.free_memory()
+    expect_equal("the same seed", epochs[0], epochs[1])
+    expect_equal("another epoch", epochs[0][0] == epochs[0][1], False)
+    expect_equal("all samples", sorted(epochs[0][0]), [float(index) for index in range(length)])
+
+
+def skipping(accelerator: Accelerator) -> None:
+    """What is left of an epoch after some batches were skipped is what would have come."""
+    length = 3 * _BATCH * accelerator.num_processes
+    loader = accelerator.prepare(DataLoader(_Numbers(length), batch_size=_BATCH))
+    whole = [batch.tolist() for batch in loader]
+    rest = [batch.tolist() for batch in skip_first_batches(loader, 1)]
+    expect_equal("the rest of an epoch", rest, whole[1:])
+    accelerator.free_memory()
+
+
+def stepping(accelerator: Accelerator) -> None:
+    """Several processes, with accumulation and a short last window, end with the weights of one."""
+    size, rows, steps = accelerator.num_processes, 2, 2
+    batches = 5  # two windows and a short one
+    inputs = torch.linspace(-1, 1, batches * size * rows).reshape(-1, 1)
+    other = Accelerator(gradient_accumulation_steps=steps, dataloader_config=DataLoaderConfiguration())
+    model, optimizer, loader = _job(inputs, rows)
+    model, optimizer, loader = other.prepare(model, optimizer, loader)
+    for batch in loader:
+        with other.accumulate(model):
+            other.backward(model(batch).pow(2).mean())
+            if other.sync_gradients:
+                other.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+    trained: Any = other.unwrap_model(model)
+    tolerance = 1e-4 if accelerator.mixed_precision == "no" else 5e-2
+    expect_close("weights", trained.weight, _by_hand(inputs, rows * size, steps), tolerance)
+    other.free_memory()
+
+
+def _job(inputs: torch.Tensor, rows: int) -> tuple[torch.nn.Linear, torch.optim.Optimizer, DataLoader[Any]]:
+    torch.manual_seed(3)
+    model = torch.nn.Linear(1, 4)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(inputs, batch_size=rows)  # type: ignore[arg-type]
+
+
+def _by_hand(inputs: torch.Tensor, rows: int, steps: int) -> torch.Tensor:
+    model, optimizer, loader = _job(inputs, rows)
+    batches = list(loader)
+    for start in range(0, len(batches), steps):
+        window = batches[start : start + steps]
+        for batch in window:
+            (model(batch).pow(2).mean() / len(window)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.weight
+
+
+def uneven_inputs(accelerator: Accelerator) -> None:
+    """Processes may run out of batches at different times."""
+    model = accelerator.prepare(torch.nn.Linear(1, 1))
+    batches = [torch.ones(1, 1, device=accelerator.device)] * (1 + accelerator.process_index)
+    with accelerator.join_uneven_inputs([model]):
+        for batch in batches:
+            accelerator.backward(model(batch).sum())
+    counts = accelerator.gather(torch.tensor([len(batches)], device=accelerator.device))
+    expect_equal("batches", counts, list(range(1, accelerator.num_processes + 1)))
+    accelerator.free_memory()
+
+
+def local_steps(accelerator: Accelerator) -> None:
+    """With LocalSGD, processes learn by themselves and are averaged in the end."""
+    rank, size = accelerator.process_index, accelerator.num_processes
+    bare = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.zeros_(bare.weight)
+    model, optimizer = accelerator.prepare(bare, torch.optim.SGD(bare.parameters(), lr=1.0))
+    with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=4) as local:
+        accelerator.backward(-(rank + 1.0) * model(torch.ones(1, 1, device=accelerator.device)).sum())
+        optimizer.step()
+        local.step()
+        expect_equal("a process's own weight", bare.weight, [[rank + 1.0]])
+    expect_close("the mean weight", bare.weight, torch.tensor([[(size + 1) / 2]]))
+    accelerator.free_memory()
+
+
+def precision(accelerator: Accelerator) -> None:
+    """Models compute in the precision that was asked for, and give back what they were given."""
+    wanted = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[accelerator.mixed_precision]
+    model = torch.nn.Linear(2, 2).to(accelerator.device)
+    with accelerator.autocast():
+        expect_equal("type under autocast", str(model(torch.ones(1, 2, device=accelerator.device)).dtype), str(wanted))
+    prepared = accelerator.prepare(torch.nn.Linear(2, 2))
+    output = prepared(torch.ones(1, 2, device=accelerator.device))
+    expect_equal("type of a prepared model's output", str(output.dtype), "torch.float32")
+    accelerator.free_memory()
+
+
+def _seen(accelerator: Accelerator, loader: Any) -> list[float]:
+    seen: list[float] = []
+    for batch in loader:
+        seen += accelerator.gather_for_metrics(batch).tolist()
+    return seen

@@ -1,0 +1,167 @@
+"""Settings that contradict one another, or need one another. Every message names both."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from . import BY_NAME, GROUPS
+from .env_variables import is_on, is_wanted
+from .setting import Group, Setting
+
+Options = Mapping[str, Any]
+
+WAYS = ("cpu", "multi_gpu", "tpu", "use_deepspeed", "use_fsdp", "use_megatron_lm")
+# Both given is a contradiction, whatever their values; if one is said in a file and the other by a flag, the flag wins.
+PAIRS = (
+    ("module", "no_python"),
+    ("tpu", "no_python"),
+    ("tpu", "gpu_ids"),
+    ("tpu", "mpirun_hostfile"),
+    ("mpirun_hostfile", "multi_gpu"),
+    ("mpirun_hostfile", "use_deepspeed"),
+    ("mpirun_hostfile", "use_fsdp"),
+    ("mpirun_hostfile", "use_megatron_lm"),
+    ("tpu_use_cluster", "no_tpu_cluster"),
+    ("deepspeed_inclusion_filter", "deepspeed_exclusion_filter"),
+    ("deepspeed_config_file", "zero_stage"),
+    ("deepspeed_config_file", "offload_optimizer_device"),
+    ("deepspeed_config_file", "offload_param_device"),
+    ("deepspeed_config_file", "zero3_save_16bit_model"),
+)
+
+
+def contradictions(options: Options, sources: Mapping[str, str] | None = None) -> str | None:
+    """What is wrong with the settings together, in one line; None if nothing is.
+
+    sources: where a setting was given, for the message, if it was not a flag: `{"use_fsdp": "base.yaml:3"}`.
+    """
+    return next(_found(options, sources or {}), None)
+
+
+def without_effect(given: Mapping[str, Any], options: Options) -> list[str]:
+    """A line for all settings of `given` that change nothing for the same reason: what they belong to is off."""
+    idle: dict[str, list[str]] = {}
+    for group in GROUPS:
+        for setting in group.settings:
+            needed = _needed(group, setting, options)
+            if needed and is_given(setting.name, given):
+                idle.setdefault(needed, []).append(setting.shown)
+    return [f"{', '.join(flags)}: no effect without {needed}" for needed, flags in idle.items()]
+
+
+def _needed(group: Group, setting: Setting, options: Options) -> str:
+    """What has to be given for the setting to have an effect; "" where it has one, or asks for nothing."""
+    if group.on is not None and not is_on(group, options):
+        name, value = group.on
+    elif setting.when is not None and not is_wanted(setting, options) and options[setting.name] != setting.default:
+        name, value = setting.when
+    else:
+        return ""
+    return BY_NAME[name].shown + ("" if value is True else f" {value}")
+
+
+def _found(options: Options, sources: Mapping[str, str]) -> Iterator[str]:
+    def said(name: str) -> str:
+        setting = BY_NAME[name]
+        value = options[name]
+        shown = str(value).lower() if isinstance(value, bool) else value
+        word = setting.shown if setting.kind == "switch" else f"{setting.shown} {shown}"
+        return word + (f" ({sources[name]})" if name in sources else "")
+
+    ways = [name for name in WAYS if is_given(name, options)]
+    pairs = [(ways[0], ways[1])] if len(ways) > 1 else []
+    for one, other in [*pairs, *(pair for pair in PAIRS if all(is_given(name, options) for name in pair))]:
+        yield f"{said(one)} and {said(other)} contradict each other: keep one"
+    for rule in (_precision, _port, _gpus, _fsdp, _parallelism, _sizes, _nvme, _fp8, _keys, _variables):
+        yield from rule(options, said)
+
+
+def is_given(name: str, options: Options) -> bool:
+    """Whether the setting asks for anything."""
+    value = options.get(name)
+    return not (value is None or value is False or value == "" or (name == "gpu_ids" and value == "all"))
+
+
+def _precision(options: Options, said: Callable[[str], str]) -> Iterator[str]:
+    if options["cpu"] and options["mixed_precision"] in ("fp16", "fp8"):
+        yield f"{said('mixed_precision')} needs a GPU and {said('cpu')} uses none: use bf16 or no"
+
+
+def _port(options: Options, said: Callable[[str], str]) -> Iterator[str]:
+    port = options["main_process_port"] or 0
+    if port > 65535:
+        yield f"{said('main_process_port')}: ports end at 65535"
+
+
+_GPU = re.compile(r"\d+(\.\d+)?|(GPU|MIG)-[\w/-]+", re.ASCII)
+
+
+def _gpus(options: Options, said: Callable[[str], str]) -> Iterator[str]:
+    if is_given("gpu_ids", options) and not all(_GPU.fullmatch(word.strip()) for word in options["gpu_ids"].split(",")):
+        yield f"{said('gpu_ids')}: they are numbers, or names such as GPU-8932f937, with commas between them"
+
+
+_SIZES = tuple(f"parallelism_config_{name}_size" for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp"))
+
+
+def _sizes(options: Options, said: Callable[[str], str]) -> Iterator[str]:
+    if not (options["use_parallelism_config"] and options["use_fsdp"] and options["num_processes"]):
+        return
+    names = [name for name in _SIZES if options[name] > 1]
+    product = math.prod(options[name] for name in names)
+    if names and product != options["num_processes"]:
+        sizes = " times ".join(said(name) for name in names)
+        yield f"{said('num_processes')} and {sizes} contradict each other: the sizes' product is {product}"
+
+
+def _fsdp(options: Options, said: Callable[[str], str]) -> Iterator[str]:
+    if not options["use_fsdp"]:
+        return
+    if options["fsdp_cpu_ram_efficient_loading"] and not options["fsdp_sync_module_states"]:
+        yield (
+            f"{said('fsdp_cpu_ram_efficient_loading')} and {said('fsdp_sync_module_states')} contradict each other: "
+            "ranks that have not read the weights must be sent them"
+        )
+    if options["fsdp_activation_checkpointing_offload"]:
+        if not options["fsdp_activation_checkpointing"]:
+            yield f"{said('fsdp_activation_checkpointing_offload')} needs --fsdp_activation_checkpointing true"
+        if options["fsdp_version"] == "1":
+            yield f"{said('fsdp_activation_checkpointing_offload')} needs --fsdp_version 2"
+
+
+def _parallelism(options: Options, said: Callable[[str], str]) -> Iterator[str]:
+    if not options["use_parallelism_config"] or options["use_deepspeed"]:
+        return
+    if not options["use_fsdp"]:
+        yield f"{said('use_parallelism_config')} needs --use_fsdp, with --fsdp_version 2, or --use_deepspeed"
+    elif options["fsdp_version"] == "1":
+        yield f"{said('use_parallelism_config')} and {said('fsdp_version')} contradict each other: it needs version 2"
+
+
+def _nvme(options: Options, said: Callable[[str], str]) -> Iterator[str]:
+    for what in ("optimizer", "param"):
+        device, path = f"offload_{what}_device", f"offload_{what}_nvme_path"
+        if options["use_deepspeed"] and options[device] == "nvme" and not options[path]:
+            yield f"{said(device)} needs --{path}"
+
+
+def _fp8(options: Options, said: Callable[[str], str]) -> Iterator[str]:
+    if options["fp8_backend"] and options["mixed_precision"] not in (None, "fp8"):
+        yield f"{said('fp8_backend')} and {said('mixed_precision')} contradict each other: it needs fp8"
+
+
+def _keys(options: Options, said: Callable[[str], str]) -> Iterator[str]:
+    names = ("aws_access_key_id", "aws_secret_access_key")
+    given = [name for name in names if options[name]]
+    if len(given) == 1:
+        yield f"--{given[0]} needs --{names[1 - names.index(given[0])]}"
+
+
+def _variables(options: Options, said: Callable[[str], str]) -> Iterator[str]:
+    for pair in options["env"] or []:
+        name, equals, _ = pair.partition("=")
+        if not (name and equals):
+            yield f"--env {pair}: a variable for the hosts is NAME=VALUE"

@@ -1,0 +1,71 @@
+"""The variables that the settings become in a worker."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from . import GROUPS
+from .setting import Group, Setting
+from .values import written
+
+# Settings whose variables the launcher works out itself: they depend on the machine, not on the setting alone.
+_ELSEWHERE = {"cpu", "gpu_ids", "main_process_ip", "main_process_port", "num_cpu_threads_per_process", "rdzv_id",
+              "role", "max_restarts", "compat"}  # fmt: skip
+_NOT_WORKERS = {"Amazon SageMaker"}
+
+
+def variables(options: Mapping[str, Any]) -> dict[str, str]:
+    """What Accelerate's launcher sets, and `Accelerator()` reads: ours, and Hugging Face's.
+
+    `options` are the values of the settings by name. What is not given leaves its variable as it is.
+    """
+    env: dict[str, str] = {}
+    for group in GROUPS:
+        if group.title not in _NOT_WORKERS and is_on(group, options):
+            for setting in group.settings:
+                if setting.env and setting.name not in _ELSEWHERE and _holds(setting, options):
+                    env |= _variable(setting, options[setting.name])
+    return env | _of_tpu(options) | _of_deepspeed(options)
+
+
+def is_on(group: Group, options: Mapping[str, Any]) -> bool:
+    """Whether the settings of this group have an effect."""
+    return group.on is None or options.get(group.on[0]) == group.on[1]
+
+
+def _holds(setting: Setting, options: Mapping[str, Any]) -> bool:
+    value = options.get(setting.name)
+    if value is None or (value is False and setting.kind == "switch" and setting.style != "str"):
+        return False
+    return is_wanted(setting, options)
+
+
+def is_wanted(setting: Setting, options: Mapping[str, Any]) -> bool:
+    """Whether what the setting is about is there."""
+    if setting.when is None:
+        return True
+    other = options.get(setting.when[0])
+    if isinstance(setting.when[1], bool):
+        return other not in (None, "no")
+    return isinstance(other, int) and other >= setting.when[1]
+
+
+def _variable(setting: Setting, value: Any) -> dict[str, str]:
+    if setting.name == "fp8_override_linear_precision":  # one setting, three variables
+        names = ("FPROP", "DGRAD", "WGRAD")
+        return {f"ACCELERATE_FP8_OVERRIDE_{name}": str(part) for name, part in zip(names, value, strict=True)}
+    return {setting.env: written(setting, value)}
+
+
+def _of_tpu(options: Mapping[str, Any]) -> dict[str, str]:
+    if not options["tpu"] or options["mixed_precision"] != "bf16" or options["downcast_bf16"]:
+        return {}
+    return {"XLA_USE_BF16": "1"}
+
+
+def _of_deepspeed(options: Mapping[str, Any]) -> dict[str, str]:
+    """Which of DeepSpeed's settings a file has given: those must agree with DeepSpeed's own configuration."""
+    if not options["use_deepspeed"]:
+        return {}
+    return {"ACCELERATE_CONFIG_DS_FIELDS": options.get("deepspeed_fields_from_accelerate_config", "")}

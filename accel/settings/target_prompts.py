@@ -1,0 +1,97 @@
+"""Questions about a place where jobs run: what `accel.yaml` is to say of it. An answer is an option of the target."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .prompt import Answers, Condition, Machine, Question, answered, ask, both
+from .setting import Setting
+
+KINDS = ("ssh", "slurm", "kubernetes")
+_FILES = (
+    ("project", "the project's accel.yaml, which others who check it out have too"),
+    ("user", "your own, for all projects"),
+)
+_WORKLOADS = (
+    ("pytorchjob", "a PyTorchJob (Kubeflow's training operator)"),
+    ("jobset", "a JobSet"),
+    ("job", "an Indexed Job, with no operator"),
+    ("trainjob", "a TrainJob (Kubeflow Trainer 2)"),
+)
+_CONTAINERS = (
+    ("none", "nothing: jobs run on the nodes as they are"),
+    ("pyxis", "pyxis (enroot)"),
+    ("apptainer", "apptainer"),
+    ("singularity", "singularity"),
+)
+
+
+def entry_of(answers: Answers) -> tuple[str, dict[str, Any]] | None:
+    """The target's name and its entry in `accel.yaml`; None where the answers are about no target."""
+    kind = answers.get("place")
+    if kind not in KINDS:
+        return None
+    entry: dict[str, Any] = {"kind": kind}
+    for question in TARGET_QUESTIONS:
+        if question.target is not None and question.target[0] == kind:
+            value = answers.get(question.name)
+            if value not in (None, "none"):
+                entry[question.target[1]] = value
+    if answers.get("device") == "cpu":
+        entry["cpu"] = True
+    return str(answers["target"]), entry
+
+
+def answers_of_entry(name: str, entry: dict[str, Any]) -> dict[str, Any]:
+    """The answers that an entry of `accel.yaml` amounts to, to be offered again."""
+    kind = str(entry.get("kind"))
+    asked = {question.target: question.name for question in TARGET_QUESTIONS if question.target is not None}
+    found = {asked[kind, key]: value for key, value in entry.items() if (kind, key) in asked}
+    return {
+        "target": name,
+        **{key: ",".join(value) if isinstance(value, list) else value for key, value in found.items()},
+    }
+
+
+def _option(kind: str, option: str, text: str, *, when: Condition | None = None, **rest: Any) -> Question:
+    here = answered("place", kind)
+    own = None if "options" in rest else Setting(f"{kind}_{option}", text)
+    open_then = here if when is None else both(here, when)
+    return ask(f"{kind}_{option}", text, open_then, own=own, target=(kind, option), **({"may_be_empty": True} | rest))
+
+
+def _file(answers: Answers, machine: Machine) -> str:
+    return "project" if machine.project else "user"
+
+
+def _remote(answers: Answers) -> bool:
+    return answers.get("slurm_login") is not None
+
+
+_HERE = answered("place", *KINDS)
+
+TARGET_QUESTIONS: tuple[Question, ...] = (
+    ask("target", "What is the target to be called (accel submit --target NAME)?", _HERE,
+        own=Setting("target", "a name"), default=lambda answers, machine: answers["place"]),
+    _option("ssh", "hosts", "Which machines: a,b or user@host:port or gpu[01-16] (empty: those of a hostfile)?"),
+    _option("ssh", "hostfile", "The hostfile, a machine a line?", when=answered("ssh_hosts", None), may_be_empty=False),
+    _option("ssh", "user", "The user there (empty: as ~/.ssh/config says)?"),
+    _option("ssh", "venv", "The virtual environment there that has accel and torch (empty: python3's packages)?"),
+    _option("ssh", "interface", "The network interface between the machines (empty: any)?"),
+    _option("slurm", "login", "The login node, as user@host:port (empty: this machine is one)?"),
+    _option("slurm", "python", "The interpreter on the nodes that has accel and torch?", when=_remote,
+            may_be_empty=False, offer="python3"),
+    _option("slurm", "partition", "The partition (empty: the cluster's default)?"),
+    _option("slurm", "account", "The account that is charged (empty: yours)?"),
+    _option("slurm", "qos", "The quality of service (empty: the default)?"),
+    _option("slurm", "container", "What runs container images (accel submit --image)?", options=_CONTAINERS,
+            offer="none", may_be_empty=False),
+    _option("kubernetes", "context", "The kubeconfig's context (empty: the current one)?"),
+    _option("kubernetes", "namespace", "The namespace (empty: the context's)?"),
+    _option("kubernetes", "workload", "What is a job to be there?", options=_WORKLOADS, offer="pytorchjob",
+            may_be_empty=False),
+    _option("kubernetes", "image", "The container image with accel and torch (empty: each job names its own)?"),
+    _option("kubernetes", "code_claim", "A PersistentVolumeClaim for code of more than 1 MiB (empty: none)?"),
+    _option("kubernetes", "queue", "Kueue's queue (empty: none)?"),
+    ask("target_file", "Where is it to be written?", _HERE, options=_FILES, default=_file),
+)  # fmt: skip

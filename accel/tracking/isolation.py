@@ -1,0 +1,176 @@
+"""What stands between training and a tracker: an outage is said and survived, a long wait is said, the rest raised."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+from accel.errors import AccelError, TrackerError
+from accel.tracking.base import GeneralTracker
+from accel.tracking.reachability import reach
+
+logger = logging.getLogger(__name__)
+
+SLOW_S = 10.0
+FIRST_PAUSE_S = 15.0
+LONGEST_PAUSE_S = 600.0
+
+# What a disk or a network says that is not the script's fault and may pass.
+_PASSING = frozenset(
+    {
+        errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE, errno.EROFS, errno.EAGAIN,
+        errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTUNREACH, errno.EHOSTDOWN,
+    }
+)  # fmt: skip
+# Of HTTP's refusals, those that ask to come again: request timeout, too many requests.
+_LATER = (408, 429)
+
+
+class Guard:
+    """One tracker, of one process.
+
+    When the tracker's server or disk fails during training, that is said once, records are left out, and it is tried
+    again after 15 s, then after twice as long each time, up to 10 min; how many were lost is said when it works again
+    and at the end. Whatever is no outage is raised.
+    """
+
+    def __init__(self, tracker: GeneralTracker) -> None:
+        self.tracker = tracker
+        self._name = str(getattr(tracker, "name", type(tracker).__name__))
+        self._own = type(tracker).__module__.startswith(__package__ or "")
+        self._watched = tracker.waits_for_server
+        self._again = 0.0
+        self._pause = 0.0
+        self._lost = 0
+
+    def start(self) -> bool:
+        """Start the tracker; false where it could not for an outage, which is said. Raises `TrackerError` otherwise."""
+        try:
+            with said_if_slow(f"tracker {self._name!r} to start"):
+                self._reach()
+                self.tracker.start()
+        except Exception as error:
+            if is_outage(self.tracker, error):
+                logger.warning(
+                    "tracker %r cannot start now, and training goes on without it: %s%s",
+                    self._name, first_line(error), self._hint(),
+                )  # fmt: skip
+                return False
+            if not self._own or isinstance(error, AccelError):
+                raise
+            raise TrackerError(f"tracker {self._name!r} did not start: {first_line(error)}{self._hint()}") from error
+        return True
+
+    def store(self, config: dict[str, Any]) -> None:
+        """Store the configuration; an outage is said."""
+        with self._surviving("its configuration is not stored"), said_if_slow(f"tracker {self._name!r}"):
+            self.tracker.store_init_configuration(config)
+
+    def log(self, values: dict[str, Any], step: int | None, more: Mapping[str, Any]) -> None:
+        """Log ``values``, or leave them out while the tracker is out of reach."""
+        if self._pause and time.monotonic() < self._again:
+            self._lost += 1
+            return
+        try:
+            if self._pause:
+                self._reach()
+            with said_if_slow(f"tracker {self._name!r} to log") if self._watched else nullcontext():
+                self.tracker.log(values, step=step, **more)
+        except Exception as error:
+            if not is_outage(self.tracker, error):
+                raise
+            self._rest(error)
+        else:
+            if self._pause:
+                self._pause = 0.0
+                logger.warning("tracker %r works again; records lost so far: %d", self._name, self._lost)
+
+    def finish(self) -> None:
+        """Finish the tracker; an outage is said, and so is what was lost."""
+        with self._surviving("it is not closed in order"), said_if_slow(f"tracker {self._name!r} to finish"):
+            self.tracker.finish()
+        if self._lost:
+            logger.warning("tracker %r lost %d records", self._name, self._lost)
+
+    def _reach(self) -> None:
+        try:
+            url = self.tracker.server()
+        except (AttributeError, ImportError, KeyError):
+            # Another version of the package keeps the address elsewhere: then it is left to the package.
+            url = None
+        if url is not None:
+            reach(url)
+
+    def _rest(self, error: BaseException) -> None:
+        self._lost += 1
+        if not self._pause:
+            logger.warning(
+                "tracker %r fails, and training goes on; records are lost until it works again: %s",
+                self._name, first_line(error),
+            )  # fmt: skip
+        self._pause = min(self._pause * 2 or FIRST_PAUSE_S, LONGEST_PAUSE_S)
+        self._again = time.monotonic() + self._pause
+
+    @contextmanager
+    def _surviving(self, consequence: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            if not is_outage(self.tracker, error):
+                raise
+            logger.warning("tracker %r fails, %s: %s", self._name, consequence, first_line(error))
+
+    def _hint(self) -> str:
+        return f"; {self.tracker.offline}" if self.tracker.offline else ""
+
+
+def is_outage(tracker: GeneralTracker, error: BaseException) -> bool:
+    """Whether ``error``, or one that led to it, says that a server or a disk does not work now."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if (isinstance(seen, OSError) and _passes(seen)) or tracker.is_outage(seen):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
+
+
+def _passes(error: OSError) -> bool:
+    if isinstance(error, (ConnectionError, TimeoutError)) or error.errno in _PASSING:
+        return True
+    # The errors of `requests` and of a name that does not resolve are OSErrors without a number of the system's; of
+    # these, a malformed address and a server's refusal of a request will not pass.
+    refused = getattr(getattr(error, "response", None), "status_code", 0)
+    wrong = isinstance(error, ValueError) or (400 <= refused < 500 and refused not in _LATER)
+    return (error.errno is None or error.errno < 0) and not wrong
+
+
+def first_line(error: BaseException) -> str:
+    """The error's type and the first line of what it says, at most 300 characters."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
+
+
+@contextmanager
+def said_if_slow(what: str) -> Iterator[None]:
+    """A region after 10 s of which, and then ever more rarely, a warning says that it still waits for ``what``."""
+    done = threading.Event()
+    begun = time.monotonic()
+
+    def watch() -> None:
+        wait = SLOW_S
+        while not done.wait(wait):
+            logger.warning("still waiting for %s after %.0f s", what, time.monotonic() - begun)
+            wait *= 2
+
+    watcher = threading.Thread(target=watch, name="accel tracker watch", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        done.set()
+        watcher.join()

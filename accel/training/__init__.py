@@ -1,0 +1,1 @@
+"""What a training step is made of: the optimizer, the scheduler, accumulation, compilation and profiling."""

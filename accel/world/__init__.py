@@ -1,0 +1,1 @@
+"""The world of processes and the machine below it: environment, process group, devices, packages."""

@@ -1,0 +1,284 @@
+"""The devices of this machine: which kinds torch shows, what their driver says, which processors are near them.
+
+Asked in ways that initialise no device, so that processes can still be forked, but where a docstring says otherwise.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import subprocess
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from accel.enums import DistributedType
+from accel.errors import ArgumentError
+from accel.world.environment import LAUNCHERS, get_int_from_env, parse_flag_from_env, patch_environment
+from accel.world.versions import is_torch_version
+
+# kind of device → (the package that adds it to torch, what a world of several such processes is called);
+# in the order in which a machine that has several is asked
+PLUGINS: dict[str, tuple[str | None, DistributedType]] = {
+    "mlu": ("torch_mlu", DistributedType.MULTI_MLU),
+    "sdaa": ("torch_sdaa", DistributedType.MULTI_SDAA),
+    "musa": ("torch_musa", DistributedType.MULTI_MUSA),
+    "npu": ("torch_npu", DistributedType.MULTI_NPU),
+    "hpu": ("habana_frameworks.torch", DistributedType.MULTI_HPU),
+    "xpu": (None, DistributedType.MULTI_XPU),
+    "neuron": ("torch_neuronx", DistributedType.MULTI_NEURON),
+}
+
+
+def is_rocm_available() -> bool:
+    """Whether torch is built for AMD GPUs and shows one."""
+    return torch.version.hip is not None and torch.cuda.is_available()
+
+
+def is_cuda_available() -> bool:
+    """Whether there is an NVIDIA GPU, asked without initialising CUDA, so that processes can still be forked."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return True
+    with patch_environment(PYTORCH_NVML_BASED_CUDA_CHECK="1"):
+        return torch.cuda.is_available()
+
+
+def is_mps_available(min_version: str = "1.12") -> bool:
+    """Whether there is an Apple GPU, with torch of at least ``min_version``."""
+    return is_torch_version(">=", min_version) and torch.backends.mps.is_available() and torch.backends.mps.is_built()
+
+
+@cache
+def _shows(kind: str, check_device: bool = False) -> bool:
+    """Whether torch, with the package that adds ``kind`` to it, shows a device of that kind."""
+    plugin = PLUGINS[kind][0]
+    if plugin is not None:
+        if find_spec(plugin.partition(".")[0]) is None:
+            return False
+        try:
+            import_module(plugin)
+        except Exception:
+            return False  # the plug-in of a device that is not there may fail in its own ways while it loads
+    module = getattr(torch, kind, None)
+    if module is None:
+        return False
+    try:
+        return bool(module.is_available()) and (not check_device or int(module.device_count()) > 0)
+    except RuntimeError:
+        return False
+
+
+def is_xpu_available(check_device: bool = False) -> bool:
+    """Whether there is an Intel GPU."""
+    return _shows("xpu", check_device)
+
+
+def is_mlu_available(check_device: bool = False) -> bool:
+    """Whether there is a Cambricon MLU."""
+    return _shows("mlu", check_device)
+
+
+def is_musa_available(check_device: bool = False) -> bool:
+    """Whether there is a Moore Threads GPU."""
+    return _shows("musa", check_device)
+
+
+def is_npu_available(check_device: bool = False) -> bool:
+    """Whether there is an Ascend NPU."""
+    return _shows("npu", check_device)
+
+
+def is_sdaa_available(check_device: bool = False) -> bool:
+    """Whether there is a Tecorigin SDAA."""
+    return _shows("sdaa", check_device)
+
+
+def is_neuron_available(check_device: bool = False) -> bool:
+    """Whether there is an AWS Neuron core."""
+    return _shows("neuron", check_device)
+
+
+def is_hpu_available(init_hccl: bool = False) -> bool:
+    """Whether there is an Intel Gaudi; with ``init_hccl`` its collectives are loaded."""
+    found = _shows("hpu")
+    if found and init_hccl:
+        import_module("habana_frameworks.torch.distributed.hccl")
+    return found
+
+
+def is_habana_gaudi1() -> bool:
+    """Whether the Gaudi is of the first generation, which lacks fp16 and fp8."""
+    if not is_hpu_available():
+        return False
+    about = import_module("habana_frameworks.torch.utils.experimental")
+    return bool(about._get_device_type() == about.synDeviceType.synDeviceGaudi)
+
+
+def is_bf16_available(ignore_tpu: bool = False) -> bool:
+    """Whether the device computes in bfloat16; a TPU counts as one that does not, with ``ignore_tpu``."""
+    from accel.world.available import is_torch_xla_available
+
+    if is_torch_xla_available(check_is_tpu=True):
+        return not ignore_tpu
+    for kind, found in (("cuda", is_cuda_available()), ("mlu", is_mlu_available()), ("xpu", is_xpu_available())):
+        if found:
+            return bool(getattr(torch, kind).is_bf16_supported())
+    if is_mps_available():
+        return torch.backends.mps.is_macos_or_newer(14, 0)
+    return True
+
+
+def is_fp16_available() -> bool:
+    """Whether the device computes in float16."""
+    return not is_habana_gaudi1()
+
+
+def get_current_device_type() -> tuple[str, str]:
+    """The kind of device and the `DistributedType` of a world on it; ``("cuda", "MULTI_GPU")`` where none is found."""
+    for kind, (_, distributed_type) in PLUGINS.items():
+        if _shows(kind):
+            return kind, str(distributed_type)
+    return "cuda", str(DistributedType.MULTI_GPU)
+
+
+def _nvidia_smi(question: str) -> list[str]:
+    asked = ["nvidia-smi", f"--query-gpu={question}", "--format=csv,noheader"]
+    return subprocess.check_output(asked, text=True).strip().splitlines()
+
+
+def get_gpu_info() -> tuple[list[str], int]:
+    """The names of the NVIDIA GPUs, and how many there are. Raises `OSError` where there is no nvidia-smi."""
+    names = [line.strip() for line in _nvidia_smi("name")]
+    return names, len(names)
+
+
+def get_driver_version() -> str:
+    """The version of the NVIDIA driver. Raises `OSError` where there is no nvidia-smi."""
+    return _nvidia_smi("driver_version")[0].strip()
+
+
+def check_cuda_p2p_ib_support() -> bool:
+    """Whether GPUs may talk to each other directly.
+
+    Several GeForce RTX 40 under a driver before 550.40.07 may not: NCCL fails on them unless ``NCCL_P2P_DISABLE`` and
+    ``NCCL_IB_DISABLE`` are 1.
+    """
+    from accel.world.versions import parsed
+
+    try:
+        names, count = get_gpu_info()
+        if count < 2 or not any("RTX 40" in name for name in names):
+            return True
+        return parsed(get_driver_version()) >= parsed("550.40.07")
+    except (OSError, subprocess.SubprocessError, ArgumentError):
+        return True
+
+
+def avoid_unsafe_links(device: torch.device) -> None:
+    """Keep NCCL off direct links between GPUs on which `check_cuda_p2p_ib_support` says that it would fail."""
+    names = ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE")
+    if all(name in os.environ for name in names) or "RTX 40" not in torch.cuda.get_device_name(device):
+        return
+    if not check_cuda_p2p_ib_support():
+        logging.getLogger(__name__).warning("%s: the driver is too old for direct links, so NCCL uses none", device)
+        for name in names:
+            os.environ.setdefault(name, "1")
+
+
+@cache
+def check_cuda_fp8_capability() -> bool:
+    """Whether the first GPU computes in 8 bits (compute capability 8.9); may initialise CUDA to ask."""
+    try:
+        major, minor = _nvidia_smi("compute_cap")[0].split(".")
+        return (int(major), int(minor)) >= (8, 9)
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return torch.cuda.get_device_capability() >= (8, 9)
+
+
+@dataclass
+class CPUInformation:
+    """Which process this is, in the world and on its node, by the launcher's variables."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+
+
+def get_cpu_distributed_information() -> CPUInformation:
+    """Read torchrun's variables, or an MPI launcher's, each by itself; `environment.read_world` checks them."""
+    rank, size, local_rank, local_size = ([names[i] for names in LAUNCHERS.values()] for i in range(4))
+    return CPUInformation(
+        rank=get_int_from_env(rank, 0),
+        world_size=get_int_from_env(size, 1),
+        local_rank=get_int_from_env(local_rank, 0),
+        local_world_size=get_int_from_env(local_size, 1),
+    )
+
+
+def override_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
+    """Bind this process to the processors near GPU ``local_process_index``; nothing where there is no GPU.
+
+    With ``verbose`` (default: ``ACCELERATE_DEBUG_MODE``) the processors are logged. Raises `ImportError` where the
+    library that knows them is lacking. Initialises CUDA.
+    """
+    if not torch.cuda.is_available():
+        return
+    near = (
+        _processors_by_amdsmi(local_process_index) if is_rocm_available() else _processors_by_nvml(local_process_index)
+    )
+    os.sched_setaffinity(0, near)
+    if parse_flag_from_env("ACCELERATE_DEBUG_MODE") if verbose is None else verbose:
+        logging.getLogger(__name__).info("process %d runs on processors %s", local_process_index, sorted(near))
+
+
+@cache
+def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
+    """`override_numa_affinity`, the first time that it is called with these arguments."""
+    override_numa_affinity(local_process_index, verbose)
+
+
+def _processors_by_nvml(index: int) -> set[int]:
+    nvml = _import_or_say("pynvml", "nvidia-ml-py")
+    nvml.nvmlInit()
+    try:
+        words = nvml.nvmlDeviceGetCpuAffinity(
+            nvml.nvmlDeviceGetHandleByIndex(index), math.ceil((os.cpu_count() or 1) / 64)
+        )
+    finally:
+        nvml.nvmlShutdown()
+    return {64 * position + bit for position, word in enumerate(words) for bit in range(64) if word >> bit & 1}
+
+
+def _processors_by_amdsmi(index: int) -> set[int]:
+    smi = _import_or_say("amdsmi", "amdsmi")
+    smi.amdsmi_init()
+    try:
+        node = smi.amdsmi_topo_get_numa_node_number(smi.amdsmi_get_processor_handles()[index])
+    finally:
+        smi.amdsmi_shut_down()
+    if node is None or node < 0:
+        return set(os.sched_getaffinity(0))
+    with open(f"/sys/devices/system/node/node{node}/cpulist") as file:
+        return processors(file.read())
+
+
+def processors(text: str) -> set[int]:
+    """The numbers in a list as Linux writes it: ``0-7,16-23``."""
+    found: set[int] = set()
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        first, _, last = part.partition("-")
+        found.update(range(int(first), int(last or first) + 1))
+    return found
+
+
+def _import_or_say(module: str, distribution: str) -> Any:
+    try:
+        return import_module(module)
+    except ImportError:
+        raise ImportError(f"ACCELERATE_CPU_AFFINITY needs {module}: pip install {distribution}") from None

@@ -1,0 +1,205 @@
+"""Forming the world of processes, and ending it."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from accel.enums import DistributedType
+from accel.errors import ArgumentError, WorldError, nearest
+from accel.world.environment import World, read_flag
+
+# device type → (backend of its collectives, what a world of several such processes is called)
+BACKENDS: dict[str, tuple[str, DistributedType]] = {
+    "cpu": ("gloo", DistributedType.MULTI_CPU),
+    "mps": ("gloo", DistributedType.MULTI_CPU),
+    "cuda": ("nccl", DistributedType.MULTI_GPU),
+    "xpu": ("xccl", DistributedType.MULTI_XPU),
+    "npu": ("hccl", DistributedType.MULTI_NPU),
+    "mlu": ("cncl", DistributedType.MULTI_MLU),
+    "musa": ("mccl", DistributedType.MULTI_MUSA),
+    "sdaa": ("tccl", DistributedType.MULTI_SDAA),
+    "hpu": ("hccl", DistributedType.MULTI_HPU),
+    "neuron": ("neuron", DistributedType.MULTI_NEURON),
+}
+_WITHOUT_OWN_DEVICE = ("cpu", "mps")  # their processes share what there is
+
+_ours = False
+_last: Any = None
+_holders: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+
+
+def default_device_type() -> str:
+    """The kind of device this machine offers best: cuda, xpu, mps, one that a package has added to torch, or cpu."""
+    if torch.cuda.is_available():
+        return "cuda"
+    if torch.xpu.is_available():
+        return "xpu"
+    if torch.backends.mps.is_available():
+        return "mps"
+    added = torch.accelerator.current_accelerator()
+    return added.type if added is not None and added.type in BACKENDS and torch.accelerator.is_available() else "cpu"
+
+
+def choose_device(world: World, env: Mapping[str, str], *, cpu: bool) -> torch.device:
+    """Choose this process's device: ``cpu=True`` or ``ACCELERATE_USE_CPU``, ``ACCELERATE_TORCH_DEVICE``, or the best.
+
+    Raises `WorldError` when this process has no device of its own, and `ArgumentError` for an unknown device.
+    """
+    if cpu or read_flag(env, "ACCELERATE_USE_CPU"):
+        return torch.device("cpu")
+    named = env.get("ACCELERATE_TORCH_DEVICE", "")
+    if named:
+        return _named_device(named)
+    kind = default_device_type()
+    if kind == "mps" and world.size > 1:
+        return torch.device("cpu")  # one MPS device cannot be shared by the ranks of a world
+    if kind in _WITHOUT_OWN_DEVICE:
+        return torch.device(kind)
+    return _own_device(kind, world)
+
+
+def _named_device(named: str) -> torch.device:
+    try:
+        return torch.device(named)
+    except RuntimeError:
+        kind = named.split(":")[0]
+        raise ArgumentError(
+            f"environment variable ACCELERATE_TORCH_DEVICE={named!r} is no torch device{nearest(kind, BACKENDS)}"
+        ) from None
+
+
+def _own_device(kind: str, world: World) -> torch.device:
+    count: int = getattr(torch, kind).device_count()
+    index = max(world.local_rank, 0)
+    if index >= count:
+        raise WorldError(
+            f"LOCAL_RANK={index} has no device of its own: this node shows {count} {kind} device(s); "
+            "start fewer processes, or set ACCELERATE_USE_CPU=1"
+        )
+    return torch.device(kind, index)
+
+
+def use_device(device: torch.device) -> None:
+    """Make ``device`` the current one of its kind, where kinds have a current one."""
+    if device.type not in _WITHOUT_OWN_DEVICE and hasattr(torch, device.type):
+        getattr(torch, device.type).set_device(device)
+
+
+def form(world: World, device: torch.device, options: Mapping[str, Any]) -> str:
+    """Form the world, or join the one that the script has formed, and return its backend's name.
+
+    The process group that is made here is ended when the interpreter exits. Raises `WorldError` when it cannot be made.
+    """
+    if dist.is_initialized():
+        return str(dist.get_backend())
+    backend = options.get("backend") or BACKENDS.get(device.type, BACKENDS["cpu"])[0]
+    if not dist.is_available():
+        raise WorldError(f"WORLD_SIZE={world.size} but this build of torch has no torch.distributed")
+    # Its functions have the world as a default value: imported later, as DDP does, it would keep the group for ever.
+    import_module("torch.distributed.nn.functional")
+    _init(world, backend, options.get("init_method"), options.get("timeout"))
+    global _ours
+    _ours = True
+    atexit.register(_end_at_exit)
+    return str(dist.get_backend())
+
+
+@contextmanager
+def _all_or_none() -> Iterator[None]:
+    """Has torch wait, in the store, until every rank has joined: one that ends at once would break the connection to
+    one that is still joining."""
+    name = "TORCH_DIST_INIT_BARRIER"
+    said = os.environ.get(name)
+    os.environ.setdefault(name, "1")
+    try:
+        yield
+    finally:
+        if said is None:
+            del os.environ[name]
+
+
+def _init(world: World, backend: str, init_method: str | None, timeout: timedelta | None) -> None:
+    more: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+    try:
+        with _all_or_none():
+            dist.init_process_group(
+                backend, init_method=init_method or "env://", rank=world.rank, world_size=world.size, **more
+            )
+    except (RuntimeError, ValueError, dist.DistError) as error:
+        where = init_method or f"{world.master_addr}:{world.master_port}"
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise WorldError(
+            f"rank {world.rank} of {world.size} could not join the world at {where} over {backend}: {first}"
+        ) from error
+
+
+def hold_open(model: torch.nn.Module) -> None:
+    """Note that ``model`` has a part, outside Python's sight, that keeps the process group; see `_let_go`."""
+    _holders.add(model)
+
+
+def destroy() -> None:
+    """End the process group, if there is one. Calling it twice is no error."""
+    global _ours, _last
+    if dist.is_available() and dist.is_initialized():
+        if _ours:
+            _last = dist.group.WORLD
+        dist.destroy_process_group()
+    _ours = False
+
+
+def _end_at_exit() -> None:
+    # After an uncaught exception the other ranks may be inside a collective that this one will never join: an orderly
+    # shutdown could wait for them, while simply leaving lets the launcher see the failure at once.
+    if getattr(sys, "last_value", None) is not None:
+        return
+    leave()
+
+
+def leave() -> None:
+    """End the process group made here and let go of it, in the order in which nothing hangs. For a process's end."""
+    if _ours:
+        destroy()
+    _let_go()
+
+
+def _let_go() -> None:
+    """Drop the last reference to the process group, from Python.
+
+    A gloo group waits for its threads when it is dropped, and these may wait for the interpreter's lock to drop what
+    the last collective used. From Python the lock is released meanwhile; from DDP's reducer it is not, and the process
+    would hang for ever (torch 2.6 to 2.13). So reducers go first, while `_last` still stands.
+    """
+    global _last
+    for model in list(_holders):
+        for name in ("reducer", "logger", "process_group"):
+            vars(model).pop(name, None)
+    _last = None
+
+
+def adopted_world() -> World | None:
+    """The world that the script has formed itself before asking accel, or ``None``."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    rank, size = dist.get_rank(), dist.get_world_size()
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    return World(rank=rank, size=size, local_rank=local_rank, local_size=int(os.environ.get("LOCAL_WORLD_SIZE", size)))
+
+
+def barrier(device: torch.device) -> None:
+    """Wait until every process of the world has come here."""
+    if device.type == "cuda":
+        dist.barrier(device_ids=[device.index or 0])
+    else:
+        dist.barrier()

@@ -1,0 +1,1 @@
+"""Named targets: accel.yaml, the options of each target, references to secrets."""

@@ -1,0 +1,200 @@
+"""Named targets: `accel.yaml` in the project over `accel.yaml` in the user's configuration directory.
+
+    targets:
+      lab:
+        kind: local
+        concurrency: 2
+
+A target's class says with one dataclass, its `Options`, which keys there may be; nothing else describes them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from ..errors import ConfigError, UnknownTarget, nearest
+from ..store import paths
+from ..target import BUILT_IN, Target, TargetContext, kinds, load_kind
+from . import project_file
+from .schema import make_options
+
+if TYPE_CHECKING:
+    from ..job import JobSpec
+    from ..target import Plan
+    from .yaml_file import YamlFile
+
+FILE = project_file.FILE
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedTarget:
+    """A target as it can be given to `--target`, and `file:line` of where it is described, or `built-in`."""
+
+    name: str
+    kind: str
+    options: Mapping[str, Any]
+    source: str
+    file: YamlFile | None = field(default=None, repr=False, compare=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedTarget:
+    """A target, made, with the options it was made from: plain JSON values, enough to make it again anywhere.
+
+    source: `file:line` of its description, the path absolute; "" for a kind that no file describes.
+    """
+
+    name: str
+    kind: str
+    options: Mapping[str, Any]
+    target: Target
+    source: str = ""
+
+    def plan(self, spec: JobSpec, job_id: str) -> Plan:
+        """Return the target's plan, with the place that describes the target. Raises SpecError."""
+        return dataclasses.replace(self.target.plan(spec, job_id), source=self.source)
+
+    def plan_many(self, specs: Sequence[JobSpec], job_ids: Sequence[str]) -> list[Plan]:
+        """Return the plans of a sweep, in order. Raises SpecError."""
+        from ..target import Sweeps
+
+        if isinstance(self.target, Sweeps):
+            plans = self.target.plan_many(specs, job_ids)
+            return [dataclasses.replace(plan, source=self.source) for plan in plans]
+        return [self.plan(spec, job_id) for spec, job_id in zip(specs, job_ids, strict=True)]
+
+
+def load_target(
+    name_or_kind: str, jobs: Path, *, start: Path | str | None = None, overrides: Mapping[str, Any] | None = None
+) -> Target:
+    """The target of that name in a file, or else of that kind. Raises what `resolve_target` raises."""
+    return resolve_target(name_or_kind, jobs, start=start, overrides=overrides).target
+
+
+def resolve_target(
+    name_or_kind: str, jobs: Path, *, start: Path | str | None = None, overrides: Mapping[str, Any] | None = None
+) -> ResolvedTarget:
+    """The target of that name in a file, or else of that kind, with `overrides` laid over its options.
+
+    `start` is the directory from which the project's file is looked for, upward; the current one when not given.
+    Raises UnknownTarget, and ConfigError, with file:line (or `option NAME`), for a file or an option that is wrong.
+    """
+    named = _files(start).get(name_or_kind)
+    if named is None and name_or_kind not in BUILT_IN and name_or_kind not in kinds():
+        raise _unknown(name_or_kind, start)
+    named = named or NamedTarget(name=name_or_kind, kind=name_or_kind, options={}, source="--target")
+    return _make(named, jobs, overrides or {})
+
+
+def restore_target(name: str, kind: str, options: Mapping[str, Any], jobs: Path) -> Target:
+    """A target as `resolve_target` described it once, whatever the files say by now. Raises ConfigError."""
+    return _make(NamedTarget(name=name, kind=kind, options=options, source=f"target {name}"), jobs, {}).target
+
+
+def known_targets(start: Path | str | None = None) -> list[NamedTarget]:
+    """Everything that `--target` takes: the names in the files, then the kinds. Raises ConfigError for a bad file."""
+    named = _files(start)
+    found = [target for _, target in sorted(named.items())]
+    for kind, value in sorted(kinds().items()):
+        if kind not in named:
+            source = "built-in" if kind in BUILT_IN else f"plug-in {value}"
+            found.append(NamedTarget(name=kind, kind=kind, options={}, source=source))
+    return found
+
+
+def config_files(start: Path | str | None = None) -> list[str]:
+    """The files that are read, the one that wins last."""
+    user = os.path.join(paths.config_home(), FILE)
+    found = [user] if os.path.isfile(user) else []
+    project, skipped = project_file.find(os.path.abspath(start or os.getcwd()))
+    if skipped:
+        project_file.warn(skipped)
+    if project is not None and not (found and os.path.samefile(project, user)):
+        found.append(project)
+    return found
+
+
+def skipped_files(start: Path | str | None = None) -> list[str]:
+    """A warning for each `accel.yaml` that is not read because another user could have written it."""
+    return project_file.find(os.path.abspath(start or os.getcwd()))[1]
+
+
+def _files(start: Path | str | None) -> dict[str, NamedTarget]:
+    named: dict[str, NamedTarget] = {}
+    for path in config_files(start):
+        named |= _read(path)
+    return named
+
+
+def _read(path: str) -> dict[str, NamedTarget]:
+    from .yaml_file import YamlFile
+
+    file = YamlFile(path)
+    if file.value is None:
+        return {}
+    if not isinstance(file.value, dict):
+        raise ConfigError(f"{file.where()}: expects a mapping with the key 'targets', got {_kind_of(file.value)}")
+    for key in file.value:
+        if key != "targets":
+            hint = nearest(str(key), ["targets"])
+            raise ConfigError(f"{file.where_key(str(key))}: unknown key {key!r}{hint} (keys: targets)")
+    targets = file.value.get("targets")
+    if targets is None:
+        return {}
+    if not isinstance(targets, dict):
+        raise ConfigError(f"{file.where('targets')}: targets: expects a mapping of names, got {_kind_of(targets)}")
+    return {name: _named(file, name, value) for name, value in targets.items()}
+
+
+def _named(file: YamlFile, name: object, value: object) -> NamedTarget:
+    if not isinstance(name, str) or not name or not name.isprintable():
+        raise ConfigError(f"{file.where('targets')}: {name!r} is not a name for a target; put it in quotes")
+    where = file.where_key("targets", name)
+    if not isinstance(value, dict):
+        raise ConfigError(f"{where}: target {name}: expects a mapping with the key 'kind', got {_kind_of(value)}")
+    odd = next((key for key in value if not isinstance(key, str)), None)
+    if odd is not None:
+        raise ConfigError(f"{where}: target {name}: {odd!r} is not a key; put it in quotes")
+    if "kind" not in value:
+        raise ConfigError(f"{where}: target {name}: no kind (kinds: {', '.join(kinds())})")
+    kind = value["kind"]
+    at = file.where("targets", name, "kind")
+    if not isinstance(kind, str):
+        raise ConfigError(f"{at}: target {name}: kind: expects str, got {_kind_of(kind)}")
+    if name in BUILT_IN and kind != name:
+        raise ConfigError(f"{at}: target {name}: {name!r} is a kind of target; only kind: {name} may have that name")
+    options = {key: option for key, option in value.items() if key != "kind"}
+    return NamedTarget(name=name, kind=kind, options=options, source=where, file=file)
+
+
+def _make(named: NamedTarget, jobs: Path, overrides: Mapping[str, Any]) -> ResolvedTarget:
+    file = named.file
+    where = named.source if file is None else file.where("targets", named.name, "kind")
+    kind = load_kind(named.kind, where)
+
+    def place(path: tuple[str | int, ...], of_key: bool) -> str:
+        if file is None:
+            return f"target {named.name}"
+        keys = tuple(str(step) for step in path)
+        at = file.where_key("targets", named.name, *keys) if of_key else file.where("targets", named.name, *path)
+        return f"{at}: target {named.name}"
+
+    options, plain = make_options(kind.Options, named.options, overrides, place, kind=named.kind)
+    context = TargetContext(name=named.name, options=options, jobs=Path(jobs))
+    target = cast(Target, kind(context))
+    source = "" if file is None else f"{os.path.abspath(file.path)}:{named.source.rpartition(':')[2]}"
+    return ResolvedTarget(name=named.name, kind=named.kind, options=plain, target=target, source=source)
+
+
+def _unknown(name: str, start: Path | str | None) -> UnknownTarget:
+    names = [target.name for target in known_targets(start)]
+    return UnknownTarget(f"no target or kind {name!r}{nearest(name, names)} (targets: {', '.join(names)})")
+
+
+def _kind_of(value: object) -> str:
+    return "nothing" if value is None else f"{type(value).__name__} {value!r}"

@@ -1,0 +1,43 @@
+"""Secrets by reference: `env:NAME` and `file:PATH`, for targets whose jobs are given what these mean at the submit."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from ..errors import SpecError
+
+_KINDS = ("env", "file")
+
+
+def check(secrets: Mapping[str, str], who: str) -> None:
+    """Raises SpecError for a reference of another kind; `who` is the target, in words."""
+    for name, reference in secrets.items():
+        kind = reference.partition(":")[0]
+        if kind not in _KINDS:
+            raise SpecError(f"--secret {name}: {who} reads env:NAME and file:PATH only")
+
+
+def variables(secrets: Mapping[str, str]) -> set[str]:
+    """The environment variables that hold secrets where the job is submitted."""
+    return {where for kind, _, where in (reference.partition(":") for reference in secrets.values()) if kind == "env"}
+
+
+def values(secrets: Mapping[str, str]) -> dict[str, str]:
+    """What the references mean here and now. Raises SpecError, and never says a value."""
+    return {name: _value(name, reference) for name, reference in secrets.items()}
+
+
+def _value(name: str, reference: str) -> str:
+    kind, _, where = reference.partition(":")
+    if kind == "env":
+        value = os.environ.get(where)
+        if value is None:
+            raise SpecError(f"secret {name}: {where} is not set where the job was submitted")
+        return value
+    try:
+        return Path(where).expanduser().read_text().rstrip("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        said = getattr(error, "strerror", None) or "it is not text"
+        raise SpecError(f"secret {name}: {where}: {said}") from None

@@ -1,0 +1,191 @@
+"""One YAML file with the line of every node, for messages that say where."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ConfigError
+
+if TYPE_CHECKING:
+    from yaml import MarkedYAMLError, SafeLoader
+    from yaml.nodes import Node
+
+Step = str | int
+
+
+class YamlFile:
+    """A parsed file: its plain value, and where each part of it stands.
+
+    Raises ConfigError, beginning `file:line`; of a file that cannot be opened, `file`.
+    """
+
+    def __init__(self, path: str) -> None:
+        import yaml
+
+        self.path = path
+        self.shown = shown(path)
+        text = read_text(path)
+        loader = yaml.SafeLoader("")
+        try:
+            loader = _loader(text)
+            node = loader.get_single_node()
+            self.root: Node | None = node
+            if node is not None:
+                self._check(node)
+            self.value: Any = None if node is None else loader.construct_document(node)
+        except yaml.MarkedYAMLError as error:
+            line, problem = _located(error, text)
+            raise ConfigError(f"{self.shown}:{line}: {problem}") from None
+        except yaml.reader.ReaderError as error:
+            line = text.count("\n", 0, error.position) + 1
+            raise ConfigError(f"{self.shown}:{line}: a character that YAML forbids: {chr(error.character)!r}") from None
+        except RecursionError:
+            raise ConfigError(f"{self.shown}:{loader.line + 1}: nested too deeply") from None
+        finally:
+            loader.dispose()
+
+    def where(self, *path: Step) -> str:
+        """`file:line` of the value at `path`; of the nearest thing around it when there is none."""
+        return f"{self.shown}:{self._mark(path)}"
+
+    def where_key(self, *path: str) -> str:
+        """`file:line` of the key at the end of `path`, which may stand lines above its value."""
+        node = self._find(path[:-1])
+        for key, _ in _pairs(node):
+            if key.value == path[-1]:
+                return f"{self.shown}:{key.start_mark.line + 1}"
+        return self.where(*path)
+
+    def _check(self, root: Node) -> None:
+        """YAML takes the last of two equal keys in silence, so that half of a file can vanish; and it lets a value
+        be inside itself."""
+        waiting: list[tuple[Node, bool]] = [(root, False)]
+        seen: set[int] = set()
+        around: set[int] = set()
+        while waiting:
+            node, left = waiting.pop()
+            if left:
+                around.discard(id(node))
+            elif id(node) in around:
+                raise ConfigError(f"{self.shown}:{node.start_mark.line + 1}: a value that is inside itself")
+            elif id(node) not in seen:
+                seen.add(id(node))
+                around.add(id(node))
+                self._refuse_duplicates(node)
+                waiting.append((node, True))
+                waiting += [(child, False) for child in _children(node)]
+
+    def _refuse_duplicates(self, node: Node) -> None:
+        held: dict[tuple[str, str], tuple[int, Node]] = {}
+        for key, value in _pairs(node):
+            line = key.start_mark.line + 1
+            first, other = held.setdefault((key.tag, str(key.value)), (line, value))
+            if other is not value and not _say_the_same(value, other):
+                raise ConfigError(f"{self.shown}:{line}: key {key.value!r} is already on line {first}")
+
+    def _find(self, path: Sequence[Step]) -> Node | None:
+        node = self.root
+        for step in path:
+            child = _child(node, step)
+            if child is None:
+                return node
+            node = child
+        return node
+
+    def _mark(self, path: Sequence[Step]) -> int:
+        node = self._find(path)
+        return 1 if node is None else int(node.start_mark.line) + 1
+
+
+def _located(error: MarkedYAMLError, text: str) -> tuple[int, str]:
+    """The line and the problem, in words that need no knowledge of YAML's grammar where a bracket is left open."""
+    opened = _unclosed(text)
+    if opened is not None:
+        return opened[0], f"{opened[1]!r} is never closed"
+    mark = error.problem_mark or error.context_mark
+    return mark.line + 1 if mark else 1, error.problem or error.context or "not valid YAML"
+
+
+def _unclosed(text: str) -> tuple[int, str] | None:
+    """The line and character of the innermost bracket that is still open at the end of the text."""
+    import yaml
+
+    brackets: list[tuple[int, str]] = []
+    try:
+        for token in yaml.scan(text):
+            if isinstance(token, (yaml.FlowSequenceStartToken, yaml.FlowMappingStartToken)):
+                brackets.append((token.start_mark.line + 1, text[token.start_mark.index]))
+            elif isinstance(token, (yaml.FlowSequenceEndToken, yaml.FlowMappingEndToken)) and brackets:
+                brackets.pop()
+    except yaml.YAMLError:
+        return None
+    return brackets[-1] if brackets else None
+
+
+def read_text(path: str) -> str:
+    """The file's text. Raises ConfigError, which says on which line it is none."""
+    try:
+        with open(path, "rb") as file:
+            raw = file.read()
+    except OSError as error:
+        raise ConfigError(f"{shown(path)}: cannot be read: {error.strerror}") from error
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        raise ConfigError(f"{shown(path)}:{line}: not UTF-8") from None
+
+
+def shown(path: str) -> str:
+    """The path as messages write it: from here, if it lies below."""
+    try:
+        relative = os.path.relpath(path)
+    except OSError:  # the directory that this runs in is gone
+        return path
+    return path if relative.startswith("..") else relative
+
+
+def _loader(text: str) -> SafeLoader:
+    """PyYAML's pure Python loader, as the C one counts lines differently for some errors; a value that cannot be made,
+    such as the date `2024-13-99`, is an error with its line."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def construct_object(self, node: Node, deep: bool = False) -> Any:
+            try:
+                return super().construct_object(node, deep)
+            except (ValueError, ArithmeticError, LookupError, AttributeError, TypeError) as error:
+                problem = f"a value cannot be read: {error}" if isinstance(error, ValueError) else "no such value"
+                raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
+
+    return Loader(text)
+
+
+def _pairs(node: Node | None) -> list[tuple[Node, Node]]:
+    from yaml.nodes import MappingNode
+
+    return list(node.value) if isinstance(node, MappingNode) else []
+
+
+def _say_the_same(one: Node, other: Node) -> bool:
+    from yaml.nodes import ScalarNode
+
+    return isinstance(one, ScalarNode) and (one.tag, one.value) == (other.tag, other.value)
+
+
+def _items(node: Node | None) -> list[Node]:
+    from yaml.nodes import SequenceNode
+
+    return list(node.value) if isinstance(node, SequenceNode) else []
+
+
+def _children(node: Node) -> list[Node]:
+    return _items(node) + [part for pair in _pairs(node) for part in pair]
+
+
+def _child(node: Node | None, step: Step) -> Node | None:
+    if isinstance(step, int):
+        return next(iter(_items(node)[step : step + 1]), None)
+    return next((value for key, value in _pairs(node) if key.value == step), None)

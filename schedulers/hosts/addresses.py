@@ -1,0 +1,109 @@
+"""Which address of a host that leads is the one: of those that it has, the best that every other host reached. Pure."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ..errors import nearest
+from .checks import Finding
+from .facts import Address
+
+# Bridges and tunnels of containers and virtual machines: the same addresses may be on every host.
+_HOST_ONLY = re.compile(r"(docker|br-|virbr|veth|cni|flannel|cali|lxc|lxd|podman|kube|tunl|vmnet|tailscale|wg|tun)")
+_SHOWN = 4
+_INTERFACE = "(interface: in accel.yaml, or --option interface=NAME)"
+_REMEDY = (
+    f"open the target's ports in the firewall (ports: in accel.yaml), or name the network to use {_INTERFACE}; "
+    "gloo and NCCL take ports of net.ipv4.ip_local_port_range as well"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reach:
+    """The address that was chosen, and for each other host and address None, or why it was not reached."""
+
+    address: str | None
+    matrix: Mapping[str, Mapping[str, str | None]]
+
+
+def candidates(
+    addresses: Sequence[Address], hostname: str, interface: str | None
+) -> tuple[list[str], tuple[str, str] | None]:
+    """The addresses of node 0 that are worth trying, the best first; or a problem and its remedy.
+
+    With an `interface`, its addresses alone. Else real interfaces before those of containers, faster ones first, the
+    address that SSH uses before its equals, IPv4 before IPv6; last the name that SSH connects to, which may be one that
+    the host itself does not know.
+    """
+    names = sorted({address.interface for address in addresses})
+    chosen = list(addresses)
+    if interface is not None:
+        exact = [address for address in addresses if address.interface == interface]
+        chosen = exact or [address for address in addresses if address.interface.startswith(interface)]
+        if not chosen:
+            return [], (
+                f"no interface {interface!r} with an address{nearest(interface, names)} (it has {', '.join(names)})",
+                f"name another {_INTERFACE}",
+            )
+
+    def rank(address: Address) -> tuple[bool, int, bool, bool]:
+        host_only = address.virtual and _HOST_ONLY.match(address.interface) is not None
+        return host_only, -address.speed, address.address != hostname, ":" in address.address
+
+    found = [address.address for address in sorted(chosen, key=rank)]
+    if interface is None and hostname not in found and not _is_loopback(hostname):
+        found.append(hostname)
+    if not found:
+        return [], ("has no network address but its own loopback", "look at its network")
+    return list(dict.fromkeys(found)), None
+
+
+def choose(
+    first: str, addresses: Sequence[str], matrix: Mapping[str, Mapping[str, str | None]], port: int
+) -> tuple[Reach, list[Finding]]:
+    """The first address that all others reached; else the one that most did, with a finding for each that did not.
+
+    When none reached any, the finding is about node 0, and there is no address.
+    """
+    missed = {address: [name for name, found in matrix.items() if found[address] is not None] for address in addresses}
+    address = min(addresses, key=lambda address: len(missed[address]))
+    if matrix and len(missed[address]) == len(matrix):
+        name, found = next(iter(matrix.items()))
+        whom = "no other host reaches it" if len(matrix) > 1 else f"{name} does not reach it"
+        problem = f"{whom} on port {port} (from {name}: {_why(found)})"
+        return Reach(address=None, matrix=matrix), [Finding.fails(first, "reach", problem, _REMEDY)]
+    findings = [
+        Finding.fails(name, "reach", f"cannot reach {first} on port {port} ({_why(matrix[name])})", _REMEDY)
+        for name in missed[address]
+    ]
+    return Reach(address=address, matrix=matrix), findings
+
+
+def could_lead(
+    name: str, addresses: Sequence[str], matrix: Mapping[str, Mapping[str, str | None]], port: int
+) -> tuple[str, list[Finding]]:
+    """The same for a host that leads when those before it are lost; who does not reach it is a warning."""
+    missed = {address: [name for name, found in matrix.items() if found[address] is not None] for address in addresses}
+    address = min(addresses, key=lambda address: len(missed[address]))
+    if not missed[address]:
+        return address, []
+    first, *others = missed[address]
+    whom = f"{first} and {len(others)} more do" if others else f"{first} does"
+    why = f"(from {first}: {_why(matrix[first])}), so it cannot lead when the first host is lost"
+    return address, [Finding.warns(name, "reach", f"{whom} not reach it on port {port} {why}", _REMEDY)]
+
+
+def _why(found: Mapping[str, str | None]) -> str:
+    lines = [f"{address}: {why or 'reached'}" for address, why in found.items()]
+    more = f", and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
+    return ", ".join(lines[:_SHOWN]) + more
+
+
+def _is_loopback(name: str) -> bool:
+    try:
+        return ipaddress.ip_address(name.partition("%")[0]).is_loopback
+    except ValueError:
+        return name == "localhost"

@@ -1,0 +1,62 @@
+"""The program that watches over a job on each of its hosts: what to send, and how it is started."""
+
+from __future__ import annotations
+
+import functools
+import importlib.resources
+import io
+import json
+import zipfile
+from collections.abc import Mapping
+
+from .errors import RemoteError, one_line
+from .remote_files import host_program, host_programs, program_loader
+from .transport import Remote
+
+PROGRAM = "supervisor.pyz"
+_PACKAGE = "schedulers.hosts.supervisor"
+_CALL = "main(*sys.argv[1:])"
+_START_S = 60.0
+_DATE = (1980, 1, 1, 0, 0, 0)
+
+
+@functools.cache
+def program() -> bytes:
+    """The supervisor as one file that any Python from 3.8 on runs: the same bytes for the same sources."""
+    return pack(_PACKAGE, _CALL)
+
+
+def pack(module: str, call: str) -> bytes:
+    """A package as one file that Python runs, with `logs.py`, which it imports.
+
+    `call` is how its `main` is called.
+    """
+    folder, package = importlib.resources.files(module), module.rpartition(".")[2]
+    sources = {f"{package}/{file.name}": file.read_bytes() for file in folder.iterdir() if file.name.endswith(".py")}
+    sources["logs.py"] = host_program("logs")
+    main = f"import sys\nfrom {package}.main import main\n{call}\n"
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in sorted({**sources, "__main__.py": main.encode()}.items()):
+            archive.writestr(zipfile.ZipInfo(name, _DATE), content, zipfile.ZIP_DEFLATED)
+    return packed.getvalue()
+
+
+def start(remote: Remote, *, root: str, python: str, nodes: Mapping[str, int], secrets: Mapping[str, str]) -> None:
+    """Leaves each of these jobs with a supervisor on a host, unless it has one or the job has ended there.
+
+    `nodes`: job id -> which node of the job the host is. The job's directory there has `PROGRAM` and `settings.json`.
+    `secrets` has the values of those that the settings name; they go over standard input. Raises HostUnreachable, and
+    RemoteError with a line for each job that cannot have one.
+    """
+    from . import replies
+
+    code = host_programs("logs", "jobs")
+    steps = [{"op": "start", "nodes": dict(nodes), "secrets": dict(secrets)}]
+    argv = [python, "-I", "-S", "-c", program_loader(code)]
+    timeout_s = _START_S + len(nodes)
+    request = json.dumps({"root": root, "do": steps}).encode() + b"\n"
+    said = remote.run(argv, stdin=code + request, timeout_s=timeout_s)
+    (problems,) = replies.decode_done(said.stdout, steps, replies.JOBS, remote.name, said.stderr)
+    if problems:
+        raise RemoteError(remote.name, "; ".join(one_line(str(problem)) for problem in dict.fromkeys(problems)))

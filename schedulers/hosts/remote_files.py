@@ -1,0 +1,176 @@
+"""Files on a host, below one directory of ours there: written whole or not at all, sent only when lacking.
+
+All that is asked for at once is done in one command, by a program that is sent along (`node/files.py`) and run by
+the host's Python. Over SFTP the same takes several round trips a file, and cannot verify or unpack anything.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.resources
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import SnapshotError
+from .errors import RemoteError, one_line
+
+if TYPE_CHECKING:
+    from .session import Session
+    from .transport import Remote
+
+ROOT = "~/.accel"
+FILE_MODE = 0o600
+PROGRAM_MODE = 0o700
+TRANSFER_S = 3600.0
+_ANSWER_S = 60.0
+_CHUNK = 1 << 20
+_DONE = dict.fromkeys(("put", "blob", "unpack", "remove"), bool)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blob:
+    """A content and its digest, the sha256 of it in hexadecimal. Read from its source each time it is sent."""
+
+    digest: str
+    size: int
+    source: Path | bytes
+
+    @classmethod
+    def of(cls, source: Path | bytes) -> Blob:
+        """Raises SnapshotError when the file cannot be read."""
+        hashed, size = hashlib.sha256(), 0
+        for chunk in chunks(source):
+            hashed.update(chunk)
+            size += len(chunk)
+        return cls(digest=hashed.hexdigest(), size=size, source=source)
+
+
+class Files:
+    """The files below `root` on a host; paths are relative to it and do not leave it.
+
+    Files are 0600 and directories 0700 unless told otherwise. Everything raises HostUnreachable, and RemoteError in one
+    line for what the host's disk or Python refuses; what was to be written whole is then not there.
+    When a content is sent, those that nobody has sent or unpacked for `unused_s` seconds are removed.
+    """
+
+    def __init__(
+        self, remote: Remote, *, root: str = ROOT, python: str = "python3", unused_s: float | None = None
+    ) -> None:
+        self._remote = remote
+        self._root = root
+        self._python = python
+        self._unused_s = unused_s
+
+    def put(self, files: Mapping[str, bytes], *, mode: int = FILE_MODE) -> None:
+        """Writes files, each replaced in one step and on the disk when this returns."""
+        self._do(_puts(files, mode), list(files.values()))
+
+    def unpack(self, blob: Blob, path: str) -> bool:
+        """Has the tar file's content there as the directory `path`, which is whole or not there.
+
+        The content is kept under its digest, verified there, and sent only when it is lacking: True when it was sent.
+        Where it is unpacked already, nothing is done.
+        """
+        return self.install(blob, [path], {})
+
+    def install(self, blob: Blob, paths: Sequence[str], files: Mapping[str, bytes], *, mode: int = FILE_MODE) -> bool:
+        """`unpack` to each of `paths`, then `put`, in one command."""
+        steps: list[Mapping[str, Any]] = [
+            {"op": "blob", "digest": blob.digest, "size": blob.size, "unused_s": self._unused_s},
+            *({"op": "unpack", "digest": blob.digest, "path": path} for path in paths),
+            *_puts(files, mode),
+        ]
+        return self._do(steps, list(files.values()), blob=blob)[0]
+
+    def remove(self, *paths: str) -> list[bool]:
+        """Removes files, and directories with everything in them; for each, whether it was there."""
+        return self._do([{"op": "remove", "path": path} for path in paths])
+
+    def _do(
+        self, steps: Sequence[Mapping[str, Any]], contents: Iterable[bytes] = (), *, blob: Blob | None = None
+    ) -> list[bool]:
+        from . import replies
+
+        with self._started(steps) as session:
+            if blob is not None and replies.decode(self._line(session), replies.Need, self._remote.name)["need"]:
+                self._send(session, blob)
+            for content in contents:
+                session.write(content)
+            session.close_stdin()
+            done = replies.decode_done(self._line(session), steps, _DONE, self._remote.name)
+            session.finish(_ANSWER_S)
+            return done
+
+    def _send(self, session: Session, blob: Blob) -> None:
+        sent = 0
+        for chunk in chunks(blob.source):
+            session.write(chunk)
+            sent += len(chunk)
+        if sent != blob.size:
+            session.close()
+            raise SnapshotError(f"{_named(blob.source)} was changed while it was sent to {self._remote.name}")
+
+    def _started(self, steps: Sequence[Mapping[str, Any]]) -> Session:
+        program = host_program("files")
+        session = self._remote.open([self._python, "-I", "-S", "-c", program_loader(program)])
+        session.write(program + json.dumps({"root": self._root, "do": list(steps)}).encode() + b"\n")
+        return session
+
+    def _line(self, session: Session) -> bytes:
+        line = session.read_line(TRANSFER_S)
+        if not line.endswith(b"\n"):
+            ended = session.finish(_ANSWER_S)
+            raise RemoteError(self._remote.name, f"{self._python}: {one_line(ended.stderr)}", ended.status)
+        return line
+
+
+def _puts(files: Mapping[str, bytes], mode: int) -> list[dict[str, Any]]:
+    return [{"op": "put", "path": path, "size": len(data), "mode": mode} for path, data in files.items()]
+
+
+def program_loader(program: bytes) -> str:
+    """What to give to `python -c` so that it runs the `program` that comes first on its standard input."""
+    # In -c the first entry is the current directory: somebody's json.py there is not ours.
+    clean = "sys.path[:]=[p for p in sys.path if p]"
+    return f"import sys;{clean};exec(compile(sys.stdin.buffer.read({len(program)}),'accel','exec'))"
+
+
+@functools.cache
+def host_program(name: str) -> bytes:
+    """The source of a module of `schedulers.node`, or of `slurm.login.main`, named from `schedulers` on."""
+    package, _, module = name.rpartition(".")
+    return importlib.resources.files(f"schedulers.{package or 'node'}").joinpath(f"{module}.py").read_bytes()
+
+
+@functools.cache
+def host_programs(*names: str) -> bytes:
+    """Several programs as one: modules, each after those that it imports. The last one's `main` is called."""
+    sources = {name.rpartition(".")[2]: host_program(name).decode() for name in names}
+    code = (
+        "import sys, types\n"
+        f"for name, source in {sources!r}.items():\n"
+        "    module = sys.modules[name] = types.ModuleType(name)\n"
+        "    exec(compile(source, name, 'exec'), module.__dict__)\n"
+        "module.main()\n"
+    )
+    return code.encode()
+
+
+def _named(source: Path | bytes) -> str:
+    return "a content" if isinstance(source, bytes) else str(source)
+
+
+def chunks(source: Path | bytes) -> Iterable[bytes]:
+    if isinstance(source, bytes):
+        yield source
+        return
+    try:
+        with open(source, "rb") as file:
+            while chunk := file.read(_CHUNK):
+                yield chunk
+    except OSError as error:
+        raise SnapshotError(f"cannot read {source}: {error.strerror}") from error

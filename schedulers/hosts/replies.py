@@ -1,0 +1,215 @@
+"""Answers of the programs that run on hosts: a line of JSON, checked against a type before anybody uses it.
+
+What a host sends is not trusted: a start-up file may print first, a disk may be damaged, a program may be another
+version. An answer that is not what was asked for is a RemoteError of that host alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, TypedDict, TypeVar
+
+import msgspec
+
+from ..convert import convert, parse_json
+from ..errors import Unreachable
+from .errors import RemoteError, one_line
+
+T = TypeVar("T")
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+
+
+class Status(TypedDict):
+    """What `node/jobs.py` says of a job. `state` and `exit` are the contents of files, damaged ones too."""
+
+    known: bool
+    alive: bool
+    state: Any
+    exit: Any
+
+
+class LogFile(TypedDict):
+    name: str
+    rank: Count | None
+    attempt: Count
+    offset: Count
+    length: Count
+    size: Count
+
+
+class Logs(TypedDict):
+    files: list[LogFile]
+    complete: bool
+    over: bool
+
+
+class LogEnd(TypedDict):
+    """How many of its last lines a log has, and where they begin."""
+
+    name: str
+    rank: Count | None
+    attempt: Count
+    lines: Count
+    begin: Count
+
+
+class Settings(TypedDict):
+    settings: dict[str, Any]
+    started: bool
+
+
+class Said(TypedDict):
+    state: str
+    reason: str
+    code: str
+    derived: str
+    restarts: Count
+
+
+class SlurmJob(TypedDict):
+    exit: Any
+    said: Said | None
+    searched: bool
+    attempt: Count
+    started: bool
+    foreign: bool
+    words: str
+
+
+class SlurmStatus(TypedDict):
+    jobs: list[SlurmJob]
+    unreachable: str | None
+    accounting: bool
+    age_s: Seconds
+
+
+class SlurmFound(TypedDict):
+    spec: dict[str, Any]
+    slurm: str | None
+
+
+class SlurmSubmitted(TypedDict):
+    slurm: str
+
+
+class SlurmAbout(TypedDict):
+    root: str
+    home: str
+
+
+class SlurmCheck(TypedDict):
+    version: str
+    accounting: bool | str
+    root: str | None
+    partitions: list[list[str]]
+
+
+# Operation -> what it answers: of `node/jobs.py`, and of `login/job_ops.py` where that differs.
+JOBS: Mapping[str, Any] = {
+    "status": Status,
+    "find": Settings | None,
+    "logs": Logs,
+    "at": dict[str, Count],
+    "tail": list[LogEnd],
+    "start": list[str],
+    "port": Count | None,
+    "claim": bool,
+    "clear": list[int],
+    "cancel": bool,
+}
+SLURM: Mapping[str, Any] = {
+    "status": SlurmStatus,
+    "find": SlurmFound | None,
+    "cancel": str,
+    "clear": dict[str, str],
+    "logs": Logs,
+    "at": dict[str, Count],
+    "tail": list[LogEnd],
+    "about": SlurmAbout,
+    "check": SlurmCheck,
+}
+
+
+class Need(TypedDict):
+    """`node/files.py`, asked to keep a content."""
+
+    need: bool
+
+
+class Done(TypedDict):
+    done: list[Any]
+
+
+class Kept(TypedDict):
+    """`node/cleanup.py`: job -> why it was left."""
+
+    kept: dict[str, str]
+
+
+class Made(TypedDict):
+    """`node/venv.py`."""
+
+    python: str | None
+    made: bool
+
+
+class Holds(TypedDict):
+    """`node/relay.py`, at the beginning."""
+
+    have: bool
+    port: Count | None
+
+
+class Port(TypedDict):
+    """`node/probe.py`, told to listen."""
+
+    port: Count
+
+
+class Reached(TypedDict):
+    """`node/probe.py`, told to connect: for each that listens, address -> None or why it was not reached."""
+
+    reached: list[dict[str, str | None]]
+
+
+class Got(TypedDict):
+    """`node/relay.py`, told to get the content."""
+
+    error: str | None
+
+
+def decode(line: bytes | str, kind: type[T], host: str, stderr: bytes = b"") -> T:
+    """The answer, which is a `kind`, as the plain data that it is: keys that are not known stay.
+
+    Raises RemoteError for `{"error": …}`, unless a `kind` has that key, and for whatever is not a `kind`; Unreachable
+    for `{"error": …, "unreachable": true}`.
+    """
+    try:
+        answer = parse_json(line)
+    except ValueError:
+        raise RemoteError(host, f"its answer is no JSON: {one_line(line or stderr)}") from None
+    if isinstance(answer, dict) and "error" in answer and "error" not in kind.__annotations__:
+        text = one_line(str(answer["error"]))
+        raise Unreachable(f"{host}: {text}") if answer.get("unreachable") is True else RemoteError(host, text)
+    checked: T = _checked(answer, kind, host)
+    return checked
+
+
+def decode_done(
+    line: bytes | str, steps: Sequence[Mapping[str, Any]], kinds: Mapping[str, Any], host: str, stderr: bytes = b""
+) -> list[Any]:
+    """The answer to each step, which is what `kinds` says for its operation. Raises what `decode` raises."""
+    done = decode(line, Done, host, stderr)["done"]
+    if len(done) != len(steps):
+        raise RemoteError(host, f"its answer is for {len(done)} questions, and {len(steps)} were asked")
+    return [_checked(value, kinds[step["op"]], host) for step, value in zip(steps, done, strict=True)]
+
+
+def _checked(value: Any, kind: Any, host: str) -> Any:
+    try:
+        convert(value, kind)
+    except ValueError as error:
+        raise RemoteError(host, f"its answer is not what was asked for: {one_line(str(error))}") from None
+    return value

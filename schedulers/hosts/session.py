@@ -1,0 +1,254 @@
+"""One command on one host: what is sent to it, what it prints, how it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from . import shell_quote
+from .connection import Connection
+from .errors import RemoteError, RemoteTimeout, one_line
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from typing_extensions import Self
+
+_CHUNK = 1 << 18
+_PIECE = 1 << 16
+_SENT_AT_ONCE = 1 << 15  # what no server makes a client wait for
+_NOISE_SHOWN = 2000
+# Bytes that a command may print, and that one of its lines may have where lines are read alone.
+_MOST, _LONGEST_LINE = 256 << 20, 16 << 20
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a command ended. `status` is its exit status, 128 + the signal's number for one that a signal ended.
+
+    `stdout` and `stderr` are all that it printed, byte for byte, and nothing that a start-up file printed before it.
+    """
+
+    status: int
+    stdout: bytes
+    stderr: bytes
+
+
+class Session:
+    """A command that runs. For one thread at a time; `close` ends the conversation, and no process that ignores that.
+
+    Everything that waits raises HostUnreachable when the connection is lost, and RemoteTimeout.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        directory: str | None,
+        opening_s: float,
+    ) -> None:
+        self.host = connection.settings.alias
+        self._program = argv[0] if argv else ""
+        self._connection = connection
+        self._mark = f"accel {os.urandom(16).hex()}"
+        script = shell_quote.script(argv, env, directory, self._mark)
+        self._channel = connection.open_session(opening_s)
+        self._closed = False
+        self._out = _Marked(self._mark)
+        self._err = _Marked(self._mark)
+        try:
+            self._channel.settimeout(opening_s)
+            self._channel.exec_command(shell_quote.loader(len(script)))
+            self._readable = self._channel.fileno()
+            self.write(script)
+        except BaseException as error:
+            self.close()
+            raise self._problem(error, "starting it") from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def write(self, data: bytes) -> None:
+        """Sends to standard input; returns when all is on its way. A command that reads no more is no error."""
+        import paramiko
+
+        if self._channel.eof_sent or self._channel.closed:
+            return
+        try:
+            # In pieces: paramiko copies all that is left for every packet.
+            for start in range(0, len(data), _PIECE):
+                self._channel.sendall(data[start : start + _PIECE])
+        except TimeoutError:
+            raise RemoteTimeout(self.host, f"{self._program} does not read what it is sent") from None
+        except (OSError, EOFError, paramiko.SSHException):
+            if not self._connection.alive:
+                raise self._connection.lost(f"sending to {self._program}") from None
+
+    def close_stdin(self) -> None:
+        with contextlib.suppress(OSError, EOFError):
+            self._channel.shutdown_write()
+
+    def read_line(self, timeout_s: float) -> bytes:
+        """The next line of standard output, with its ending; without one, or empty, when there is no more."""
+        deadline = time.monotonic() + timeout_s
+        # Lines that come before the mark are of the login shell's start-up files.
+        while not (self._out.begun and b"\n" in self._out.data) and self._more(deadline, _LONGEST_LINE):
+            pass
+        return self._out.take(self._out.data.find(b"\n") + 1 or len(self._out.data))
+
+    def finish(self, timeout_s: float | None) -> Result:
+        """Waits for the end. Raises RemoteError when the command did not even start."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while self._more(deadline):
+            pass
+        if not self._channel.status_event.wait(None if deadline is None else max(0.0, deadline - time.monotonic())):
+            raise self._too_long()
+        status = self._channel.exit_status
+        if status < 0:
+            if not self._connection.alive:
+                raise self._connection.lost(f"{self._program} was running")
+            raise RemoteError(self.host, f"{self._program} ended with no exit status: its server ended it")
+        if not self._out.begun:
+            noise = one_line(self._err.noise or self._out.noise)
+            raise RemoteError(self.host, f"its shell runs no command (status {status}): {noise}", status)
+        return Result(status, bytes(self._out.data), bytes(self._err.data))
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._channel.close()
+            self._connection.release_session()
+
+    def _more(self, deadline: float | None, most: int | None = None) -> bool:
+        """Waits until more has come; False when nothing more can. Raises RemoteError where too much has."""
+        ended = self._channel.eof_received or self._channel.closed
+        left = None if deadline is None else deadline - time.monotonic()
+        if left is not None and left <= 0 and not ended:  # also where it goes on printing
+            raise self._too_long()
+        if self._drain():
+            self._check_size(_MOST if most is None else most)
+            return True
+        if ended:
+            return False
+        poll = select.poll()
+        poll.register(self._readable, select.POLLIN)
+        if not poll.poll(None if left is None else left * 1000):
+            raise self._too_long()
+        return True
+
+    def _drain(self) -> bool:
+        """Takes what has come, a part of it where that is much."""
+        got = False
+        if self._channel.recv_stderr_ready():
+            self._err.add(self._channel.recv_stderr(_CHUNK))
+            got = True
+        if self._channel.recv_ready():
+            self._out.add(self._channel.recv(_CHUNK))
+            got = True
+        return got
+
+    def _check_size(self, most: int) -> None:
+        for output in (self._out, self._err):
+            if output.skipped + len(output.data) > most:
+                shown = one_line(bytes(output.data[:_NOISE_SHOWN]) or output.noise)
+                problem = f"{self._program} prints more than {most >> 20} MiB"
+                raise RemoteError(self.host, f"{problem}; it begins: {shown}")
+
+    def _too_long(self) -> RemoteTimeout:
+        if not self._out.begun:
+            printed = self._err.noise or self._out.noise
+            noise = f"; its start-up files printed: {one_line(printed)}" if printed.strip() else ""
+            return RemoteTimeout(self.host, f"its login shell does not start {self._program}{noise}")
+        said = f"; it last said: {one_line(bytes(self._err.data))}" if self._err.data else ""
+        return RemoteTimeout(self.host, f"{self._program} takes too long{said}")
+
+    def _problem(self, error: BaseException, doing: str) -> BaseException:
+        import paramiko
+
+        if not isinstance(error, (paramiko.SSHException, EOFError, OSError)):
+            return error
+        if not self._connection.alive:
+            return self._connection.lost(f"{doing}: {self._program}")
+        if isinstance(error, TimeoutError):
+            return RemoteTimeout(self.host, f"its server does not start {self._program}")
+        return RemoteError(self.host, f"its server refuses to run a command: {one_line(str(error))}")
+
+
+class _Marked:
+    """An output of which only what follows the mark is the command's. `skipped`: bytes before that."""
+
+    def __init__(self, mark: str) -> None:
+        self._mark = f"\n{mark}\n".encode()
+        self.begun = False
+        self.skipped = 0
+        self.noise = b""
+        self.data = bytearray()
+
+    def add(self, data: bytes) -> None:
+        self.data += data
+        if not self.begun:
+            before, mark, after = self.data.partition(self._mark)
+            self.begun = bool(mark)
+            self.noise = bytes(before[-_NOISE_SHOWN:])
+            kept = after if mark else self.data[-_NOISE_SHOWN - len(self._mark) :]
+            self.skipped += len(self.data) - len(kept)
+            self.data = bytearray(kept)
+
+    def take(self, count: int) -> bytes:
+        if not self.begun:
+            return b""
+        data = bytes(self.data[:count])
+        del self.data[:count]
+        return data
+
+
+def run(session: Session, stdin: bytes | Iterable[bytes], timeout_s: float | None) -> Result:
+    """Sends all of `stdin`, reading meanwhile what the command prints, and waits for its end."""
+    if isinstance(stdin, bytes) and len(stdin) <= _SENT_AT_ONCE:
+        session.write(stdin)
+        session.close_stdin()
+        return session.finish(timeout_s)
+    sender = _Sender(session, (stdin,) if isinstance(stdin, bytes) else stdin)
+    sender.start()
+    try:
+        return session.finish(timeout_s)
+    finally:
+        session.close()
+        sender.join()
+        if isinstance(sender.error, Exception) and sender.from_source:
+            raise sender.error
+
+
+class _Sender(threading.Thread):
+    """Sends while another thread reads: a command that prints much before it reads all must not stand still."""
+
+    def __init__(self, session: Session, chunks: Iterable[bytes]) -> None:
+        super().__init__(name=f"to {session.host}", daemon=True)
+        self._session = session
+        self._chunks = chunks
+        self.error: BaseException | None = None
+        self.from_source = False
+
+    def run(self) -> None:
+        try:
+            self.from_source = True
+            for chunk in self._chunks:
+                self.from_source = False
+                self._session.write(chunk)
+                self.from_source = True
+            self.from_source = False
+        except BaseException as error:
+            self.error = error
+        self._session.close_stdin()

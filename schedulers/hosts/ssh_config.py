@@ -1,0 +1,201 @@
+"""What `~/.ssh/config` says about a host: asked of `ssh -G`, which alone knows all of its syntax.
+
+Nothing is connected to for that. The aliases that `--hosts 'gpu*'` may mean are read from the files themselves.
+"""
+
+from __future__ import annotations
+
+import functools
+import getpass
+import glob
+import os
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from ..errors import ConfigError
+from .host_list import Host, parse_hosts
+
+_USER_CONFIG = "~/.ssh/config"
+_SYSTEM_CONFIG = "/etc/ssh/ssh_config"
+_DEEPEST_INCLUDE = 16
+_TOKEN = re.compile(r"%(.)")
+_ASK_S = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How to reach one host. Times are in seconds; None is "not said".
+
+    alias is what was written, `hostname` and `port` are what to connect to; `jumps` are hosts on the way, in order.
+    `certificates` are files that CertificateFile names.
+    """
+
+    alias: str
+    hostname: str
+    port: int
+    user: str
+    identities: tuple[str, ...] = ()
+    identities_only: bool = False
+    agent: str | None = None
+    known_hosts: tuple[str, ...] = ()
+    key_alias: str | None = None
+    revoked: str | None = None
+    certificates: tuple[str, ...] = ()
+    jumps: tuple[Host, ...] = ()
+    proxy_command: str | None = None
+    connect_timeout_s: float | None = None
+    alive_interval_s: float | None = None
+    alive_count: int = 3
+    family: str = "any"
+    bind_address: str | None = None
+
+    @property
+    def endpoint(self) -> str:
+        return f"[{self.hostname}]:{self.port}" if ":" in self.hostname else f"{self.hostname}:{self.port}"
+
+
+def resolve(host: Host, config: str | None = None) -> Settings:
+    """The settings for a host; `config` replaces the user's and the system's files, as `ssh -F` does.
+
+    Raises ConfigError when the files are wrong (with what `ssh` said of them) or when there is no `ssh`.
+    """
+    command = ["ssh", *(["-F", config] if config else []), "-T", "-G"]
+    command += ["-p", str(host.port)] if host.port else []
+    command += ["-l", host.user] if host.user else []
+    # C, so that a message is one that can be looked up.
+    env = {**os.environ, "LC_ALL": "C"}
+    try:
+        done = subprocess.run(
+            [*command, "--", host.name], stdin=subprocess.DEVNULL, capture_output=True, env=env, timeout=_ASK_S
+        )
+    except FileNotFoundError:
+        raise ConfigError("ssh, which reads ~/.ssh/config, is not there: apt-get install openssh-client") from None
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"`ssh -G {host.name}` does not end: a `Match exec` in ~/.ssh/config hangs") from None
+    if done.returncode != 0:
+        said = done.stderr.decode(errors="replace").strip().splitlines() or ["it said nothing"]
+        raise ConfigError(f"the SSH configuration for {host.name} cannot be read: {said[0]}")
+    return parse_settings(host, done.stdout.decode(errors="surrogateescape"))
+
+
+def parse_settings(host: Host, text: str) -> Settings:
+    """The settings out of what `ssh -G` printed. Raises ConfigError for an option that accel does not follow."""
+    said: dict[str, list[str]] = {}
+    for line in text.splitlines():
+        key, _, value = line.partition(" ")
+        said.setdefault(key, []).append(value)
+    one = {key: values[0] for key, values in said.items()}
+    if one.get("proxyusefdpass") == "yes" and _some(one.get("proxycommand")):
+        raise ConfigError(f"{host.name}: ProxyUseFdpass is set in the SSH configuration; accel cannot follow it")
+    if _some(one.get("knownhostscommand")):
+        raise ConfigError(
+            f"{host.name}: KnownHostsCommand is set in the SSH configuration; accel cannot follow it, and knows hosts "
+            "by known_hosts alone (for this host: KnownHostsCommand none)"
+        )
+    hostname, port, user = one["hostname"], int(one["port"]), one["user"]
+    tokens = _tokens(host.name, hostname, port, user)
+    timeout, alive = one.get("connecttimeout", "none"), one.get("serveraliveinterval", "0")
+    # Debian's ssh says so of itself, with BatchMode; it cannot be told from a user's own 300.
+    unsaid = "300" if one.get("batchmode") == "yes" else "0"
+    jump = _some(one.get("proxyjump"))
+    known = shlex.split(one.get("userknownhostsfile", "")) + shlex.split(one.get("globalknownhostsfile", ""))
+    return Settings(
+        alias=host.name,
+        hostname=hostname,
+        port=port,
+        user=user,
+        identities=tuple(_path(path, tokens) for path in said.get("identityfile", ()) if path != "none"),
+        identities_only=one.get("identitiesonly") == "yes",
+        agent=_agent(one.get("identityagent"), tokens),
+        known_hosts=tuple(_path(path, tokens) for path in known if path not in ("none", "/dev/null")),
+        key_alias=one.get("hostkeyalias"),
+        revoked=_path(revoked, tokens) if (revoked := _some(one.get("revokedhostkeys"))) else None,
+        certificates=tuple(_path(path, tokens) for path in said.get("certificatefile", ()) if path != "none"),
+        jumps=tuple(parse_jumps(jump, f"ProxyJump of {host.name}")) if jump else (),
+        proxy_command=_expand(command, tokens) if (command := _some(one.get("proxycommand"))) else None,
+        connect_timeout_s=float(timeout) if timeout.isdigit() and int(timeout) else None,
+        alive_interval_s=float(alive) if alive.isdigit() and int(alive) and alive != unsaid else None,
+        alive_count=int(one.get("serveralivecountmax", "3")),
+        family=one.get("addressfamily", "any"),
+        bind_address=one.get("bindaddress"),
+    )
+
+
+def parse_jumps(text: str, source: str) -> list[Host]:
+    """`user@host:port,…`, and the same as `ssh://` addresses."""
+    words = [word.strip().removeprefix("ssh://").rstrip("/") for word in text.split(",")]
+    return [host for word in words for host in parse_hosts(word, source=source)]
+
+
+def aliases(config: str | None = None) -> list[str]:
+    """Every Host entry that is a name and not a pattern, in the order of the files, their Includes followed."""
+    home = os.path.expanduser("~/.ssh")
+    files = [(config, home)] if config else [(os.path.expanduser(_USER_CONFIG), home), (_SYSTEM_CONFIG, "/etc/ssh")]
+    found: dict[str, None] = {}
+    for file, base in files:
+        for name in _names_in(file, base, 0):
+            found[name] = None
+    return list(found)
+
+
+def _names_in(file: str, base: str, depth: int) -> Iterator[str]:
+    try:
+        with open(file, encoding="utf-8", errors="surrogateescape") as opened:
+            lines = opened.read().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        keyword, values = split_line(line)
+        if keyword == "host":
+            yield from (value for value in values if not set(value) & set("*?!"))
+        elif keyword == "include" and depth < _DEEPEST_INCLUDE:
+            for value in values:
+                pattern = os.path.join(base, os.path.expanduser(value))
+                for included in sorted(glob.glob(pattern)):
+                    yield from _names_in(included, base, depth + 1)
+
+
+def split_line(line: str) -> tuple[str, list[str]]:
+    """The keyword, in small letters, and the values of a line `Keyword value …` or `Keyword=value`."""
+    match = re.match(r"\s*([A-Za-z]+)(?:\s*=\s*|\s+)(.*)", line)
+    if match is None:
+        return "", []
+    try:
+        return match[1].lower(), shlex.split(match[2], comments=True)
+    except ValueError:
+        return match[1].lower(), []
+
+
+def _some(value: str | None) -> str | None:
+    return None if value is None or value.lower() == "none" else value
+
+
+def _agent(value: str | None, tokens: Mapping[str, str]) -> str | None:
+    if value is None or value == "SSH_AUTH_SOCK":
+        return os.environ.get("SSH_AUTH_SOCK") or None
+    if value == "none":
+        return None
+    return os.environ.get(value[1:]) if value.startswith("$") else _path(value, tokens)
+
+
+def _path(text: str, tokens: Mapping[str, str]) -> str:
+    return os.path.expanduser(_expand(text, tokens))
+
+
+def _expand(text: str, tokens: Mapping[str, str]) -> str:
+    return _TOKEN.sub(lambda match: tokens.get(match[1], match[0]), text)
+
+
+def _tokens(alias: str, hostname: str, port: int, user: str) -> dict[str, str]:
+    name = os.uname().nodename
+    tokens = {"%": "%", "d": os.path.expanduser("~"), "h": hostname, "i": str(os.getuid()), "k": alias}
+    tokens |= {"L": name.partition(".")[0], "l": name, "n": alias, "p": str(port), "r": user, "u": _local_user()}
+    return tokens
+
+
+@functools.cache
+def _local_user() -> str:
+    return getpass.getuser()

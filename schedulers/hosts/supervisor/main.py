@@ -1,0 +1,245 @@
+"""Starts a job's supervisor on this host, detached from whoever asks for it.
+
+settings.json  its instructions; cancel  asks for the end; state.json  what it is doing; exit.json  how the job ended,
+written once, when nothing of the job runs here; logs/  what the ranks, the launcher and the setup commands print.
+
+A guard stays beside the supervisor, as its parent, and ends what is left when that was killed. After both were, or the
+host has restarted, whoever finds no supervisor there calls this program with the directory alone.
+
+Values for the environment that nobody else may read come on standard input, as JSON, and are kept in memory only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import resource
+import signal
+import sys
+import time
+import traceback
+
+from . import wire
+from .documents import SCHEMA, Document, make_room, say
+from .member import Supervisor
+from .reaper import Ending, adopt_orphans
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, NoReturn
+
+    Settings = dict[str, Any]
+
+
+RESULT_ROOM = 1 << 16
+WRITE_TRIES = 60
+LOCK_TRIES, LOCK_S = 20, 0.05
+MOST_FILES = 1 << 16
+KILLED = "the supervisor on {} was killed, or the host restarted, while the job was there"
+
+
+class Problem(Exception):
+    """Why there can be no supervisor; one line for people."""
+
+
+def read_settings(directory: str, node: int | None = None) -> Settings:
+    try:
+        with open(os.path.join(directory, "settings.json")) as file:
+            settings: Settings = json.load(file)
+    except (OSError, ValueError) as error:
+        raise Problem(f"{directory}/settings.json cannot be read: {error}") from None
+    if settings.get("schema") != SCHEMA:
+        raise Problem(f"settings.json is of schema {settings.get('schema')!r}, and this supervisor knows {SCHEMA}")
+    if node not in (None, settings["node"]):
+        raise Problem(
+            f"{directory} holds what is meant for another host (number {settings['node']}, not {node}): "
+            "the directory is shared between hosts; name one that is not (root)"
+        )
+    return settings
+
+
+def check_secrets(settings: Settings, said: bytes) -> dict[str, str]:
+    """The secrets' values: all that the settings name. A client that was cut off while it sent them starts nothing."""
+    names = settings.get("secrets", [])
+    try:
+        secrets: dict[str, str] = json.loads(said or b"{}")
+    except ValueError:
+        secrets = {}
+    absent = [name for name in names if name not in secrets]
+    if absent:
+        raise Problem(f"the values of secrets did not come: {', '.join(absent)}")
+    return {name: secrets[name] for name in names}
+
+
+def clean_up(settings: Settings, result: Document, message: str, grace_s: float) -> None:
+    """Nothing of the job stays on this host, and how it ended here is said."""
+    adopt_orphans()
+    ending = Ending(settings["job_id"])
+    while not ending.done(grace_s):
+        time.sleep(0.05)
+    status = {"state": "failed", "reason": "node_failure", "exit_code": None, "attempt": 0, "message": message,
+              "native_state": "", "failure": None, "fenced": True, "observed_at": time.time(), "schema": SCHEMA,
+              "node": settings["node"]}  # fmt: skip
+    for _ in range(WRITE_TRIES):
+        try:
+            return result.write_once(status)
+        except OSError as error:
+            say(f"{result.path}: {error.strerror}")
+            if not os.path.isdir(os.path.dirname(result.path)):
+                return None
+            time.sleep(1)
+    return None
+
+
+def main(directory: str, node: str | None = None) -> NoReturn:
+    """Leaves a supervisor behind that has left this session, and ends: with 0 once it stands.
+
+    Without a node, ends what is left here of a job whose supervisor is no more.
+    """
+    os.umask(0o077)
+    directory = os.path.abspath(os.path.expanduser(directory))
+    if node is None:
+        tidy(directory)
+        os._exit(0)
+    said = sys.stdin.buffer.read()
+    reading, telling = os.pipe()
+    if os.fork():
+        os.close(telling)
+        told = b"".join(iter(lambda: os.read(reading, 4096), b""))
+        if told != b"ok":
+            print(told.decode(errors="replace") or "the supervisor died as it started", file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(0 if told == b"ok" else 1)
+    os.close(reading)
+    try:
+        os.setsid()
+        become_supervisor(directory, int(node), telling, said)
+    except Problem as problem:
+        os.write(telling, str(problem).encode())
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.write(telling, traceback.format_exc().strip().splitlines()[-1].encode())
+        say(traceback.format_exc())
+    os._exit(1)
+
+
+def become_supervisor(directory: str, node: int, telling: int, said: bytes) -> NoReturn:
+    """This process becomes the guard of the one that does."""
+    settings = read_settings(directory, node)
+    os.makedirs(os.path.join(directory, "logs"), exist_ok=True)
+    if not taken(directory) or exists(directory, "exit.json"):  # it has its supervisor, or needs none
+        tell(telling)
+        os._exit(0)
+    if exists(directory, "state.json"):
+        leave_session(directory)
+        tell(telling)
+        end_what_is_left(settings, directory)
+        os._exit(0)
+    secrets = check_secrets(settings, said)
+    host = own_host(settings)
+    try:
+        server = wire.listen(host["control_port"]) if len(settings["nodes"] + settings["spares"]) > 1 else None
+    except OSError as error:
+        raise Problem(f"port {host['control_port']} of {host['name']} cannot be had: {error.strerror}") from None
+    leave_session(directory)
+    result = Document(os.path.join(directory, "exit.json"), RESULT_ROOM)
+    child = os.fork()
+    if child:
+        if server is not None:
+            server.close()
+        os.close(telling)
+        guard(child, settings, directory, result)
+    adopt_orphans()
+    allow_many_files()
+    supervisor = Supervisor(settings, directory, secrets, server, result)
+    supervisor.note(time.monotonic())
+    tell(telling)
+    try:
+        supervisor.run()
+    except Exception as error:  # a defect of ours, or its directory was removed: nothing may go on unwatched
+        say(traceback.format_exc())
+        message = f"the supervisor on {host['name']} failed: {error!r} (see supervisor.log there)"
+        clean_up(settings, result, message, most_grace_s(settings))
+    os._exit(0)
+
+
+def guard(supervisor: int, settings: Settings, directory: str, result: Document) -> NoReturn:
+    adopt_orphans()
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_IGN)
+    _, status = os.waitpid(supervisor, 0)
+    if status != 0 and exists(directory, "state.json"):
+        clean_up(settings, result, KILLED.format(own_host(settings)["name"]), most_grace_s(settings))
+    os._exit(0)
+
+
+def tidy(directory: str) -> None:
+    """After supervisor and guard were killed, or the host has restarted; nothing at any other time."""
+    try:
+        settings = read_settings(directory)
+    except Problem:
+        return
+    if exists(directory, "state.json") and taken(directory) and not exists(directory, "exit.json"):
+        end_what_is_left(settings, directory)
+
+
+def end_what_is_left(settings: Settings, directory: str) -> None:
+    result = Document(os.path.join(directory, "exit.json"), RESULT_ROOM)
+    clean_up(settings, result, KILLED.format(own_host(settings)["name"]), grace_s=0.0)
+
+
+def own_host(settings: Settings) -> dict[str, Any]:
+    host: dict[str, Any] = (settings["nodes"] + settings["spares"])[settings["node"]]
+    return host
+
+
+def most_grace_s(settings: Settings) -> float:
+    """With other hosts there is none left after a heartbeat's limit: they may go on with the job."""
+    own = float(settings["grace_s"])
+    return own if len(settings["nodes"] + settings["spares"]) == 1 else min(own, float(settings["heartbeat_s"]))
+
+
+def exists(directory: str, name: str) -> bool:
+    return os.path.exists(os.path.join(directory, name))
+
+
+def taken(directory: str) -> bool:
+    """Whether this process now holds the lock, until it ends. Who only looks whether there is a supervisor holds it for
+    a moment."""
+    lock = os.open(os.path.join(directory, "supervisor.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    for _ in range(LOCK_TRIES):
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            time.sleep(LOCK_S)
+        else:
+            return True
+    return False
+
+
+def tell(telling: int) -> None:
+    os.write(telling, b"ok")
+    os.close(telling)
+
+
+def leave_session(directory: str) -> None:
+    os.chdir("/")
+    path = os.path.join(directory, "supervisor.log")
+    make_room(path)
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    null = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((null, 0), (log, 1), (log, 2)):
+        os.dup2(source, target)
+    os.close(log)
+    os.close(null)
+
+
+def allow_many_files() -> None:
+    """A connection for each host: a thousand hosts are more than the usual limit. What runs here has its own back."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

@@ -1,0 +1,380 @@
+"""What runs on this host for the job: setup commands, then `accel launch`; and how all of it is ended."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import math
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import time
+
+from . import wire
+from .documents import make_room
+from .reaper import MARKER, Ending
+from .slots import Slots, TooMany, visible, wanted
+
+try:
+    from ...node import logs
+except (ImportError, ValueError):  # sent to a host, with this; ValueError: Python 3.8
+    import logs  # type: ignore[import-not-found, no-redef]
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from typing import Any
+
+PR_SET_PDEATHSIG = 1
+ALLOWANCE_S = 6.0  # for `accel launch` to end its ranks after their grace
+LEFTOVER_GRACE_S = 1.0
+NOTE_S = 1.0
+QUEUE_S, QUEUE_MOST_S = 0.2, 1.0  # between two looks at the queue: the first in it looks oftener than the others
+FILES_LIMIT = resource.getrlimit(resource.RLIMIT_NOFILE)  # as it was when this program began, and
+UMASK = os.umask(0o077)
+os.umask(UMASK)
+_LONGEST_WORDS = 500
+_OF_THE_SESSION = ("SSH_CLIENT", "SSH_CONNECTION", "SSH_TTY", "SSH_AUTH_SOCK", "SSH_ORIGINAL_COMMAND")
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def hide(text: str, secrets: dict[str, str]) -> str:
+    """Return the text with the values of secrets replaced by `(secret NAME)`; as `schedulers.errors.hide`."""
+    forms = {
+        form: name
+        for name, value in secrets.items()
+        for line in (value, *value.splitlines())
+        for form in (line, repr(line)[1:-1])
+        if len(form) >= 4
+    }
+    for form in sorted(forms, key=len, reverse=True):
+        text = text.replace(form, f"(secret {forms[form]})")
+    return text
+
+
+class Work:
+    """This host's part of the job. `state` is what the leader is told of it; `tick` lets it come true."""
+
+    def __init__(self, settings: dict[str, Any], directory: str, secrets: dict[str, str]) -> None:
+        self._settings = settings
+        self._directory = directory
+        self._logs = os.path.join(directory, "logs")
+        self._secrets = secrets
+        self._index = int(settings["node"])
+        self._process: subprocess.Popen[bytes] | None = None
+        self._setup_left: list[list[str]] | None = None
+        self._ending = Ending(settings["job_id"])
+        self._kill_at = self._over_at = math.inf  # once it is being stopped
+        self._clock = logs.Clock(self._logs)
+        self._events_from = 0
+        self._noted = 0.0
+        self.rank = -1
+        root = os.path.dirname(os.path.dirname(directory))
+        host = (settings["nodes"] + settings["spares"])[self._index]["name"]
+        self._slots = Slots(root, settings["job_id"], host)
+        self._visible: dict[str, str] = {}
+        self._my_turn = False
+        self._look_at = 0.0
+        self.state: dict[str, Any] = {
+            "phase": "waiting", "attempt": 0, "port": 0, "code": None, "report": None, "message": "", "warning": "",
+            "cancel": False, "queue": self._slots.id, "holds": False, "waits": "",
+        }  # fmt: skip
+
+    def obey(self, order: dict[str, Any]) -> None:
+        """Begins what an order asks for; the same one may come any number of times."""
+        do, phase, attempt = order["do"], self.state["phase"], int(order["attempt"])
+        mine = self._index in order["members"]
+        self._my_turn = do == "queue" and order["turn"] == self._index and phase != "failed"
+        if not self._my_turn:
+            self._step_out()
+        if self._index in order["release"]:
+            self.release()
+        if do in ("stop", "end"):
+            self.stop(attempt, 0.0 if order["at_once"] else math.inf)
+        elif do in ("setup", "arm", "go") and phase == "waiting":
+            self._begin_setup()
+        elif do == "setup" and phase == "stopped" and attempt > self.state["attempt"]:
+            if not self.state["message"]:
+                self._begin_setup(attempt=attempt)
+        elif do == "arm" and mine and phase == "ready":
+            self._arm(order)
+        elif do == "go" and mine and phase == "armed" and attempt == self.state["attempt"]:
+            self._start(order)
+
+    def stop(self, attempt: int, within_s: float = math.inf) -> None:
+        """Ends in order whatever runs: SIGTERM, the job's grace, SIGKILL, and nothing of the job is left.
+
+        After `within_s` there is no more grace for anything: others may go on with the job.
+        """
+        if self.stopped and self.state["attempt"] >= attempt:
+            return
+        self._attempt_stopped = attempt
+        self._step_out()
+        now = time.monotonic()
+        if self.state["phase"] != "stopping":
+            self._set("stopping")
+            self._kill_at, self._over_at = now + self._settings["grace_s"] + ALLOWANCE_S, math.inf
+            if within_s > 0 and self._process is not None and self._process.poll() is None:
+                self._process.terminate()
+        self._over_at = min(self._over_at, now + within_s)
+
+    def release(self) -> None:
+        """Gives up this host's slots and the job's place in its queue."""
+        self._step_out()
+        self._slots.release()
+        if self.state["holds"]:
+            self.state = {**self.state, "holds": False}
+
+    def _step_out(self) -> None:
+        self._my_turn = False
+        self._slots.step_out()
+        if self.state["waits"]:
+            self.state = {**self.state, "waits": ""}
+
+    @property
+    def stopped(self) -> bool:
+        return bool(self.state["phase"] in ("stopped", "ended"))
+
+    def tick(self) -> None:
+        """Looks at what runs. To be called after every change of a child, and now and then."""
+        self._collect_adopted()
+        self._note_sizes()
+        if self._my_turn and not self.state["holds"] and time.monotonic() >= self._look_at:
+            self._queue()
+        phase = self.state["phase"]
+        if phase == "setup":
+            self._go_on_with_setup()
+        elif phase == "running":
+            assert self._process is not None
+            code = self._process.poll()
+            if code is not None and self._ending.done(LEFTOVER_GRACE_S):
+                self._note_sizes(now=True)
+                self._process = None
+                self._set("done", code=_as_exit_code(code), report=self._report())
+        elif phase == "stopping":
+            now = time.monotonic()
+            if self._process is not None and self._process.poll() is None:
+                if now < min(self._kill_at, self._over_at):
+                    return
+                self._process.kill()
+            if self._ending.done(LEFTOVER_GRACE_S if now < self._over_at else 0.0):
+                self._note_sizes(now=True)
+                self._process = None
+                self._set("stopped", attempt=self._attempt_stopped)
+
+    def _collect_adopted(self) -> None:
+        """Those that the job has left to themselves and that have ended since, lest they stay as zombies."""
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                if ended is None or (self._process is not None and ended.si_pid == self._process.pid):
+                    return  # that one is asked after by its owner
+                os.waitpid(ended.si_pid, os.WNOHANG)
+
+    def _queue(self) -> None:
+        """Looks whether the slots are free and it is this job's turn."""
+        job = self._settings["queue"]
+        try:
+            slots, why = self._slots.attempt(wanted(job, job["devices"]))
+        except (TooMany, OSError) as error:
+            self._fail(1, str(error))
+            return
+        self._look_at = time.monotonic() + min(QUEUE_S * (1 + self._slots.ahead), QUEUE_MOST_S)
+        self._visible = visible(slots, job["devices"])
+        self.state = {**self.state, "holds": not why, "waits": why}
+
+    # Setup.
+
+    def _begin_setup(self, **facts: Any) -> None:
+        """From its beginning, or from the command that the end of an attempt has interrupted."""
+        if self._setup_left is None:
+            self._setup_left = [list(argv) for argv in self._settings["setup"]]
+        self._set("setup", **facts)
+        self._go_on_with_setup()
+
+    def _go_on_with_setup(self) -> None:
+        left = self._setup_left
+        assert left is not None
+        if self._process is not None:
+            code = self._process.poll()
+            if code is None:
+                return
+            self._process = None
+            if code != 0:
+                self._fail(_as_exit_code(code), f"the setup command {left[0][0]!r} failed with exit code {code}")
+                return
+            left.pop(0)
+        if not left:
+            self._set("ready")
+            return
+        try:
+            self._process = self._run(left[0], "setup.log", {})
+        except OSError as error:
+            self._fail(127, f"the setup command {left[0][0]!r} cannot be run: {error.strerror}")
+
+    def _fail(self, code: int, message: str) -> None:
+        self._set("failed", code=code, message=message)
+
+    # The ranks.
+
+    def _arm(self, order: dict[str, Any]) -> None:
+        """Ready to start; of node 0, with a port for the ranks to meet at."""
+        attempt, port = int(order["attempt"]), 0
+        if order["members"][0] == self._index:
+            first, last = self._settings["ports"]
+            port = wire.free_port(self._settings["master_port"] if attempt == 0 else None, first, last)
+            if not port:
+                self._fail(1, f"none of its ports {first}-{last} is free for the ranks to meet at")
+                return
+        self._set("armed", attempt=attempt, port=port)
+
+    def _start(self, order: dict[str, Any]) -> None:
+        members, attempt = list(order["members"]), int(order["attempt"])
+        self.rank = members.index(self._index)
+        self._ending = Ending(self._settings["job_id"])
+        try:
+            command = self._command(order, len(members))
+            for name in ("launch.jsonl", f"node-{self._index}.log"):
+                make_room(os.path.join(self._logs, name))
+            self._events_from = logs.size_of(os.path.join(self._logs, "launch.jsonl"))
+            self._process = self._run(command, f"node-{self._index}.log", {"ACCEL_ATTEMPT": str(attempt)})
+            self._set("running")
+        except OSError as error:
+            words = f"cannot run {command[0]!r}: {error.strerror}"
+            report = {"failure": None, "refused": "setup", "words": words, "ended": time.time()}
+            self._set("done", code=127, report=report)
+
+    def _command(self, order: dict[str, Any], nodes: int) -> list[str]:
+        settings = self._settings
+        flags = {
+            "num_machines": nodes,
+            "machine_rank": self.rank,
+            "main_process_ip": order["address"],
+            "main_process_port": order["port"],
+            "log_dir": self._logs,
+            "max_restarts": 0,
+            "shutdown_timeout": settings["grace_s"],
+            # The supervisors notice first, know more, and tell every launcher when to end: none stays for the others.
+            "rdzv_conf": f"timeout={settings['start_timeout_s']:g},stay=0,"
+            f"lost_after={2 * settings['heartbeat_s'] + 10:g}",
+        }
+        if settings["procs_per_node"] is not None:
+            flags["num_processes"] = nodes * settings["procs_per_node"]
+        command = list(settings["command"])
+        at = command.index("launch") + 1
+        return (
+            command[:at] + [word for name, value in flags.items() for word in (f"--{name}", str(value))] + command[at:]
+        )
+
+    def _run(self, argv: list[str], log: str, extra: dict[str, str]) -> subprocess.Popen[bytes]:
+        own = os.getpid()
+
+        def enter() -> None:
+            resource.setrlimit(resource.RLIMIT_NOFILE, FILES_LIMIT)
+            os.umask(UMASK)
+            _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+            if os.getppid() != own:
+                os._exit(128 + signal.SIGTERM)
+
+        env = {name: value for name, value in os.environ.items() if name not in _OF_THE_SESSION}
+        env.update(_of_interpreter(self._settings["command"][0], env.get("PATH") or os.defpath))
+        for name, value in self._network().items():
+            env.setdefault(name, value)
+        env.update(self._visible)
+        env.update(self._settings["env"])
+        env.update(self._secrets)
+        if self._secrets:
+            env["ACCEL_SECRETS"] = ",".join(self._secrets)
+        env.update({MARKER: self._settings["job_id"], "ACCEL_JOB_DIR": self._directory})
+        env.update(extra)
+        workdir = os.path.join(self._directory, os.path.expanduser(self._settings["workdir"]))
+        if not os.path.isdir(workdir):
+            raise NotADirectoryError(0, f"there is no directory {workdir}")
+        with open(os.path.join(self._logs, log), "ab") as output:
+            return subprocess.Popen(
+                argv, stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd=workdir, env=env,
+                start_new_session=True, preexec_fn=enter,
+            )  # fmt: skip
+
+    def _network(self) -> dict[str, str]:
+        """Over which interface the ranks talk to other hosts. Left to itself gloo takes the address that this host's
+        own name has, which on many systems is one of the loopback's, and NCCL any network."""
+        hosts = self._settings["nodes"] + self._settings["spares"]
+        interface = hosts[self._index]["interface"]
+        if interface is None or len(hosts) == 1:
+            return {}
+        return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
+
+    def _report(self) -> dict[str, Any]:
+        events = [event for event in self._events() if event.get("event") in ("failure", "refused", "attempt")]
+        attempt = self.state["attempt"]
+        failures = [event["failure"] for event in events if event["event"] == "failure"]
+        failures = [failure for failure in failures if failure["attempt"] == attempt]
+        started = any(event["event"] == "attempt" and event["attempt"] == attempt for event in events)
+        refused = events[-1]["reason"] if events and events[-1]["event"] == "refused" else None
+        return {
+            "failure": failures[-1] if failures else None,
+            "refused": refused or ("exit_code" if started else "setup"),
+            "words": self._last_words(),
+            "ended": time.time(),
+        }
+
+    def _events(self) -> Iterator[dict[str, Any]]:
+        """What this attempt's launcher has written."""
+        try:
+            with open(os.path.join(self._logs, "launch.jsonl"), "rb") as file:
+                file.seek(self._events_from)
+                lines = file.read().splitlines()
+        except OSError:
+            return
+        for line in lines:
+            try:
+                yield json.loads(line)
+            except ValueError:  # cut short by a crash
+                continue
+
+    def _last_words(self) -> str:
+        words = logs.last_line(os.path.join(self._logs, f"node-{self._index}.log"), logs.BLOCK)
+        words = hide(words, self._secrets)[:_LONGEST_WORDS]
+        return words[len("accel launch: ") :] if words.startswith("accel launch: ") else words
+
+    # Bookkeeping.
+
+    def _set(self, phase: str, **facts: Any) -> None:
+        self.state = {**self.state, "phase": phase, **facts}
+
+    def _note_sizes(self, now: bool = False) -> None:
+        """Notes how long the logs are, so that lines which carry no time can be asked for by it."""
+        if not now and time.monotonic() < self._noted + NOTE_S:
+            return
+        self._noted = time.monotonic()
+        self._clock.note()
+        if self._clock.full:
+            self._say_that_it_is_full()
+
+    def _say_that_it_is_full(self) -> None:
+        """Once, where the job's log lines are read, for those of the ranks may be lost; and in how the job ends."""
+        if self._process is None or self.state["phase"] == "setup" or self.state["warning"]:
+            return
+        self.state = {**self.state, "warning": logs.FULL}
+        path = os.path.join(self._logs, f"node-{self._index}.log")
+        with contextlib.suppress(OSError), open(path, "ab", buffering=0) as file:
+            file.write(f"accel: the disk that holds {self._logs} is full: lines of the ranks are lost\n".encode())
+
+
+def _of_interpreter(python: str, path: str) -> dict[str, str]:
+    """What makes its `python`, its `pip` and the programs of its packages the first that are found."""
+    folder = os.path.dirname(python)
+    env = {}
+    if folder and shutil.which(os.path.basename(python), path=path) != python:
+        env["PATH"] = os.pathsep.join((folder, path))
+    if os.path.exists(os.path.join(os.path.dirname(folder), "pyvenv.cfg")):
+        env["VIRTUAL_ENV"] = os.path.dirname(folder)
+    return env
+
+
+def _as_exit_code(code: int) -> int:
+    return code if code >= 0 else 128 - code

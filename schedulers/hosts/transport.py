@@ -1,0 +1,252 @@
+"""Commands on hosts over SSH: one connection a host, kept and shared; many hosts at once, answers in host order.
+
+    with Pool() as pool:
+        for outcome in pool.map(lambda remote: remote.run(["nvidia-smi", "-L"]), parse_hosts("gpu[1-8]")):
+            print(outcome.host, outcome.value.stdout if outcome.error is None else outcome.error)
+
+Host keys must be known, whatever StrictHostKeyChecking says; no agent is forwarded; no shell interprets what a caller
+gives.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from ..errors import ConfigError, SchedulerError
+from . import session as sessions
+from .connection import Connection, KnownHosts, Patience, connect, library
+from .errors import HostUnreachable, RemoteError, one_line
+from .host_list import Host
+from .login import Keys
+from .session import Result, Session
+from .ssh_config import Settings, resolve
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from typing_extensions import Self
+
+T = TypeVar("T")
+
+RUN_S = 60.0
+AT_ONCE = 64
+_MOST_JUMPS = 8
+_WATCH_S = 0.1
+_STOPPED_S = 2.0
+
+
+@dataclass(frozen=True)
+class Outcome(Generic[T]):
+    """What came of one host: a value, or the error that was raised for it."""
+
+    host: Host
+    value: T | None = None
+    error: SchedulerError | None = None
+
+    def get(self) -> T:
+        """The value. Raises the error."""
+        if self.error is not None:
+            raise self.error
+        return self.value  # type: ignore[return-value]  # no error: it is there
+
+
+class Remote:
+    """A host, as commands are given to it. Connects when first used, and anew when a connection was lost before."""
+
+    def __init__(self, pool: Pool, host: Host) -> None:
+        self._pool = pool
+        self.host = host
+
+    @property
+    def name(self) -> str:
+        return self.host.name
+
+    def connection(self) -> Connection:
+        """The connection. Raises HostUnreachable (HostKeyRefused, LoginRefused), and ConfigError."""
+        return self._pool.connection(self.host)
+
+    def run(
+        self,
+        argv: Sequence[str],
+        *,
+        stdin: bytes | Iterable[bytes] = b"",
+        env: Mapping[str, str] | None = None,
+        directory: str | None = None,
+        timeout_s: float | None = RUN_S,
+        check: bool = True,
+    ) -> Result:
+        """Runs a program with exactly these arguments, once; it is never tried again.
+
+        `env` is added to its environment, and like `argv` appears in no command line there. Raises HostUnreachable,
+        RemoteTimeout after `timeout_s` seconds (the program may then still run), and, unless `check` is off,
+        RemoteError for a status other than 0.
+        """
+        with self.open(argv, env=env, directory=directory) as session:
+            result = sessions.run(session, stdin, timeout_s)
+        if check and result.status != 0:
+            said = one_line(result.stderr or result.stdout)
+            raise RemoteError(self.name, f"{argv[0]} failed (status {result.status}): {said}", result.status)
+        return result
+
+    def open(
+        self, argv: Sequence[str], *, env: Mapping[str, str] | None = None, directory: str | None = None
+    ) -> Session:
+        """Starts a program and returns the conversation with it."""
+        connection = self.connection()
+        return Session(connection, argv, env or {}, directory, self._pool.patience.connect_s)
+
+
+class Pool:
+    """Connections to hosts, one each, jump hosts included. Safe to use from several threads; `close` ends them all.
+
+    `config` replaces the files of `~/.ssh/config`, as `ssh -F` does. Raises SchedulerError without paramiko.
+    """
+
+    def __init__(self, *, config: str | None = None, patience: Patience | None = None) -> None:
+        library()
+        self.patience = patience or Patience()
+        self._config = config
+        self._known = KnownHosts()
+        self._keys = Keys()
+        self._lock = threading.Lock()
+        self._places: dict[tuple[Host, ...], _Place] = {}
+        self._settings: dict[Host, Settings] = {}
+        self._closed = threading.Event()
+        self._watcher: threading.Thread | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def on(self, host: Host | str) -> Remote:
+        return Remote(self, Host(name=host) if isinstance(host, str) else host)
+
+    def map(
+        self, function: Callable[[Remote], T], hosts: Iterable[Host], *, at_once: int = AT_ONCE
+    ) -> list[Outcome[T]]:
+        """Calls the function for every host, `at_once` of them at a time; the outcomes stand in the hosts' order.
+
+        A SchedulerError is that host's outcome. Any other exception, and Ctrl-C, is raised at once: what has not begun
+        then does not begin, and what has ends with the pool.
+        """
+        waiting = list(hosts)
+        outcomes: list[Outcome[T] | None] = [None] * len(waiting)
+        turns = iter(range(len(waiting)))
+        done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        stop = threading.Event()
+
+        def work() -> None:
+            while not stop.is_set():
+                with self._lock:
+                    turn = next(turns, None)
+                if turn is None:
+                    return
+                host = waiting[turn]
+                try:
+                    outcomes[turn] = Outcome(host, value=function(self.on(host)))
+                except SchedulerError as error:
+                    outcomes[turn] = Outcome(host, error=error)
+                except BaseException as error:
+                    done.put(error)
+                    return
+                done.put(None)
+
+        for number in range(min(at_once, len(waiting))):
+            # Daemons, and nothing joins them: a host that hangs must not keep a program that was told to end.
+            threading.Thread(target=work, name=f"hosts {number}", daemon=True).start()
+        try:
+            for _ in waiting:
+                error = done.get()
+                if error is not None:
+                    raise error
+        finally:
+            stop.set()
+        return [outcome for outcome in outcomes if outcome is not None]
+
+    def connection(self, host: Host) -> Connection:
+        return self._reach(host, None, ())
+
+    def settings(self, host: Host) -> Settings:
+        """What the SSH configuration says of a host. Raises ConfigError."""
+        key = Host(name=host.name, user=host.user, port=host.port, source="")
+        with self._lock:
+            found = self._settings.get(key)
+        if found is None:
+            found = resolve(key, self._config)
+            with self._lock:
+                self._settings[key] = found
+        return found
+
+    def close(self) -> None:
+        """Ends every connection; what runs on the hosts learns of it as from any client that goes away."""
+        self._closed.set()
+        with self._lock:
+            places = list(self._places.values())
+        for place in reversed(places):
+            if place.connection is not None:
+                place.connection.close()
+
+    def _reach(self, host: Host, jumps: tuple[Host, ...] | None, coming_from: tuple[str, ...]) -> Connection:
+        """The connection to a host, by way of `jumps`, or of those in its configuration when that is None."""
+        settings = self.settings(host)
+        way = settings.jumps if jumps is None else jumps
+        if len(way) == 1 and way[0].name == host.name:
+            way = ()  # `Host *` with a ProxyJump, and this is that jump host
+        path = (*coming_from, host.name)
+        if len(path) > _MOST_JUMPS or host.name in coming_from:
+            raise ConfigError(f"ProxyJump in the SSH configuration goes round in circles: {' → '.join(path)}")
+        place = self._place((*way, host))
+        with place.lock:
+            if self._closed.is_set():
+                raise HostUnreachable(host.name, "the connections were closed")
+            if place.connection is None or not place.connection.alive:
+                if place.connection is not None:
+                    place.connection.close()
+                # The last jump is reached by way of the ones before it, the first one as its own configuration says.
+                via = self._reach(way[-1], way[:-1] or None, path) if way else None
+                place.connection = connect(
+                    settings, via=via, known=self._known, keys=self._keys, patience=self.patience
+                )
+                self._watch()
+            return place.connection
+
+    def _place(self, way: tuple[Host, ...]) -> _Place:
+        key = tuple(Host(name=host.name, user=host.user, port=host.port, source="") for host in way)
+        with self._lock:
+            return self._places.setdefault(key, _Place())
+
+    def _watch(self) -> None:
+        with self._lock:
+            if self._watcher is None:
+                self._watcher = threading.Thread(target=self._watch_silence, name="hosts' silence", daemon=True)
+                self._watcher.start()
+
+    def _watch_silence(self) -> None:
+        last = time.monotonic()
+        while not self._closed.wait(_WATCH_S):
+            now = time.monotonic()
+            with self._lock:
+                connections = [place.connection for place in self._places.values() if place.connection is not None]
+            for connection in connections:
+                if now - last > min(_STOPPED_S, connection.silence_s / 3):
+                    connection.heard_now()
+                else:
+                    connection.check_silence(now)
+            last = now
+
+
+class _Place:
+    """Where the connection of one host is, or will be: its lock is held while it is made."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.connection: Connection | None = None

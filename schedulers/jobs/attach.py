@@ -1,0 +1,122 @@
+"""Jobs that another machine submitted: found on a target by their id and taken into this store, or only listed."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+from ..errors import SpecError, StoreError, UnknownJob
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ..config.named_targets import ResolvedTarget
+    from ..job import Status
+    from ..store.record import Record
+    from ..store.store import Store
+    from ..target import Listed
+
+
+def record_or_adopt(
+    ref: str, store: Store, target: str | None, options: Mapping[str, Any] | None, start: Path | str | None = None
+) -> tuple[Record, ResolvedTarget | None]:
+    """The record of a job that is known here; else, with a target, that of the job which the target has under this id,
+    and the target. Any number of machines may have a record of one job.
+
+    Raises UnknownJob when neither knows it, and what making the target and asking it raises.
+    """
+    from ..store.store import full_id
+
+    try:
+        return store.record(ref), None
+    except UnknownJob as unknown:
+        job_id = full_id(ref)
+        if job_id is None:
+            hint = "" if target is None else f"; to be looked for on target {target}, a job needs its whole id"
+            raise UnknownJob(f"{unknown}{hint}") from None
+        if target is None:
+            hint = f"accel status {job_id} --target NAME looks for it there"
+            raise UnknownJob(f"no job {job_id} here; if another machine submitted it, {hint}") from None
+    return _adopted(job_id, store, target, options or {}, start)
+
+
+def _adopted(
+    job_id: str, store: Store, target: str, options: Mapping[str, Any], start: Path | str | None
+) -> tuple[Record, ResolvedTarget]:
+    from ..config.named_targets import resolve_target
+    from ..target import Finds
+
+    resolved = resolve_target(target, store.jobs, start=start, overrides=options)
+    if not isinstance(resolved.target, Finds):
+        raise SpecError(f"target {target} ({resolved.kind}) cannot be asked for a job that this machine did not submit")
+    found = resolved.target.find(job_id)
+    if found is None:
+        raise UnknownJob(f"no job {job_id}, here or on target {target}")
+    try:
+        record = store.create(
+            job_id,
+            found.spec,
+            dataclasses.replace(found.plan, source=resolved.source),
+            target=resolved.name,
+            kind=resolved.kind,
+            options=resolved.options,
+            native_id=found.native_id,
+            made_at=found.created_at,
+        )
+    except StoreError:
+        # Another process has been as quick, unless that is not what is wrong.
+        if job_id not in store.ids():
+            raise
+        record = store.record(job_id)
+    return record, resolved
+
+
+def jobs_elsewhere(
+    target: str, store: Store, known: Collection[str], options: Mapping[str, Any] | None = None
+) -> list[Record]:
+    """The jobs that a target knows and this store does not (`known`: its ids), polled now: records of no file, to be
+    shown and not kept. None of a kind of target that cannot list its jobs.
+
+    Raises what making the target and a query raise.
+    """
+    from ..config.named_targets import resolve_target
+    from ..target import Lists
+
+    resolved = resolve_target(target, store.jobs, overrides=options)
+    if not isinstance(resolved.target, Lists):
+        return []
+    others = [job for job in resolved.target.listed() if job.job_id not in known]
+    asked_at = time.time()
+    statuses = resolved.target.poll([job.native_id for job in others]) if others else {}
+    return [
+        _unstored(job, resolved, dataclasses.replace(statuses[job.native_id], observed_at=asked_at))
+        for job in others
+        if job.native_id in statuses  # else it was deleted between the two queries
+    ]
+
+
+def _unstored(job: Listed, resolved: ResolvedTarget, status: Status) -> Record:
+    from ..processes import Place
+    from ..store.record import Record
+
+    return Record(
+        id=job.job_id,
+        path="",
+        name=job.name,
+        target=resolved.name,
+        kind=resolved.kind,
+        nodes=job.nodes,
+        procs=None,
+        created_at=job.created_at,
+        submitter=("", 0),
+        submitted_from=Place(""),
+        after=(),
+        native_id=job.native_id,
+        status=status,
+        started_at=None,
+        ended_at=None,
+        absent_since=None,
+        adopted=True,
+    )

@@ -1,0 +1,167 @@
+"""Waiting for news of a job, and following its output: written once, above all targets."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+from collections import deque
+from collections.abc import Collection, Iterator
+from typing import TYPE_CHECKING
+
+from ..errors import Unreachable
+from ..job import Cursor, LogLine
+
+if TYPE_CHECKING:
+    from threading import Event
+
+    from ..target import Target
+    from .handle import Job
+
+_SLICE_S = 1.0  # how long a wait on the target itself may last before stop and deadline are looked at again
+_FIRST_POLL_S, _LAST_POLL_S = 1.0, 30.0
+_FIRST_READ_S, _LAST_READ_S = 0.1, 1.0
+_FIRST_EARLY_S = 0.005
+
+
+class Pause:
+    """The pauses of one waiter: they end at its deadline, when it is told to stop, and when the target has news."""
+
+    def __init__(self, stop: Event | None, deadline: float | None) -> None:
+        self._stop = stop
+        self._deadline = deadline
+        self._polls = 0
+        self._early = 0
+
+    @property
+    def stopped(self) -> bool:
+        return self._stop is not None and self._stop.is_set()
+
+    @property
+    def over(self) -> bool:
+        return self.stopped or (self._deadline is not None and time.monotonic() >= self._deadline)
+
+    def until_news(self, target: Target | None, native_id: str | None) -> None:
+        """Until the job may have ended, or it is time to ask again: after 1 s at first, later after up to 30 s."""
+        news = self.on_target(target, native_id, _SLICE_S)
+        if news is None:
+            self._sleep(self.poll_after() if target is not None else _SLICE_S / 10)
+            return
+        ask_at = time.monotonic() + self.poll_after()
+        while not (news or self.over or time.monotonic() >= ask_at):
+            news = self.on_target(target, native_id, _SLICE_S)
+
+    def poll_after(self) -> float:
+        """Seconds until a backend may be asked once more. With chance in it, so that waiters do not ask in step."""
+        self._polls += 1
+        return float(min(_LAST_POLL_S, _FIRST_POLL_S * 1.3 ** (self._polls - 1))) * random.uniform(0.8, 1.2)
+
+    def on_target(self, target: Target | None, native_id: str | None, seconds: float) -> bool | None:
+        """Until the job may have ended, where the target is told of it; False when only the time is over, and None,
+        at once, where the target is not told."""
+        from ..target import Waits
+
+        if native_id is None or not isinstance(target, Waits):
+            return None
+        started = time.monotonic()
+        limit = self._limited(seconds)
+        news = target.wait(native_id, limit)
+        # A target that returns early time and again has no event to wait for, and must not be asked in a tight loop.
+        self._early = self._early + 1 if time.monotonic() - started < limit / 2 else 0
+        if self._early > 1:
+            self._sleep(min(seconds, _FIRST_EARLY_S * 2 ** min(self._early, 10)))
+        return news is not False
+
+    def _sleep(self, seconds: float) -> None:
+        if self._stop is not None:
+            self._stop.wait(self._limited(seconds))
+        else:
+            time.sleep(self._limited(seconds))
+
+    def _limited(self, seconds: float) -> float:
+        return seconds if self._deadline is None else max(0.0, min(seconds, self._deadline - time.monotonic()))
+
+    sleep = _sleep
+
+
+def read_once(job: Job, cursor: Cursor, ranks: Collection[int] | None, tail: int | None) -> Iterator[LogLine]:
+    """The lines that there are now."""
+    at = None if tail is None else job.tail_at(cursor, tail)
+    lines = (line for line in job.read_logs(at or cursor) if ranks is None or line.rank in ranks)
+    return lines if tail is None or at is not None else iter(_last(lines, tail))
+
+
+def follow(
+    job: Job, cursor: Cursor, ranks: Collection[int] | None, tail: int | None, pause: Pause
+) -> Iterator[LogLine]:
+    """The lines that there are and those to come, until the job is over and everything it wrote was given."""
+    if tail is not None:
+        yield from _catch_up(job, cursor, ranks, tail, pause)
+    ask_at, idle = 0.0, _FIRST_READ_S
+    status = job.status()
+    if not status.state.final:  # a target that is to be told is so from the first line on, however many come
+        pause.on_target(job.waiting_target(), job.native_id, 0.0)
+    while not pause.stopped:
+        # Asked before reading: when the job was over by then, what is read now is all there will ever be.
+        if not status.state.final and time.monotonic() >= ask_at:
+            status = job.status()
+            ask_at = time.monotonic() + pause.poll_after()
+        count = 0
+        try:
+            for line in job.read_logs(cursor):
+                count += 1
+                cursor.advance(line)
+                if ranks is None or line.rank in ranks:
+                    yield line
+        except Unreachable as error:
+            job.record.warning = str(error)
+        else:
+            if status.state.final and not count:
+                return
+        if count or status.state.final:
+            idle = _FIRST_READ_S
+        if not count:
+            news = pause.on_target(job.waiting_target(), job.native_id, idle)
+            if news:
+                ask_at = 0.0
+            elif news is None:
+                pause.sleep(idle)
+            idle = min(_LAST_READ_S, idle * 1.5)
+
+
+def _catch_up(job: Job, cursor: Cursor, ranks: Collection[int] | None, tail: int, pause: Pause) -> list[LogLine]:
+    """Moves the cursor to the last lines; those of them that it is behind already."""
+    while not pause.stopped:
+        try:
+            at = job.tail_at(cursor, tail)
+        except Unreachable as error:
+            job.record.warning = str(error)
+            pause.sleep(_LAST_READ_S)
+            continue
+        if at is None:
+            break
+        cursor.move(at)
+        return []
+
+    def seen() -> Iterator[LogLine]:
+        with contextlib.suppress(Unreachable):
+            for line in job.read_logs(Cursor.parse(str(cursor))):
+                cursor.advance(line)
+                if ranks is None or line.rank in ranks:
+                    yield line
+
+    return _last(seen(), tail)
+
+
+def _last(lines: Iterator[LogLine], count: int) -> list[LogLine]:
+    """The last so many finished lines of each rank, and what there is of the next, in the order they came."""
+    kept: dict[int | None, deque[list[tuple[int, LogLine]]]] = {}
+    going_on: dict[tuple[str, int | None], list[tuple[int, LogLine]]] = {}
+    for number, line in enumerate(lines):
+        pieces = going_on.setdefault((line.source, line.rank), [])
+        pieces.append((number, line))
+        if not line.partial:
+            kept.setdefault(line.rank, deque(maxlen=max(0, count))).append(pieces)
+            del going_on[line.source, line.rank]
+    found = [*(pieces for some in kept.values() for pieces in some), *going_on.values()]
+    return [line for _, line in sorted((pair for pieces in found for pair in pieces), key=lambda pair: pair[0])]

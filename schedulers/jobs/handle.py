@@ -1,0 +1,508 @@
+"""`Job`, a handle on a job wherever it runs, and the one way to submit, find and list jobs."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ConfigError, SpecError, SubmitError, Unreachable
+from ..job import Cursor, JobSpec, LogLine, Resources, Retry, State, Status
+from ..store.store import Damaged, Record, Store
+from .follow import Pause, follow, read_once
+from .poll import absorb, cut_off, group, poll_all, restore
+from .submit import admit, default_name, places, prepare, send
+
+if TYPE_CHECKING:
+    from pathlib import Path
+    from threading import Event
+
+    from ..job import Entry
+    from ..target import Plan, Target
+
+_CANCEL_ALLOWANCE_S = 60.0
+
+
+def submit(
+    script: str | os.PathLike[str],
+    args: Sequence[str] = (),
+    *,
+    target: str = "local",
+    entry: Entry = "script",
+    name: str | None = None,
+    nodes: int = 1,
+    procs_per_node: int | None = None,
+    gpus: int = 0,
+    cpus: int | None = None,
+    memory_gb: float | None = None,
+    env: Mapping[str, str] | None = None,
+    secrets: Mapping[str, str] | None = None,
+    code: str | os.PathLike[str] | None = None,
+    time_limit_s: float | None = None,
+    grace_s: float = 30.0,
+    max_restarts: int = 0,
+    after: Sequence[str | Job] = (),
+    options: Mapping[str, Any] | None = None,
+    cwd: str | os.PathLike[str] | None = None,
+) -> Job:
+    """Submits a job and returns its handle; the job goes on without this process.
+
+    The program runs in `cwd` (the current directory), seen inside `code`, the directory that is shipped (`cwd`
+    itself when not given). Relative paths, and the project's accel.yaml, are looked for from `cwd`.
+
+    Raises SpecError for a job that cannot run there, UnknownTarget or ConfigError, SubmitError when the target
+    refuses it (the job is then kept as failed), Unreachable when it cannot be asked (kept as submitting).
+    """
+    here = os.path.abspath(os.fspath(cwd)) if cwd is not None else os.getcwd()
+    top, workdir = places(here, code, explicit=cwd is not None)
+    spec = JobSpec(
+        argv=(os.fspath(script), *args),
+        entry=entry,
+        name=default_name(os.fspath(script), entry) if name is None else name,
+        nodes=nodes,
+        procs_per_node=procs_per_node,
+        resources=Resources(gpus=gpus, cpus=cpus, memory_gb=memory_gb),
+        env=dict(env or {}),
+        secrets=dict(secrets or {}),
+        code=top,
+        workdir=workdir,
+        time_limit_s=time_limit_s,
+        grace_s=grace_s,
+        retry=Retry(max_restarts=max_restarts),
+        after=tuple(job.id if isinstance(job, Job) else job for job in after),
+        options=dict(options or {}),
+    )
+    return submit_spec(spec, target, start=here)
+
+
+async def submit_async(script: str | os.PathLike[str], args: Sequence[str] = (), **options: Any) -> Job:
+    """`submit`, with the same arguments, in a thread."""
+    import asyncio
+
+    return await asyncio.to_thread(submit, script, args, **options)
+
+
+def submit_spec(
+    spec: JobSpec,
+    target_name: str,
+    store: Store | None = None,
+    *,
+    start: str | Path | None = None,
+    own_process: bool = False,
+) -> Job:
+    """Every submit ends here. The intent is on the disk before the target is called, so that a crash between the
+    two loses no job and starts none twice. Raises what `submit` raises.
+
+    own_process: this process does nothing but submit: `cancel` may end it (SIGTERM), which is a SubmitError here.
+    """
+    store = store or Store.default()
+    resolved, spec = prepare(spec, target_name, store, start)
+    job_id = store.new_id()
+    plan = resolved.plan(spec, job_id)
+    admit(resolved.target, [spec])
+    record = store.create(job_id, spec, plan, target=resolved.name, kind=resolved.kind, options=resolved.options)
+    with record.submission():
+        if own_process:
+            _send_interruptibly(record, resolved.target, plan)
+        else:
+            send(record, resolved.target, plan)
+    return Job(record, target=resolved.target)
+
+
+def _send_interruptibly(record: Record, target: Target, plan: Plan) -> None:
+    from .recovery import SubmitCancelled, interruptible
+
+    try:
+        with interruptible(record):
+            send(record, target, plan)
+    except SubmitCancelled:
+        raise SubmitError(
+            f"job {record.id} was cancelled while it was submitted; `accel status {record.id}` shows what became of it"
+        ) from None
+
+
+def dry_run(
+    spec: JobSpec, target_name: str, job_id: str, store: Store | None = None, *, start: str | Path | None = None
+) -> Plan:
+    """The plan that `submit_spec` would carry out. Writes nothing, asks nobody. Raises SpecError, ConfigError."""
+    resolved, spec = prepare(spec, target_name, store or Store.default(), start)
+    return resolved.plan(spec, job_id)
+
+
+def find(
+    ref: str, store: Store | None = None, *, target: str | None = None, options: Mapping[str, Any] | None = None
+) -> Job:
+    """The job with that id or unique prefix; `@last` is the newest.
+
+    With a `target` (and `options` for it, as for `submit`), a job that is not known here is looked for there by its
+    whole id, and known here from then on. Raises UnknownJob, StoreError, and with a target what asking it raises.
+    """
+    return find_all([ref], store, target=target, options=options)[0]
+
+
+def find_all(
+    refs: Sequence[str],
+    store: Store | None = None,
+    *,
+    target: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> list[Job]:
+    """`find` for several jobs. Those of one target share it, and so its connections."""
+    from .attach import record_or_adopt
+
+    store = store or Store.default()
+    shared: dict[str, Target] = {}
+    jobs = []
+    for ref in refs:
+        record, resolved = record_or_adopt(ref, store, target, options)
+        if resolved is not None:
+            shared.setdefault(group(record), resolved.target)
+        jobs.append(Job(record, shared=shared))
+    return jobs
+
+
+def list_jobs(
+    refresh: bool = True, store: Store | None = None, *, ids: Sequence[str] | None = None
+) -> list[Record | Damaged]:
+    """All jobs, newest first; with `ids` only these are read and polled. `refresh` polls every target once for all its
+    jobs that are not over; one that cannot be polled leaves their status as it was and says so in `Record.warning`.
+    Raises StoreError."""
+    store = store or Store.default()
+    records = store.records(ids)
+    if refresh:
+        live = [r for r in records if isinstance(r, Record) and not r.status.state.final]
+        if live:
+            poll_all(live)
+    return records
+
+
+def refresh(jobs: Sequence[Job]) -> None:
+    """Polls each target once for all of these jobs that are not over, as `list_jobs` does. Raises StoreError."""
+    live = [job for job in jobs if not job.record.reload().status.state.final]
+    shared: dict[str, Target] = {}
+    for job in live:
+        shared |= job._shared
+    poll_all([job.record for job in live], shared)
+    for job in live:
+        job._shared |= {key: target for key, target in shared.items() if key == group(job.record)}
+
+
+class Job:
+    """A handle on one job. Holds what the store last said; any number of handles, in any processes, may be used."""
+
+    def __init__(
+        self, record: Record, *, target: Target | None = None, shared: dict[str, Target] | None = None
+    ) -> None:
+        """`shared` holds the targets that this job's may be one of, and is added to."""
+        self.record = record
+        self._made = target
+        self._shared = {} if shared is None else shared
+
+    def __repr__(self) -> str:
+        return f"<Job {self.id} {self.name!r} on {self.target}: {self.record.status.state.value}>"
+
+    @property
+    def id(self) -> str:
+        return self.record.id
+
+    @property
+    def name(self) -> str:
+        return self.record.name
+
+    @property
+    def target(self) -> str:
+        """The name of the target that it was submitted to."""
+        return self.record.target
+
+    @property
+    def native_id(self) -> str | None:
+        """The backend's own id; None until the backend has confirmed the job."""
+        return self.record.native_id
+
+    @property
+    def spec(self) -> JobSpec:
+        return self.record.spec()
+
+    def status(self, refresh: bool = True) -> Status:
+        """Where the job is. With `refresh`, its backend is asked, unless it is over.
+
+        A backend that cannot be asked changes nothing: the last status is returned, with its `observed_at`, and
+        `record.warning` says why. A submit that was cut off by a crash is carried out now (see `resume_submit`).
+        Raises ConfigError when the target cannot be made, StoreError.
+        """
+        status = self.record.reload().status
+        if not refresh or status.state.final:
+            return status
+        if self.record.native_id is None:
+            return self.resume_submit()
+        asked_at = time.time()
+        try:
+            answer = self._target().poll([self.record.native_id])
+        except Unreachable as error:
+            self.record.warning = str(error)
+            return self.record.status
+        return absorb(self.record, answer.get(self.record.native_id), asked_at)
+
+    def wait(self, timeout: float | None = None) -> Status:
+        """Returns the final status. Raises TimeoutError after `timeout` seconds, and what `status` raises."""
+        return self._wait(timeout, None)
+
+    def logs(
+        self,
+        *,
+        follow: bool = False,
+        ranks: Collection[int] | None = None,
+        since: Cursor | str | float | None = None,
+        tail: int | None = None,
+    ) -> Iterator[LogLine]:
+        """The lines that there are; with `follow`, also those to come, each exactly once and whole.
+
+        Following ends when the job is over and all its lines were given. It goes on while the backend cannot be
+        asked; without `follow` that raises Unreachable.
+
+        ranks: only these ranks (the launcher's own lines then are left out).
+        since: a cursor, or its text: only what comes after it; or a time in seconds since the epoch, to the second.
+               Raises SpecError for a time where the target does not know when its lines were written.
+        tail:  of the lines that there are now, only the last so many of each rank.
+        """
+        return self._logs(follow, ranks, since, tail, None)
+
+    def cancel(self, wait: bool = True) -> Status:
+        """Asks for an orderly end: a warning, the job's grace, the kill. A job that is over stays as it is; what still
+        runs of it is cancelled.
+
+        With `wait`, returns when the job is over, or its status when it is not a minute after its grace.
+        A submit that goes on on this machine is ended, where it is a process of its own; of one that goes on elsewhere,
+        or was cut off, the job is cancelled as soon as its target has it.
+
+        Raises Unreachable when the backend of a job that is not over cannot be asked, and what `status` raises.
+        """
+        status = self.status(refresh=self.record.native_id is not None)
+        if status.state.final:
+            self.cancel_rest()
+            return status
+        self.record.append("cancel", host=os.uname().nodename, pid=os.getpid())
+        if self.record.native_id is None:
+            status = self._cancel_submit()
+        if not status.state.final and self.record.native_id is not None:
+            self._target().cancel(self.record.native_id)
+        if not wait:
+            return self.status()
+        try:
+            return self.wait(self.spec.grace_s + _CANCEL_ALLOWANCE_S)
+        except TimeoutError:
+            return self.record.status
+
+    def cancel_rest(self) -> bool:
+        """Cancel what still runs of a job that is over. Returns True when something still ran.
+
+        Where the target cannot be asked the job is over all the same, and `record.warning` says why.
+        """
+        from ..target import Outlives
+
+        if self.native_id is None:
+            return False
+        try:
+            target = self._target()
+            return isinstance(target, Outlives) and target.cancel_rest(self.native_id)
+        except (Unreachable, ConfigError) as error:
+            self.record.warning = f"its target could not be asked whether something of it still runs: {error}"
+            return False
+
+    def _cancel_submit(self) -> Status:
+        """After the cancel was recorded: ends the submit, or waits for its end, where it goes on on this machine."""
+        from .recovery import interrupt
+
+        here = self.record.submitter[0] == os.uname().nodename
+        ended = here and interrupt(self.record)
+        with self.record.submission(blocking=here) as ours:
+            status = self.record.reload().status
+            if ended and self.record.native_id is None and not status.state.final:
+                try:
+                    self._find_cancelled()
+                except Unreachable as error:
+                    self.record.warning = str(error)
+        status = self.status()
+        if status.state is State.SUBMITTING and not self.record.warning:
+            where = "" if ours else f" by a process on {self.record.submitter[0]}"
+            self.record.warning = f"it is being submitted{where}: it is cancelled once target {self.target} has it"
+        return status
+
+    def shell(self, node: int, argv: Sequence[str] = (), *, terminal: bool = False) -> int:
+        """Runs `argv`, or a shell, on a node of the running job, with this process's streams; returns its exit code.
+
+        Raises SpecError where the target cannot, and what `Shells.shell` raises.
+        """
+        from ..target import Shells, kinds_with
+
+        target = self.waiting_target()
+        if target is None or self.native_id is None:
+            raise SubmitError(f"job {self.id} does not run: its target has not confirmed it yet")
+        if not isinstance(target, Shells):
+            can = kinds_with("shell")
+            raise SpecError(f"target {self.target} ({self.record.kind}) opens no shells (kinds that do: {can})")
+        return target.shell(self.native_id, node, argv, terminal=terminal)
+
+    def resume_submit(self) -> Status:
+        """Carries out a submit that was cut off: asks the target again, which finds an earlier one first.
+
+        Does nothing while the process that submits the job lives: it holds a lock. Where that is not certain (just
+        after the intent was written), it is believed for a minute. A refusal is in the status.
+        """
+        with self.record.submission(blocking=False) as ours:
+            status = self.record.reload().status
+            if not ours or status.state.final or self.record.native_id is not None or not cut_off(self.record):
+                return status
+            try:
+                if not self._find_cancelled():
+                    send(self.record, self._target(), self.record.plan())
+            except Unreachable as error:
+                self.record.warning = str(error)
+            except SubmitError:
+                pass  # the status says it
+            return self.record.status
+
+    def _find_cancelled(self) -> bool:
+        """Looks for a job that was cancelled before its target had confirmed it. False for any other job, and where the
+        target can only be asked by submitting again."""
+        from ..target import Finds
+        from .recovery import find_submitted
+
+        target = self._target()
+        if not self.record.cancel_asked or not isinstance(target, Finds):
+            return False
+        find_submitted(self.record, target, target.find)
+        return True
+
+    def describe(self) -> dict[str, Any]:
+        """All that the store knows, in plain JSON values. Asks no backend. Raises StoreError."""
+        record = self.record.reload()
+        plan = record.plan()
+        return {
+            "id": record.id,
+            "name": record.name,
+            "target": record.target,
+            "kind": record.kind,
+            "native_id": record.native_id,
+            "directory": record.path,
+            "created_at": record.created_at,
+            "started_at": record.started_at,
+            "ended_at": record.ended_at,
+            "status": record.status.to_json(),
+            "warning": record.warning,
+            "spec": record.spec().to_json(),
+            "plan": plan.to_json(),
+            "options": record.options() or {},
+            "source": plan.source,
+            "exit": record.read_exit(),
+            "events": [{"event": event.name, "at": event.at, **event.data} for event in record.events()],
+        }
+
+    async def status_async(self, refresh: bool = True) -> Status:
+        """`status`, in a thread."""
+        import asyncio
+
+        return await asyncio.to_thread(self.status, refresh)
+
+    async def cancel_async(self, wait: bool = True) -> Status:
+        """`cancel`, in a thread."""
+        import asyncio
+
+        return await asyncio.to_thread(self.cancel, wait)
+
+    async def wait_async(self, timeout: float | None = None) -> Status:
+        """`wait`, in a thread, which ends within a second of this being cancelled."""
+        import asyncio
+        import threading
+
+        stop = threading.Event()
+        try:
+            return await asyncio.to_thread(self._wait, timeout, stop)
+        finally:
+            stop.set()
+
+    async def logs_async(
+        self,
+        *,
+        follow: bool = False,
+        ranks: Collection[int] | None = None,
+        since: Cursor | str | float | None = None,
+        tail: int | None = None,
+    ) -> AsyncIterator[LogLine]:
+        """`logs`, in a thread, which ends within a second of this being closed."""
+        import asyncio
+        import threading
+
+        stop = threading.Event()
+        lines = self._logs(follow, ranks, since, tail, stop)
+        try:
+            while (line := await asyncio.to_thread(next, lines, None)) is not None:
+                yield line
+        finally:
+            stop.set()
+
+    def _target(self) -> Target:
+        if self._made is None:
+            key = group(self.record)
+            self._made = self._shared.get(key) or self._shared.setdefault(key, restore(self.record))
+        return self._made
+
+    def _wait(self, timeout: float | None, stop: Event | None) -> Status:
+        pause = Pause(stop, None if timeout is None else time.monotonic() + timeout)
+        while True:
+            status = self.status()
+            if status.state.final:
+                return status
+            if pause.over:
+                raise TimeoutError(f"job {self.id} is not over: it is {status.state.value}")
+            pause.until_news(self.waiting_target(), self.native_id)
+
+    def waiting_target(self) -> Target | None:
+        """The target, when there is something that it could be asked about."""
+        return None if self.native_id is None else self._target()
+
+    def _logs(
+        self,
+        following: bool,
+        ranks: Collection[int] | None,
+        since: Cursor | str | float | None,
+        tail: int | None,
+        stop: Event | None,
+    ) -> Iterator[LogLine]:
+        cursor = self.cursor(since)
+        if not following:
+            self.record.reload()
+            return read_once(self, cursor, ranks, tail)
+        return follow(self, cursor, ranks, tail, Pause(stop, None))
+
+    def cursor(self, since: Cursor | str | float | None) -> Cursor:
+        """The place in the logs that `since` means, as for `logs`. Raises SpecError."""
+        if not isinstance(since, (int, float)):
+            return Cursor.parse(str(since)) if since is not None else Cursor()
+        from ..target import Dated
+
+        target = self.waiting_target()
+        if target is None or self.native_id is None:
+            return Cursor()
+        if not isinstance(target, Dated):
+            raise SpecError(f"target {self.target} does not know when lines were written; give a cursor (logs --json)")
+        return target.cursor_at(self.native_id, since)
+
+    def read_logs(self, since: Cursor) -> Iterator[LogLine]:
+        """The lines that there are after the cursor. Raises SubmitError for a job that ended without a native id."""
+        status = self.record.status
+        if self.native_id is None and status.state.final:
+            why = f": {status.message}" if status.message else ""
+            raise SubmitError(f"job {self.id} has no logs: {status.state.value} before {self.target} accepted it{why}")
+        target = self.waiting_target()
+        return iter(()) if target is None or self.native_id is None else target.logs(self.native_id, since)
+
+    def tail_at(self, since: Cursor, count: int) -> Cursor | None:
+        """Where each rank's last lines begin; None for a target that cannot tell. Raises Unreachable."""
+        from ..target import Tails
+
+        target = self.waiting_target()
+        if self.native_id is None or not isinstance(target, Tails):
+            return None
+        return target.tail_at(self.native_id, since, count)

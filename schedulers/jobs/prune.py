@@ -1,0 +1,102 @@
+"""Jobs that are over, deleted: what their targets keep of them, then their records."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..errors import SchedulerError, StoreError
+from ..store import atomic_files
+from ..target import Clears, RunsInPlace, load_kind
+from .poll import restore
+
+if TYPE_CHECKING:
+    from ..store.record import Damaged, Record
+    from ..store.store import Store
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pruned:
+    """ids: the jobs whose records are gone (or would be), newest first; left: a line for each thing that is kept."""
+
+    ids: tuple[str, ...]
+    left: tuple[str, ...] = ()
+
+
+def prune(
+    store: Store,
+    *,
+    older_than_s: float | None = None,
+    keep: int | None = None,
+    ids: Sequence[str] | None = None,
+    dry_run: bool = False,
+) -> Pruned:
+    """What `Store.prune` does, after the jobs' targets have removed what they keep of them.
+
+    A target that cannot be asked keeps it, and that stops nothing. Of a job that another machine submitted, only the
+    record here goes, unless the job is named (`ids`): that machine may still want its logs. A job that may still run
+    in its directory is kept, whatever its record says. Raises StoreError.
+    """
+    chosen = store.prune(older_than_s=older_than_s, keep=keep, ids=ids, dry_run=True)
+    used = _used(store, set(chosen))
+    chosen = [job_id for job_id in chosen if job_id not in used]
+    if dry_run or not chosen:
+        return Pruned(ids=tuple(chosen), left=tuple(used.values()))
+    left = [*used.values(), *_clear(store, set(chosen), others=ids is not None)]
+    still = set(store.ids())  # another process may have pruned some of them meanwhile
+    wanted = [job_id for job_id in chosen if job_id in still]
+    return Pruned(ids=tuple(store.prune(ids=wanted)) if wanted else (), left=tuple(left))
+
+
+def _used(store: Store, chosen: set[str]) -> dict[str, str]:
+    """Return a line for each of these jobs that may still run in its directory."""
+    lines = {}
+    for record in store.records():
+        if record.id in chosen:
+            why = _in_use(record)
+            if why:
+                lines[record.id] = f"job {record.id} is kept: {why}"
+    return lines
+
+
+def _in_use(record: Record | Damaged) -> str:
+    from ..store.record import Record
+
+    try:
+        kind = load_kind(record.kind if isinstance(record, Record) else _kind(record.path))
+        return kind.in_use(record.directory) if isinstance(kind, RunsInPlace) else ""
+    except (SchedulerError, OSError):  # a plug-in that is gone, or a damaged record: nothing tells of its processes
+        return ""
+
+
+def _kind(path: str) -> str:
+    return str((atomic_files.read_document(f"{path}/target.json") or {}).get("kind", ""))
+
+
+def _clear(store: Store, chosen: set[str], *, others: bool) -> list[str]:
+    from ..store.record import Record
+
+    groups: dict[tuple[str, str, str], list[Record]] = {}
+    for record in store.records():
+        if isinstance(record, Record) and record.id in chosen and (others or not record.adopted):
+            groups.setdefault(_alike(record), []).append(record)
+    left = []
+    for records in groups.values():
+        try:
+            target = restore(records[0])
+            if isinstance(target, Clears):
+                left += target.clear({record.id: record.native_id for record in records})
+        except (SchedulerError, OSError) as error:
+            count = f"{len(records)} job{'s' * (len(records) > 1)}"
+            left.append(f"target {records[0].target}: {error}; what it has of {count} stays there")
+    return left
+
+
+def _alike(record: Record) -> tuple[str, str, str]:
+    """The same for jobs of one target with the same options, which are cleared together."""
+    try:
+        return record.kind, record.target, json.dumps(record.options(), sort_keys=True)
+    except StoreError:
+        return record.kind, record.target, record.id

@@ -1,0 +1,1 @@
+"""A client of the Kubernetes API: kubeconfig, credentials, TLS, requests, watches and exec."""

@@ -1,0 +1,350 @@
+"""One API server as one user: plain dictionaries there and back.
+
+Raw HTTP on urllib3, which the official package uses too: importing that package, with its models, costs a quarter of a
+second on the way of every submit. It is asked for what it alone can do: exec plug-ins, OIDC, and exec into a pod.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote, urlencode
+
+from ...errors import ConfigError, Unreachable
+from ..options import KubernetesOptions
+from . import kubeconfig, tls
+from .credentials import Credentials
+from .errors import error_of, warnings_of
+
+if TYPE_CHECKING:
+    import urllib3
+
+_WAITS_S = (0.1, 0.4, 1.0)
+_LONGEST_WAIT_S = 5.0
+# Whether a request may be made again of which it is not known if it arrived: the second is then the same as the first.
+_AGAIN = ("GET", "PUT", "DELETE", "HEAD")
+_BUSY = (429, 500, 502, 503, 504)
+_PIECE = 1 << 16
+_PAGE = "500"
+
+Query = Mapping[str, str | Sequence[str]]
+
+
+class Api:
+    """One cluster as one user. Makes no connection, reads no file and imports nothing before the first question.
+
+    May be used from several threads.
+    """
+
+    def __init__(self, options: KubernetesOptions, target: str) -> None:
+        self._options = options
+        self._target = target
+        self._lock = threading.RLock()
+        self._found: kubeconfig.Access | None = None
+        self._shown: Credentials | None = None
+        self._made: urllib3.PoolManager | None = None
+        self._discovered: set[str] | None = None
+
+    @property
+    def target(self) -> str:
+        """The name of the target, as messages begin with it."""
+        return self._target
+
+    @property
+    def access(self) -> kubeconfig.Access:
+        """Reads the kubeconfig. Raises ConfigError."""
+        with self._lock:
+            if self._found is None:
+                self._found = kubeconfig.find(self._options, self._target)
+            return self._found
+
+    @property
+    def namespace(self) -> str:
+        """The option, else the context's, else `default`."""
+        return self.access.namespace
+
+    @property
+    def server(self) -> str:
+        return self.access.server
+
+    @property
+    def identity(self) -> str:
+        """The same for the same server, user and namespace."""
+        access = self.access
+        return "\0".join((access.server, access.files or "", access.context or "", access.namespace))
+
+    def path(
+        self,
+        api_version: str,
+        plural: str,
+        name: str | None = None,
+        sub: str | None = None,
+        namespace: str | None = None,
+    ) -> str:
+        """Of a list, an object or a part of one; `namespace` "" is for what stands in none."""
+        root = f"/api/{api_version}" if "/" not in api_version else f"/apis/{api_version}"
+        place = self.namespace if namespace is None else namespace
+        words = [
+            *(("namespaces", place) if place else ()),
+            plural,
+            *((name,) if name else ()),
+            *((sub,) if sub else ()),
+        ]
+        return "/".join([root, *(quote(word, safe="/") for word in words)])
+
+    def call(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: Query | None = None,
+        body: object = None,
+        content_type: str = "application/json",
+        timeout_s: float = 30.0,
+        warned: Callable[[str], None] | None = None,
+    ) -> dict[str, Any]:
+        """The answer. `warned` is called with each warning that came with it.
+
+        Asks again, for a second or two, where the API server has too much to do or cannot be reached and asking twice
+        does no harm.
+
+        Raises an ApiError for a no, Unreachable when there is no answer, ConfigError when it cannot be asked at all.
+        """
+        data = None if body is None else json.dumps(body).encode()
+        # Servers compress long lists only.
+        headers = {
+            "accept": "application/json",
+            "accept-encoding": "gzip",
+            **({} if data is None else {"content-type": content_type}),
+        }
+        response, warnings = self._answered(method, path, query, data, headers, timeout_s)
+        try:
+            found = json.loads(response) if response.strip() else {}
+        except ValueError:
+            raise self._unreachable_by(f"it answers {method} {path} with no JSON: {response[:80]!r}") from None
+        if warned is not None:
+            for text in warnings:
+                warned(text)
+        return found if isinstance(found, dict) else {"items": found}
+
+    def pages(self, path: str, query: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+        """A list, in as many answers as it takes; their items say what they are, which a list leaves out."""
+        more = ""
+        while True:
+            answer = self.call("GET", path, query={**query, "limit": _PAGE, **({"continue": more} if more else {})})
+            kind = str(answer.get("kind") or "").removesuffix("List")
+            for each in answer.get("items") or []:
+                each.setdefault("kind", kind)
+                each.setdefault("apiVersion", answer.get("apiVersion"))
+            yield answer
+            more = (answer.get("metadata") or {}).get("continue") or ""
+            if not more:
+                return
+
+    def stream(self, path: str, *, query: Query | None = None, idle_s: float | None = None) -> Stream:
+        """An answer that is read as it comes. Raises what `call` raises; reading it raises Unreachable when it breaks
+        off, and, where `idle_s` is given, when nothing has come for so many seconds."""
+        response = self._respond("GET", path, query, None, {"accept": "*/*"}, idle_s, stream=True)
+        return Stream(response, self)
+
+    def versions(self) -> set[str]:
+        """The API versions that the cluster has: `v1`, `batch/v1`, `kubeflow.org/v1`, …; asked for once."""
+        if self._discovered is None:
+            groups = self.call("GET", "/apis").get("groups") or []
+            found = {str(each["groupVersion"]) for group in groups for each in group.get("versions") or []}
+            self._discovered = found | {"v1"}
+        return self._discovered
+
+    def connect(
+        self, pod: str, argv: Sequence[str], *, container: str | None = None, tty: bool = False, stdin: bool = False,
+        namespace: str | None = None, binary: bool = False,
+    ) -> Any:  # fmt: skip
+        """A program in a container of a pod, and its streams: a `kubernetes.stream.ws_client.WSClient`.
+
+        Raises ApiError, Unreachable, ConfigError.
+        """
+        from .exec import connect
+
+        query: dict[str, str | Sequence[str]] = {
+            "command": list(argv), "stdout": "true", "stderr": "false" if tty else "true",
+            "stdin": str(stdin).lower(), "tty": str(tty).lower(),
+        }  # fmt: skip
+        if container is not None:
+            query["container"] = container
+        url = self._url(self.path("v1", "pods", pod, "exec", namespace), query)
+        return connect(self.access, self._credentials(), url, self.where, binary=binary)
+
+    def close(self) -> None:
+        """Ends the connections that nobody uses; they are made anew when they are needed."""
+        with self._lock:
+            if self._made is not None:
+                self._made.clear()
+            self._made = None
+
+    @property
+    def where(self) -> str:
+        """How messages begin."""
+        return f"target {self._target}"
+
+    def unreachable(self, error: Exception) -> Unreachable:
+        return tls.unreachable(error, self.access, self.where)
+
+    def _unreachable_by(self, why: str) -> Unreachable:
+        return Unreachable(f"{self.where}: the API server {self.access.shown}: {why}")
+
+    def _credentials(self) -> Credentials:
+        with self._lock:
+            if self._shown is None:
+                self._shown = Credentials(self.access, self._target)
+            return self._shown
+
+    def _pool(self) -> urllib3.PoolManager:
+        with self._lock:
+            if self._made is None:
+                self._made = tls.pool_of(self.access, self._credentials().certificate(), self.where)
+            return self._made
+
+    def _url(self, path: str, query: Query | None) -> str:
+        return f"{self.server}{path}{'?' + urlencode(query, doseq=True) if query else ''}"
+
+    def _answered(
+        self, method: str, path: str, query: Query | None, data: bytes | None, headers: dict[str, str], timeout_s: float
+    ) -> tuple[bytes, list[str]]:
+        """The body of the answer, and its warnings."""
+        import urllib3
+
+        for wait in (*_WAITS_S, None):
+            response = self._respond(method, path, query, data, headers, timeout_s, stream=False)
+            try:
+                return bytes(response.read()), warnings_of(response.headers.getlist("warning"))
+            except (urllib3.exceptions.HTTPError, OSError) as error:
+                if method not in _AGAIN or wait is None:
+                    raise self.unreachable(error) from None
+                time.sleep(wait)
+            finally:
+                response.release_conn()
+        raise AssertionError
+
+    def _respond(
+        self,
+        method: str,
+        path: str,
+        query: Query | None,
+        data: bytes | None,
+        headers: dict[str, str],
+        timeout_s: float | None,
+        *,
+        stream: bool,
+    ) -> urllib3.BaseHTTPResponse:
+        """A response that says yes, its body not read yet."""
+        renewed = False
+        waits = list(_WAITS_S)
+        while True:
+            given = self._credentials().given()
+            response = self._sent(method, path, query, data, headers, timeout_s, waits)
+            if 200 <= response.status < 300:
+                return response
+            body = self._rest(response)
+            if response.status == 401 and not renewed and self._credentials().renew(given):
+                renewed = True
+                self.close()  # a new certificate needs new connections
+                continue
+            if response.status in _BUSY and waits and (method in _AGAIN or response.status == 429):
+                _pause(waits.pop(0), response.headers.get("retry-after"))
+                continue
+            refusal = error_of(response.status, body, where=self.where, who=self.access.who)
+            if response.status in _BUSY:
+                raise Unreachable(
+                    f"{self.where}: the API server {self.access.shown} answers {response.status}: {_text(refusal)}"
+                )
+            raise refusal
+
+    def _sent(
+        self,
+        method: str,
+        path: str,
+        query: Query | None,
+        data: bytes | None,
+        headers: dict[str, str],
+        timeout_s: float | None,
+        waits: list[float],
+    ) -> urllib3.BaseHTTPResponse:
+        pool = self._pool()
+        import urllib3
+        from urllib3 import exceptions
+
+        authorization = self._credentials().authorization()
+        shown = {"user-agent": "accel", **headers, **({"authorization": authorization} if authorization else {})}
+        while True:
+            try:
+                return pool.request(
+                    method, self._url(path, query), body=data, headers=shown, preload_content=False, redirect=False,
+                    timeout=urllib3.Timeout(connect=tls.CONNECT_S, read=timeout_s),
+                )  # fmt: skip
+            except (exceptions.HTTPError, OSError) as error:
+                never_sent = isinstance(error, exceptions.NewConnectionError)
+                slow = isinstance(error, exceptions.TimeoutError) and not never_sent
+                if not waits or slow or isinstance(error, exceptions.SSLError) or not (never_sent or method in _AGAIN):
+                    raise self.unreachable(error) from None
+                time.sleep(waits.pop(0))
+            except ValueError as error:  # a URL, or a header, that cannot be
+                raise ConfigError(f"{self.where}: {self.access.shown}: {error}") from None
+
+    def _rest(self, response: urllib3.BaseHTTPResponse) -> bytes:
+        import urllib3
+
+        try:
+            return bytes(response.read())
+        except (urllib3.exceptions.HTTPError, OSError):
+            return b""
+        finally:
+            response.release_conn()
+
+
+class Stream:
+    """The bytes of an answer as they come, in the pieces in which they come."""
+
+    def __init__(self, response: urllib3.BaseHTTPResponse, api: Api) -> None:
+        self._response = response
+        self._api = api
+        self._closed = False
+
+    def __iter__(self) -> Iterator[bytes]:
+        """Until the API server ends it, or `close`. Raises Unreachable when it breaks off."""
+        import urllib3
+
+        try:
+            yield from self._response.stream(_PIECE)
+        except (urllib3.exceptions.HTTPError, OSError, ValueError, AttributeError) as error:
+            # The last two are what a response says whose connection another thread has taken away.
+            if not self._closed:
+                raise self._api.unreachable(error) from None
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Ends it, from any thread: a read that waits returns at once."""
+        if self._closed:
+            return
+        self._closed = True
+        sock = getattr(self._response.connection, "sock", None)
+        if sock is not None:
+            with contextlib.suppress(OSError):  # it has ended already
+                # Not SSLSocket's own, which takes the state away that another thread is reading with.
+                socket.socket.shutdown(sock, socket.SHUT_RDWR)
+        self._response.close()
+
+
+def _pause(seconds: float, advised: str | None) -> None:
+    if advised is not None and advised.isdigit():
+        seconds = max(seconds, min(float(advised), _LONGEST_WAIT_S))
+    time.sleep(seconds)
+
+
+def _text(error: Exception) -> str:
+    return str(error).partition(": ")[2] or str(error)

@@ -1,0 +1,1 @@
+"""A job's code on its way into its pods."""

@@ -1,0 +1,195 @@
+"""How a job's code comes into its pods: what goes into their template for each way, and what else there must be."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ...errors import SpecError
+from ..options import KubernetesOptions
+
+Object = dict[str, Any]
+
+DIRECTORY = "/accel/code"
+# The container that brings it, and what it brings it from.
+BRINGS = "accel-code"
+_HOME, PACKED = "/accel", "/accel-code"
+_FETCHED = f"{_HOME}/packed"
+# A ConfigMap and its key, and all of a snapshot: https://kubernetes.io/docs/concepts/configuration/configmap/
+MOST = 1 << 20
+_PART = 768 << 10
+# What these containers print last is why they failed.
+_POLICY = "FallbackToLogsOnError"
+_UNKNOWN = "{sha256 of the packed code}"
+
+# Runs in the job's image, before anything of accel is known to be there; any Python from 3.8 on. A pod whose sandbox
+# is made anew runs it again, and finds the code there.
+UNPACK = """\
+import hashlib, os, shutil, sys, tarfile
+digest, target, *parts = sys.argv[1:]
+if os.path.isdir(target):
+    sys.exit(0)
+whole, making = hashlib.sha256(), target + ".tmp"
+shutil.rmtree(making, ignore_errors=True)
+os.makedirs(making)
+packed = making + ".tar.gz"
+with open(packed, "wb") as out:
+    for part in parts:
+        with open(part, "rb") as file:
+            for data in iter(lambda: file.read(1 << 20), b""):
+                whole.update(data)
+                out.write(data)
+if whole.hexdigest() != digest:
+    sys.exit("accel: the code is not what was submitted: its sha256 is %s, not %s" % (whole.hexdigest(), digest))
+with tarfile.open(packed, "r:gz", encoding="utf-8", errors="surrogateescape") as tar:
+    if hasattr(tarfile, "data_filter"):
+        tar.extractall(making, filter="data")
+    else:
+        tar.extractall(making)
+os.unlink(packed)
+os.rename(making, target)
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Code:
+    """Where a job's code is.
+
+    kind:   configmap (in `parts` of them), pvc, store, or image: nothing needs to be brought.
+    digest: sha256 of the packed code, in hexadecimal; what stands for it where nothing is packed yet.
+    """
+
+    kind: Literal["configmap", "pvc", "store", "image"]
+    digest: str = _UNKNOWN
+    parts: int = 1
+
+    @property
+    def file(self) -> str:
+        """Its name in a claim or an object store; the same content has the same."""
+        return f"{self.digest}.tar.gz"
+
+
+def planned(options: KubernetesOptions) -> Code:
+    """What can be said before anything is packed; of `auto`, that the code is small."""
+    return Code(kind="configmap" if options.code == "auto" else options.code)
+
+
+def packed(tar: bytes) -> bytes:
+    """A snapshot as it travels; the same bytes for the same snapshot."""
+    return gzip.compress(tar, mtime=0)
+
+
+def chosen(options: KubernetesOptions, size: int, digest: str, name: str) -> Code:
+    """The way for packed code of this size and digest. Raises SpecError when there is none."""
+    kind = options.code
+    if kind == "auto":
+        larger: Literal["pvc", "store", "configmap"]
+        larger = "pvc" if options.code_claim else "store" if options.code_store else "configmap"
+        kind = "configmap" if size <= MOST else larger
+    if kind == "configmap" and size > MOST:
+        raise SpecError(
+            f"target {name}: the code is {size / MOST:.1f} MiB, packed, and ConfigMaps take 1 MiB: leave out what the "
+            "job does not read (.accelignore), or say code_claim: or code_store:, or put it into the image "
+            "(code: image)"
+        )
+    return Code(kind=kind, digest=digest, parts=max(1, -(-size // _PART)) if kind == "configmap" else 1)
+
+
+def digest_of(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def config_maps(name: str, labels: Mapping[str, str], namespace: str | None, data: bytes) -> list[Object]:
+    """The ConfigMaps that hold packed code; `Code.parts` of them. They never change."""
+    parts = [data[at : at + _PART] for at in range(0, len(data), _PART)] or [b""]
+    return [
+        {
+            "apiVersion": "v1",
+            "kind": "ConfigMap",
+            "metadata": {
+                "name": _config_map(name, index),
+                **({"namespace": namespace} if namespace else {}),
+                "labels": dict(labels),
+            },
+            "immutable": True,
+            "binaryData": {_part(index): base64.b64encode(part).decode()},
+        }
+        for index, part in enumerate(parts)
+    ]
+
+
+def workdir(code: Code, options: KubernetesOptions, inside: str) -> str | None:
+    """The directory that the program runs in; None for the image's own."""
+    top = options.code_dir if code.kind == "image" else DIRECTORY
+    if top is None:
+        if inside != ".":
+            raise SpecError(f"the job runs in {inside!r} of its code: say with code_dir where the code is in the image")
+        return None
+    return top if inside == "." else f"{top.rstrip('/')}/{inside}"
+
+
+def volumes(code: Code, options: KubernetesOptions, name: str) -> list[Object]:
+    """What the pods need beside a directory of their own."""
+    if code.kind == "configmap":
+        sources = [{"configMap": {"name": _config_map(name, index)}} for index in range(code.parts)]
+        return [{"name": BRINGS, "projected": {"sources": sources}}]
+    if code.kind == "pvc":
+        claim = {"claimName": options.code_claim, "readOnly": True}
+        return [{"name": BRINGS, "persistentVolumeClaim": claim}]
+    return []
+
+
+def init_containers(
+    code: Code, options: KubernetesOptions, base: Object, python: str, mounted: Sequence[Object] = ()
+) -> list[Object]:
+    """The containers that bring the code. `base` is what every container of the pod has: image, security, resources;
+    `mounted` are the mounts."""
+    if code.kind == "image":
+        return []
+    home: Object = {"name": "accel", "mountPath": _HOME}
+    mounts = [home]
+    if code.kind == "store":
+        parts = [f"{_FETCHED}/{code.file}"]
+    else:
+        names = [_part(index) for index in range(code.parts)] if code.kind == "configmap" else [code.file]
+        parts = [f"{PACKED}/{name}" for name in names]
+        mounts.append({"name": BRINGS, "mountPath": PACKED, "readOnly": True})
+    unpack = {
+        "name": BRINGS,
+        **base,
+        "command": [python, "-c", UNPACK, code.digest, DIRECTORY, *parts],
+        "terminationMessagePolicy": _POLICY,
+        "volumeMounts": [*mounts, *mounted],
+    }
+    return [*_fetching(code, options, base, mounted), unpack]
+
+
+def _fetching(code: Code, options: KubernetesOptions, base: Object, mounted: Sequence[Object]) -> Sequence[Object]:
+    store = options.code_store
+    if code.kind != "store" or store is None:
+        return []
+    source = f"{store.url.rstrip('/')}/{code.file}"
+    command = ["aws", "s3", "cp", "--only-show-errors", source, f"{_FETCHED}/{code.file}"]
+    if store.endpoint is not None:
+        command += ["--endpoint-url", store.endpoint]
+    env = [{"name": "HOME", "value": _HOME}]
+    if store.region is not None:
+        env.append({"name": "AWS_REGION", "value": store.region})
+    fetch: Object = {**base, "name": "accel-fetch", "image": store.image, "command": command, "env": env}
+    fetch["terminationMessagePolicy"] = _POLICY
+    if store.secret is not None:
+        fetch["envFrom"] = [{"secretRef": {"name": store.secret}}]
+    fetch["volumeMounts"] = [{"name": "accel", "mountPath": _HOME}, *mounted]
+    return [fetch]
+
+
+def _config_map(name: str, index: int) -> str:
+    return f"{name}-code-{index}"
+
+
+def _part(index: int) -> str:
+    return f"code-{index}"

@@ -1,0 +1,251 @@
+"""Code in a PersistentVolumeClaim, named by its digest, put there through a pod that has the claim mounted."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from ...errors import SchedulerError, SubmitError, Unreachable
+from ...printable import one_line
+from .. import submit
+from ..client.api import Api
+from ..client.errors import ApiError, Forbidden, NotFound
+from ..manifests.build import stamped
+from ..status import reasons
+from .delivery import Code, Object
+
+# A volume may have to be attached, and an image pulled.
+_START_S = 600.0
+_PAUSE_S = 0.25
+_LOOK_S = 5.0  # before it is said why it does not start, and said again
+_IDLE_S = 60.0
+_PIECE = 256 << 10
+_STDOUT, _STDERR = 1, 2
+
+logger = logging.getLogger(__name__)
+
+# Runs in the pod. Exec cannot end the input alone, so the length is told; nobody who looks sees half.
+READER = """\
+import hashlib, os, sys, time
+path, size = sys.argv[1], int(sys.argv[2])
+digest = os.path.basename(path).split(".")[0]
+if os.path.exists(path) and os.path.getsize(path) == size:
+    print("there", flush=True)
+    sys.exit(0)
+for name in os.listdir(os.path.dirname(path)):
+    old = os.path.join(os.path.dirname(path), name)
+    # Of a reader that was killed; nobody else's name ends so.
+    if name.endswith(".part") and time.time() - os.path.getmtime(old) > 3600:
+        os.unlink(old)
+part = "%s.%s.part" % (path, os.urandom(4).hex())
+try:
+    whole = hashlib.sha256()
+    with open(part, "wb") as out:
+        print("send", flush=True)
+        while size:
+            data = sys.stdin.buffer.read1(min(size, 1 << 20))
+            if not data:
+                raise SystemExit("accel: the code ended %d bytes early" % size)
+            whole.update(data)
+            out.write(data)
+            size -= len(data)
+        out.flush()
+        os.fsync(out.fileno())
+    if whole.hexdigest() != digest:
+        raise SystemExit("accel: the code was damaged on its way")
+    os.chmod(part, 0o444)
+    os.rename(part, path)
+    print("done", flush=True)
+except OSError as error:
+    raise SystemExit("accel: %s: %s" % (error.filename or path, error.strerror))
+finally:
+    if os.path.exists(part):
+        os.unlink(part)
+"""
+
+
+def put(api: Api, pod: Object, code: Code, data: bytes) -> None:
+    """Has the code in the claim, and no pod left. Raises SubmitError, and Unreachable when it was interrupted."""
+    name = pod["metadata"]["name"]
+    check(api, pod)
+    try:
+        _started(api, pod)
+        mount = pod["spec"]["containers"][0]["volumeMounts"][0]["mountPath"]
+        python = pod["spec"]["containers"][0]["command"][0]
+        argv = [python, "-c", READER, f"{mount}/{code.file}", str(len(data))]
+        _send(api, name, argv, data)
+    except ApiError as error:
+        why = _ended(api, pod) or str(error).removeprefix(f"{api.where}: ")
+        raise submit.refused(error, _about(api, pod) + why) from None
+    finally:
+        with contextlib.suppress(SchedulerError):
+            submit.delete(api, pod)
+
+
+def check(api: Api, pod: Object) -> None:
+    """A pod would wait for ever for a claim that is not there. Raises SubmitError."""
+    claim = str(pod["spec"]["volumes"][0]["persistentVolumeClaim"]["claimName"])
+    try:
+        api.call("GET", api.path("v1", "persistentvolumeclaims", claim))
+    except NotFound:
+        raise SubmitError(f"{api.where}: code_claim: there is no claim {claim} in namespace {api.namespace}") from None
+    except Forbidden:
+        pass  # then the pod will say it
+
+
+def _started(api: Api, pod: Object) -> None:
+    """Waits until the pod runs. One of an earlier submit serves as well; one that is over is made anew, once."""
+    made = stamped(pod)
+    at = submit.path_of(api, pod)
+    deadline = time.monotonic() + _START_S
+    remade = False
+    delay = _Delay(api, pod)
+    there = _made(api, made, deadline)
+    while (phase := (there.get("status") or {}).get("phase")) != "Running":
+        over = phase in ("Succeeded", "Failed")
+        why = _obstacle(there) if not over or remade else None
+        if why is None and time.monotonic() > deadline:
+            why = delay.told(there, f"it has not started in {_START_S:g} s")
+        if why is not None:
+            raise SubmitError(_about(api, pod) + why)
+        if over:
+            remade = True
+            with contextlib.suppress(NotFound):
+                api.call("DELETE", at, query={"gracePeriodSeconds": "0"})
+        else:
+            delay.tell(there)
+            time.sleep(_PAUSE_S)
+        try:
+            there = api.call("GET", at) if not over else _made(api, made, deadline)
+        except NotFound:
+            there = _made(api, made, deadline)
+
+
+class _Delay:
+    """Says why a pod does not start yet, once for each reason: somebody waits for it, and it may take minutes."""
+
+    def __init__(self, api: Api, pod: Object) -> None:
+        self._api, self._pod = api, pod
+        self._said = ""
+        self._next = time.monotonic() + _LOOK_S
+
+    def tell(self, there: Mapping[str, Any]) -> None:
+        if time.monotonic() < self._next:
+            return
+        self._next = time.monotonic() + _LOOK_S
+        said = self.told(there, "it has not started yet")
+        if said != self._said:
+            self._said = said
+            logger.warning("%s", one_line(_about(self._api, self._pod) + said))
+
+    def told(self, there: Mapping[str, Any], what: str) -> str:
+        """With the words of the scheduler, the kubelet or, where they have none, their events."""
+        from ..status import job_states, watch
+        from ..status import query as asking
+
+        query = {"fieldSelector": f"{watch.WARNINGS},involvedObject.name={self._pod['metadata']['name']}"}
+        events: list[dict[str, Any]] = []
+        with contextlib.suppress(ApiError, Unreachable):
+            events += asking.listed(self._api, self._api.path("v1", "events"), query)
+        _, why = next(iter(job_states.waits(there, events)), (None, ""))
+        return f"{what}: {why}" if why else what
+
+
+def _about(api: Api, pod: Object) -> str:
+    return f"{api.where}: the pod {pod['metadata']['name']}, which puts the code into the claim: "
+
+
+def _ended(api: Api, pod: Object) -> str | None:
+    """Why it no longer runs, of one that seemed to."""
+    with contextlib.suppress(ApiError, Unreachable):
+        return _obstacle(api.call("GET", submit.path_of(api, pod)))
+    return None
+
+
+def _made(api: Api, made: Object, deadline: float) -> Mapping[str, Any]:
+    while True:
+        try:
+            return submit.create(api, made)
+        except submit.Leaving:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(_PAUSE_S)
+
+
+def _obstacle(pod: Mapping[str, Any]) -> str | None:
+    """Why it will not run, where that is certain."""
+    for container in (pod.get("status") or {}).get("containerStatuses") or []:
+        state = container.get("state") or {}
+        word = str((state.get("waiting") or {}).get("reason") or "")
+        # A pull that failed once may not fail the next time.
+        if word != "ErrImagePull" and reasons.WAITING.get(word, ("", ""))[1]:
+            return f"{reasons.WAITING[word][1]}: {container.get('image')}: {state['waiting'].get('message') or word}"
+        ended = state.get("terminated")
+        if ended:
+            return f"it ended: {ended.get('message') or ended.get('reason')} (exit code {ended.get('exitCode')})"
+    return "it ended" if (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed") else None
+
+
+def _send(api: Api, pod: str, argv: list[str], data: bytes) -> None:
+    client = api.connect(pod, argv, container="loader", stdin=True, binary=True)
+    from websocket import WebSocketException  # there, now that there is a connection
+
+    from ..client.exec import hang_up
+
+    said = _Said(client, api)
+    try:
+        word = said.line()
+        if word == b"there":
+            return
+        if word != b"send":
+            raise SubmitError(f"{api.where}: the code cannot be put into the claim: {said.problem(word)}")
+        for at in range(0, len(data), _PIECE):
+            client.write_channel(0, data[at : at + _PIECE])
+        word = said.line()
+        if word != b"done":
+            raise SubmitError(f"{api.where}: the code cannot be put into the claim: {said.problem(word)}")
+    except (OSError, WebSocketException) as error:
+        raise api.unreachable(error) from None
+    finally:
+        with contextlib.suppress(OSError, WebSocketException):
+            hang_up(client)
+
+
+class _Said:
+    """What the program in the pod says."""
+
+    def __init__(self, client: Any, api: Api) -> None:
+        self._client = client
+        self._api = api
+        self._out = b""
+        self._error = b""
+
+    def line(self) -> bytes:
+        """Its next line; empty when it has ended. Raises Unreachable when nothing comes."""
+        deadline = time.monotonic() + _IDLE_S
+        while b"\n" not in self._out:
+            if not self._client.is_open():
+                return b""
+            if time.monotonic() > deadline:
+                raise Unreachable(f"{self._api.where}: the pod that puts the code into the claim does not answer")
+            self._client.update(timeout=1)
+            self._take()
+        line, _, self._out = self._out.partition(b"\n")
+        return line.strip()
+
+    def _take(self) -> None:
+        self._out += self._client.read_channel(_STDOUT)
+        self._error += self._client.read_channel(_STDERR)
+
+    def problem(self, word: bytes) -> str:
+        while self._client.is_open():
+            before = time.monotonic()
+            self._client.update(timeout=1)
+            if time.monotonic() - before >= 1:
+                break
+        self._take()
+        text = self._error or word or b"it ended without a word"
+        return " ".join(text.decode("utf-8", "replace").split()).removeprefix("accel: ")

@@ -1,0 +1,54 @@
+"""A job's code on its way to the cluster: packed, and brought where the pods will fetch it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ...errors import SubmitError
+from ...job import JobSpec
+from ...store import snapshot
+from ..client.api import Api
+from ..options import KubernetesOptions
+from . import delivery as coding
+
+
+def pack(spec: JobSpec, options: KubernetesOptions, home: Path, earlier: str | None) -> tuple[str | None, bytes | None]:
+    """The digest of the code directory and the packed code; nothing of both where the image holds it.
+
+    `earlier` is what an earlier submit of the job packed: the same again, while it is there. Raises SnapshotError.
+    """
+    if options.code == "image":
+        return None, None
+    kept = None if earlier is None else home / "snapshots" / f"{earlier}.tar"
+    if kept is not None and kept.exists():
+        return earlier, _read(kept)
+    packed = snapshot.pack(Path(spec.code), home)
+    return packed.digest, _read(packed.path)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return coding.packed(path.read_bytes())
+    except OSError as error:
+        raise SubmitError(f"{path}: {(error.strerror or str(error)).lower()}") from None
+
+
+def bring(
+    api: Api, spec: JobSpec, options: KubernetesOptions, job_id: str, data: bytes | None
+) -> tuple[coding.Code, bytes | None]:
+    """Where the code is, and what of it the job's own objects have to carry. Raises SpecError, SubmitError,
+    Unreachable."""
+    if data is None:
+        return coding.Code(kind="image"), None
+    code = coding.chosen(options, len(data), coding.digest_of(data), api.target)
+    if code.kind == "pvc":
+        from . import loader_pod, pvc
+
+        pvc.put(api, loader_pod.loader(spec, options, job_id, api.target), code, data)
+        return code, None
+    if code.kind == "store" and options.code_store is not None:
+        from . import object_store
+
+        object_store.put(options.code_store, code, data, api.target)
+        return code, None
+    return code, data if code.kind == "configmap" else None

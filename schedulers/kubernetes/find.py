@@ -1,0 +1,101 @@
+"""Jobs that another machine submitted: found by their label, and what they are by an annotation."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+from typing import Any
+
+from ..errors import SchedulerError, SpecError, UnknownJob
+from ..job import JobSpec
+from ..target import Found, Listed, Plan
+from . import names
+from .client.api import Api
+from .client.errors import Forbidden, NotFound
+from .manifests.build import BUILDERS
+from .manifests.plan import KIND
+from .native_id import Native
+from .options import KubernetesOptions
+from .status import job_states
+
+
+def find(api: Api, options: KubernetesOptions, job_id: str) -> Found | None:
+    """Looks in the target's namespace, for the target's own kind of workload first. Raises what asking raises."""
+    kinds = sorted(BUILDERS, key=lambda kind: kind != options.workload)
+    for kind in kinds:
+        for each in listed(api, kind, names.selector(job_id), asked=kind == options.workload):
+            return _found(api, kind, each, job_id)
+    return None
+
+
+def listed(api: Api, kind: str, selector: str, *, asked: bool) -> list[dict[str, Any]]:
+    """The workloads of a kind that have the labels; none where the cluster does not know the kind. One that was not
+    asked for (`asked`) may be forbidden as well."""
+    builder = BUILDERS[kind]
+    passed = (NotFound,) if asked else (NotFound, Forbidden)
+    with contextlib.suppress(*passed):
+        path = api.path(builder.API_VERSION, builder.PLURAL)
+        return [item for page in api.pages(path, {"labelSelector": selector}) for item in page.get("items") or []]
+    return []
+
+
+def _found(api: Api, kind: str, workload: dict[str, Any], job_id: str) -> Found:
+    metadata = workload["metadata"]
+    text = (metadata.get("annotations") or {}).get(names.SPEC)
+    if text is None:
+        raise UnknownJob(
+            f"{api.where}: {BUILDERS[kind].KIND} {metadata['name']} has the label of job {job_id}, and no annotation "
+            f"{names.SPEC}: accel submit did not make it"
+        )
+    try:
+        said = json.loads(text)
+        spec = JobSpec.from_json(said)
+    except (ValueError, SpecError) as error:
+        raise SchedulerError(f"another version of accel submitted job {job_id}: {error}") from None
+    plan = Plan(
+        target=api.target,
+        kind=KIND,
+        job_id=job_id,
+        files={"kubernetes/spec.json": json.dumps(said, indent=2) + "\n"},
+        settings={"spec": said},
+        warnings=("submitted by another machine: this is what it asked for",),
+    )
+    native = Native(kind, str(metadata["namespace"]), str(metadata["name"]), job_id)
+    return Found(native_id=str(native), spec=spec, plan=plan, whole=False, created_at=_made_at(metadata))
+
+
+def jobs(api: Api, options: KubernetesOptions) -> list[Listed]:
+    """All jobs in the target's namespace that have accel's label, of every kind of workload that the cluster has and
+    shows; the target's own kind must be readable. Raises what asking raises."""
+    found: dict[str, Listed] = {}
+    for kind in BUILDERS:
+        for workload in listed(api, kind, names.JOB_ID, asked=kind == options.workload):
+            if not _made_by_another(workload):
+                job = _listed(kind, workload)
+                found.setdefault(job.job_id, job)
+    return list(found.values())
+
+
+def _listed(kind: str, workload: dict[str, Any]) -> Listed:
+    """With the name and nodes of its annotation; without one, as its labels and the object itself say."""
+    metadata = workload["metadata"]
+    job_id, name = metadata["labels"][names.JOB_ID], metadata["labels"].get(names.NAME) or metadata["name"]
+    nodes = job_states.nodes_of(workload) or 1
+    with contextlib.suppress(KeyError, ValueError, SpecError):
+        spec = JobSpec.from_json(json.loads(metadata["annotations"][names.SPEC]))
+        name, nodes = spec.name, spec.nodes
+    native = Native(kind, str(metadata["namespace"]), str(metadata["name"]), job_id)
+    return Listed(job_id=job_id, native_id=str(native), name=name, nodes=nodes, created_at=_made_at(metadata))
+
+
+def _made_by_another(workload: dict[str, Any]) -> bool:
+    """Return True for the JobSet of a TrainJob and the Job of a JobSet, which may carry the labels of theirs."""
+    kinds = {builder.KIND for builder in BUILDERS.values()}
+    owners = workload["metadata"].get("ownerReferences") or []
+    return any(owner.get("controller") and owner.get("kind") in kinds for owner in owners)
+
+
+def _made_at(metadata: dict[str, Any]) -> float:
+    made = datetime.datetime.fromisoformat(str(metadata["creationTimestamp"]).replace("Z", "+00:00"))
+    return made.timestamp()

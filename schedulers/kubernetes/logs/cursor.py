@@ -1,0 +1,300 @@
+"""Where a reader is in a container's log, and how it goes on exactly there.
+
+The kubelet puts the time at which a line was written before it, to the nanosecond, and can begin at a second: see
+`timestamps` and `sinceTime` in https://kubernetes.io/docs/reference/kubernetes-api/workload-resources/pod-v1/. Two
+lines may bear the same time, and those of stdout and stderr may be out of order by a little: so a place is after so
+many lines of one time, and is looked for in the log's own order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ...errors import SpecError
+from ...store import log_lines
+from ...store.log_lines import MOST_BYTES
+
+_STAMP = re.compile(rb"(\d{4})-(\d\d)-(\d\d)T(\d\d):(\d\d):(\d\d)(?:[.,](\d{1,9}))?(Z|[+-]\d\d:?\d\d)\Z")
+_POSITION = re.compile(r"(?P<stamp>\d{8}T\d{6}\.\d{9}Z)/(?P<lines>\d+)/(?P<bytes>\d+)(?P<ungreeted>/ungreeted)?\Z")
+_HEAD = 32  # so many bytes of a line say who wrote it
+# The first line of every launcher in a pod: see `_told` in accel/launch/run.py. Only the dynamic linker and the
+# interpreter write before it.
+GREETING = re.compile(rb"accel launch: (\d+ nodes, node 0 |started on )")
+_LATEST_GREETING = 64 << 10  # bytes
+# How a launcher reports, last, what ended its ranks (`headline` in accel/launch/failure.py): it has greeted before.
+_REPORT = re.compile(rb"accel launch: (rank \d|the launcher on|preempted)")
+_MOST_SAID, _LONGEST_SAID = 16, 500  # lines, and bytes of each, of what comes instead of a log
+# What the kubelet answers, with status 200, in the place of a log that it does not have:
+# https://github.com/kubernetes/kubernetes/blob/master/pkg/kubelet/kuberuntime/kuberuntime_container.go
+ABSENT = re.compile(rb"unable to retrieve container logs for |failed to try resolving symlinks in path ")
+# Later than that after the place that is looked for, in the log's own order, it cannot come any more.
+_DISORDER_NS = 1_000_000_000
+
+
+@dataclass(frozen=True)
+class Position:
+    """After so many lines that bear the time `stamp`, and so many bytes of the next that does.
+
+    Without either, before everything that was written at that time or later.
+
+    ungreeted: the log was read from its beginning up to there, and its writer's first line has not come.
+    """
+
+    stamp: str  # in UTC, and as long as any other: 20261121T163300.123456789Z
+    lines: int = 0
+    bytes: int = 0
+    ungreeted: bool = dataclasses.field(default=False, compare=False)
+
+    def __str__(self) -> str:
+        return f"{self.stamp}/{self.lines}/{self.bytes}{'/ungreeted' if self.ungreeted else ''}"
+
+    @classmethod
+    def parse(cls, text: str) -> Position:
+        """What `str` gave. Raises SpecError."""
+        match = _POSITION.match(text)
+        if match is None:
+            raise SpecError(f"not a position in a log: {text!r}")
+        return cls(match["stamp"], int(match["lines"]), int(match["bytes"]), match["ungreeted"] is not None)
+
+    @classmethod
+    def at(cls, when: float) -> Position:
+        """Before what was written at that time (seconds since the epoch) or later, to the second."""
+        moment = datetime.datetime.fromtimestamp(int(when), datetime.timezone.utc)
+        return cls(f"{moment:%Y%m%dT%H%M%S}.000000000Z")
+
+    @property
+    def seconds(self) -> float:
+        """The time, since the epoch."""
+        return _nanoseconds(self.stamp) / 1e9
+
+    @property
+    def is_time(self) -> bool:
+        return not self.lines and not self.bytes
+
+    @property
+    def since(self) -> str:
+        """The second from which to ask so that the place, and all that comes after it, is in the answer."""
+        moment = _moment(self.stamp) - datetime.timedelta(seconds=1)
+        return f"{moment:%Y-%m-%dT%H:%M:%SZ}"
+
+
+def stamp_of(word: bytes) -> str | None:
+    """A time as the kubelet writes it, as a stamp; None for anything else."""
+    match = _STAMP.match(word)
+    if match is None:
+        return None
+    year, month, day, hour, minute, second, fraction, zone = (part.decode() if part else "" for part in match.groups())
+    if zone != "Z":
+        there = datetime.datetime.fromisoformat(f"{year}-{month}-{day}T{hour}:{minute}:{second}{zone}")
+        return f"{there.astimezone(datetime.timezone.utc):%Y%m%dT%H%M%S}.{fraction:0<9}Z"
+    return f"{year}{month}{day}T{hour}{minute}{second}.{fraction:0<9}Z"
+
+
+def written(stamp: str) -> bytes:
+    """The stamp as the kubelet writes it."""
+    day, time = stamp[:8], stamp[9:]
+    return f"{day[:4]}-{day[4:6]}-{day[6:]}T{time[:2]}:{time[2:4]}:{time[4:]}".encode()
+
+
+def _moment(stamp: str) -> datetime.datetime:
+    return datetime.datetime.strptime(stamp[:15], "%Y%m%dT%H%M%S").replace(tzinfo=datetime.timezone.utc)
+
+
+def _nanoseconds(stamp: str) -> int:
+    return int(_moment(stamp).timestamp()) * 1_000_000_000 + int(stamp[16:25])
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A line, a part of one that ends with `\\r`, or a piece of one that is too long.
+
+    head:    how the line begins, of which this is a part; `first` where it is the beginning itself.
+    after:   the place just after it.
+    partial: it has no ending, and the next one goes on with it.
+    gap:     lines before it may be missing: the node removed them before they were read.
+    """
+
+    data: bytes
+    head: bytes
+    first: bool
+    after: Position
+    partial: bool = False
+    gap: bool = False
+
+
+class Stamped:
+    """Takes apart what the kubelet sends, in whatever portions it comes, and leaves out what was read before.
+
+    after: the place up to which it was. With `own=False` it is one of the container's run before this one, and this
+           log then holds it only where its lines were taken for those of that run.
+    lost:   the place is not in the log, though it once was: what came after it may have been removed. So may the
+            beginning of a log that `greets` and has no greeting: its writer's first line.
+    said:   what came instead of a log: the kubelet's own words. An answer that begins inside a line has none: the
+            kubelet splits lines after 16 KiB, and stamps their first part only.
+    absent: the kubelet has no such log now.
+    """
+
+    def __init__(self, after: Position | None, *, own: bool = True, greets: bool = False) -> None:
+        self._after = after
+        self._own = own
+        begins = greets if after is None or not own else after.ungreeted
+        self._ungreeted = 0 if begins else None  # bytes without the greeting so far
+        self._gap = False  # to be said with the next piece
+        self._seeking = after is not None and not after.is_time
+        self._held: list[Piece] = []
+        self._rest = bytearray()
+        self._stamp = ""  # of the line before, and how many in a row bear it
+        self._lines = 0
+        self._at: int | None = None  # of the line that is not whole: the bytes before `_rest`, once it has begun
+        self._head = b""
+        self._read = 0  # of that line, the bytes that were read before
+        self._begun = False
+        self.lost = self.absent = False
+        self.said: list[str] = []
+
+    @property
+    def untold(self) -> bool:
+        """Whether there is a gap that no piece has said: nothing came after it."""
+        return self._gap
+
+    def feed(self, chunk: bytes) -> list[Piece]:
+        """The lines, parts that end with `\\r` and pieces that are whole now."""
+        *whole, rest = chunk.split(b"\n")
+        pieces: list[Piece] = []
+        for line in whole:
+            pieces += self._line(bytes(self._rest) + line + b"\n", complete=True)
+            self._rest.clear()
+        self._rest += rest
+        if b"\r" in self._rest or len(self._rest) > MOST_BYTES:
+            pieces += self._line(bytes(self._rest), complete=False)
+        return pieces
+
+    def end(self, *, complete: bool) -> list[Piece]:
+        """What is left when nothing more comes: with `complete`, the last line too, if nobody ended it."""
+        if self._stamp and self._at is None and stamp_of(bytes(self._rest).partition(b" ")[0]) is None:
+            self._rest.clear()  # the kubelet's own words, as of a container that was removed while its log was followed
+        # They have no end in the place of a log either.
+        complete = complete or (not self._stamp and ABSENT.match(self._rest) is not None)
+        pieces = self._line(bytes(self._rest), complete=True) if complete and self._rest else []
+        self._rest.clear()
+        if self._seeking and not self.absent:
+            return self._marked([*self._give_up(), *pieces])
+        return pieces
+
+    def _line(self, line: bytes, *, complete: bool) -> list[Piece]:
+        """The rest of a line, which `_rest` then keeps only as far as it is not given."""
+        data = line
+        if self._at is None:
+            word, _, data = line.partition(b" ")
+            stamp = stamp_of(word)
+            if stamp is None:
+                if not self._stamp:
+                    self._hear(line, complete)
+                    return []
+                stamp, data = self._stamp, line  # of a kubelet that splits long lines, and stamps the first part
+            if stamp != self._stamp:
+                self._stamp, self._lines = stamp, 0
+            self._at, self._head = 0, b""
+            self.said, self.absent = [], False
+        self._head = (self._head[: self._at] + data[:_HEAD])[:_HEAD]
+        pieces = list(self._pieces(data, self._at, complete))
+        unread = [piece for piece in pieces if not piece.after.bytes or piece.after.bytes > self._read]
+        if complete:
+            self._lines += 1
+            self._at, self._read = None, 0
+        elif pieces:
+            given = pieces[-1].after.bytes - self._at
+            self._rest = bytearray(data[given:])
+            self._at += given
+        else:
+            self._rest = bytearray(data)
+        return self._marked(self._unread(self._stamp, unread, complete))
+
+    def _marked(self, pieces: list[Piece]) -> list[Piece]:
+        """The pieces, of which one says that there is a gap before it, where there is one."""
+        for number, piece in enumerate(pieces if self._gap or self._ungreeted is not None else ()):
+            if self._ungreeted is not None:
+                self._ungreeted += len(piece.data)
+                if piece.first and GREETING.match(piece.head):
+                    self._ungreeted = None
+                elif self._ungreeted > _LATEST_GREETING or (piece.first and _REPORT.match(piece.head)):
+                    self._ungreeted, self.lost, self._gap = None, True, True
+            after = dataclasses.replace(piece.after, ungreeted=self._ungreeted is not None)
+            pieces[number] = dataclasses.replace(piece, after=after, gap=self._gap)
+            self._gap = False
+        return pieces
+
+    def _hear(self, line: bytes, complete: bool) -> None:
+        """Note a line without a time. After a place, it is the rest of a line from before that place, unless it is
+        known for an answer of the kubelet."""
+        if not complete:
+            del self._rest[MOST_BYTES:]
+            return
+        absent = ABSENT.match(line) is not None
+        self.absent = self.absent or absent
+        if len(self.said) < _MOST_SAID and (absent or self._after is None):
+            self.said.append(line[:_LONGEST_SAID].decode("utf-8", "replace").strip())
+
+    def _pieces(self, data: bytes, at: int, complete: bool) -> Iterator[Piece]:
+        parts = data.splitlines(keepends=True) or [b""]
+        for number, part in enumerate(parts):
+            last = number == len(parts) - 1
+            # A `\r` that is the last byte may be one half of `\r\n`.
+            for piece, partial in _cut(part, complete=complete or not last):
+                first = at == 0
+                at += len(piece)
+                ends = complete and last and not partial
+                after = Position(self._stamp, self._lines + 1) if ends else Position(self._stamp, self._lines, at)
+                yield Piece(piece, self._head, first, after, partial)
+
+    def _unread(self, stamp: str, pieces: list[Piece], complete: bool) -> list[Piece]:
+        after = self._after
+        if after is None or not self._seeking:
+            begins = after is not None and after.is_time and stamp < after.stamp
+            return [] if begins else pieces
+        first, self._begun = not self._begun, True
+        if stamp == after.stamp:
+            passed = self._lines if complete else self._lines + 1  # the number of this line, from 1
+            if passed == after.lines + (1 if after.bytes else 0):
+                if not after.bytes and not complete:
+                    return []
+                self._seeking, self._held = False, []
+                if not after.ungreeted:
+                    self._ungreeted = None
+                if not complete:  # the piece before the place may not have been whole yet
+                    self._read = after.bytes
+                return [each for each in pieces if after.bytes and _beyond(each.after, after)]
+            if passed < after.lines:
+                return []
+        late = _nanoseconds(stamp) - _nanoseconds(after.stamp)
+        if late > _DISORDER_NS or (first and late > 0 and not self._own):
+            return [*self._give_up(), *pieces]
+        if late > 0 or not self._own:
+            self._held += pieces
+        return []
+
+    def _give_up(self) -> list[Piece]:
+        self._seeking = False
+        self.lost = self._gap = self._own
+        if self._own:
+            self._ungreeted = None  # the gap is said anyhow
+        held, self._held = self._held, []
+        return held
+
+
+def _cut(part: bytes, *, complete: bool) -> Iterator[tuple[bytes, bool]]:
+    """The pieces of a part; its last one only if it is whole."""
+    rest = yield from log_lines.pieces(part)
+    if complete:
+        yield rest, False
+
+
+def _beyond(one: Position, other: Position) -> bool:
+    return (one.lines, one.bytes) > (other.lines, other.bytes)
+
+
+__all__ = ["ABSENT", "GREETING", "Piece", "Position", "Stamped", "stamp_of", "written"]

@@ -1,0 +1,242 @@
+"""Which logs a job's pods have: one for each run of a container, and who wrote it."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .. import names
+from .cursor import Piece, Position
+
+Object = Mapping[str, Any]
+
+_OWN = "accel-"
+_KILLED = 137
+_RANK = re.compile(rb"\[rank (\d{1,7})\] ")
+# What the launcher says, and the lines of its report of a failure after the first: see accel/launch/failure.py.
+_LAUNCHER = b"accel launch: "
+_GOES_ON = b"\x1f\n"
+_REPORT = re.compile(rb"  (\| |(error|cause|remedy|log|others): )")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """One run of a container: the log that the kubelet keeps of it.
+
+    name:     as cursors know it; no other run, of any pod, has it.
+    run:      how often the container had been started before.
+    rank:     who wrote it, where that is one; `tee`: each line says whose it is.
+    previous: it is the run before the one that is current; `lost`: an older one, whose log is not kept.
+    ended:    nobody writes to it any more; `begun`: somebody has.
+    settled:  the container is not started again.
+    newest:   no later run is known of.
+    greets:   its first line is the launcher's own.
+    code:     the exit code, of one that has ended.
+    """
+
+    name: str
+    pod: str
+    uid: str
+    node: int
+    container: str
+    run: int
+    attempt: int
+    rank: int | None
+    tee: bool
+    previous: bool = False
+    lost: bool = False
+    ended: bool = False
+    settled: bool = False
+    newest: bool = True
+    greets: bool = False
+    code: int | None = None
+
+    @property
+    def order(self) -> tuple[int, bool, int, str]:
+        """Attempt by attempt, node by node; what brought the code comes first."""
+        return (self.attempt, self.rank is not None or self.tee, self.node, self.name)
+
+    @property
+    def before(self) -> str | None:
+        """The name of the same container's run before this one."""
+        head = self.name.rpartition(".")[0]
+        return f"{head}.a{self.run - 1}" if self.run else None
+
+    def of_current(self) -> Source:
+        """What asks for the log of the container's current run, whichever that is."""
+        return dataclasses.replace(self, previous=False, ended=False)
+
+    def who(self) -> str:
+        what = (
+            f"node {self.node}"
+            if self.rank is not None or self.tee
+            else f"container {self.container} of node {self.node}"
+        )
+        return f"{what} wrote in its run {self.run}" if self.run else f"{what} wrote"
+
+
+def of(pods: Sequence[Object]) -> list[Source]:
+    """The runs that there are, in the order in which they are shown."""
+    found: list[Source] = []
+    earlier: dict[int, int] = {}
+    for pod in sorted(pods, key=lambda pod: str((pod.get("metadata") or {}).get("creationTimestamp"))):
+        node = names.node_of(pod)
+        if node is None:
+            continue
+        attempt = _attempt_of(pod)
+        base = earlier.get(node, 0) if attempt is None else attempt
+        earlier[node] = earlier.get(node, 0) + 1
+        found += _of_pod(pod, node, base)
+    return sorted(found, key=lambda source: source.order)
+
+
+def unread(
+    pods: Sequence[Object],
+    known: Sequence[Source],
+    *,
+    nodes: int,
+    together: bool,
+    restarts: int,
+    ran: Collection[int],
+    failures: int,
+) -> Iterator[tuple[str, str]]:
+    """The nodes and attempts of which there is no log: a name for each, and words.
+
+    known:    the logs that there are, and those that were read before their pods went.
+    nodes:    of the job; 0 where that is not known.
+    together: the cluster restarts all pods at once. Others may each be in an attempt of their own.
+    restarts: so many attempts have surely failed.
+    ran:      the attempts in which all nodes have surely run.
+    failures: so many pods have failed, by the cluster's count.
+    """
+    there = {(source.attempt, source.node) for source in known if source.rank is not None or source.tee}
+    there |= {(_attempt_of(pod) or 0, node) for pod in pods if (node := names.node_of(pod)) is not None}
+    attempts = {source.attempt for source in known} | {attempt for attempt, _ in there}
+    if not together:
+        there, attempts, ran = {(0, node) for _, node in there}, {0}, {0} if ran else ()
+    latest = max(restarts, *attempts) if known else 0
+    for attempt in range(latest + 1):
+        which = f" in attempt {attempt}" if latest else ""
+        if attempt < latest and attempt not in attempts:
+            yield f"attempt-{attempt}", f"what attempt {attempt} wrote is missing: its pods are gone"
+        elif attempt in ran:
+            for node in sorted(set(range(nodes)) - {node for each, node in there if each == attempt}):
+                yield f"attempt-{attempt}.node-{node}", f"what node {node} wrote{which} is missing: its pod is gone"
+    uids = {str((pod.get("metadata") or {}).get("uid")) for pod in pods}
+    gone = {source.uid for source in known} - uids
+    count = failures - sum(map(_has_failed, pods)) - len(gone)
+    if count > 0:
+        which = "a pod" if count == 1 else f"{count} pods"
+        yield "failed-pods", f"what {which} that failed wrote is missing: the cluster has removed it"
+
+
+def _has_failed(pod: Object) -> bool:
+    deleted = (pod.get("metadata") or {}).get("deletionTimestamp") is not None
+    return deleted or (pod.get("status") or {}).get("phase") == "Failed"
+
+
+def lacks_beginning(source: Source, at: Position | None) -> bool:
+    """Return True if the beginning of the log, which was read up to that place, was removed before it was read."""
+    if at is None:
+        return source.greets and source.code == 0
+    # A launcher that could not start, with a few lines of the interpreter's, has not greeted anybody.
+    return at.ungreeted and source.code in (None, 0, _KILLED)
+
+
+def is_launchers(piece: Piece, *, goes_on: bool) -> bool:
+    """Whether the launcher wrote it; `goes_on`: it wrote the line before."""
+    return piece.head.startswith(_LAUNCHER) or (goes_on and _REPORT.match(piece.head) is not None)
+
+
+def rank_of(source: Source, piece: Piece) -> tuple[int | None, bytes]:
+    """Who wrote a line that is not the launcher's, where that can be told, and the line as it was written."""
+    if not source.tee:
+        return source.rank, piece.data
+    match = _RANK.match(piece.head)
+    if match is None:
+        return None, piece.data
+    return int(match[1]), piece.data[match.end() :] if piece.first else piece.data
+
+
+def goes_on(source: Source, piece: Piece) -> tuple[bool, bytes]:
+    """Whether it is a part of a longer line, and the part as it was written: see `_GOES_ON` in accel/launch/tee.py."""
+    if source.tee and not piece.first and piece.data.endswith(_GOES_ON):
+        return True, piece.data[: -len(_GOES_ON)]
+    return piece.partial, piece.data
+
+
+def _of_pod(pod: Object, node: int, base: int) -> Iterator[Source]:
+    status, spec = pod.get("status") or {}, pod.get("spec") or {}
+    commands = {each.get("name"): each.get("command") or () for each in spec.get("containers") or []}
+    over = status.get("phase") in ("Succeeded", "Failed")
+    for container in (*(status.get("initContainerStatuses") or []), *(status.get("containerStatuses") or [])):
+        name = str(container.get("name"))
+        if name not in names.MAIN and not name.startswith(_OWN):
+            continue
+        launch = _launch(commands.get(name, ())) if name in names.MAIN else ()
+        yield from _runs(pod, container, node, base, over=over, launch=launch, main=name in names.MAIN)
+
+
+def _runs(
+    pod: Object, container: Object, node: int, base: int, *, over: bool, launch: Sequence[str], main: bool
+) -> Iterator[Source]:
+    metadata = pod.get("metadata") or {}
+    name, uid, restarts = str(container.get("name")), str(metadata.get("uid")), int(container.get("restartCount") or 0)
+    state, last = container.get("state") or {}, (container.get("lastState") or {}).get("terminated")
+    if state.get("running") is None and _is_unknown(last) and restarts:
+        # The kubelet has removed the container, as of an evicted pod, and counts a restart that never was.
+        restarts, state, last = restarts - 1, {"terminated": last}, None
+    elif _is_unknown(state.get("terminated")):
+        state = {}
+    alone = "" if main else f".{name}"
+    tee = "--tee" in launch
+    # A job's own commands come before the launcher, and write what they like.
+    greets = "launch" in launch and launch[0] != "sh" and "--quiet" not in launch
+
+    def made(run: int, ended_as: Object | None = None, **how: bool) -> Source:
+        return Source(
+            name=f"node-{node}.{uid[:8]}{alone}.a{run}", pod=str(metadata.get("name")), uid=uid, node=node,
+            container=name, run=run, attempt=base + run, rank=node if main and not tee else None, tee=tee,
+            newest=run == restarts, greets=greets, code=(ended_as or {}).get("exitCode"), **how,
+        )  # fmt: skip
+
+    newest = restarts
+    if state.get("running") is not None or state.get("terminated"):
+        ended = bool(state.get("terminated"))
+        # An init container that has done its work is not run again, unless the whole pod is.
+        done = ended and (over or (not main and not (state["terminated"].get("exitCode") or 0)))
+        yield made(restarts, state.get("terminated"), ended=ended, settled=done)
+        if last and restarts:
+            newest = restarts - 1
+            yield made(newest, last, previous=True, ended=True, settled=True)
+    elif last:
+        # It waits to be started again: to the kubelet its last run is the one before, also when the next has begun.
+        yield made(restarts, last, previous=True, ended=True, settled=True)
+    for run in range(newest):
+        yield made(run, lost=True, ended=True, settled=True)
+
+
+def _is_unknown(ended: Object | None) -> bool:
+    return ended is not None and ended.get("reason") == "ContainerStatusUnknown"
+
+
+def _launch(command: Sequence[str]) -> Sequence[str]:
+    """The launcher's own options."""
+    return command[: command.index("--")] if "--" in command else command
+
+
+def _attempt_of(pod: Object) -> int | None:
+    """The attempt that the pod was made for; None where the cluster does not restart all pods at once."""
+    label = _said(pod).get(names.RESTART_ATTEMPT, "")
+    return int(label) if label.isdigit() else None
+
+
+def _said(pod: Object) -> dict[str, str]:
+    metadata = pod.get("metadata") or {}
+    return {**(metadata.get("annotations") or {}), **(metadata.get("labels") or {})}
+
+
+__all__ = ["Source", "goes_on", "is_launchers", "lacks_beginning", "of", "rank_of"]

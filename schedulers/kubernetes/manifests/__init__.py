@@ -1,0 +1,1 @@
+"""The objects of a job as plain dictionaries, built by pure functions."""

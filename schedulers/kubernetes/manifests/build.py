@@ -1,0 +1,231 @@
+"""A job as objects of a cluster: all of them, in the order in which they are made. Pure, all of it."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ...errors import SpecError
+from ...job import JobSpec
+from .. import names
+from ..code.delivery import Code, Object
+from ..options import KubernetesOptions
+from . import indexed, jobset, patch, pods, pytorchjob, trainjob, validate
+
+GROUP_ANNOTATION = "scheduling.k8s.io/group-name"
+POD_GROUP = "scheduling.volcano.sh/v1beta1"
+
+
+class _Builder(Protocol):
+    API_VERSION: str
+    KIND: str
+    PLURAL: str
+
+    def build(
+        self, spec: JobSpec, options: KubernetesOptions, metadata: Object, job_id: str, template: Callable[..., Object]
+    ) -> Object: ...
+
+    def warnings(self, spec: JobSpec, options: KubernetesOptions) -> list[str]: ...
+
+
+BUILDERS: Mapping[str, _Builder] = {
+    "pytorchjob": pytorchjob,
+    "jobset": jobset,
+    "job": indexed,
+    "trainjob": trainjob,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifests:
+    """first:    what must be there before the job's object is made.
+    workload: the job's object. Whatever else there is belongs to it (`owned`), and goes when it goes.
+    then:     what its pods wait for, and may come after it.
+    """
+
+    first: tuple[Object, ...]
+    workload: Object
+    then: tuple[Object, ...]
+
+    def __iter__(self) -> Any:
+        return iter((*self.first, self.workload, *self.then))
+
+
+def build(
+    spec: JobSpec,
+    options: KubernetesOptions,
+    job_id: str,
+    code: Code,
+    *,
+    target: str = "kubernetes",
+    data: bytes | None = None,
+) -> Manifests:
+    """The objects. With `data`, the packed code, the ConfigMaps that hold it are among them, where `code` says so.
+
+    The user's patches are applied last. Raises SpecError for a job that cannot be one of this kind.
+    """
+    check(spec, options, target)
+    name = names.object_name(spec.name, job_id)
+    labels = names.labels(spec.name, job_id)
+    place = {"namespace": options.namespace} if options.namespace else {}
+    pod = template(spec, options, name, job_id, code, target)
+    metadata = {"name": name, **place, "labels": {**labels, **_queue_labels(options), **options.labels}}
+    if options.annotations:
+        metadata["annotations"] = dict(options.annotations)
+    workload = BUILDERS[options.workload].build(spec, options, metadata, job_id, pod)
+    first: list[Object] = []
+    then: list[Object] = []
+    if options.workload == "trainjob":
+        first.append(trainjob.runtime(spec, options, {"name": name, **place}, labels, pod))
+    if pods.meets(spec):
+        first.append(pods.rendezvous(spec, options, {"name": name, **place}, job_id))
+    if options.volcano_queue and options.workload in ("job", "jobset"):
+        first.append(_pod_group(spec, options, {"name": name, **place, "labels": labels}))
+    if options.workload == "job":
+        then.append(indexed.service(spec, options, {"name": name, **place}, job_id))
+    if code.kind == "configmap" and data is not None:
+        from ..code.delivery import config_maps
+
+        then += config_maps(name, labels, options.namespace, data)
+    if options.patch:
+        workload = _patched(workload, options, f"target {target}: patch")
+    return Manifests(first=tuple(first), workload=workload, then=tuple(then))
+
+
+def check(spec: JobSpec, options: KubernetesOptions, target: str) -> None:
+    """Raises SpecError for a job that cannot be one of this kind."""
+    pods.check(spec, options, target)
+    validate.check_options(options, f"target {target}")
+    if spec.max_nodes is not None and options.workload != "pytorchjob":
+        raise SpecError(
+            f"target {target}: --nodes {spec.nodes}:{spec.max_nodes}: only a PyTorchJob may grow, and workload is "
+            f"{options.workload}"
+        )
+
+
+def warnings(spec: JobSpec, options: KubernetesOptions) -> tuple[str, ...]:
+    """What the job will get otherwise than it may seem."""
+    found = BUILDERS[options.workload].warnings(spec, options)
+    if spec.resources.memory_gb is None or spec.resources.cpus is None:
+        found.append("--cpus and --memory are not both given: the cluster may crowd the pods, or evict them first")
+    return tuple(found)
+
+
+def stamped(made: Object, spec: JobSpec | None = None) -> Object:
+    """The object with its digest and, for machines that did not submit the job, its spec. An object that is there
+    already and has the same digest is this one."""
+    metadata = made["metadata"]
+    notes = {**(metadata.get("annotations") or {}), names.DIGEST: digest(made)}
+    if spec is not None:
+        notes[names.SPEC] = json.dumps(spec.to_json(), separators=(",", ":"))
+    return {**made, "metadata": {**metadata, "annotations": notes}}
+
+
+def digest(made: Mapping[str, Any]) -> str:
+    """Of an object as it was built: equal objects have equal ones."""
+    text = json.dumps(made, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def owned(made: Object, workload: Mapping[str, Any]) -> Object:
+    """The object as belonging to the job's, which the cluster has given a uid: it is removed with it."""
+    metadata = workload["metadata"]
+    reference = {
+        "apiVersion": workload["apiVersion"],
+        "kind": workload["kind"],
+        "name": metadata["name"],
+        "uid": metadata["uid"],
+        "blockOwnerDeletion": False,
+    }
+    return {**made, "metadata": {**made["metadata"], "ownerReferences": [reference]}}
+
+
+def files(made: Manifests) -> dict[str, str]:
+    """The objects as YAML, a file for each, named so that they sort in their order."""
+    found = {}
+    for index, each in enumerate(made):
+        found[f"kubernetes/{index}-{each['kind'].lower()}.yaml"] = to_yaml([each])
+    return found
+
+
+def to_yaml(objects: Sequence[Mapping[str, Any]]) -> str:
+    """One document for each, in the order of the keys as they were built; long texts are blocks."""
+    import yaml
+
+    class Dumper(yaml.SafeDumper):
+        def ignore_aliases(self, data: Any) -> bool:
+            return True
+
+    def text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
+        # In other styles PyYAML leaves U+0085 as it is, and reads it back as a line break.
+        plain = value.replace("\n", "").isprintable()
+        style = '"' if not plain else "|" if "\n" in value else None
+        return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+
+    Dumper.add_representer(str, text)
+    texts = [
+        yaml.dump(each, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=1000, default_flow_style=False)
+        for each in objects
+    ]
+    return "---\n".join(texts)
+
+
+def template(
+    spec: JobSpec, options: KubernetesOptions, name: str, job_id: str, code: Code, target: str
+) -> Callable[..., Object]:
+    """What makes the template of the job's pods, patched; of what only one kind of object needs it is told."""
+    grouped = options.volcano_queue is not None and options.workload in ("job", "jobset")
+    annotations = {GROUP_ANNOTATION: name} if grouped else None
+    plain = functools.partial(pods.template, spec, options, name, job_id, code, annotations=annotations)
+    if not options.pod_patch:
+        return plain
+    where = f"target {target}: pod_patch"
+
+    def patched(**more: Any) -> Object:
+        built = plain(**more)
+        made = patch.apply(built, options.pod_patch, where)
+        validate.check_template(made, where)
+        _check_container(made, options, where)
+        _check_labels(made, built, where)
+        return made
+
+    return patched
+
+
+def _patched(workload: Object, options: KubernetesOptions, where: str) -> Object:
+    made = patch.apply(workload, options.patch, where)
+    validate.check_workload(made, workload, where)
+    for (place, template), (_, built) in zip(validate.templates(made), validate.templates(workload), strict=False):
+        _check_container(template, options, f"{where}: {place}")
+        _check_labels(template, built, f"{where}: {place}")
+    return made
+
+
+def _check_container(template: Mapping[str, Any], options: KubernetesOptions, where: str) -> None:
+    name = pods.container_name(options)
+    found = [each for each in (template.get("spec") or {}).get("containers") or [] if each.get("name") == name]
+    if not found or not found[0].get("image"):
+        raise SpecError(f"{where}: the container {name!r}, which trains, must stay, with its image")
+
+
+def _check_labels(template: Mapping[str, Any], built: Mapping[str, Any], where: str) -> None:
+    labels = (template.get("metadata") or {}).get("labels") or {}
+    own = {key: value for key, value in built["metadata"]["labels"].items() if key.startswith(names.OWN)}
+    if not own.items() <= labels.items():
+        raise SpecError(f"{where}: metadata.labels: {', '.join(own)} cannot be changed: the pods are found by them")
+
+
+def _queue_labels(options: KubernetesOptions) -> dict[str, str]:
+    found = {names.KUEUE_QUEUE: options.queue, names.KUEUE_PRIORITY: options.queue_priority}
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _pod_group(spec: JobSpec, options: KubernetesOptions, metadata: Object) -> Object:
+    group: Object = {"minMember": spec.nodes, "queue": options.volcano_queue}
+    if options.priority_class:
+        group["priorityClassName"] = options.priority_class
+    return {"apiVersion": POD_GROUP, "kind": "PodGroup", "metadata": metadata, "spec": group}

@@ -1,0 +1,102 @@
+"""A job as an Indexed Job (`batch/v1`) and a headless Service: what every cluster has, without any operator.
+
+https://kubernetes.io/docs/concepts/workloads/controllers/job/#completion-mode
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ...job import JobSpec
+from .. import names
+from ..code.delivery import Object
+from ..options import KubernetesOptions
+from . import pods
+
+API_VERSION, KIND, PLURAL = "batch/v1", "Job", "jobs"
+# What a shell, and accel's setup with it, says of a program that cannot be run: no attempt will find it.
+HOPELESS = (126, 127)
+# The exit codes by which a Job fails at once, whatever its limit.
+FINAL = (pods.TIME_LIMIT, *HOPELESS)
+_FAILURES = "batch.kubernetes.io/job-index-failure-count"
+_FAIL_WITH_DISRUPTION = {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+
+
+def build(
+    spec: JobSpec, options: KubernetesOptions, metadata: Object, job_id: str, template: Callable[..., Object]
+) -> Object:
+    """The Job. A pod's index is its node's rank; `service` makes the names by which they find each other."""
+    env = pods.world(spec, f"{metadata['name']}-0.{metadata['name']}")
+    made = template(env=[*env, *([failures()] if spec.retry.max_restarts else [])])
+    job = job_spec(spec, made, restarts=spec.retry.max_restarts * spec.nodes, service=metadata["name"])
+    if not spec.retry.max_restarts:
+        # A pod that is evicted or preempted is gone at once; this leaves the reason in the Job's condition.
+        job["podFailurePolicy"]["rules"].append(_FAIL_WITH_DISRUPTION)
+    return {
+        "apiVersion": API_VERSION,
+        "kind": KIND,
+        "metadata": metadata,
+        "spec": {
+            **job,
+            **_per_index(spec),
+            **({} if options.ttl_s is None else {"ttlSecondsAfterFinished": options.ttl_s}),
+            **({"suspend": True} if options.suspend or options.queue else {}),
+        },
+    }
+
+
+def failures() -> Object:
+    """How often the pods of this index have failed: the attempt. Empty where the cluster does not note it."""
+    return {
+        "name": "ACCEL_POD_FAILURES",
+        "valueFrom": {"fieldRef": {"fieldPath": f"metadata.annotations['{_FAILURES}']"}},
+    }
+
+
+def _per_index(spec: JobSpec) -> Object:
+    """A limit for each index: only then does the Job note on a pod how often its predecessors have failed."""
+    if not spec.retry.max_restarts:
+        return {}
+    return {"backoffLimitPerIndex": spec.retry.max_restarts, "maxFailedIndexes": 0}
+
+
+def job_spec(spec: JobSpec, template: Object, *, restarts: int, service: str | None = None) -> Object:
+    """A JobSpec with a pod for each node, which fails when more than `restarts` of its pods have failed."""
+    inside = {**template["spec"], "restartPolicy": "Never", **({"subdomain": service} if service else {})}
+    container = inside["containers"][0]["name"]
+    rule = {"containerName": container, "operator": "In", "values": list(FINAL)}
+    limit_s = pods.backstop_s(spec)
+    return {
+        "completions": spec.nodes,
+        "parallelism": spec.nodes,
+        "completionMode": "Indexed",
+        "backoffLimit": restarts,
+        # With such a policy a pod is replaced when it is gone, never beside the one that ends. The schema of 1.25 asks
+        # for the empty list.
+        "podFailurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": rule, "onPodConditions": []}]},
+        **({} if limit_s is None else {"activeDeadlineSeconds": limit_s}),
+        "template": {**template, "spec": inside},
+    }
+
+
+def service(spec: JobSpec, options: KubernetesOptions, metadata: Object, job_id: str) -> Object:
+    """The Service, without an address of its own: each pod has a name in it before it is ready."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {**metadata, "labels": names.labels(spec.name, job_id)},
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": {names.JOB_ID: names.label_value(job_id)},
+            # A server-side apply (Helm 4) must name the protocol where a server is old.
+            "ports": [{"name": "rendezvous", "port": pods.PORT, "protocol": "TCP"}],
+        },
+    }
+
+
+def warnings(spec: JobSpec, options: KubernetesOptions) -> list[str]:
+    if spec.time_limit_s is not None and spec.retry.max_restarts:
+        end = f"the cluster ends it {pods.backstop_s(spec)} s after its start"
+        return [f"each attempt of a Job has the whole time limit; {end}"]
+    return []

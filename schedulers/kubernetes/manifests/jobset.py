@@ -1,0 +1,73 @@
+"""A job as a JobSet (`jobset.x-k8s.io/v1alpha2`): a failure restarts all its pods together.
+
+https://jobset.sigs.k8s.io/docs/
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from ...job import JobSpec
+from .. import names
+from ..code.delivery import Object
+from ..options import KubernetesOptions
+from . import indexed, pods
+
+API_VERSION, KIND, PLURAL = "jobset.x-k8s.io/v1alpha2", "JobSet", "jobsets"
+REPLICATED = "node"
+# Why a Job fails for which another attempt is of no use: its time is over, or its program cannot be run. What a JobSet
+# then says of itself is the same for both: https://github.com/kubernetes-sigs/jobset, pkg/controllers/failure_policy.go
+_TIME_OVER, _HOPELESS = "DeadlineExceeded", "PodFailurePolicy"
+FAILED_FOR_GOOD = "FailJobSetFailurePolicyAction"
+_ATTEMPT = f"metadata.annotations['{names.RESTART_ATTEMPT}']"
+
+
+def build(
+    spec: JobSpec, options: KubernetesOptions, metadata: Object, job_id: str, template: Callable[..., Object]
+) -> Object:
+    """The JobSet: one Indexed Job of all nodes, made anew for every attempt."""
+    name = metadata["name"]
+    made = template(env=[*pods.world(spec, f"{name}-{REPLICATED}-0-0.{name}"), attempt()])
+    return {
+        "apiVersion": API_VERSION,
+        "kind": KIND,
+        "metadata": metadata,
+        "spec": {
+            **set_spec(spec, made),
+            "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+            **({} if options.ttl_s is None else {"ttlSecondsAfterFinished": options.ttl_s}),
+            **({"suspend": True} if options.suspend or options.queue else {}),
+        },
+    }
+
+
+def set_spec(spec: JobSpec, template: Object) -> Object:
+    """What Trainer's runtimes say too."""
+    policy: Object = {"maxRestarts": spec.retry.max_restarts}
+    if spec.retry.max_restarts:
+        policy["restartStrategy"] = "BlockingRecreate"  # no pod of an attempt meets one of the last
+    policy["rules"] = [{"name": "final", "action": "FailJobSet", "onJobFailureReasons": [_TIME_OVER, _HOPELESS]}]
+    job = indexed.job_spec(spec, template, restarts=0)
+    return {
+        "failurePolicy": policy,
+        "replicatedJobs": [{"name": REPLICATED, "replicas": 1, "template": {"spec": job}}],
+    }
+
+
+def why_for_good(made: Mapping[str, Any], codes: Iterable[int]) -> str:
+    """Why the Job of one that is `FAILED_FOR_GOOD` failed; `codes` are those of its pods, which a Job keeps unless its
+    time is over."""
+    jobs = (made.get("spec") or {}).get("replicatedJobs") or []
+    limited = any("activeDeadlineSeconds" in each.get("template", {}).get("spec", {}) for each in jobs)
+    return _TIME_OVER if limited and not set(indexed.HOPELESS) & set(codes) else _HOPELESS
+
+
+def attempt() -> Object:
+    return {"name": "JOBSET_RESTART_ATTEMPT", "valueFrom": {"fieldRef": {"fieldPath": _ATTEMPT}}}
+
+
+def warnings(spec: JobSpec, options: KubernetesOptions) -> list[str]:
+    if spec.time_limit_s is not None and spec.retry.max_restarts:
+        return ["each attempt of a JobSet has the whole time limit; the first that exceeds it is the last"]
+    return []

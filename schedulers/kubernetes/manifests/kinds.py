@@ -1,0 +1,42 @@
+"""Which kinds of jobs a cluster can run, from the API groups that it says it has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from ...errors import SpecError
+from ..options import KubernetesOptions
+from .build import BUILDERS
+
+# What makes a cluster know a kind.
+_INSTALLED_BY: Mapping[str, str] = {
+    "pytorchjob": "Kubeflow's training operator, 1.7 to 1.9",
+    "jobset": "the JobSet controller",
+    "trainjob": "Kubeflow Trainer v2",
+    "job": "Kubernetes itself",
+}
+_VOLCANO = "scheduling.volcano.sh"
+
+
+def runnable(api_versions: Iterable[str]) -> list[str]:
+    """The kinds that a cluster with these API versions (`batch/v1`, `kubeflow.org/v1`, …) knows."""
+    there = set(api_versions)
+    return [kind for kind, builder in BUILDERS.items() if builder.API_VERSION in there]
+
+
+def check_kind(options: KubernetesOptions, api_versions: Iterable[str], target: str) -> None:
+    """Raises SpecError, naming the kinds that are there, when the cluster does not know the one that is asked for."""
+    there = set(api_versions)
+    wanted = BUILDERS[options.workload]
+    if wanted.API_VERSION not in there:
+        group = wanted.API_VERSION.partition("/")[0]
+        others = sorted(each for each in there if each.partition("/")[0] == group)
+        found = runnable(there)
+        why = f"it has {', '.join(others)}" if others else f"{_INSTALLED_BY[options.workload]} is not installed there"
+        remedy = f"use workload: {' or '.join(found)}" if found else "and it knows no other kind that accel can make"
+        raise SpecError(f"target {target}: the cluster has no {wanted.API_VERSION} ({why}); {remedy}")
+    grouped = options.volcano_queue is not None and options.workload in ("job", "jobset")
+    if grouped and not any(each.partition("/")[0] == _VOLCANO for each in there):
+        raise SpecError(
+            f"target {target}: volcano_queue: the cluster has no {_VOLCANO}: Volcano is not installed there"
+        )

@@ -1,0 +1,66 @@
+"""What a submit will do, before any cluster is asked and any code packed."""
+
+from __future__ import annotations
+
+from ...job import JobSpec
+from ...target import Plan
+from ..code import delivery as coding
+from ..code import loader_pod
+from ..options import KubernetesOptions
+from . import build, pods, validate
+
+KIND = "kubernetes"
+
+
+def plan(spec: JobSpec, options: KubernetesOptions, job_id: str, target: str) -> Plan:
+    """The objects as YAML and what is done with them. Raises SpecError.
+
+    What only packing can tell is left open: the digest of the code, and where `code: auto` has a larger place than
+    ConfigMaps, whether it needs it.
+    """
+    code = coding.planned(options)
+    made = build.build(spec, options, job_id, code, target=target)
+    files = build.files(made)
+    if code.kind == "pvc":
+        files["kubernetes/code-pod.yaml"] = build.to_yaml([loader_pod.loader(spec, options, job_id, target)])
+    return Plan(
+        target=target,
+        kind=KIND,
+        job_id=job_id,
+        files=files,
+        actions=(*_actions(made, spec, options, code), _command(made, options)),
+        settings={"spec": spec.to_json()},
+        warnings=build.warnings(spec, options),
+    )
+
+
+def _actions(
+    made: build.Manifests, spec: JobSpec, options: KubernetesOptions, code: coding.Code
+) -> list[tuple[str, ...]]:
+    name = str(made.workload["metadata"]["name"])
+    larger = f"claim {options.code_claim}" if options.code_claim else options.code_store and options.code_store.url
+    found: list[tuple[str, ...]] = []
+    if code.kind == "pvc":
+        through = f"through pod/{name}-loader"
+        found.append(("send", spec.code, "to", f"claim {options.code_claim}", through, "where it is lacking"))
+    if code.kind == "store" and options.code_store:
+        found.append(("send", spec.code, "to", options.code_store.url, "where it is lacking"))
+    found += [_creating(each) for each in (*made.first, made.workload, *made.then)]
+    if code.kind == "configmap":
+        more = ("or, if it is more than 1 MiB, to", larger) if options.code == "auto" and larger else ()
+        found.append(("create", f"configmap/{name}-code-0", "out of", spec.code, *more))
+    return found
+
+
+def _command(made: build.Manifests, options: KubernetesOptions) -> tuple[str, ...]:
+    """What every pod runs, as the pod will see it."""
+    for each in made:
+        for _, template in validate.templates(each):
+            for container in template["spec"]["containers"]:
+                if container["name"] == pods.container_name(options):
+                    return tuple(word.replace("$$", "$") for word in container.get("command", ()))
+    return ()
+
+
+def _creating(made: coding.Object) -> tuple[str, ...]:
+    return ("create", f"{str(made['kind']).lower()}/{made['metadata']['name']}")

@@ -1,0 +1,445 @@
+"""The pods of a job: one template for all kinds of objects that make pods."""
+
+from __future__ import annotations
+
+import json
+import math
+import posixpath
+import shlex
+import unicodedata
+from collections.abc import Iterator, Mapping, Sequence
+
+from ...errors import SpecError, nearest
+from ...job import JobSpec
+from .. import names
+from ..code import delivery as coding
+from ..code.delivery import Code, Object
+from ..options import VENDORS, KubernetesOptions, Volume, gpu_resource, is_word
+
+PORT = 29500
+# The launcher gives its ranks the whole grace and must then have time to say what became of them.
+_MARGIN_S = 10
+# The exit code of a launcher that ended its ranks at the time limit, as `accel.exit_codes` has it.
+TIME_LIMIT = 86
+# The cluster's own limit deletes pods with their logs. It is for launchers that cannot keep theirs.
+_BACKSTOP_S = 300
+# In volumes that live as long as the pod.
+_LOGS, _HOME, _STARTS = "/tmp/accel-logs", "/accel/home", "/accel/starts"
+# Trainer's controller cannot read a runtime with other control characters.
+_PLAIN_CONTROLS = "\n\t"
+_DECODE = (
+    "import json, os, sys; given = json.loads(sys.argv[1]); os.environ.update(given['env']); "
+    "os.execvp(given['argv'][0], given['argv'])"
+)
+# Whatever a program's directory holds, `accel` is the installed package.
+_ACCEL = "import sys; sys.path[:] = [p for p in sys.path if p]; from accel.cli import main; sys.exit(main())"
+_OWN = frozenset(
+    "ACCEL_JOB_ID ACCEL_NODES ACCEL_NODE_RANK ACCEL_MASTER ACCEL_PORT ACCEL_SERVICE ACCEL_POD_UID ACCEL_POD_IP "
+    "ACCEL_POD_FAILURES ACCEL_STARTS ACCEL_NODE_0_REPORTS ACCEL_TIME_LIMIT ACCEL_TIME_LIMIT_EXIT ACCEL_SECRETS "
+    "JOBSET_RESTART_ATTEMPT".split()
+)
+_REFERENCE = "secret:NAME/KEY"
+
+
+def check(spec: JobSpec, options: KubernetesOptions, name: str) -> None:
+    """Raises SpecError for a job that no kind of object can run as it is described."""
+    where = f"target {name}"
+    if options.read_only_root_filesystem and spec.setup:
+        raise SpecError(f"{where}: --setup installs, and read_only_root_filesystem lets nothing be installed: drop one")
+    if (spec.image or options.image) is None:
+        raise SpecError(f"{where}: no container image; give --image, or write image: in accel.yaml")
+    if spec.image is not None and not is_word(spec.image):
+        raise SpecError(f"{where}: --image must be one word, not {spec.image!r}")
+    if spec.after:
+        raise SpecError(f"{where}: the cluster keeps no order between jobs; submit it when those of --after have ended")
+    if options.cpu and spec.resources.gpus:
+        raise SpecError(f"{where} trains on the CPU (cpu: true), and the job asks for GPUs: drop one")
+    if spec.resources.accelerator is not None:
+        if not spec.resources.gpus:
+            raise SpecError(f"{where}: --accelerator says which GPUs, and --gpus how many: give both")
+        _accelerator(spec.resources.accelerator, options, where)
+    for variable in (*spec.env, *spec.secrets):
+        if variable in _OWN:
+            raise SpecError(f"{where}: accel tells the pods {variable} itself: leave it out of --env and --secret")
+    for variable, reference in spec.secrets.items():
+        _secret(variable, reference, where)
+    for word in (*spec.argv, *spec.env.values()):
+        if any("\ud800" <= character <= "\udfff" for character in word):
+            raise SpecError(f"{where}: the cluster takes UTF-8 only, and {word!r} is none")
+
+
+def processes(spec: JobSpec) -> int:
+    """Of each pod."""
+    return spec.procs_per_node or spec.resources.gpus or 1
+
+
+def world(spec: JobSpec, master: str) -> list[Object]:
+    """The job's nodes, as variables of its pods. The rank of each is from its own fields."""
+    return [
+        {"name": "ACCEL_NODES", "value": str(spec.nodes)},
+        {"name": "ACCEL_MASTER", "value": master},
+        {"name": "ACCEL_PORT", "value": str(PORT)},
+    ]
+
+
+def backstop_s(spec: JobSpec) -> int | None:
+    """The cluster's time limit, some minutes after the launchers' own."""
+    return None if spec.time_limit_s is None else math.ceil(spec.time_limit_s + spec.grace_s) + _BACKSTOP_S
+
+
+def meets(spec: JobSpec) -> bool:
+    """Return True if the job may have several nodes."""
+    return (spec.max_nodes or spec.nodes) > 1
+
+
+def rendezvous(spec: JobSpec, options: KubernetesOptions, metadata: Object, job_id: str) -> Object:
+    """The Service of node 0, made before any pod.
+
+    A pod's own name exists only once the pod has an address, and a name server that was asked before keeps "no such
+    name" for half a minute. This name exists from the beginning, and its address stays when the pod is replaced.
+    """
+    index = "training.kubeflow.org/replica-index" if options.workload == "pytorchjob" else names.COMPLETION_INDEX
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {**metadata, "name": rendezvous_name(metadata["name"]), "labels": names.labels(spec.name, job_id)},
+        "spec": {
+            "publishNotReadyAddresses": True,
+            "selector": {names.JOB_ID: names.label_value(job_id), index: "0"},
+            "ports": [{"name": "rendezvous", "port": PORT, "protocol": "TCP"}],
+        },
+    }
+
+
+def rendezvous_name(name: str) -> str:
+    return f"{name}-rendezvous"
+
+
+def container_name(options: KubernetesOptions) -> str:
+    """Of the container that trains; the operators look for it by this name."""
+    return "node" if options.workload == "trainjob" else "pytorch"
+
+
+def template(
+    spec: JobSpec,
+    options: KubernetesOptions,
+    name: str,
+    job_id: str,
+    code: Code,
+    *,
+    env: Sequence[Object] = (),
+    launch: Sequence[str] = (),
+    labels: Mapping[str, str] | None = None,
+    annotations: Mapping[str, str] | None = None,
+) -> Object:
+    """A PodTemplateSpec, but for its restart policy. `env` and `launch` are what only one kind of object needs."""
+    own = {**names.labels(spec.name, job_id), **(labels or {}), **options.labels}
+    notes = {**(annotations or {}), **options.annotations}
+    return {
+        "metadata": {"labels": own, **({"annotations": notes} if notes else {})},
+        "spec": _drop_empty(_spec(spec, options, name, job_id, code, env, launch)),
+    }
+
+
+def _spec(
+    spec: JobSpec,
+    options: KubernetesOptions,
+    name: str,
+    job_id: str,
+    code: Code,
+    env: Sequence[Object],
+    launch: Sequence[str],
+) -> Object:
+    base = {
+        "image": spec.image or options.image,
+        "imagePullPolicy": options.image_pull_policy,
+        "resources": _resources(spec, options, devices=False),
+        "securityContext": security(options),
+    }
+    python = options.python or "python3"
+    return {
+        "terminationGracePeriodSeconds": math.ceil(spec.grace_s) + _MARGIN_S,
+        # A process that is the first of its PID namespace ignores SIGTERM unless it asks for it.
+        "shareProcessNamespace": True,
+        "automountServiceAccountToken": None if options.service_account else False,
+        "enableServiceLinks": False,
+        "serviceAccountName": options.service_account,
+        "imagePullSecrets": [{"name": secret} for secret in options.image_pull_secrets],
+        "priorityClassName": options.priority_class,
+        "schedulerName": "volcano" if options.volcano_queue else None,
+        "hostNetwork": options.host_network or None,
+        "dnsPolicy": "ClusterFirstWithHostNet" if options.host_network else None,
+        "nodeSelector": _node_selector(spec, options),
+        "affinity": dict(options.affinity),
+        "tolerations": list(_tolerations(spec, options)),
+        "securityContext": pod_security(options),
+        "initContainers": [
+            _drop_empty({**each, "command": [unexpanded(word) for word in each["command"]]})
+            for each in coding.init_containers(code, options, base, python, tmp_mounts(options))
+        ],
+        "containers": [_drop_empty(_main(spec, options, base, code, name, job_id, env, launch))],
+        "volumes": _volumes(spec, options, name, code),
+    }
+
+
+def _main(
+    spec: JobSpec,
+    options: KubernetesOptions,
+    base: Object,
+    code: Code,
+    name: str,
+    job_id: str,
+    env: Sequence[Object],
+    launch: Sequence[str],
+) -> Object:
+    ports = [] if options.workload == "trainjob" else [{"name": "pytorchjob-port", "containerPort": PORT}]
+    if options.workload != "pytorchjob":
+        ports = [{**port, "name": "rendezvous"} for port in ports]
+    return {
+        "name": container_name(options),
+        **base,
+        "command": [unexpanded(word) for word in _passed(command(spec, options, launch), spec, options)],
+        "workingDir": coding.workdir(code, options, spec.workdir),
+        "env": [*_environment(spec, options, job_id), *_own_fields(spec, options, name), *env],
+        "ports": ports,
+        "resources": _resources(spec, options, devices=True),
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "volumeMounts": [
+            {"name": "accel", "mountPath": "/accel"},
+            *([{"name": "accel-home", "mountPath": _HOME}] if _own_home(options) else []),
+            *tmp_mounts(options),
+            {"name": "accel-shm", "mountPath": "/dev/shm"},
+            *(_mount(volume, index) for index, volume in enumerate(options.volumes)),
+        ],
+    }
+
+
+def command(spec: JobSpec, options: KubernetesOptions, launch: Sequence[str] = ()) -> list[str]:
+    """What a pod runs: `accel launch`, after the commands of `setup`. Its output has `[rank N] ` before each line
+    where a pod has several ranks."""
+    count = processes(spec)
+    words = ["accel"] if options.python is None else [options.python, "-c", _ACCEL]
+    words += ["launch", "--num_processes", str(count * spec.nodes), *launch]
+    if spec.nodes > 1 or launch:
+        words += ["--rdzv_conf", f"timeout={options.start_timeout_s:g}"]
+    if options.cpu:
+        words += ["--cpu"]
+    words += ["--shutdown_timeout", f"{spec.grace_s:g}"]
+    if count > 1:
+        words += ["--log_dir", _LOGS, "--tee", "3"]
+    words += {"script": [], "module": ["-m"], "command": ["--no_python"]}[spec.entry]
+    words += ["--", *spec.argv]
+    setup = [*options.setup, *spec.setup]
+    if not setup:
+        return words
+    lines = ["set -e", *(shlex.join(argv) for argv in setup), 'exec "$@"']
+    return ["sh", "-c", "\n".join(lines), "sh", *words]
+
+
+def _passed(words: list[str], spec: JobSpec, options: KubernetesOptions) -> list[str]:
+    """The command as the kind of object can hold it: as JSON where it or a variable has control characters."""
+    env = {key: value for key, value in spec.env.items() if not _holds(value, options)}
+    if not env and all(_holds(word, options) for word in words):
+        return words
+    text = json.dumps({"argv": words, "env": env}).replace("\x7f", "\\u007f")
+    return [options.python or "python3", "-c", _DECODE, text]
+
+
+def _holds(text: str, options: KubernetesOptions) -> bool:
+    """Return True if an object of this kind can hold the text."""
+    plain = text.translate({ord(each): None for each in _PLAIN_CONTROLS})
+    return options.workload != "trainjob" or not any(unicodedata.category(each) == "Cc" for each in plain)
+
+
+def unexpanded(text: str) -> str:
+    """The text so that it arrives as it is: Kubernetes replaces `$(NAME)`, and `$$` is a dollar sign.
+
+    https://kubernetes.io/docs/tasks/inject-data-application/define-command-argument-container/
+    """
+    return text.replace("$", "$$")
+
+
+def security(options: KubernetesOptions) -> Object:
+    """Of each container, by https://kubernetes.io/docs/concepts/security/pod-security-standards/.
+
+    Nothing of it is said for the pod as a whole: a container that the cluster adds, as a service mesh does, may need
+    another user.
+    """
+    found: Object = {"runAsUser": options.run_as_user, "runAsGroup": options.run_as_group}
+    if options.read_only_root_filesystem:
+        found["readOnlyRootFilesystem"] = True
+    if options.pod_security == "restricted":
+        found |= {
+            "runAsNonRoot": True,
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+            "seccompProfile": {"type": "RuntimeDefault"},
+        }
+    elif options.ipc_lock:
+        found["capabilities"] = {"add": ["IPC_LOCK"]}
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def pod_security(options: KubernetesOptions) -> Object:
+    return {} if options.fs_group is None else {"fsGroup": options.fs_group}
+
+
+def memory(gigabytes: float) -> str:
+    return f"{int(gigabytes)}Gi" if gigabytes == int(gigabytes) else f"{math.ceil(gigabytes * 1024)}Mi"
+
+
+def _environment(spec: JobSpec, options: KubernetesOptions, job_id: str) -> Iterator[Object]:
+    yield {"name": "ACCEL_JOB_ID", "value": job_id}
+    # A number that the image's /etc/passwd does not know has no home, and libraries ask for a name.
+    named = {} if options.run_as_user is None else {"USER": "accel", "LOGNAME": "accel"}
+    for key, value in {**({"HOME": _HOME} if _own_home(options) else {}), **named}.items():
+        if key not in spec.env:
+            yield {"name": key, "value": value}
+    for key, value in spec.env.items():
+        if not _holds(value, options):
+            continue
+        yield {"name": key, "value": unexpanded(value)}
+    if spec.secrets:
+        yield {"name": "ACCEL_SECRETS", "value": ",".join(spec.secrets)}
+    for key, reference in spec.secrets.items():
+        secret, inside = _secret(key, reference, "")
+        yield {"name": key, "valueFrom": {"secretKeyRef": {"name": secret, "key": inside}}}
+
+
+def _own_home(options: KubernetesOptions) -> bool:
+    """Return True if the image's home cannot be written to, or is none of this user."""
+    return options.run_as_user is not None or options.read_only_root_filesystem
+
+
+def tmp_mounts(options: KubernetesOptions) -> list[Object]:
+    """/tmp as a volume of the pod where the image's cannot be written to, unless the options name another."""
+    if not options.read_only_root_filesystem or any(
+        posixpath.normpath(volume.mount) == "/tmp" for volume in options.volumes
+    ):
+        return []
+    return [{"name": "accel-tmp", "mountPath": "/tmp"}]
+
+
+def _own_fields(spec: JobSpec, options: KubernetesOptions, name: str) -> Iterator[Object]:
+    """What a launcher must know of its pod, to be told from its predecessors and to be found by the others."""
+    yield {"name": "ACCEL_POD_UID", "valueFrom": {"fieldRef": {"fieldPath": "metadata.uid"}}}
+    yield {"name": "ACCEL_STARTS", "value": _STARTS}
+    if meets(spec):
+        yield {"name": "ACCEL_SERVICE", "value": rendezvous_name(name)}
+    if spec.nodes > 1 and spec.max_nodes is None:
+        yield {"name": "ACCEL_POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
+        if not _restarts_pods(spec, options):
+            yield {"name": "ACCEL_NODE_0_REPORTS", "value": "1"}
+    if spec.time_limit_s is not None:
+        yield {"name": "ACCEL_TIME_LIMIT", "value": str(math.ceil(spec.time_limit_s))}
+        yield {"name": "ACCEL_TIME_LIMIT_EXIT", "value": _limit_codes(spec, options)}
+
+
+def _limit_codes(spec: JobSpec, options: KubernetesOptions) -> str:
+    """The exit codes of node 0 and of the others at the time limit, with which their logs stay.
+
+    A job that fails deletes the pods that still run: so the others succeed, and node 0 goes last. The kubelets of a
+    PyTorchJob with restarts start again what fails: so all succeed.
+    """
+    return "0,0" if options.workload == "pytorchjob" and spec.retry.max_restarts else f"{TIME_LIMIT},0"
+
+
+def _restarts_pods(spec: JobSpec, options: KubernetesOptions) -> bool:
+    """Return True if each pod that fails is started again by itself. In other jobs node 0's end tells how all ended."""
+    return options.workload in ("pytorchjob", "job") and spec.retry.max_restarts > 0
+
+
+def _secret(variable: str, reference: str, where: str) -> tuple[str, str]:
+    kind, _, rest = reference.partition(":")
+    secret, slash, key = rest.partition("/")
+    if kind != "secret":
+        raise SpecError(f"--secret {variable}: {where} reads the cluster's Secrets only, as {_REFERENCE}")
+    if not (slash and names.is_subdomain(secret) and names.is_qualified(key) and "/" not in key):
+        raise SpecError(f"--secret {variable}: {where} expects {_REFERENCE}: a Secret of the cluster, and a key in it")
+    return secret, key
+
+
+def _resources(spec: JobSpec, options: KubernetesOptions, *, devices: bool) -> Object:
+    """The same as requests and limits: nothing of the node is shared, and nothing is taken away."""
+    wanted = spec.resources
+    found: dict[str, str] = {}
+    if wanted.cpus is not None:
+        found["cpu"] = str(wanted.cpus)
+    if wanted.memory_gb is not None:
+        found["memory"] = memory(wanted.memory_gb)
+    if devices:
+        if wanted.gpus:
+            found[gpu_resource(options)] = str(wanted.gpus)
+        found |= {key: str(value) for key, value in options.resources.items()}
+    return {"requests": dict(found), "limits": dict(found)} if found else {}
+
+
+def _accelerator(wanted: str, options: KubernetesOptions, where: str) -> Mapping[str, str]:
+    if options.accelerators:
+        if wanted not in options.accelerators:
+            known = ", ".join(options.accelerators)
+            near = nearest(wanted, options.accelerators)
+            raise SpecError(f"{where}: --accelerator {wanted}: accelerators has {known}{near}")
+        return options.accelerators[wanted]
+    if not names.is_label_value(wanted):
+        raise SpecError(f"{where}: --accelerator {wanted!r} is not a node label's value; name it under accelerators:")
+    return {options.gpu_label or VENDORS[options.gpu][1]: wanted}
+
+
+def _node_selector(spec: JobSpec, options: KubernetesOptions) -> Object:
+    wanted = spec.resources.accelerator
+    return {**options.node_selector, **(_accelerator(wanted, options, "") if wanted else {})}
+
+
+def _tolerations(spec: JobSpec, options: KubernetesOptions) -> Iterator[Object]:
+    for each in options.tolerations:
+        operator = each.operator or ("Exists" if each.value is None else "Equal")
+        found: Object = {"key": each.key, "operator": operator, "value": each.value, "effect": each.effect}
+        found["tolerationSeconds"] = each.seconds
+        yield {key: value for key, value in found.items() if value is not None}
+    resource = gpu_resource(options)
+    if spec.resources.gpus and resource not in {each.key for each in options.tolerations}:
+        # Nodes with GPUs are commonly kept from pods that need none by a taint of the resource's name.
+        yield {"key": resource, "operator": "Exists", "effect": "NoSchedule"}
+
+
+def _volumes(spec: JobSpec, options: KubernetesOptions, name: str, code: Code) -> list[Object]:
+    shm: Object = {"medium": "Memory"}
+    if spec.resources.shm_gb is not None:
+        shm["sizeLimit"] = memory(spec.resources.shm_gb)
+    return [
+        {"name": "accel", "emptyDir": {}},
+        *([{"name": "accel-home", "emptyDir": {}}] if _own_home(options) else []),
+        *({"name": mount["name"], "emptyDir": {}} for mount in tmp_mounts(options)),
+        {"name": "accel-shm", "emptyDir": shm},
+        *coding.volumes(code, options, name),
+        *({"name": f"volume-{index}", **_source(volume)} for index, volume in enumerate(options.volumes)),
+    ]
+
+
+def _source(volume: Volume) -> Object:
+    if volume.claim is not None:
+        return {"persistentVolumeClaim": {"claimName": volume.claim}}
+    if volume.config_map is not None:
+        return {"configMap": {"name": volume.config_map}}
+    if volume.secret is not None:
+        return {"secret": {"secretName": volume.secret}}
+    if volume.host_path is not None:
+        return {"hostPath": {"path": volume.host_path}}
+    if volume.nfs is not None:
+        server, _, path = volume.nfs.partition(":")
+        return {"nfs": {"server": server, "path": path}}
+    return dict(volume.source or {})
+
+
+def _mount(volume: Volume, index: int) -> Object:
+    found: Object = {"name": f"volume-{index}", "mountPath": volume.mount}
+    if volume.sub_path is not None:
+        found["subPath"] = volume.sub_path
+    if volume.read_only:
+        found["readOnly"] = True
+    return found
+
+
+def _drop_empty(value: Object) -> Object:
+    return {key: inside for key, inside in value.items() if inside is not None and inside not in ({}, [], ())}

@@ -1,0 +1,109 @@
+"""A job as a PyTorchJob (`kubeflow.org/v1`) of Kubeflow's training operator, 1.7 to 1.9.
+
+https://www.kubeflow.org/docs/components/trainer/legacy-v1/user-guides/pytorch/
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ...job import JobSpec
+from .. import names
+from ..code.delivery import Object
+from ..options import KubernetesOptions
+from . import pods
+
+# Of the pods: the index of a worker is its node's rank, since there is no master.
+_WORKERS = {f"{names.OWN}elastic": "true"}
+REPLICA_INDEX = "training.kubeflow.org/replica-index"
+API_VERSION, KIND, PLURAL = "kubeflow.org/v1", "PyTorchJob", "pytorchjobs"
+
+
+def build(
+    spec: JobSpec, options: KubernetesOptions, metadata: Object, job_id: str, template: Callable[..., Object]
+) -> Object:
+    """The object. One node is a master; several are workers only, to which the operator adds no init container: that
+    one looks up the master's name before it exists, and says nothing of its security. A world that may grow has an
+    elasticPolicy, under which the first worker that ends with 0 ends the job; without, all must.
+
+    `template` makes the pods' template out of what only this kind needs.
+    """
+    most = spec.max_nodes or spec.nodes
+    replicas = {"Worker": most} if most > 1 else {"Master": 1}
+    if spec.max_nodes is not None:
+        made = template(launch=_elastic_launch(spec, metadata["name"], job_id), labels=_WORKERS)
+    elif spec.nodes > 1:
+        made = template(env=[rank(), *pods.world(spec, f"{metadata['name']}-worker-0")], labels=_WORKERS)
+    else:
+        made = template()
+    restart = "OnFailure" if spec.retry.max_restarts else "Never"
+    return {
+        "apiVersion": API_VERSION,
+        "kind": KIND,
+        "metadata": metadata,
+        "spec": {
+            "nprocPerNode": str(pods.processes(spec)),
+            "runPolicy": _run_policy(spec, options),
+            **({} if spec.max_nodes is None else {"elasticPolicy": _elastic_policy(spec, job_id)}),
+            "pytorchReplicaSpecs": {
+                role: {"replicas": count, "restartPolicy": restart, "template": made}
+                for role, count in replicas.items()
+            },
+        },
+    }
+
+
+def rank() -> Object:
+    """The rank of a pod's node, from the label that the operator gives each pod."""
+    return {"name": "ACCEL_NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": f"metadata.labels['{REPLICA_INDEX}']"}}}
+
+
+def warnings(spec: JobSpec, options: KubernetesOptions) -> list[str]:
+    found = []
+    if spec.max_nodes is not None and not spec.retry.max_restarts:
+        found.append(
+            f"--nodes {spec.nodes}:{spec.max_nodes} without --max-restarts: pods may join, and the first that goes "
+            "(evicted, its node lost, a rank that failed) ends the job"
+        )
+    if spec.time_limit_s is not None and spec.retry.max_restarts:
+        found.append("a PyTorchJob's time limit counts from its first start, over all attempts together")
+    return found
+
+
+def _run_policy(spec: JobSpec, options: KubernetesOptions) -> Object:
+    most = spec.max_nodes or spec.nodes
+    restarts = spec.retry.max_restarts
+    # Once the job has ended, no pod waits for one that will not come. A world that may grow ends with its first pod.
+    policy: Object = {"cleanPodPolicy": "Running" if spec.max_nodes is None else "None"}
+    if restarts:
+        # The operator adds up the restarts of all pods, each of which restarts with the gang, and ends the job when
+        # the sum reaches the limit. It then deletes the pods, logs and exit codes with them: so there is no limit of 0.
+        policy["backoffLimit"] = restarts * most + 1
+    limit_s = pods.backstop_s(spec)
+    if limit_s is not None:
+        policy["activeDeadlineSeconds"] = limit_s
+    if options.ttl_s is not None:
+        policy["ttlSecondsAfterFinished"] = options.ttl_s
+    if options.suspend or options.queue:
+        policy["suspend"] = True
+    if options.volcano_queue:
+        policy["schedulingPolicy"] = {"minAvailable": spec.nodes, "queue": options.volcano_queue}
+    return policy
+
+
+def _elastic_policy(spec: JobSpec, job_id: str) -> Object:
+    return {
+        "minReplicas": spec.nodes,
+        "maxReplicas": spec.max_nodes,
+        "rdzvBackend": "c10d",
+        "rdzvId": job_id,
+        "maxRestarts": spec.retry.max_restarts,
+    }
+
+
+def _elastic_launch(spec: JobSpec, name: str, job_id: str) -> Sequence[str]:
+    return (
+        "--num_machines", f"{spec.nodes}:{spec.max_nodes}", "--rdzv_backend", "c10d", "--rdzv_id", job_id,
+        "--main_process_ip", f"{name}-worker-0", "--main_process_port", str(pods.PORT),
+        "--max_restarts", str(spec.retry.max_restarts),
+    )  # fmt: skip

@@ -1,0 +1,64 @@
+"""A job as a TrainJob (`trainer.kubeflow.org/v1alpha1`) of Kubeflow Trainer v2, with a runtime of its own.
+
+A TrainJob may change little of a runtime that administrators made, and says nothing of restarts: so each has a
+TrainingRuntime beside it, which is made first. https://www.kubeflow.org/docs/components/trainer/
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ...job import JobSpec
+from ..code.delivery import Object
+from ..options import KubernetesOptions
+from . import jobset, pods
+
+API_VERSION, KIND, PLURAL = "trainer.kubeflow.org/v1alpha1", "TrainJob", "trainjobs"
+RUNTIME_KIND, RUNTIME_PLURAL = "TrainingRuntime", "trainingruntimes"
+_STEP = "trainer.kubeflow.org/trainjob-ancestor-step"
+_VOLCANO_QUEUE = "scheduling.volcano.sh/queue-name"
+
+
+def build(
+    spec: JobSpec, options: KubernetesOptions, metadata: Object, job_id: str, template: Callable[..., Object]
+) -> Object:
+    found: Object = {
+        "runtimeRef": {"apiGroup": API_VERSION.partition("/")[0], "kind": RUNTIME_KIND, "name": metadata["name"]},
+        "trainer": {"numNodes": spec.nodes, "numProcPerNode": pods.processes(spec)},
+    }
+    if options.suspend or options.queue:
+        found["suspend"] = True
+    limit_s = pods.backstop_s(spec)
+    if limit_s is not None:
+        found["activeDeadlineSeconds"] = limit_s
+    return {"apiVersion": API_VERSION, "kind": KIND, "metadata": metadata, "spec": found}
+
+
+def runtime(
+    spec: JobSpec, options: KubernetesOptions, metadata: Object, labels: Object, template: Callable[..., Object]
+) -> Object:
+    """The TrainingRuntime that the TrainJob of the same name runs by."""
+    found = jobset.set_spec(spec, template(env=[jobset.attempt()]))
+    job = found["replicatedJobs"][0]["template"]
+    # How many pods there are, and for how long they may run, the TrainJob says.
+    for key in ("completions", "parallelism", "completionMode", "activeDeadlineSeconds"):
+        job["spec"].pop(key, None)
+    job["metadata"] = {"labels": {_STEP: "trainer"}}
+    queue = options.volcano_queue
+    return {
+        "apiVersion": API_VERSION,
+        "kind": RUNTIME_KIND,
+        "metadata": {**metadata, "labels": {**labels, "trainer.kubeflow.org/framework": "torch"}},
+        "spec": {
+            "mlPolicy": {"numNodes": spec.nodes, "torch": {}},
+            **({"podGroupPolicy": {"volcano": {}}} if queue else {}),
+            "template": {**({"metadata": {"annotations": {_VOLCANO_QUEUE: queue}}} if queue else {}), "spec": found},
+        },
+    }
+
+
+def warnings(spec: JobSpec, options: KubernetesOptions) -> list[str]:
+    if spec.time_limit_s is not None and spec.retry.max_restarts:
+        end = f"the cluster ends it {pods.backstop_s(spec)} s after its start"
+        return [f"each attempt of a TrainJob has the whole time limit; {end}"]
+    return []

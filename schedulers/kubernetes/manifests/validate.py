@@ -1,0 +1,166 @@
+"""Whether what is said in Kubernetes' own words, and what a patch made of a job's objects, can be meant, before any
+server is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, get_args
+
+from ...errors import ConfigError, SpecError, nearest
+from .. import names
+from ..options import KubernetesOptions
+
+# The keys of what is not a pod's template, by the path from the object's `spec`; `*` is any key, `[]` any element.
+_JOBSET = {
+    "": "replicatedJobs network successPolicy failurePolicy startupPolicy suspend coordinator managedBy "
+    "ttlSecondsAfterFinished volumeClaimPolicies",
+    "network": "enableDNSHostnames subdomain publishNotReadyAddresses",
+    "failurePolicy": "maxRestarts restartStrategy rules",
+    "failurePolicy.rules.[]": "name action onJobFailureReasons targetReplicatedJobs",
+    "replicatedJobs.[]": "name groupName template replicas dependsOn",
+}
+_KEYS: Mapping[str, Mapping[str, str]] = {
+    "PyTorchJob": {
+        "": "elasticPolicy nprocPerNode pytorchReplicaSpecs runPolicy",
+        "runPolicy": "activeDeadlineSeconds backoffLimit cleanPodPolicy managedBy schedulingPolicy suspend "
+        "ttlSecondsAfterFinished",
+        "runPolicy.schedulingPolicy": "minAvailable minResources priorityClass queue scheduleTimeoutSeconds",
+        "elasticPolicy": "maxReplicas maxRestarts metrics minReplicas nProcPerNode rdzvBackend rdzvConf rdzvHost "
+        "rdzvId rdzvPort standalone",
+        "pytorchReplicaSpecs": "Master Worker",
+        "pytorchReplicaSpecs.*": "replicas restartPolicy template",
+    },
+    "JobSet": _JOBSET,
+    "TrainJob": {
+        "": "activeDeadlineSeconds initializer managedBy runtimePatches runtimeRef suspend trainer",
+        "trainer": "args command env image numNodes numProcPerNode resourcesPerNode",
+        "runtimeRef": "apiGroup kind name",
+    },
+    "TrainingRuntime": {
+        "": "mlPolicy podGroupPolicy template",
+        **{f"template.spec.{path}".rstrip("."): keys for path, keys in _JOBSET.items()},
+    },
+    "Job": {},
+}
+
+
+def check_workload(made: Mapping[str, Any], built: Mapping[str, Any], where: str) -> None:
+    """Raises SpecError, which begins with `where`, when the patched object is no longer the job's, or holds what
+    Kubernetes does not know. Raises ConfigError when the package that knows is not there."""
+    _same(made, built, where)
+    kind = str(built["kind"])
+    for path, keys in _KEYS.get(kind, {}).items():
+        for place, value in _at(made.get("spec"), path.split(".") if path else [], "spec"):
+            _refuse_unknown(value, keys.split(), f"{where}: {place}")
+    if kind == "Job":
+        _validate(made.get("spec"), "V1JobSpec", f"{where}: spec")
+    for place, template in templates(made):
+        check_template(template, f"{where}: {place}")
+
+
+def check_template(template: Any, where: str) -> None:
+    """The same for the template of pods alone."""
+    _validate(template, "V1PodTemplateSpec", where)
+
+
+def check_options(options: KubernetesOptions, where: str) -> None:
+    """The same for the options that are spelt as Kubernetes spells them."""
+    if options.affinity:
+        _validate(options.affinity, "V1Affinity", f"{where}: affinity")
+    for volume in options.volumes:
+        if volume.source is not None:
+            _validate({"name": "volume", **volume.source}, "V1Volume", f"{where}: volumes: {volume.mount}: source")
+
+
+def templates(made: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The templates of pods in an object of any kind, each with its place."""
+    spec = made.get("spec") or {}
+    if made["kind"] == "PyTorchJob":
+        for role, replica in (spec.get("pytorchReplicaSpecs") or {}).items():
+            yield f"spec.pytorchReplicaSpecs.{role}.template", replica.get("template") or {}
+    elif made["kind"] == "Job":
+        yield "spec.template", spec.get("template") or {}
+    elif made["kind"] in ("JobSet", "TrainingRuntime"):
+        inside = spec if made["kind"] == "JobSet" else (spec.get("template") or {}).get("spec") or {}
+        for index, job in enumerate(inside.get("replicatedJobs") or []):
+            template = ((job.get("template") or {}).get("spec") or {}).get("template") or {}
+            yield f"replicatedJobs[{index}].template.spec.template", template
+
+
+def _same(made: Mapping[str, Any], built: Mapping[str, Any], where: str) -> None:
+    for key in ("apiVersion", "kind"):
+        if made.get(key) != built[key]:
+            raise SpecError(f"{where}: {key} cannot be changed")
+    metadata = made.get("metadata") or {}
+    for key in ("name", "namespace"):
+        if metadata.get(key) != built["metadata"].get(key):
+            raise SpecError(f"{where}: metadata.{key} cannot be changed: the job is found by it")
+    own = {key: value for key, value in built["metadata"]["labels"].items() if key.startswith(names.OWN)}
+    if not own.items() <= (metadata.get("labels") or {}).items():
+        raise SpecError(f"{where}: metadata.labels: {', '.join(own)} cannot be changed: the job is found by them")
+
+
+def _at(value: Any, steps: list[str], place: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    if not steps:
+        if isinstance(value, Mapping):
+            yield place, value
+        return
+    step, *rest = steps
+    if step == "[]" and isinstance(value, list):
+        for index, inside in enumerate(value):
+            yield from _at(inside, rest, f"{place}[{index}]")
+    elif isinstance(value, Mapping):
+        for key in value if step == "*" else [step]:
+            yield from _at(value.get(key), rest, f"{place}.{key}")
+
+
+def _refuse_unknown(value: Mapping[str, Any], keys: list[str], place: str) -> None:
+    for key in value:
+        if key not in keys:
+            raise SpecError(f"{place}: unknown key {key!r}{nearest(key, keys)} (keys: {', '.join(keys)})")
+
+
+def _validate(value: Any, model: str, where: str) -> None:
+    """By the models of Kubernetes' own client, whose versions before 37 have none."""
+    import importlib
+
+    try:
+        client = importlib.import_module("kubernetes.client")
+        from pydantic import BaseModel, ValidationError
+    except ImportError as error:
+        raise ConfigError(f"{where}: {error.name} is not installed: pip install 'accel-launch[kubernetes]'") from None
+    known = getattr(client, model)
+    if not issubclass(known, BaseModel):
+        raise ConfigError(f"{where}: it is checked by kubernetes 37 or later: pip install -U kubernetes")
+    _refuse_misnamed(value, known, where)
+    try:
+        known.model_validate(value, strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = "".join(f".{step}" for step in first["loc"])
+        raise SpecError(f"{where}{place}: {first['msg'][:1].lower()}{first['msg'][1:]}") from None
+
+
+def _refuse_misnamed(value: Any, kind: Any, where: str) -> None:
+    """The models themselves take the names of Python's client as well (`node_selector`), which no server knows."""
+    if isinstance(value, list):
+        for index, inside in enumerate(value):
+            _refuse_misnamed(inside, kind, f"{where}[{index}]")
+    model = next((each for each in _types(kind) if hasattr(each, "model_fields")), None)
+    if model is None or not isinstance(value, Mapping):
+        return
+    known = {field.serialization_alias or name: field.annotation for name, field in model.model_fields.items()}
+    for key, inside in value.items():
+        if key not in known:
+            advice = nearest(str(key), known) or f" (keys: {', '.join(known)})"
+            raise SpecError(f"{where}.{key}: unknown key{advice}")
+        _refuse_misnamed(inside, known[key], f"{where}.{key}")
+
+
+def _types(annotation: Any) -> Iterator[Any]:
+    """The types that it is made of: `X` and `None` of `list[X] | None`."""
+    inside = get_args(annotation)
+    if not inside:
+        yield annotation
+    for each in inside:
+        yield from _types(each)

@@ -1,0 +1,200 @@
+"""Whether a cluster could run a job of ours, as far as can be asked without submitting one (`accel targets check`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import SpecError
+from ..target import Checked
+from .client.api import Api
+from .client.errors import ApiError, Forbidden, NotFound
+from .manifests import kinds
+from .manifests.build import BUILDERS, POD_GROUP
+from .manifests.trainjob import API_VERSION, RUNTIME_PLURAL
+from .options import KubernetesOptions, gpu_resource
+
+_HEADER = ["what", "found"]
+_REVIEWS = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
+_AT_ONCE = 8
+_NAME = "accel-check"
+# Opening a WebSocket is a GET; Kubernetes 1.35 and later ask for create too.
+_EXEC = ("get", "create")
+
+
+@dataclass
+class _Report:
+    rows: list[list[str]] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+def check(api: Api, options: KubernetesOptions, gpus: int) -> Checked:
+    """`gpus` are wanted of each node. Changes nothing. Raises Unreachable, SchedulerError when it cannot be asked."""
+    report = _Report()
+    access = api.access
+    report.rows.append(["API server", f"{access.shown}, as {access.who}"])
+    version = api.call("GET", "/version")
+    report.rows.append(["Kubernetes", str(version.get("gitVersion"))])
+    _kinds(api, options, report)
+    _namespace(api, report)
+    _permissions(api, options, report)
+    _claim(api, options, report)
+    _quotas(api, options, gpus, report)
+    _nodes(api, options, gpus, report)
+    return Checked(table=[_HEADER, *report.rows], failures=tuple(report.failures), warnings=tuple(report.warnings))
+
+
+def _kinds(api: Api, options: KubernetesOptions, report: _Report) -> None:
+    versions = api.versions()
+    report.rows.append(["workloads", ", ".join(kinds.runnable(versions)) or "none"])
+    try:
+        kinds.check_kind(options, versions, api.target)
+    except SpecError as error:
+        report.failures.append(str(error))
+
+
+def _namespace(api: Api, report: _Report) -> None:
+    """Asked by making something in it without making it: few may look at namespaces themselves."""
+    found = "there"
+    try:
+        body = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": _NAME}}
+        api.call("POST", api.path("v1", "configmaps"), body=body, query={"dryRun": "All"})
+    except NotFound as error:
+        found = "not there"
+        report.failures.append(str(error))
+    except Forbidden as error:
+        found = "not known" if "quota" not in str(error) else "there"
+    except ApiError:
+        pass  # of that name, or refused by somebody who looks at ConfigMaps: the namespace is there
+    report.rows.append([f"namespace {api.namespace}", found])
+
+
+def needed(options: KubernetesOptions) -> dict[tuple[str, str], tuple[str, ...]]:
+    """(API group, resource) -> the verbs that submitting, following and removing jobs of this target take; see also
+    `for_shell`."""
+    builder = BUILDERS[options.workload]
+    made = ("create", "get", "list", "patch", "delete")
+    found: dict[tuple[str, str], tuple[str, ...]] = {
+        (_group(builder.API_VERSION), builder.PLURAL): ("create", "get", "list", "watch", "delete"),
+        ("", "pods"): ("get", "list", "watch"),
+        ("", "pods/log"): ("get",),
+        ("", "events"): ("list",),
+        ("", "services"): made,
+    }
+    if options.code in ("auto", "configmap"):
+        found["", "configmaps"] = made
+    if options.code_claim is not None:
+        found["", "pods"] += ("create", "delete")
+        found["", "pods/exec"] = _EXEC
+        found["", "persistentvolumeclaims"] = ("get",)
+    if options.workload == "trainjob":
+        found[_group(API_VERSION), RUNTIME_PLURAL] = ("create", "get", "patch", "delete")
+    if options.volcano_queue is not None and options.workload in ("job", "jobset"):
+        found[_group(POD_GROUP), "podgroups"] = ("create", "get", "patch", "delete")
+    return found
+
+
+def for_shell(options: KubernetesOptions) -> dict[tuple[str, str], tuple[str, ...]]:
+    """(API group, resource) -> the verbs that `accel shell` takes beside `needed`."""
+    return {} if ("", "pods/exec") in needed(options) else {("", "pods/exec"): _EXEC}
+
+
+def _group(api_version: str) -> str:
+    return api_version.rpartition("/")[0]
+
+
+def _permissions(api: Api, options: KubernetesOptions, report: _Report) -> None:
+    optional = for_shell(options)
+    wanted = needed(options) | optional
+    asked = [(group, resource, verb) for (group, resource), verbs in wanted.items() for verb in verbs]
+
+    def allowed(one: tuple[str, str, str]) -> bool:
+        group, resource, verb = one
+        plural, _, sub = resource.partition("/")
+        place = {"namespace": api.namespace, "group": group, "resource": plural, "verb": verb}
+        place |= {"subresource": sub} if sub else {}
+        place |= {"name": options.code_claim} if plural == "persistentvolumeclaims" and options.code_claim else {}
+        body = {
+            "apiVersion": "authorization.k8s.io/v1",
+            "kind": "SelfSubjectAccessReview",
+            "spec": {"resourceAttributes": place},
+        }
+        return bool((api.call("POST", _REVIEWS, body=body).get("status") or {}).get("allowed"))
+
+    with ThreadPoolExecutor(max_workers=_AT_ONCE) as pool:
+        answers = dict(zip(asked, pool.map(allowed, asked), strict=True))
+    for (group, resource), verbs in wanted.items():
+        lacking = [verb for verb in verbs if not answers[group, resource, verb]]
+        called = f"{resource}.{group}" if group else resource
+        report.rows.append([f"may use {called}", f"not {', '.join(lacking)}" if lacking else ", ".join(verbs)])
+        if lacking:
+            what = f"{', '.join(lacking)} {called} in namespace {api.namespace}"
+            said = f"{api.where}: {api.access.who} may not {what}: no Role of it allows that"
+            if (group, resource) in optional:
+                report.warnings.append(f"{said}. Only `accel shell` needs it")
+            else:
+                report.failures.append(said)
+
+
+def _claim(api: Api, options: KubernetesOptions, report: _Report) -> None:
+    if options.code_claim is None:
+        return
+    try:
+        claim = api.call("GET", api.path("v1", "persistentvolumeclaims", options.code_claim))
+    except NotFound:
+        report.failures.append(f"{api.where}: code_claim: there is no claim {options.code_claim} in {api.namespace}")
+        found = "not there"
+    except Forbidden:
+        return  # said among what it may not
+    else:
+        found = str((claim.get("status") or {}).get("phase") or "Pending")
+        modes = (claim.get("spec") or {}).get("accessModes") or []
+        if not {"ReadWriteMany", "ReadOnlyMany"} & set(modes):
+            report.warnings.append(
+                f"{api.where}: code_claim: {options.code_claim} is {' and '.join(modes)}: pods on several nodes cannot "
+                "all have it"
+            )
+    report.rows.append([f"claim {options.code_claim}", found])
+
+
+def _quotas(api: Api, options: KubernetesOptions, gpus: int, report: _Report) -> None:
+    for quota in _seen(api, api.path("v1", "resourcequotas")):
+        hard, used = (dict((quota.get("status") or {}).get(key) or {}) for key in ("hard", "used"))
+        said = ", ".join(f"{key} {used.get(key, '0')} of {value}" for key, value in sorted(hard.items()))
+        report.rows.append([f"quota {quota['metadata']['name']}", said])
+        key = f"requests.{gpu_resource(options)}"
+        left = _whole(hard.get(key)) - _whole(used.get(key)) if key in hard else None
+        if left is not None and left < gpus:
+            name = quota["metadata"]["name"]
+            report.failures.append(
+                f"{api.where}: quota {name} leaves {left} {gpu_resource(options)}, and {gpus} are wanted"
+            )
+
+
+def _nodes(api: Api, options: KubernetesOptions, gpus: int, report: _Report) -> None:
+    if not gpus:
+        return
+    nodes = list(_seen(api, api.path("v1", "nodes", namespace="")))
+    counts = [
+        _whole(((node.get("status") or {}).get("allocatable") or {}).get(gpu_resource(options))) for node in nodes
+    ]
+    if not nodes:
+        return
+    report.rows.append(["nodes", f"{len(nodes)}, of which {sum(count > 0 for count in counts)} have GPUs"])
+    if max(counts) < gpus:
+        report.failures.append(f"{api.where}: no node has {gpus} {gpu_resource(options)}: the most is {max(counts)}")
+
+
+def _seen(api: Api, path: str) -> Iterator[dict[str, Any]]:
+    """Of a list that is worth a look and not needed: nothing where it may not be seen."""
+    try:
+        yield from api.call("GET", path).get("items") or []
+    except Forbidden:
+        return
+
+
+def _whole(quantity: object) -> int:
+    return int(str(quantity)) if str(quantity).isdigit() else 0

@@ -1,0 +1,240 @@
+"""A program beside a job's ranks, in the pod of one of its nodes, with the streams of this process (`accel shell`).
+
+The protocol of exec: https://github.com/kubernetes/kubernetes/blob/master/staging/src/k8s.io/apimachinery/pkg/util/remotecommand/constants.go
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import ssl
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from ..errors import SubmitError, Unreachable
+from . import names
+from .client.api import Api
+from .manifests import pods
+from .native_id import Native
+from .options import KubernetesOptions
+
+_STDIN, _STDOUT, _STDERR, _STATUS, _RESIZE = 0, 1, 2, 3, 4
+# So little fits whenever the socket says that something does: a send never waits, and so never for us to read.
+_PIECE = 4096
+_SHELL = ("sh", "-c", "command -v bash >/dev/null && exec bash || exec sh")
+
+# Runs in the pod where the input is no terminal, and becomes the program. Older servers cannot end the input alone, so
+# it arrives in frames, each after its length; an empty one is its end. A child forwards the frames. When they break
+# off, the caller is gone, and the child ends the program. containerd also closes the input as soon as the program has
+# closed one output: the child holds both open until the program has ended.
+FEEDER = """\
+import os, select, signal, sys, time
+def forward(program, writing):
+    try:
+        ended = os.pidfd_open(program)
+    except (AttributeError, OSError):
+        ended = None
+    frames = data = b""
+    while os.getppid() == program:
+        poll = select.poll()
+        poll.register(0, 0 if data else select.POLLIN)
+        if data:
+            poll.register(writing, select.POLLOUT)
+        if ended is not None:
+            poll.register(ended, select.POLLIN)
+        ready = dict(poll.poll(100 if ended is None else None))
+        if data and writing in ready:
+            try:
+                data = data[os.write(writing, data):]
+            except OSError:
+                data = b""
+        elif 0 in ready:
+            chunk = b"" if data else os.read(0, 65536)
+            if not chunk:
+                return end(program)
+            frames += chunk
+        while not data and len(frames) >= 4 and len(frames) >= 4 + int.from_bytes(frames[:4], "big"):
+            size = int.from_bytes(frames[:4], "big")
+            data, frames = frames[4 : 4 + size], frames[4 + size :]
+            if not size and writing is not None:
+                os.close(writing)
+                writing = None
+def end(program):
+    for each in (signal.SIGTERM, signal.SIGKILL):
+        os.kill(program, each)
+        for _ in range(50):
+            if os.getppid() != program:
+                return
+            time.sleep(0.1)
+program = os.getpid()
+reading, writing = os.pipe()
+if os.fork() == 0:
+    os.close(reading)
+    os.set_blocking(writing, False)
+    forward(program, writing)
+    os._exit(0)
+os.close(writing)
+os.dup2(reading, 0)
+os.close(reading)
+signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+try:
+    os.execvp(sys.argv[1], sys.argv[1:])
+except OSError as error:
+    print("accel shell: %s: %s" % (sys.argv[1], error.strerror), file=sys.stderr, flush=True)
+    os._exit(126 if isinstance(error, PermissionError) else 127)
+"""
+
+
+def run(api: Api, native: Native, options: KubernetesOptions, node: int, argv: Sequence[str], *, terminal: bool) -> int:
+    """The program's exit code. Raises SubmitError, ApiError, Unreachable."""
+    container = pods.container_name(options)
+    pod = _pod(api, native, node, container)
+    words = list(argv) or list(_SHELL)
+    if terminal:
+        words = ["env", f"TERM={os.environ.get('TERM') or 'xterm'}", *words]
+    elif sys.stdin is not None:
+        words = [options.python or "python3", "-c", FEEDER, *words]
+    client = api.connect(
+        pod, words, container=container, tty=terminal, stdin=sys.stdin is not None, namespace=native.namespace,
+        binary=True,
+    )  # fmt: skip
+    from websocket import WebSocketException  # there, now that there is a connection
+
+    from .client.exec import hang_up
+
+    session = _Session(client, framed=not terminal)
+    try:
+        with _raw_terminal(session.resize) if terminal else contextlib.nullcontext():
+            status = session.run()
+    except (OSError, WebSocketException) as error:
+        if isinstance(error, BrokenPipeError) and session.printing:
+            raise  # whoever reads our output is gone
+        raise api.unreachable(error) from None
+    finally:
+        hang_up(client)
+    return _code(api, pod, status)
+
+
+def _pod(api: Api, native: Native, node: int, container: str) -> str:
+    """The pod of that node, which runs. Raises SubmitError."""
+    path = api.path("v1", "pods", namespace=native.namespace)
+    listed = api.call("GET", path, query={"labelSelector": native.selector}).get("items") or []
+    mine = [pod for pod in listed if names.node_of(pod) == node and not pod["metadata"].get("deletionTimestamp")]
+    if not mine:
+        raise SubmitError(f"{api.where}: node {node} of job {native.job_id} has no pod now")
+    newest = max(mine, key=lambda pod: str(pod["metadata"].get("creationTimestamp")))
+    name, status = str(newest["metadata"]["name"]), newest.get("status") or {}
+    state = next(
+        (each.get("state") or {} for each in status.get("containerStatuses") or [] if each["name"] == container), {}
+    )
+    if status.get("phase") != "Running" or "running" not in state:
+        why = next((inner.get("reason") for inner in state.values() if inner.get("reason")), None)
+        raise SubmitError(
+            f"{api.where}: node {node} of job {native.job_id} does not run: its pod {name} is "
+            f"{status.get('phase') or 'Pending'}" + (f" ({why})" if why else "")
+        )
+    return name
+
+
+class _Session:
+    """What goes to and fro until the program has ended."""
+
+    def __init__(self, client: Any, *, framed: bool) -> None:
+        self.printing = False
+        self._client = client
+        self._framed = framed
+        self._waiting = b""
+        self._reading = sys.stdin is not None
+        self._status = b""
+        self._wake, self._waker = os.pipe()
+        os.set_blocking(self._wake, False)
+
+    def run(self) -> bytes:
+        """What the server says of the end; nothing when it says nothing."""
+        try:
+            while self._client.is_open():
+                self._turn()
+            self._print()
+        finally:
+            os.close(self._wake)
+            os.close(self._waker)
+        return self._status
+
+    def resize(self) -> None:
+        """The terminal has another size; may be called from a signal's handler."""
+        with contextlib.suppress(OSError):
+            os.write(self._waker, b"x")
+
+    def _turn(self) -> None:
+        socket = self._client.sock.sock
+        waiting = select.poll()
+        waiting.register(socket, select.POLLIN | (select.POLLOUT if self._waiting else 0))
+        waiting.register(self._wake, select.POLLIN)
+        if self._reading and not self._waiting:
+            waiting.register(sys.stdin.fileno(), select.POLLIN)
+        held = isinstance(socket, ssl.SSLSocket) and socket.pending()
+        ready = dict(waiting.poll(0 if held else None))
+        if held or ready.get(socket.fileno(), 0) & ~select.POLLOUT:
+            self._client.update(timeout=0)
+            self._print()
+        if not self._client.is_open():
+            return
+        if self._wake in ready:
+            os.read(self._wake, 4096)
+            columns, lines = os.get_terminal_size(sys.stdout.fileno())
+            self._client.write_channel(_RESIZE, json.dumps({"Width": columns, "Height": lines}))
+        if self._waiting and ready.get(socket.fileno(), 0) & select.POLLOUT:
+            piece, self._waiting = self._waiting[:_PIECE], self._waiting[_PIECE:]
+            self._client.write_channel(_STDIN, piece)
+        if sys.stdin is not None and sys.stdin.fileno() in ready:
+            self._read()
+
+    def _read(self) -> None:
+        data = os.read(sys.stdin.fileno(), 1 << 16)
+        self._reading = bool(data)
+        self._waiting = (len(data).to_bytes(4, "big") if self._framed else b"") + data
+
+    def _print(self) -> None:
+        self.printing = True
+        for channel, stream in ((_STDOUT, sys.stdout), (_STDERR, sys.stderr)):
+            data = self._client.read_channel(channel) if channel in self._client._channels else b""
+            while data:
+                data = data[os.write(stream.fileno(), data) :]
+        self.printing = False
+        if _STATUS in self._client._channels:
+            self._status += self._client.read_channel(_STATUS)
+
+
+@contextlib.contextmanager
+def _raw_terminal(resized: Callable[[], None]) -> Iterator[None]:
+    """Every key goes to the program, those for signals too; the terminal is then as it was."""
+    import termios
+    import tty
+
+    descriptor = sys.stdin.fileno()
+    before = termios.tcgetattr(descriptor)
+    handler = signal.signal(signal.SIGWINCH, lambda *_: resized())
+    try:
+        tty.setraw(descriptor, termios.TCSADRAIN)  # what was typed already is for the program
+        resized()
+        yield
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+        signal.signal(signal.SIGWINCH, handler)
+
+
+def _code(api: Api, pod: str, status: bytes) -> int:
+    if not status:
+        raise Unreachable(f"{api.where}: the connection to pod {pod} was cut off; what ran there may have been ended")
+    said: Mapping[str, Any] = json.loads(status)
+    if said.get("status") == "Success":
+        return 0
+    causes = (said.get("details") or {}).get("causes") or []
+    code = next((cause.get("message") for cause in causes if cause.get("reason") == "ExitCode"), None)
+    if code is None:
+        raise SubmitError(f"{api.where}: pod {pod}: it cannot be run there: {said.get('message')}")
+    return int(code)

@@ -1,0 +1,397 @@
+"""Where a job is, from what the cluster says of its object, its pods and their events: dicts in, a `Status` out."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from ...job import Reason, State, Status
+from .. import names
+from ..manifests import indexed, jobset
+from . import failure_report, pod_states, reasons
+from .pod_states import joined, true
+from .reasons import Meaning
+
+Object = Mapping[str, Any]
+
+# The conditions (any with status True) that end a job, by the kind of its object.
+_SUCCEEDED: Mapping[str, str] = {
+    "PyTorchJob": "Succeeded",
+    "Job": "Complete",
+    "JobSet": "Completed",
+    "TrainJob": "Complete",
+}
+_FAILED = "Failed"
+_FAILING = "FailureTarget"  # a Job's, until its pods have ended
+_LONGEST = 400
+
+
+def status_of(workload: Object, pods: Sequence[Object] = (), events: Sequence[Object] = ()) -> Status:
+    """Where the job is. `pods` are its pods, `events` those of its object, its pods and what else belongs to it.
+
+    Says what can be said of the job without pods and events; never fails for what it does not know.
+    """
+    workload, events = _without_nulls(workload), [_without_nulls(event) for event in events]
+    kind, status = str(workload.get("kind")), workload.get("status") or {}
+    pods = [_without_nulls({key: pod.get(key) for key in ("metadata", "spec", "status")}) for pod in pods]
+    pods = [pod for pod in pods if names.node_of(pod) is not None]
+    conditions = {str(each.get("type")): each for each in status.get("conditions") or [] if true(each)}
+    restarts, limit = _restarts(kind, status, pods), _limit(workload)
+    attempt = restarts if limit is None else min(restarts, limit)
+    if _SUCCEEDED.get(kind, "Succeeded") in conditions:
+        native = _SUCCEEDED.get(kind, "Succeeded")
+        if _ending(conditions[native], pods):
+            return Status(state=State.RUNNING, attempt=attempt, message="it is ending", native_state=native)
+        if any(_out_of_time(pod) for pod in pods):
+            # A PyTorchJob with restarts, whose launchers end with 0 so that none is started again.
+            return Status(
+                state=State.FAILED, reason=Reason.TIME_LIMIT, attempt=attempt, message="its time limit passed",
+                native_state=native,
+            )  # fmt: skip
+        return Status(state=State.SUCCEEDED, exit_code=0, attempt=attempt, native_state=native)
+    failed = conditions.get(_FAILED) or conditions.get(_FAILING)
+    if failed is not None:
+        if kind == "Job" and not _cut_short(failed, status, pods):
+            attempt = max(0, _failures(pods) - 1)  # what has failed is counted, and nothing came after the last
+        end = _failed(workload, failed, pods, attempt)
+        if _FAILED in conditions and not _ending(failed, pods):
+            return end
+        message = _line(joined("it has failed, and its pods are ending", end.message))
+        return dataclasses.replace(end, state=State.RUNNING, exit_code=None, message=message)
+    if (workload.get("metadata") or {}).get("deletionTimestamp"):
+        running = any(pod_states.running(pod) for pod in pods)
+        state = State.RUNNING if running else State.QUEUED
+        return Status(state=state, attempt=attempt, message="it is being deleted", native_state="Deleting")
+    if "Suspended" in conditions or _suspended(workload):
+        return _held(workload, attempt)
+    again = _starts_again(kind, restarts, limit)
+    return _going(workload, conditions, pods, events, attempt, again=again)
+
+
+def status_when_gone(kind: str, pods: Sequence[Object] = (), *, ttl: bool = False) -> Status:
+    """The status of a job whose object is not there. `ttl`: the cluster removes jobs itself."""
+    pods = [pod for pod in pods if names.node_of(pod) is not None and pod_states.alive(pod, time.time())]
+    if pods:
+        state = State.RUNNING if any(map(pod_states.running, pods)) else State.QUEUED
+        message = f"its {kind} is deleted, and its pods are ending"
+        return Status(state=state, message=message, native_state="Deleting")
+    message = f"its {kind} is gone: it was cancelled from another machine, or somebody deleted it"
+    if ttl:
+        message = f"its {kind} is gone: its ttl_s passed before anybody asked, or somebody deleted it"
+    return Status(state=State.FAILED, reason=Reason.LOST, native_state="Deleted", message=message)
+
+
+def is_over(kind: str, workload: Object | None, pods: Sequence[Object]) -> bool:
+    """Return True when neither the job (None: its object is gone) nor one of its pods will go on."""
+    return (status_when_gone(kind, pods) if workload is None else status_of(workload, pods)).state.final
+
+
+def _failed(workload: Object, condition: Object, pods: Sequence[Object], attempt: int) -> Status:
+    said, word, ends = str(condition.get("message") or ""), str(condition.get("reason")), pod_states.ends(pods)
+    if word == jobset.FAILED_FOR_GOOD:
+        word = jobset.why_for_good(workload, (end.code for end in ends))
+    reason, message = reasons.JOB.get(word, (Reason.EXIT_CODE, ""))
+    for words, meaning in reasons.SAID_OF_JOB:
+        if words in said:
+            reason, message = meaning
+    end = min(ends, key=lambda each: each.order, default=None)
+    limit = _limit(workload)
+    if reasons.BACK_OFF in said and workload.get("kind") == "PyTorchJob" and limit is not None:
+        attempt = limit  # the operator has deleted the pods that would say so
+    code = end.code if end is not None else None
+    if (
+        reason is not Reason.TIME_LIMIT
+        and end is not None
+        and not (reason in (Reason.SETUP, Reason.PREEMPTED) and end.reason is Reason.EXIT_CODE)
+    ):
+        reason, message = end.reason, str(end)
+    elif reason is not Reason.TIME_LIMIT and end is not None:
+        message = joined(message, end.message)
+    if reason is Reason.TIME_LIMIT:
+        code = None
+    return Status(
+        state=State.FAILED,
+        reason=reason,
+        exit_code=code or None,
+        attempt=attempt,
+        message=_line(message or said),
+        native_state=_native("Failed", condition.get("reason")),
+    )
+
+
+def _ending(final: Object, pods: Sequence[Object]) -> bool:
+    """Return True while pods of a job that is over still end in order, each within its own grace."""
+    now = time.time()
+    over_at = pod_states.moment(final.get("lastTransitionTime"))
+    return any(pod_states.is_ending(pod, over_at, now) for pod in pods)
+
+
+def _going(
+    workload: Object,
+    conditions: Mapping[str, Object],
+    pods: Sequence[Object],
+    events: Sequence[Object],
+    attempt: int,
+    *,
+    again: bool,
+) -> Status:
+    """Of a job that is neither over nor held back. `again`: what has failed is started again."""
+    going = [pod for pod in pods if not pod_states.over(pod)]
+    running = [pod for pod in going if pod_states.running(pod)]
+    wanted = nodes_of(workload)
+    reason, message = _obstacle(workload, going, events, seen=bool(pods))
+    native = next((name for name in ("Restarting", "Running", "Created") if name in conditions), "")
+    unheard = next((pod for pod in sorted(running, key=pod_states.node_of) if _unheard(pod, events)), None)
+    if unheard is not None:
+        return Status(
+            state=State.RUNNING, reason=Reason.NODE_FAILURE, attempt=attempt, native_state=native or "Running",
+            message=f"node {pod_states.node_of(unheard)}: its node does not answer",
+        )  # fmt: skip
+    if running or (not pods and "Running" in conditions):
+        if wanted is not None and len(running) < wanted and message:
+            return Status(
+                state=State.RUNNING, reason=reason, attempt=attempt, native_state=native or "Running",
+                message=_line(f"{len(running)} of {wanted} pods run; {message}"),
+            )  # fmt: skip
+        return Status(state=State.RUNNING, attempt=attempt, native_state=native or "Running")
+    if reason is Reason.NONE and not message:
+        ended = [pod for pod in pods if pod_states.over(pod) or pod_states.ends([pod])]
+        end = min(pod_states.ends(ended), key=lambda each: each.order, default=None)
+        if end is not None and again:
+            reason, message = end.reason, f"it is started again: {end}"
+        elif ended:
+            return Status(state=State.RUNNING, attempt=attempt, message="it is ending", native_state=native)
+    # A gang that gave up waiting for a pod is ending.
+    state = State.RUNNING if not again and any(map(pod_states.over, pods)) else State.QUEUED
+    return Status(state=state, reason=reason, attempt=attempt, message=_line(message), native_state=native or "Pending")
+
+
+def _held(workload: Object, attempt: int) -> Status:
+    queue = ((workload.get("metadata") or {}).get("labels") or {}).get(names.KUEUE_QUEUE)
+    if queue:
+        reason, message = Reason.NO_CAPACITY, f"it waits for its turn in queue {queue}"
+    else:
+        reason, message = Reason.USER, "it is suspended; it goes on when its spec no longer says so"
+    return Status(state=State.QUEUED, reason=reason, attempt=attempt, message=message, native_state="Suspended")
+
+
+def _obstacle(workload: Object, pods: Sequence[Object], events: Sequence[Object], *, seen: bool) -> Meaning:
+    """What keeps pods from running; the gravest of what there is, of the lowest node."""
+    found = [
+        (reason, f"node {pod_states.node_of(pod)}: {what}")
+        for pod in sorted(pods, key=pod_states.node_of)
+        for reason, what in waits(pod, events)
+    ]
+    if not seen or not found:
+        found += _refusals(workload, events)
+    grave = [each for each in found if each[0] is Reason.SETUP]
+    return next(iter(grave or found), (Reason.NONE, ""))
+
+
+def waits(pod: Object, events: Sequence[Object]) -> Iterable[Meaning]:
+    """What keeps this pod from running. `events` may be those of others too."""
+    status = pod.get("status") or {}
+    lost = pod_states.reason_of(pod)
+    if lost is not None:
+        yield lost
+    for condition in status.get("conditions") or []:
+        if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
+            held = condition.get("reason") == "SchedulingGated"
+            said = "" if held else str(condition.get("message") or "")
+            reason, what = Reason.NO_CAPACITY, "a scheduling gate holds it" if held else "no node fits"
+            if reasons.NO_CLAIM.search(said):
+                reason, what = Reason.SETUP, "a volume claim is not there"
+            yield reason, joined(what, said)
+    for container in (*(status.get("initContainerStatuses") or []), *(status.get("containerStatuses") or [])):
+        waiting = (container.get("state") or {}).get("waiting")
+        if not waiting or pod_states.running(pod):
+            continue
+        word = str(waiting.get("reason") or "")
+        reason, what = reasons.WAITING.get(word, (Reason.SETUP, word))
+        if reason is Reason.NONE:
+            continue
+        end = pod_states.last_end(container, pod)
+        if word == "CrashLoopBackOff" and end is not None:
+            reason, what = end.reason, joined(what, end.message)
+        else:
+            # A Secret, ConfigMap or key that is absent has nothing to do with the image.
+            image = "" if word == "CreateContainerConfigError" else str(container.get("image") or "")
+            what = joined(what, _advised(str(waiting.get("message") or ""), image))
+        yield reason, what
+    if status.get("phase") == "Pending" and not pod_states.running(pod):
+        # A pod that is scheduled and waits for volumes or a sandbox says so in its events alone.
+        for event in _newest(events):
+            if _is_about(event, "Pod", pod) and event.get("reason") in reasons.POD_EVENTS:
+                passes = any(words in str(event.get("message")) for words in reasons.PASSING)
+                if event.get("reason") == "FailedScheduling" or passes:
+                    continue
+                reason, what = reasons.POD_EVENTS[str(event["reason"])]
+                yield reason, joined(what, event.get("message"))
+                break
+
+
+def _refusals(workload: Object, events: Sequence[Object]) -> Iterable[Meaning]:
+    """What keeps pods from being made: said in events of the objects that make them."""
+    for event in _newest(events):
+        refused = str(event.get("reason", "")).startswith(reasons.REFUSALS)
+        if event.get("type") != "Warning" or not refused or _about(event, "Pod") is not None:
+            continue
+        kind = str(workload.get("kind"))
+        if _about(event, kind) == pod_states.name(workload) and not _is_about(event, kind, workload):
+            continue
+        said = str(event.get("message") or "")
+        for words, (reason, what) in reasons.EVENTS:
+            if words in said:
+                yield reason, joined(what, said)
+                return
+        reason, what = reasons.POD_EVENTS.get(str(event["reason"]), (Reason.SETUP, "its pods cannot be made"))
+        yield reason, joined(what, said)
+        return
+
+
+def _restarts(kind: str, status: Object, pods: Sequence[Object]) -> int:
+    """How often the job was started again, or will be when a Job's limit allows it."""
+    labels = [(pod.get("metadata") or {}).get("labels") or {} for pod in pods]
+    counts = [int(label) for each in labels if (label := str(each.get(names.RESTART_ATTEMPT, ""))).isdigit()]
+    if kind == "JobSet":
+        return int(status.get("restarts") or max(counts, default=0))
+    if kind == "PyTorchJob":
+        counts = [int(each.get("restartCount") or 0) for pod in pods for each in pod_states.containers(pod)]
+    elif kind == "Job":
+        return _failures([pod for pod in pods if not any(end.code in indexed.FINAL for end in pod_states.ends([pod]))])
+    return max(counts, default=0)
+
+
+def _failures(pods: Sequence[Object]) -> int:
+    """How many pods of one node have failed."""
+    nodes = [pod_states.node_of(pod) for pod in pods if pod_states.phase(pod) == "Failed"]
+    return max(map(nodes.count, nodes), default=0)
+
+
+def _limit(workload: Object) -> int | None:
+    """How often the job may be started again; None where its object does not say. The kubelet may start a container
+    once more before an operator counts."""
+    spec, kind = workload.get("spec") or {}, workload.get("kind")
+    if kind == "JobSet":
+        policy = spec.get("failurePolicy")
+        return None if policy is None else int(policy.get("maxRestarts") or 0)
+    if kind == "Job":
+        most = spec.get("backoffLimit")
+        return None if most is None else int(most) // int(spec.get("completions") or 1)
+    if kind == "PyTorchJob":
+        replicas = (spec.get("pytorchReplicaSpecs") or {}).values()
+        if any(each.get("restartPolicy") == "Never" for each in replicas):
+            return 0
+        elastic = (spec.get("elasticPolicy") or {}).get("maxRestarts")
+        if elastic is not None:
+            return int(elastic)
+        most = (spec.get("runPolicy") or {}).get("backoffLimit")
+        return (
+            None if most is None else max(0, int(most) - 1) // sum(int(each.get("replicas") or 1) for each in replicas)
+        )
+    return None
+
+
+def _out_of_time(pod: Object) -> bool:
+    """Return True if the pod's launcher ended since the job's time limit had passed."""
+    for container in pod_states.containers(pod):
+        ended = (container.get("state") or {}).get("terminated") or {}
+        report = failure_report.read(str(ended.get("message") or ""))
+        if container.get("name") in names.MAIN and report is not None and report.reason is Reason.TIME_LIMIT:
+            return True
+    return False
+
+
+def _starts_again(kind: str, restarts: int, limit: int | None) -> bool:
+    """Return True when another attempt follows what has failed, as far as the object says."""
+    if kind == "Job":
+        return restarts > 0 and (limit is None or restarts <= limit)
+    return limit is not None and restarts < limit
+
+
+def _cut_short(failed: Object, status: Object, pods: Sequence[Object]) -> bool:
+    """Whether the last attempt's pods were deleted as its time was over: the Job counts them, and they are gone."""
+    known = sum(pod_states.phase(pod) == "Failed" for pod in pods)
+    return failed.get("reason") == "DeadlineExceeded" and int(status.get("failed") or 0) > known
+
+
+def nodes_of(workload: Object) -> int | None:
+    """How many nodes the job has at least; None where its object does not say."""
+    spec = workload.get("spec") or {}
+    kind = workload.get("kind")
+    if kind == "PyTorchJob":
+        counts = [int(each.get("replicas") or 1) for each in (spec.get("pytorchReplicaSpecs") or {}).values()]
+        least = (spec.get("elasticPolicy") or {}).get("minReplicas")
+        return int(least) if least else sum(counts)
+    if kind == "Job":
+        return int(spec.get("completions") or 1)
+    if kind == "JobSet":
+        jobs = [each.get("template", {}).get("spec", {}) for each in spec.get("replicatedJobs") or []]
+        return sum(int(each.get("completions") or 1) for each in jobs)
+    nodes = (spec.get("trainer") or {}).get("numNodes")
+    return int(nodes) if nodes else None
+
+
+def _suspended(workload: Object) -> bool:
+    spec = workload.get("spec") or {}
+    return bool(spec.get("suspend") or (spec.get("runPolicy") or {}).get("suspend"))
+
+
+def _unheard(pod: Object, events: Sequence[Object]) -> bool:
+    """Whether nothing has been heard of its node since it ran."""
+    return pod_states.not_ready(pod) and any(
+        event.get("reason") == "NodeNotReady" and _is_about(event, "Pod", pod) for event in events
+    )
+
+
+def lacks_pods(workload: Object, pods: Sequence[Object]) -> bool:
+    """Return True when fewer pods run than the job wants: events may say why."""
+    wanted = nodes_of(workload)
+    return wanted is not None and sum(map(pod_states.running, pods)) < wanted
+
+
+def _about(event: Object, kind: str) -> str | None:
+    """The name of the object of that kind that the event is about, in either API of events."""
+    about = event.get("involvedObject") or event.get("regarding") or {}
+    return str(about.get("name")) if about.get("kind") == kind else None
+
+
+def _is_about(event: Object, kind: str, thing: Object) -> bool:
+    """Return True when the event is about this object, and not about an earlier one of its name."""
+    about = event.get("involvedObject") or event.get("regarding") or {}
+    uid = (thing.get("metadata") or {}).get("uid")
+    return _about(event, kind) == pod_states.name(thing) and (not uid or about.get("uid") in (None, "", uid))
+
+
+def _newest(events: Sequence[Object]) -> list[Object]:
+    def when(event: Object) -> str:
+        series = event.get("series") or {}
+        return str(series.get("lastObservedTime") or event.get("lastTimestamp") or event.get("eventTime") or "")
+
+    plain = [{**event, "message": event.get("message") or event.get("note")} for event in events]
+    return sorted(plain, key=when, reverse=True)
+
+
+def _advised(said: str, image: str) -> str:
+    for words, advice in reasons.ADVICE:
+        if words in said:
+            return advice
+    return said if image in said else f"{image} ({said})" if said else image
+
+
+def _without_nulls(value: Any) -> Any:
+    """The same without what is null: some clients keep it, and it means that nothing is said."""
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(inside) for key, inside in value.items() if inside is not None}
+    return [_without_nulls(inside) for inside in value if inside is not None] if isinstance(value, list) else value
+
+
+def _native(state: str, reason: Any) -> str:
+    return f"{state}: {reason}" if reason else state
+
+
+def _line(text: str) -> str:
+    one = " ".join(text.split())
+    return one if len(one) <= _LONGEST else f"{one[: _LONGEST - 1]}…"

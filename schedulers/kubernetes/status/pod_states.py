@@ -1,0 +1,186 @@
+"""Single pods of a job: whether they run, and how their containers ended."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...job import Reason
+from .. import names
+from . import failure_report, reasons
+from .reasons import Meaning
+
+Object = Mapping[str, Any]
+
+_GRACE_S = 30.0  # a pod's own default
+_MARGIN_S = 10.0  # for the kill, and for news of it
+_LATE_S = 60.0  # after the end of its grace, a pod that is deleted is on a node that does not answer
+# The echoes of another rank's failure: the launcher was told to end, or was killed when it did not.
+_ECHOES = (143, 137)
+
+
+@dataclass(frozen=True, kw_only=True)
+class End:
+    """How a pod's container ended.
+
+    who:   what failed first, in words: a node, or the rank that the launchers told of.
+    grade: how sure it is that this was the first: 0 what the cluster did to the pod, 1 what the launchers agreed on.
+    """
+
+    who: str
+    node: int
+    when: str
+    code: int
+    reason: Reason
+    message: str
+    grade: int = 2
+
+    @property
+    def order(self) -> tuple[int, bool, str, int]:
+        """The first failure is no echo, and the earliest; seconds are as fine as the cluster tells."""
+        return self.grade, self.code in _ECHOES and self.reason is Reason.EXIT_CODE, self.when, self.node
+
+    def __str__(self) -> str:
+        return joined(self.who, self.message)
+
+
+def ends(pods: Sequence[Object]) -> list[End]:
+    """How the pods that failed did; one for each."""
+    found = []
+    for pod in pods:
+        status = pod.get("status") or {}
+        words = reason_of(pod)
+        known = [end for end in (last_end(each, pod) for each in containers(pod)) if end is not None]
+        first = min(known, key=lambda each: each.order, default=None)
+        if words is not None:
+            reason, what = words
+            when, code = (first.when, first.code) if first else (str(status.get("startTime") or ""), 0)
+            what = joined(what, status.get("message") or disruption(pod).get("message"))
+            who = f"node {node_of(pod)}"
+            found.append(End(who=who, node=node_of(pod), when=when, code=code, reason=reason, message=what, grade=0))
+        elif first is not None:
+            found.append(first)
+    return found
+
+
+def last_end(container: Object, pod: Object) -> End | None:
+    """How a container ended that failed; of one that runs again, how it did before."""
+    for key in ("state", "lastState"):
+        ended = (container.get(key) or {}).get("terminated")
+        if not ended or not ended.get("exitCode"):
+            continue
+        word, code = str(ended.get("reason") or ""), int(ended["exitCode"])
+        called = str(container.get("name"))
+        reason, what = reasons.TERMINATED.get(word, (Reason.EXIT_CODE, ""))
+        text = str(ended.get("message") or "")
+        node, when = node_of(pod), str(ended.get("finishedAt") or "")
+        said = "" if word == "OOMKilled" else failure_report.last_line(text)
+        who, grade = f"node {node}", 2 if reason is Reason.EXIT_CODE else 0
+        report = failure_report.read(text) if called in names.MAIN else None
+        if called not in names.MAIN:
+            reason = Reason.SETUP
+            what = "the code could not be brought" if called.startswith("accel-") else f"container {called} failed"
+        elif report is not None and reason is Reason.EXIT_CODE:
+            reason, said, who, grade = report.reason, report.message, report.who, 1
+        elif report is not None:
+            who, said = report.who, report.message
+        message = joined(what or ("" if said else f"exit code {code}"), said)
+        return End(who=who, node=node, when=when, code=code, reason=reason, message=message, grade=grade)
+    return None
+
+
+def reason_of(pod: Object) -> Meaning | None:
+    """What the cluster did to the pod; None where it did nothing."""
+    status = pod.get("status") or {}
+    if reasons.OWN_STORAGE.search(str(status.get("message"))):
+        return reasons.STORAGE
+    if status.get("reason") in reasons.POD:
+        return reasons.POD[str(status["reason"])]
+    return reasons.DISRUPTED.get(str(disruption(pod).get("reason")))
+
+
+def disruption(pod: Object) -> Object:
+    conditions = (pod.get("status") or {}).get("conditions") or []
+    return next((each for each in conditions if each.get("type") == "DisruptionTarget" and true(each)), {})
+
+
+def running(pod: Object) -> bool:
+    if (pod.get("metadata") or {}).get("deletionTimestamp") and disruption(pod):
+        return False
+    return _main_runs(pod)
+
+
+def _main_runs(pod: Object) -> bool:
+    statuses = (pod.get("status") or {}).get("containerStatuses") or []
+    return any(each.get("name") in names.MAIN and (each.get("state") or {}).get("running") for each in statuses)
+
+
+def not_ready(pod: Object) -> bool:
+    """Whether a pod that runs is said not to be ready: its node may be lost, which its warnings say."""
+    conditions = (pod.get("status") or {}).get("conditions") or []
+    return running(pod) and any(each.get("type") == "Ready" and not true(each) for each in conditions)
+
+
+def alive(pod: Object, now: float) -> bool:
+    """Return True for a pod that runs or may still run, unless it was to end long ago (`now`: seconds since the
+    epoch): nobody removes the pods of a node that is lost."""
+    deadline = moment((pod.get("metadata") or {}).get("deletionTimestamp"))
+    return not over(pod) and (deadline is None or now < deadline + _LATE_S)
+
+
+def moment(text: Any) -> float | None:
+    """A time of an API server (whole seconds, UTC) in seconds since the epoch; None for anything else."""
+    try:
+        return datetime.datetime.strptime(f"{text}+0000", "%Y-%m-%dT%H:%M:%SZ%z").timestamp()
+    except ValueError:
+        return None
+
+
+def over(pod: Object) -> bool:
+    """Return True for a pod whose main container is not started again. The kubelet reports that before the phase."""
+    for each in (pod.get("status") or {}).get("containerStatuses") or []:
+        ended = (each.get("state") or {}).get("terminated")
+        if ended and each.get("name") in names.MAIN:
+            restarts = (pod.get("spec") or {}).get("restartPolicy", "Always")
+            if restarts == "Never" or (restarts == "OnFailure" and not ended.get("exitCode")):
+                return True
+    return phase(pod) in ("Succeeded", "Failed")
+
+
+def is_ending(pod: Object, over_at: float | None, now: float) -> bool:
+    """Return True for a pod that runs within its grace, after its deletion or after its job was over (`over_at`)."""
+    if not _main_runs(pod):
+        return False
+    deadline = moment((pod.get("metadata") or {}).get("deletionTimestamp"))
+    if deadline is None and over_at is not None:
+        deadline = over_at + float((pod.get("spec") or {}).get("terminationGracePeriodSeconds") or _GRACE_S)
+    return deadline is not None and now < deadline + _MARGIN_S
+
+
+def phase(pod: Object) -> str:
+    return str((pod.get("status") or {}).get("phase") or "Pending")
+
+
+def containers(pod: Object) -> list[Object]:
+    status = pod.get("status") or {}
+    return [*(status.get("initContainerStatuses") or []), *(status.get("containerStatuses") or [])]
+
+
+def node_of(pod: Object) -> int:
+    found = names.node_of(pod)
+    return 0 if found is None else found
+
+
+def name(pod: Object) -> str:
+    return str((pod.get("metadata") or {}).get("name"))
+
+
+def true(condition: Object) -> bool:
+    return condition.get("status") == "True"
+
+
+def joined(what: str, said: Any) -> str:
+    text = str(said or "").strip()
+    return f"{what}: {text}" if what and text else what or text

@@ -1,0 +1,190 @@
+"""What the cluster says of jobs: from what is watched anyway, and from lists where nothing is."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ...errors import Unreachable
+from ...job import State, Status
+from ...printable import one_line
+from .. import names
+from ..client.errors import Forbidden, NotFound
+from ..native_id import Native
+from . import job_states, pod_states, watch
+
+if TYPE_CHECKING:
+    from ..client.api import Api
+
+Object = dict[str, Any]
+
+_AT_ONCE = 100  # ids in one selector: it is part of a URL
+# What pods' own conditions say too, and what is most of a busy namespace's warnings.
+_NOT_OF_USE = ",reason!=FailedScheduling,reason!=BackOff,reason!=Failed,reason!=Unhealthy"
+_FEW = 8  # objects whose warnings are asked for one by one; of more, those of the whole namespace are
+
+logger = logging.getLogger(__name__)
+
+
+def statuses(api: Api, natives: Sequence[Native], *, ttl: bool = False) -> tuple[dict[str, Status], dict[str, str]]:
+    """The status of each job; and why, of those that could not be asked about. `ttl`: the cluster removes jobs itself.
+
+    Raises an ApiError when the server refuses the question.
+    """
+    found: dict[str, Status] = {}
+    silent: dict[str, str] = {}
+    groups: dict[tuple[str, str], list[Native]] = {}
+    watched: dict[str, dict[Native, tuple[Object, list[Object]]]] = {}
+    for native in natives:
+        seen = _watched(api, native)
+        if seen is not None:
+            watched.setdefault(native.namespace, {})[native] = seen
+        else:
+            groups.setdefault((native.namespace, native.workload), []).append(native)
+    for namespace, known in watched.items():
+        try:
+            plain = {native: job_states.status_of(workload, pods) for native, (workload, pods) in known.items()}
+            warned = _with_warnings(api, namespace, known, plain)
+            found |= {str(native): status for native, status in warned.items()}
+        except Unreachable as error:
+            silent |= dict.fromkeys(map(str, known), str(error))
+    for (namespace, _), group in groups.items():
+        for part in (group[at : at + _AT_ONCE] for at in range(0, len(group), _AT_ONCE)):
+            try:
+                found |= _listed(api, namespace, part, ttl=ttl)
+            except Unreachable as error:
+                silent |= dict.fromkeys(map(str, part), str(error))
+    return found, silent
+
+
+def workload_of(api: Api, native: Native) -> Object | None:
+    """The job's object now; None when there is none."""
+    return _got(api, api.path(native.api_version, native.plural, native.name, namespace=native.namespace))
+
+
+def pod_of(api: Api, native: Native, name: str) -> Object | None:
+    """One of the job's pods now; None when there is none of that name."""
+    return _got(api, api.path("v1", "pods", name, namespace=native.namespace))
+
+
+def _got(api: Api, path: str) -> Object | None:
+    try:
+        return api.call("GET", path)
+    except NotFound:
+        return None
+
+
+def pods_of(api: Api, native: Native) -> list[Object]:
+    """The job's pods now."""
+    return list(listed(api, api.path("v1", "pods", namespace=native.namespace), {"labelSelector": native.selector}))
+
+
+def listed(api: Api, path: str, query: dict[str, str]) -> Iterator[Object]:
+    """All objects of a collection that are asked for, a page at a time."""
+    for answer in api.pages(path, query):
+        yield from answer.get("items") or []
+
+
+def _watched(api: Api, native: Native) -> tuple[Object, list[Object]] | None:
+    """The job's object and pods; None when they must be queried: nobody watches, or what is seen would be final, which
+    must be exact."""
+    watcher = watch.running(api, native.namespace)
+    seen = None if watcher is None else watcher.snapshot(native)
+    if seen is None:
+        return None
+    workload, pods = seen
+    # The watches of pods and of objects are two, and the one may be behind the other.
+    if workload is None or job_states.status_of(workload, pods).state.final:
+        return None
+    return workload, pods
+
+
+def _listed(api: Api, namespace: str, natives: Sequence[Native], *, ttl: bool) -> dict[str, Status]:
+    workloads = _workloads(api, namespace, natives)
+    there = [native for native in natives if native.name in workloads]
+    pods: dict[str, list[Object]] = {}
+    for pod in listed(api, api.path("v1", "pods", namespace=namespace), {"labelSelector": _selector(natives)}):
+        pods.setdefault(((pod.get("metadata") or {}).get("labels") or {}).get(names.JOB_ID, ""), []).append(pod)
+    mine = {native: pods.get(names.label_value(native.job_id), []) for native in natives}
+    found = {native: _status(api, native, workloads[native.name], mine[native]) for native in there}
+    found |= _with_warnings(api, namespace, {native: (workloads[native.name], mine[native]) for native in there}, found)
+    for native in natives:
+        if native not in found:
+            found[native] = job_states.status_when_gone(native.kind, mine[native], ttl=ttl)
+    return {str(native): found[native] for native in natives}
+
+
+def _with_warnings(
+    api: Api, namespace: str, jobs: Mapping[Native, tuple[Object, list[Object]]], known: Mapping[Native, Status]
+) -> dict[Native, Status]:
+    """The status of each job, which is known by its object and pods; of those that wait, also by what the cluster
+    warned of."""
+    waiting = [
+        native
+        for native, (workload, pods) in jobs.items()
+        if not known[native].state.final
+        and (
+            known[native].state is State.QUEUED
+            or any(map(pod_states.not_ready, pods))
+            or job_states.lacks_pods(workload, pods)
+        )
+    ]
+    events = _warnings(api, namespace, {native: jobs[native][1] for native in waiting})
+    warned = {native: job_states.status_of(*jobs[native], events.get(native, [])) for native in waiting}
+    return {**known, **warned}
+
+
+def _status(api: Api, native: Native, workload: Object, pods: list[Object]) -> Status:
+    """The status of a job by its pods; of one that has failed, also by those that are gone, as they were last: an
+    operator that gives a job up deletes them at once, as does an eviction."""
+    status = job_states.status_of(workload, pods)
+    watcher = watch.running(api, native.namespace)
+    if status.state is not State.FAILED or watcher is None:
+        return status
+    there = {names.node_of(pod) for pod in pods}
+    last = {names.node_of(pod): pod for pod in watcher.deleted_pods(native)}
+    deleted = [pod for node, pod in last.items() if node not in there]
+    known = job_states.status_of(workload, [*pods, *deleted])
+    return known if known.state is State.FAILED else status
+
+
+def _workloads(api: Api, namespace: str, natives: Sequence[Native]) -> dict[str, Object]:
+    """By name; all of them of one kind."""
+    if len(natives) == 1:
+        only = workload_of(api, natives[0])
+        return {} if only is None else {natives[0].name: only}
+    path = api.path(natives[0].api_version, natives[0].plural, namespace=namespace)
+    query = {"labelSelector": _selector(natives)}
+    found = {str(each["metadata"]["name"]): each for each in listed(api, path, query)}
+    # Somebody may have taken the label away: what is not in the list is asked for by its name before it is gone.
+    for native in natives:
+        if native.name not in found and (there := workload_of(api, native)) is not None:
+            found[native.name] = there
+    return found
+
+
+def _warnings(api: Api, namespace: str, jobs: dict[Native, list[Object]]) -> dict[Native, list[Object]]:
+    """What the cluster warned of about these jobs. Not being allowed to see it leaves the reasons out."""
+    about = {native: watch.concerned(native, pods) for native, pods in jobs.items()}
+    wanted = {name for each in about.values() for name in each}
+    if not wanted:
+        return {}
+    path = api.path("v1", "events", namespace=namespace)
+    few = sorted(wanted) if len(wanted) <= _FEW else [None]
+    events: dict[str, list[Object]] = {}
+    try:
+        for name in few:
+            query = {"fieldSelector": watch.WARNINGS + (f",involvedObject.name={name}" if name else _NOT_OF_USE)}
+            for each in listed(api, path, query):
+                events.setdefault(str((each.get("involvedObject") or {}).get("name")), []).append(each)
+    except Forbidden as error:
+        logger.warning("%s; why a job waits or stands still may be left out", one_line(str(error)))
+    return {native: [event for name in mine for event in events.get(name, [])] for native, mine in about.items()}
+
+
+def _selector(natives: Iterable[Native]) -> str:
+    return names.selector_of(names.label_value(native.job_id) for native in natives)
+
+
+__all__ = ["listed", "pod_of", "pods_of", "statuses", "workload_of"]

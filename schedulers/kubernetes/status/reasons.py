@@ -1,0 +1,137 @@
+"""What Kubernetes' own words for pods, containers, jobs and events mean to us: tables, and nothing else.
+
+Pods and containers: https://kubernetes.io/docs/concepts/workloads/pods/pod-lifecycle/ and the kubelet's
+`pkg/kubelet/images/types.go`, `…/container/sync_result.go`, `…/lifecycle/predicate.go`; disruptions:
+https://kubernetes.io/docs/concepts/workloads/pods/disruptions/; Jobs: `k8s.io/api/batch/v1`; the training operator:
+`pkg/controller.v1/common/job.go`; JobSet: `pkg/constants`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from ...job import Reason
+
+Meaning = tuple[Reason, str]
+
+# Why a container waits. What is not here is shown as the kubelet says it.
+WAITING: Mapping[str, Meaning] = {
+    "ContainerCreating": (Reason.NONE, ""),
+    "PodInitializing": (Reason.NONE, ""),
+    "ErrImagePull": (Reason.SETUP, "the image cannot be pulled"),
+    "ImagePullBackOff": (Reason.SETUP, "the image cannot be pulled"),
+    "ErrImageNeverPull": (Reason.SETUP, "the image is not on the node, and image_pull_policy is Never"),
+    "InvalidImageName": (Reason.SETUP, "the image's name is not valid"),
+    "ImageInspectError": (Reason.SETUP, "the image is damaged on the node"),
+    "RegistryUnavailable": (Reason.SETUP, "the image's registry does not answer"),
+    "SignatureValidationFailed": (Reason.SETUP, "the image's signature is not valid"),
+    "CreateContainerConfigError": (Reason.SETUP, "the container cannot be made"),
+    "CreateContainerError": (Reason.SETUP, "the container cannot be made"),
+    "RunContainerError": (Reason.SETUP, "the container cannot be started"),
+    "PreStartHookError": (Reason.SETUP, "the container cannot be started"),
+    "PostStartHookError": (Reason.SETUP, "the container cannot be started"),
+    "CrashLoopBackOff": (Reason.EXIT_CODE, "it failed and waits to be started again"),
+}
+
+# A line of advice for what the kubelet says in its own words.
+ADVICE: tuple[tuple[str, str], ...] = (
+    ("runAsNonRoot", "the image's user is root or has no number: run_as_user: 1000 names another"),
+    ("non-root", "the image's user is root or has no number: run_as_user: 1000 names another"),
+)
+
+# Why a container ended, where its exit code is not the whole story.
+TERMINATED: Mapping[str, Meaning] = {
+    "OOMKilled": (Reason.OUT_OF_MEMORY, "it used more memory than the pod may (--memory)"),
+    "ContainerCannotRun": (Reason.SETUP, "the container could not be started"),
+    "StartError": (Reason.SETUP, "the container could not be started"),
+    "DeadlineExceeded": (Reason.TIME_LIMIT, "its time limit passed"),
+}
+
+# A pod's own `status.reason`.
+POD: Mapping[str, Meaning] = {
+    "Evicted": (Reason.PREEMPTED, "its pod was evicted"),
+    "Preempting": (Reason.PREEMPTED, "its pod made place for a more important one"),
+    "Preempted": (Reason.PREEMPTED, "its pod made place for a more important one"),
+    "NodeLost": (Reason.NODE_FAILURE, "its node was lost"),
+    "NodeShutdown": (Reason.NODE_FAILURE, "its node was shut down"),
+    "Shutdown": (Reason.NODE_FAILURE, "its node was shut down"),
+    "Terminated": (Reason.NODE_FAILURE, "its node was shut down"),
+    "NodeAffinity": (Reason.NO_CAPACITY, "its node no longer fits it"),
+    "OutOfcpu": (Reason.NO_CAPACITY, "its node had no cores left"),
+    "OutOfmemory": (Reason.NO_CAPACITY, "its node had no memory left"),
+    "OutOfpods": (Reason.NO_CAPACITY, "its node takes no more pods"),
+    "UnexpectedAdmissionError": (Reason.NO_CAPACITY, "its node could not give it its devices"),
+    "DeadlineExceeded": (Reason.TIME_LIMIT, "its time limit passed"),
+}
+
+# What an eviction says of a pod that filled its own limit, and not its node's disk.
+# https://github.com/kubernetes/kubernetes/blob/master/pkg/kubelet/eviction/helpers.go
+OWN_STORAGE = re.compile(
+    "ephemeral local storage usage exceeds|exceeded its local ephemeral storage limit|Usage of EmptyDir volume"
+)
+STORAGE: Meaning = (Reason.EXIT_CODE, "it used more local storage than the pod may (resources: ephemeral-storage)")
+
+# The reason of a pod's condition DisruptionTarget.
+DISRUPTED: Mapping[str, Meaning] = {
+    "PreemptionByScheduler": (Reason.PREEMPTED, "its pod made place for a more important one"),
+    "PreemptionByKubeScheduler": (Reason.PREEMPTED, "its pod made place for a more important one"),
+    "EvictionByEvictionAPI": (Reason.PREEMPTED, "its pod was evicted, as when a node is drained"),
+    "TerminationByKubelet": (Reason.PREEMPTED, "its node ran short of something, or was shut down"),
+    "DeletionByTaintManager": (Reason.NODE_FAILURE, "its node was lost, or tainted"),
+    "DeletionByPodGC": (Reason.NODE_FAILURE, "its node is gone"),
+}
+
+# The reason of a job's condition Failed, FailureTarget or Suspended.
+JOB: Mapping[str, Meaning] = {
+    "BackoffLimitExceeded": (Reason.EXIT_CODE, ""),
+    "MaxFailedIndexesExceeded": (Reason.EXIT_CODE, ""),
+    "FailedIndexes": (Reason.EXIT_CODE, ""),
+    "PodFailurePolicy": (Reason.SETUP, "its program could not be run"),
+    "DeadlineExceeded": (Reason.TIME_LIMIT, "its time limit passed"),
+    "ReachedMaxRestarts": (Reason.EXIT_CODE, ""),
+    "FailedJobs": (Reason.EXIT_CODE, ""),
+    "FailJobSetFailurePolicyAction": (Reason.EXIT_CODE, ""),
+    "PyTorchJobFailed": (Reason.EXIT_CODE, ""),
+    "TrainingRuntimeNotSupported": (Reason.SETUP, "its runtime is not there"),
+    "TrainJobJobsCreationFailed": (Reason.SETUP, "its pods could not be made"),
+    "JobsCreationFailed": (Reason.SETUP, "its pods could not be made"),
+}
+# Of a Job that may not restart: one of its pods was deleted by the cluster, and is gone.
+DISRUPTION: Meaning = (Reason.PREEMPTED, "its pod was evicted or preempted, or its node was lost")
+BACK_OFF = "specified backoff limit"
+# The training operator has one reason for all failures, and says in words which it was.
+SAID_OF_JOB: tuple[tuple[str, Meaning], ...] = (
+    ("longer than specified deadline", (Reason.TIME_LIMIT, "its time limit passed")),
+    (BACK_OFF, (Reason.EXIT_CODE, "")),
+    ("has condition DisruptionTarget", DISRUPTION),
+)
+
+# How the reasons of events begin that say of an object's pods that they cannot be made.
+REFUSALS = ("FailedCreate", "JobCreationFailed", "TrainJobResourcesCreationFailed")
+# What the kubelet says of a volume in the first second of a pod, and of no volume that lacks.
+PASSING = ("failed to sync configmap cache", "failed to sync secret cache", "not registered")
+# What the scheduler says of a claim that does not exist.
+NO_CLAIM = re.compile(r'persistentvolumeclaim "[^"]*" not found')
+# What an event's message holds -> what it means. Tried in their order, for events of type Warning.
+EVENTS: tuple[tuple[str, Meaning], ...] = (
+    ("exceeded quota", (Reason.NO_CAPACITY, "the namespace's quota does not allow its pods")),
+    ("failed quota", (Reason.SETUP, "the namespace's quota wants to know --cpus and --memory")),
+    ("violates PodSecurity", (Reason.SETUP, "the namespace's Pod Security Standard refuses its pods")),
+    ("denied the request", (Reason.SETUP, "an admission webhook refuses its pods")),
+    ("serviceaccount", (Reason.SETUP, "its service account is not there")),
+    ("no PriorityClass with name", (Reason.SETUP, "its priority class is not there")),
+    ("is forbidden", (Reason.SETUP, "the cluster refuses its pods")),
+)
+# The reason of an event of a pod that does not start -> what it means.
+POD_EVENTS: Mapping[str, Meaning] = {
+    "FailedScheduling": (Reason.NO_CAPACITY, "no node fits"),
+    "FailedMount": (Reason.SETUP, "a volume cannot be mounted"),
+    "FailedAttachVolume": (Reason.SETUP, "a volume cannot be attached"),
+    "FailedMapVolume": (Reason.SETUP, "a volume cannot be mounted"),
+    "FailedCreatePodSandBox": (Reason.SETUP, "the pod's network or sandbox cannot be made"),
+    "NetworkNotReady": (Reason.SETUP, "the node's network is not ready"),
+    "FailedCreate": (Reason.SETUP, "its pods cannot be made"),
+    "FailedCreatePod": (Reason.SETUP, "its pods cannot be made"),
+    "FailedCreateService": (Reason.SETUP, "its Services cannot be made"),
+}

@@ -1,0 +1,190 @@
+"""The life of one start of a Slurm job, on its first node: it counts, starts the step that holds the nodes' launchers,
+waits for what they report, and says how the job ended, or that it is to be started again.
+
+    batch.py DIRECTORY           a job; its directory is on a file system that all nodes share
+    batch.py --array DIRECTORY   a task of an array: slurm/array.json in DIRECTORY lists the tasks' own directories
+
+Ends with the exit code of the rank that failed first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+import traceback
+
+from . import outcome, shared_files, slurm
+from .step import Step
+
+try:
+    from ...node import logs
+except (ImportError, ValueError):  # in the file that is sent with a job; ValueError: Python 3.8
+    import logs  # type: ignore[import-not-found, no-redef]
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, NoReturn
+
+    Document = dict[str, Any]
+
+_MARKS = "ACCEL_"
+
+
+class Batch:
+    """One start. Its number is the attempt that its ranks begin with."""
+
+    def __init__(self, directory: str) -> None:
+        self.directory = directory
+        self.own = os.path.join(directory, "slurm")
+        self.settings: Document = shared_files.read(os.path.join(self.own, "settings.json"))
+        if not isinstance(self.settings, dict) or self.settings.get("schema") != shared_files.SCHEMA:
+            raise slurm.Problem(self._path("settings.json") + " cannot be read, or is of another accel's making")
+        self.job = slurm.own_job()
+        self.starts_before = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+        self.attempt = self._newest() + 1
+        self.told = False
+
+    def run(self) -> int:
+        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(signum, self._on_end)
+        for signum in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT):
+            signal.signal(signum, lambda *_: None)  # the ranks get their own
+        over = shared_files.read(os.path.join(self.directory, "exit.json"))
+        if over is not None:
+            slurm.say("this job is over: " + os.path.join(self.directory, "exit.json"))
+            return int(over.get("exit_code") or 0)
+        shared_files.reserve(self._path("spare"))
+        try:
+            status = self._before()
+            if status is not None:
+                return self._finish(status)
+            return self._act(self._step())
+        except (slurm.Problem, OSError) as problem:
+            return self._finish(outcome.not_started(self.settings, self.attempt, "setup", slurm.text_of(problem)))
+        except Exception as error:  # a defect of ours must not lose the job
+            traceback.print_exc()
+            said = f"defect in accel: {error!r} (see logs/slurm.log)"
+            return self._finish(outcome.not_started(self.settings, self.attempt, "setup", said))
+
+    def _before(self) -> Document | None:
+        """Counts this start and raises the fence. How the job ends, if it is not to be started."""
+        shared_files.write(self._path("attempt"), f"{self.attempt}\n", self._path("spare"))
+        names = slurm.node_names()
+        self.master = slurm.address_of(self.settings["interface"]) or slurm.reachable(names[0])
+        self.port, self._held = slurm.hold_port(int(os.environ["SLURM_JOB_ID"]))
+        self.names = names
+        start = {"attempt": self.attempt, "restart_count": self.starts_before, "slurm_job": self.job, "nodes": names,
+                 "port": self.port, "master": self.master, "at": time.time()}  # fmt: skip
+        shared_files.append(self._path("attempts.jsonl"), start)
+        if shared_files.exists(self._path("cancel")):
+            return outcome.cancelled(self.settings, self.attempt)
+        if self.attempt > int(self.settings["max_restarts"]):
+            ends = shared_files.lines(self._path("ends.jsonl"))
+            last = ends[-1] if ends and ends[-1]["start"] == self._last_start else None
+            return outcome.too_often(self.settings, self.attempt, last) if self.attempt else None
+        return None
+
+    def _step(self) -> outcome.Evidence:
+        env = {name: value for name, value in os.environ.items() if not name.startswith(_MARKS)}
+        env.update(
+            ACCEL_JOB_ID=self.settings["job_id"],
+            ACCEL_ATTEMPT=str(self.attempt),
+            ACCEL_MASTER=self.master,
+            ACCEL_PORT=str(self.port),
+            ACCEL_NODE_NAMES=",".join(self.names),
+            SUBMITIT_EXECUTOR="slurm",
+            SUBMITIT_LOG_LEVEL="WARNING",  # its own words are not the job's
+            SUBMITIT_PREEMPT_SIGNAL="URG",  # what preemption means is not its to say
+        )
+        known = outcome.Evidence(self.settings, self.attempt, self.names)
+        known.runs_before = self.starts_before
+        self.step = Step(self.settings, self.directory, self.attempt, env, known, lambda: self.told)
+        self.step.run()
+        known.attempt = max(self.attempt, self._newest())
+        known.told = self.told
+        known.cancel = shared_files.exists(self._path("cancel"))
+        if not known.succeeded and not known.cancel:
+            known.slurm = slurm.facts(self.job)
+        return known
+
+    def _act(self, known: outcome.Evidence) -> int:
+        if self._fenced():
+            slurm.say("a later start of this job has begun: this one stops here")
+            return 1
+        end = outcome.conclude(known)
+        if self.step.full:
+            end.status["message"] = "; ".join(filter(None, (end.status["message"], logs.FULL)))
+        if end.do != "again":
+            self.step.finish()
+        if end.do == "finish":
+            return self._finish(end.status)
+        ended = dict(end.status, start=self.attempt, at=time.time())
+        with contextlib.suppress(OSError):
+            shared_files.append(self._path("ends.jsonl"), ended)
+        code = int(end.status["exit_code"] or 1)
+        if end.do == "leave":
+            return code
+        refused = slurm.requeue(self.job, self.starts_before, lambda: self.told)
+        if refused is None:
+            slurm.say("attempt {}: {}; it is started again".format(known.attempt, end.status["message"]))
+            slurm.await_end(lambda: self.told)
+            return code
+        self.step.finish()
+        end.status["message"] += "; Slurm did not take it back to start it again: " + refused
+        return self._finish(end.status)
+
+    def _finish(self, status: Document) -> int:
+        """Writes how the job ended, once and for all. The exit code of this program."""
+        path = os.path.join(self.directory, "exit.json")
+        problem = shared_files.write_once(path, dict(status, observed_at=time.time()), self._path("spare"))
+        # Without a result Slurm may start the job again, and its ranks need their secrets.
+        for name in ("spare", *(() if problem else ("secrets.json",))):
+            with contextlib.suppress(OSError):
+                os.unlink(self._path(name))
+        state, message = status["state"], status["message"] or "all ranks ended with 0"
+        slurm.say(problem or (state if message == state else f"{state}: {message}"))
+        if status["state"] == "cancelled" and not self.told and slurm.cancel(self.job):
+            slurm.await_end(lambda: self.told)  # so that Slurm's own records say that it was cancelled
+        return int(status["exit_code"] if status["exit_code"] is not None else status["state"] != "succeeded")
+
+    def _newest(self) -> int:
+        """The number of the newest attempt that has begun; -1 when none has."""
+        starts = shared_files.lines(self._path("attempts.jsonl"))
+        self._last_start = starts[-1]["attempt"] if starts else -1
+        inside = logs.newest_attempt(os.path.join(self.directory, "logs", "launch.jsonl")) if starts else None
+        return max(self._last_start, -1 if inside is None else inside)
+
+    def _fenced(self) -> bool:
+        return shared_files.fenced(self._path("attempt"), self.attempt)
+
+    def _path(self, name: str) -> str:
+        return os.path.join(self.own, name)
+
+    def _on_end(self, *_: object) -> None:
+        self.told = True
+
+
+def directory_of(words: list[str]) -> str:
+    """The directory of the job that this start belongs to."""
+    if words[:1] != ["--array"]:
+        return words[0]
+    listed = shared_files.read(os.path.join(words[1], "slurm", "array.json"))
+    try:
+        return str(listed["directories"][int(os.environ["SLURM_ARRAY_TASK_ID"])])
+    except (TypeError, KeyError, ValueError, IndexError):
+        task = os.environ.get("SLURM_ARRAY_TASK_ID")
+        raise slurm.Problem(f"{words[1]}/slurm/array.json names no job for task {task}") from None
+
+
+def main(words: list[str]) -> NoReturn:
+    try:
+        code = Batch(os.path.abspath(directory_of(words))).run()
+    except (slurm.Problem, OSError) as problem:
+        slurm.say(slurm.text_of(problem))
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

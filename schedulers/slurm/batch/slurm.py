@@ -1,0 +1,178 @@
+"""What the first node asks of Slurm and of its own network."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+
+from .outcome import started_again
+from .unanswered import is_unanswered
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+FIRST_PORT, PORTS = 20000, 12000  # below the ports that systems give out by themselves (32768 on Linux)
+_ASK_S = 5.0
+_PAUSES_S = (1, 2, 4, 8, 16, 30, 60, 60, 60, 0)
+_END_S = 30.0
+_SIOCGIFADDR = 0x8915
+_FACT = re.compile(r"\b(JobState|Reason|Restarts|PreemptTime|TimeLimit)=(\S+)")
+
+
+class Problem(Exception):
+    """Why the job cannot be started; one line for people."""
+
+
+def say(text: str) -> None:
+    print("accel: " + text, flush=True)
+
+
+def text_of(problem: Exception) -> str:
+    if isinstance(problem, OSError) and problem.strerror:
+        return f"{problem.filename or 'a file'}: {problem.strerror}"
+    return str(problem)
+
+
+def own_job() -> str:
+    """This job, for Slurm's commands. The number of an array's last task is that of the whole array too."""
+    array = os.environ.get("SLURM_ARRAY_JOB_ID")
+    return "{}_{}".format(array, os.environ["SLURM_ARRAY_TASK_ID"]) if array else os.environ["SLURM_JOB_ID"]
+
+
+def node_names() -> list[str]:
+    """The nodes of the job, by rank."""
+    listed = os.environ["SLURM_JOB_NODELIST"]
+    done = _call("scontrol", "show", "hostnames", listed)
+    names = done.stdout.split() if done is not None and done.returncode == 0 else []
+    return names or [os.environ.get("SLURMD_NODENAME") or socket.gethostname()]
+
+
+def reachable(name: str) -> str:
+    """A name or address of this node that the others can reach: its name in Slurm, or where that is none in the
+    network the address that Slurm has for it."""
+    try:
+        socket.getaddrinfo(name, None)
+        return name
+    except OSError:
+        done = _call("scontrol", "show", "node", "-o", name)
+        found = re.search(r"\bNodeAddr=(\S+)", done.stdout) if done is not None else None
+        return found.group(1) if found else socket.gethostname()
+
+
+def address_of(interface: str | None) -> str | None:
+    """The address of this node on a network interface; None when none is named. Raises Problem."""
+    if interface is None:
+        return None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            packed = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+            return socket.inet_ntoa(packed[20:24])
+        except OSError:
+            pass
+    for line in _lines("/proc/net/if_inet6"):
+        digits, _, _, scope, _, name = line.split()
+        if name == interface and scope == "00":
+            return socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))
+    there = ", ".join(name for _, name in socket.if_nameindex())
+    raise Problem(f"interface {interface}: {socket.gethostname()} has no address on it; there are {there}")
+
+
+def hold_port(job: int) -> tuple[int, socket.socket]:
+    """A port of this node that no other job takes while the socket is open, and that the ranks' launcher can take.
+
+    The socket is bound and does not listen. Bound so, a second one needs the consent of both (SO_REUSEADDR): whoever
+    looks for a free port does not give it, and a server does.
+    """
+    for number in range(PORTS):
+        port = FIRST_PORT + (job + number) % PORTS
+        held = socket.socket(socket.AF_INET6 if socket.has_ipv6 else socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            held.bind(("", port))
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            return port, held
+        except OSError:
+            held.close()
+    raise Problem(f"none of the ports {FIRST_PORT} … {FIRST_PORT + PORTS - 1} is free on this node")
+
+
+def facts(job: str) -> dict[str, str] | None:
+    """What Slurm says of a job now; None when it cannot be asked."""
+    for _ in range(2):
+        done = _call("scontrol", "show", "job", "-o", job)
+        if done is not None and done.returncode == 0:
+            # A job's name comes before these, its command and directory after: the first of each is Slurm's word.
+            said = dict(reversed(_FACT.findall(done.stdout.partition(" GroupId=")[2])))
+            if "JobState" in said:
+                return said
+    return None
+
+
+def requeue(job: str, runs_before: int, told: Callable[[], bool]) -> str | None:
+    """Has Slurm start the job again, under the same id. Why it will not, when it will not.
+
+    A controller that does not answer is given some minutes. Slurm may end the client that has asked it together with
+    this program, which is part of the job too: the question is then whether the job has been taken back, and where
+    Slurm ends it for another reason its own word for the job tells which.
+    """
+    words = ""
+    for pause in _PAUSES_S:
+        done = _call("scontrol", "requeue", job)
+        if done is not None and done.returncode == 0:
+            return None
+        now = facts(job)
+        if now is not None and started_again(now, runs_before):
+            return None
+        words = done.stderr.strip() if done is not None and done.returncode > 0 else ""
+        if not words:
+            if told() if now is None else now["JobState"] != "RUNNING":
+                return None
+        elif told() or (now is not None and not is_unanswered(words)):
+            break
+        time.sleep(pause)
+    return (words or "slurmctld does not answer").splitlines()[-1]
+
+
+def cancel(job: str) -> bool:
+    done = _call("scancel", job)
+    return done is not None and done.returncode == 0
+
+
+def await_end(told: Callable[[], bool]) -> None:
+    """Waits for the signal with which Slurm ends this program."""
+    deadline = time.monotonic() + _END_S
+    while not told() and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def _call(*argv: str) -> subprocess.CompletedProcess[str] | None:
+    try:
+        return subprocess.run(
+            list(argv), stdin=subprocess.DEVNULL, capture_output=True, timeout=_ASK_S, text=True, errors="replace",
+            env=dict(os.environ, LC_ALL="C"), preexec_fn=_deafen,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return None
+    except OSError as error:
+        print(f"accel: {argv[0]}: {error.strerror}", file=sys.stderr, flush=True)
+        return None
+
+
+def _deafen() -> None:
+    """The SIGTERM that Slurm sends to all processes of the job spares a question that is being asked."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        with open(path) as file:
+            return file.read().splitlines()
+    except OSError:
+        return []

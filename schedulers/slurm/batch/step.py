@@ -1,0 +1,259 @@
+"""The job's one step, srun with a launcher on each node, from its start to its end, and what is gathered meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import select
+import signal
+import subprocess
+import time
+
+from . import shared_files, slurm
+from .outcome import Evidence
+
+try:
+    from ...node import logs
+except (ImportError, ValueError):  # in the file that is sent with a job; ValueError: Python 3.8
+    import logs  # type: ignore[import-not-found, no-redef]
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+    Document = dict[str, Any]
+
+_LOOK_S = 0.25
+_ENDING = ("warned", "told", "first report")  # after which the end is near
+_SOON_S = 0.05
+_SOON_FOR_S = 20.0
+_GLANCE_S = 1.0
+_ALLOWANCE_S = 20.0  # beyond the grace, for a node to say how it ended
+_REPORTED_S = 10.0  # for srun to end once all nodes have
+_START_ALLOWANCE_S = 5.0
+_KILL_S = 5.0
+_LONGEST_WORDS = 500
+_MOST_HELD = 4096
+_ERROR = "srun: error: "
+_MARK = re.compile(r"(\d+)\.(begun|warned|json)\Z")
+# A warning that comes while the interpreter starts must not end it, which is what both do by default.
+_DEAF = ["/bin/sh", "-c", 'trap "" USR1 USR2 URG; exec "$@"', "sh"]
+
+
+def _name_pickle(folder: str, env: dict[str, str]) -> None:
+    """Gives submitit's pickle the name that submitit looks for, which has a number that the submit, if it was killed
+    once sbatch had it, did not live to hear."""
+    task = env.get("SLURM_ARRAY_TASK_ID")
+    number = env["SLURM_JOB_ID"] if task is None else env["SLURM_ARRAY_JOB_ID"] + "_" + task
+    before = "job.pkl" if task is None else f"job_{task}.pkl"
+    with contextlib.suppress(FileExistsError, FileNotFoundError):
+        os.link(os.path.join(folder, before), os.path.join(folder, number + "_submitted.pkl"))
+
+
+class Step:
+    """`known` is filled in while it runs. `run`, then `finish`. `full`: the disk of the logs has been full."""
+
+    def __init__(
+        self,
+        settings: Document,
+        directory: str,
+        attempt: int,
+        env: dict[str, str],
+        known: Evidence,
+        told: Callable[[], bool],
+    ) -> None:
+        self._settings, self._directory, self._attempt, self._env = settings, directory, attempt, env
+        self._known, self._told = known, told
+        self._nodes = os.path.join(directory, "slurm", "nodes", f"a{attempt}")
+        self._logs = os.path.join(directory, "logs")
+        self._clock = logs.Clock(self._logs)
+        self._since: dict[str, float] = {}
+        self._next_look = self._next_glance = self._next_note = 0.0
+        self._kill_at: float | None = None
+
+    def run(self) -> None:
+        """Returns when it is known how the ranks ended. Raises slurm.Problem when there is no srun."""
+        os.makedirs(self._nodes, exist_ok=True)
+        os.makedirs(self._logs, exist_ok=True)
+        argv = [*self._settings["srun"], *_DEAF, *self._settings["submitit"]]
+        _name_pickle(self._settings["submitit"][-1], self._env)
+        self._woken, waker = os.pipe()
+        for descriptor in (self._woken, waker):
+            os.set_blocking(descriptor, False)
+        signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        try:
+            self._srun = subprocess.Popen(
+                argv, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, env=self._env, cwd=self._directory
+            )
+        except OSError as error:
+            raise slurm.Problem(f"cannot run {argv[0]}: {error.strerror}") from None
+        assert self._srun.stderr is not None
+        self._words = _Words(self._srun.stderr.fileno())
+        self._mark("start")
+        self._watch(self._saved)
+        if self._srun.returncode is not None:
+            self._take_end()
+
+    @property
+    def full(self) -> bool:
+        return self._clock.full
+
+    def finish(self) -> None:
+        """Waits for the end of srun, if that is still to come: nodes have a little to do after they have reported."""
+        self._watch(lambda: False)
+
+    def _watch(self, enough: Callable[[], bool]) -> None:
+        while self._srun.poll() is None and not enough():
+            ready = select.select([self._woken, *self._words.wanted()], [], [], self._pause_s)[0]
+            if self._woken in ready:
+                os.read(self._woken, 4096)
+            self._words.read()
+            self._look()
+            self._end_when_due(self._srun)
+
+    def _saved(self) -> bool:
+        """Whether all nodes have reported, and ask to be started again: to have that done nobody waits for srun."""
+        reports = self._known.reports
+        return all(rank in reports and reports[rank].get("preempted") for rank in self._known.everybody)
+
+    @property
+    def _pause_s(self) -> float:
+        now = time.monotonic()
+        recent = [event for event in _ENDING if event in self._since and now - self._since[event] < _SOON_FOR_S]
+        return _SOON_S if recent else _LOOK_S
+
+    def _take_end(self) -> None:
+        self._words.read()
+        self._look(now=True)
+        code = self._srun.returncode
+        self._known.srun = code if code >= 0 else 128 - code
+        if self._known.srun and len(self._known.reports) < self._settings["nodes"]:
+            self._known.words = self._last_words() or self._words.complaint or self._words.first
+
+    def _look(self, now: bool = False) -> None:
+        """Takes in what has been written in the job's directory; each kind of file as often as it deserves."""
+        clock = time.monotonic()
+        if self._told():
+            self._mark("told")
+        if now or clock >= self._next_look:
+            self._read_nodes()
+            self._next_look = clock + self._pause_s
+        if now or clock >= self._next_glance:
+            self._next_glance = clock + _GLANCE_S
+            if shared_files.exists(self._own("cancel")):
+                self._mark("cancel")
+            if shared_files.fenced(self._own("attempt"), self._attempt):
+                self._mark("fence")
+        if now or clock >= self._next_note:
+            self._clock.note()
+            # Each of hundreds of logs is a question to the file server.
+            self._next_note = clock + _GLANCE_S + len(self._clock.sizes) / 100
+
+    def _read_nodes(self) -> None:
+        for name in _entries(self._nodes):
+            found = _MARK.match(name)
+            if found is None:
+                continue
+            rank = int(found.group(1))
+            self._known.begun.add(rank)
+            if found.group(2) == "warned":
+                self._mark("warned")
+            if found.group(2) == "json" and rank not in self._known.reports:
+                report = shared_files.read(os.path.join(self._nodes, name))
+                if isinstance(report, dict):
+                    self._known.reports[rank] = report
+                    self._mark("first report")
+
+    def _own(self, name: str) -> str:
+        return os.path.join(self._directory, "slurm", name)
+
+    def _end_when_due(self, srun: subprocess.Popen[bytes]) -> None:
+        """Ends the step when it is clear that it does not end by itself."""
+        now = time.monotonic()
+        if self._kill_at is None:
+            if not self._due(now):
+                return
+            srun.terminate()  # Slurm then kills the step on all nodes
+            self._kill_at = now + _KILL_S
+        elif now >= self._kill_at:
+            srun.kill()
+
+    def _due(self, now: float) -> bool:
+        settings, known = self._settings, self._known
+        if "fence" in self._since:
+            return True
+        patience = float(settings["grace_s"]) + _ALLOWANCE_S
+        missing = [rank for rank in known.everybody if rank not in known.reports]
+        if not missing:
+            return self._passed("all reported", _REPORTED_S, now)
+        idle = [rank for rank in missing if rank not in known.begun]
+        start = float(settings["start_timeout_s"])
+        if idle and now - self._since["start"] >= start + _START_ALLOWANCE_S:
+            names = ", ".join(known.name(rank) for rank in idle)
+            message = f"{names} did not start within {start:g} s"
+            known.overdue = {"reason": "rendezvous", "message": message}
+            return True
+        for cause in ("cancel", "told", "first report"):
+            if cause in self._since and now - self._since[cause] >= patience:
+                names = ", ".join(known.name(rank) for rank in missing)
+                message = f"{names} has not been heard of for {patience:.0f} s"
+                known.overdue = {"reason": "node_failure", "message": message}
+                return True
+        return False
+
+    def _mark(self, event: str) -> None:
+        self._since.setdefault(event, time.monotonic())
+
+    def _passed(self, event: str, seconds: float, now: float) -> bool:
+        self._mark(event)
+        return now - self._since[event] >= seconds
+
+    def _last_words(self) -> str:
+        """Of the first node that has ended without a report: an interpreter that was not there, a package."""
+        for rank in self._known.everybody:
+            if rank not in self._known.reports:
+                words = logs.last_line(os.path.join(self._logs, f"node-{rank}.log"), _LONGEST_WORDS)
+                if words:
+                    return words
+        return ""
+
+
+class _Words:
+    """What srun says: passed on, and the first complaint kept, and the first line of any kind."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._open = True
+        self._partial = bytearray()
+        self.complaint = self.first = ""
+        os.set_blocking(fd, False)
+
+    def wanted(self) -> list[int]:
+        return [self._fd] if self._open else []
+
+    def read(self) -> None:
+        while self._open:
+            try:
+                data = os.read(self._fd, 65536)
+            except BlockingIOError:
+                return
+            self._open = bool(data)
+            with contextlib.suppress(OSError):  # a full disk
+                os.write(2, data)
+            *whole, self._partial = (self._partial + data).split(b"\n")
+            for line in whole:
+                text = line[:_MOST_HELD].decode(errors="replace").strip()
+                self.first = self.first or text
+                if text.startswith(_ERROR) and not self.complaint:
+                    self.complaint = text[len(_ERROR) :]
+            del self._partial[_MOST_HELD:]  # of a line that does not end
+
+
+def _entries(path: str) -> list[str]:
+    try:
+        return os.listdir(path)
+    except OSError:
+        return []

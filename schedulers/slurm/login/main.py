@@ -1,0 +1,75 @@
+"""Tells of the Slurm jobs of this user, on a machine that has Slurm's commands. One line of JSON comes in:
+
+    {"root": "~/.accel", "do": [{"op": "status", "jobs": [{"job": "…", "slurm": "123"}]}]}
+
+One line comes out, `{"done": […]}` or `{"error": "…", "unreachable": false}`, and after it the bytes of the logs.
+
+    {"root": "~/.accel", "watch_s": 600, "clusters": null}
+
+is followed by jobs, a line each, `id number`; the id of each that is over comes out, a line each.
+
+Sent to login nodes, with what it imports.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+
+try:
+    from ...node import jobs
+    from . import job_ops as slurm
+    from . import slurm_commands as commands
+except ImportError:  # sent to a host, beside this
+    import job_ops as slurm  # type: ignore[import-not-found, no-redef]
+    import jobs  # type: ignore[import-not-found, no-redef]
+    import slurm_commands as commands  # type: ignore[import-not-found, no-redef]
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+    Step = dict[str, Any]
+
+
+def main() -> None:
+    os.umask(0o077)
+    commands.look_everywhere()
+    contents: list[bytes] = []
+    try:
+        request = json.loads(sys.stdin.buffer.readline())
+        root = os.path.expanduser(request["root"])
+        if "watch_s" in request:
+            watch(root, request)
+            return
+        line: dict[str, Any] = {"done": [slurm.OPERATIONS[step["op"]](root, step, contents) for step in request["do"]]}
+    except slurm.REFUSALS as error:
+        line = {"error": str(error)}
+    except commands.Unanswered as error:
+        line = {"error": str(error), "unreachable": True}
+    except OSError as error:
+        line = {"error": jobs.in_words(error)}
+    jobs.give(line, contents)
+
+
+def watch(root: str, request: Step) -> None:
+    wanted: dict[str, Step] = {}
+
+    def hear() -> None:
+        for line in sys.stdin.buffer:
+            job, number = line.decode("ascii", "replace").split()
+            wanted[job] = {"job": job, "slurm": number}
+        os._exit(0)
+
+    threading.Thread(target=hear, daemon=True).start()
+    began = time.monotonic()
+    for over in slurm.ends(root, wanted, request):
+        for job in over:
+            del wanted[job]
+            os.write(1, job.encode() + b"\n")
+        if time.monotonic() - began >= request["watch_s"]:
+            return
+        time.sleep(slurm.LOOK_S)

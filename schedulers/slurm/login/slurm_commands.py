@@ -1,0 +1,207 @@
+"""Slurm's commands, each called once for all that is asked of it, and what they print as rows.
+
+Beside `slurm.py`, which is sent with it to login nodes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+
+try:
+    from ..batch.unanswered import is_unanswered
+except ImportError:  # sent to a host, beside this
+    from unanswered import is_unanswered  # type: ignore[import-not-found, no-redef]
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from typing import Any
+
+    Step = dict[str, Any]
+    Row = dict[str, str]
+
+SEPARATOR = "\x1f"
+NO_LOGIN_NODE = "this machine is no login node of a Slurm cluster (say login: HOST in the target)"
+ANSWER_S = 30.0
+_AT_ONCE = 5000  # jobs in one argument, which may be 128 KiB long
+_SPAN = re.compile(r"(\d+)(?:-(\d+)(?::(\d+))?)?")  # of an array's elements: 7, 4-9, 0-8:2
+
+# Name here -> squeue's name and width; what is longer is cut, so that a row stays a row.
+QUEUE = {
+    "id": ("JobArrayID", 40),
+    "array": ("ArrayJobID", 20),
+    "state": ("State", 24),
+    "code": ("exit_code", 12),
+    "derived": ("DerivedEC", 12),
+    "restarts": ("RestartCnt", 8),
+    "reason": ("Reason", 200),
+    "comment": ("Comment", 120),
+    "workdir": ("WorkDir", 400),
+}
+ACCOUNT = {
+    "id": "JobID",
+    "state": "State",
+    "code": "ExitCode",
+    "derived": "DerivedExitCode",
+    "comment": "Comment",
+    "workdir": "WorkDir",
+}
+# Where sites put Slurm that only a login shell's profile knows.
+_PLACES = ("/opt/slurm/bin", "/usr/local/slurm/bin", "/cm/shared/apps/slurm/current/bin", "/usr/local/bin", "/usr/bin")
+_OF_A_JOB = ("SLURM_", "SBATCH_", "SRUN_", "SQUEUE_", "SACCT_", "SCANCEL_", "SCONTROL_", "SINFO_")
+
+
+class Unanswered(Exception):
+    """Slurm, or a part of it, cannot be asked now. One line for people."""
+
+
+class AccountingOff(Exception):
+    """The cluster keeps no accounting."""
+
+
+class Refused(Exception):
+    """A command does not do what it is asked. One line for people."""
+
+
+class Missing(Refused):
+    """There is no such command here."""
+
+
+def look_everywhere() -> None:
+    """Lets this process, which no login shell has started, find Slurm's commands where they usually are."""
+    known = os.environ.get("PATH", os.defpath).split(os.pathsep)
+    more = [place for place in _PLACES if place not in known and os.path.isdir(place)]
+    os.environ["PATH"] = os.pathsep.join([*known, *more])
+
+
+def queue(step: Step) -> list[Row]:
+    """All that squeue has of this user, those that have just ended too. Raises Unanswered."""
+    return queue_rows(queue_text(step))
+
+
+def queue_text(step: Step) -> str:
+    fields = ",".join(f"{name}:{width}{SEPARATOR}" for name, width in QUEUE.values())
+    text = _asked(["squeue", *where(step), "--me", "--states=all", "--noheader", "--array", "-O", fields])
+    return re.sub(f" +{SEPARATOR}", SEPARATOR, text)  # without what fills the columns it is a tenth as long
+
+
+def queue_rows(text: str) -> list[Row]:
+    """Those of what `queue_text` has returned."""
+    return [row for row in map(_queue_row, text.split("\n")) if row is not None]
+
+
+def _queue_row(line: str) -> Row | None:
+    values = [value.strip() for value in line.split(SEPARATOR)]
+    return {name: values[at] for at, name in enumerate(QUEUE)} if len(values) >= len(QUEUE) else None
+
+
+def is_ours(row: Row, comment: str, workdir: str) -> bool:
+    """Whether a job is the one that carries this comment or, where comments are changed, works in this directory."""
+    return row["comment"] == comment or row["workdir"] in (workdir, workdir[: QUEUE["workdir"][1]])
+
+
+def accounts_of(numbers: list[str], step: Step) -> list[Row]:
+    """All runs of these jobs that accounting knows; an array is asked for as a whole, and thousands of jobs in several
+    calls, as no command line is long enough for all. Raises what `accounts` raises."""
+    wanted = list(dict.fromkeys(number.partition("_")[0] for number in numbers))
+    rows: list[Row] = []
+    for start in range(0, len(wanted), _AT_ONCE):
+        rows += accounts(["-j", ",".join(wanted[start : start + _AT_ONCE])], step)
+    return rows + list(_of_elements(rows, numbers))
+
+
+def _of_elements(rows: list[Row], numbers: list[str]) -> Iterator[Row]:
+    """The rows of array elements that have none of their own. Those that never began share one, such as `74_[48-499]`,
+    or `74` where none of the array began."""
+    own = {row["id"] for row in rows}
+    waiting: dict[str, list[str]] = {}
+    for number in numbers:
+        array, found, _ = number.partition("_")
+        if found and number not in own:
+            waiting.setdefault(array, []).append(number)
+    for row in rows:
+        array, _, elements = row["id"].partition("_")
+        spans = _SPAN.findall(elements.partition("%")[0]) if elements.startswith("[") else []
+        if not spans and row["id"] != array:
+            continue
+        for number in waiting.get(array, ()):
+            at = int(number.partition("_")[2])
+            if not spans or any(at in range(int(a), int(b or a) + 1, int(step or 1)) for a, b, step in spans):
+                yield {**row, "id": number}
+
+
+def accounts(chosen: list[str], step: Step) -> list[Row]:
+    """All runs of the chosen jobs that accounting knows. Raises Unanswered, AccountingOff."""
+    fields = ",".join(ACCOUNT.values())
+    words = ["--allocations", "--duplicates", "--noheader", "--parsable2", f"--delimiter={SEPARATOR}", "-o", fields]
+    rows = []
+    for line in _asked(["sacct", *where(step), *words, *chosen]).split("\n"):
+        values = line.split(SEPARATOR)
+        if len(values) == len(ACCOUNT) and values[1]:
+            row = {name: values[at] for at, name in enumerate(ACCOUNT)}
+            rows.append({**row, "code": _unfolded(row["code"]), "derived": _unfolded(row["derived"])})
+    return rows
+
+
+def _unfolded(code: str) -> str:
+    """sacct takes 128 from an exit code of 128 and more. What can be told by that is 143, of those that were ended by
+    SIGTERM: no program ends with 15 by itself."""
+    return "143:0" if code == "15:0" else code
+
+
+def where(step: Step) -> list[str]:
+    """The cluster that is meant, where one submits to several."""
+    return ["-M", str(step["clusters"])] if step.get("clusters") else []
+
+
+def _asked(argv: list[str]) -> str:
+    """A question in which there is nothing that could be refused: whatever goes wrong, there is no answer now."""
+    try:
+        return call(argv)
+    except Missing:
+        raise
+    except Refused as error:
+        raise Unanswered(str(error)) from None
+
+
+def call(argv: list[str], timeout_s: float = ANSWER_S) -> str:
+    """What a command of Slurm's prints. Raises Unanswered, AccountingOff, and Refused for what it refuses."""
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith("SLURM_CONF") or not name.startswith(_OF_A_JOB)
+    }
+    env["SLURM_BITSTR_LEN"] = "0"  # sacct names all elements of an array, however many
+    try:
+        done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, env=env, timeout=timeout_s)
+    except FileNotFoundError:
+        raise Missing(f"there is no {argv[0]}: {NO_LOGIN_NODE}") from None
+    except subprocess.TimeoutExpired:
+        raise Unanswered(f"{argv[0]} gives no answer in {timeout_s:g} s") from None
+    except OSError as error:
+        raise Unanswered(f"{argv[0]} cannot be run: {(error.strerror or str(error)).lower()}") from None
+    if done.returncode == 0:
+        return done.stdout.decode("utf-8", "surrogateescape")
+    said = words_of(done.stderr.decode("utf-8", "replace"))
+    if "accounting storage is disabled" in said.lower():
+        raise AccountingOff
+    if is_unanswered(said):
+        raise Unanswered(f"{argv[0]}: {said}")
+    raise Refused(f"{argv[0]}: {said}")
+
+
+def words_of(stderr: str) -> str:
+    """A command's complaint as one line, without its name before each part of it."""
+    parts = [re.sub(r"^\w+: (error: |fatal: )?", "", line.strip()) for line in stderr.splitlines() if line.strip()]
+    text = "; ".join(dict.fromkeys(parts)) or "it says nothing"
+    text = "".join(sign if sign.isprintable() else "?" for sign in text)
+    if "configuration source" in text:
+        text = "Slurm has no configuration here (set SLURM_CONF, or say login: HOST in the target): " + text
+    return text if len(text) <= 400 else text[:400] + "…"
+
+
+def wait_status(raw: str) -> str:
+    """`exit:signal` out of the status that wait(2) gives."""
+    return f"{int(raw) >> 8}:{int(raw) & 127}" if raw.isdigit() else raw

@@ -1,0 +1,64 @@
+"""A job's log lines from the login node: byte-exact, from a cursor, none lost, doubled or cut."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from ..job import Cursor, LogLine
+from ..node.logs import order
+from ..store import log_lines
+
+if TYPE_CHECKING:
+    from .cluster import Login
+
+# Bytes of one log, and of all, that are read at once. A log gives a line or a piece of one for each MOST_BYTES.
+_LIMIT, _MOST = 4 << 20, 16 << 20
+
+
+def read(login: Login, job_id: str, since: Cursor | None, *, over: bool) -> Iterator[LogLine]:
+    """The lines that there are now; their sources are named as in the job's own directory of logs."""
+    positions = log_lines.offsets(since)
+    step: dict[str, Any] = {"op": "logs", "job": job_id, "limit": _LIMIT, "most": _MOST, "over": over}
+    more = True
+    while more:
+        (done,), data = login.ask([{**step, "from": positions}])
+        files = sorted(_contents(done["files"], data), key=lambda pair: _order(pair[0]))
+        step["only"] = []
+        for file, content in files:
+            ends = file["offset"] + file["length"] >= file["size"]
+            for line in _lines(file, content, complete=done["complete"] and ends):
+                positions[file["name"]] = int(line.position)
+                yield line
+            if not ends:
+                step["only"].append(file["name"])
+        more = bool(step["only"])
+
+
+def tail_at(login: Login, job_id: str, since: Cursor, count: int, *, over: bool) -> Cursor:
+    """Where the last lines of each rank begin."""
+    step = {"op": "tail", "job": job_id, "from": log_lines.offsets(since), "count": count, "over": over}
+
+    def ask(counts: Mapping[str, int]) -> list[dict[str, Any]]:
+        return list(login.ask([{**step, "counts": counts}])[0][0])
+
+    return since.moved(log_lines.last_lines(ask, count))
+
+
+def _contents(files: list[Mapping[str, Any]], data: bytes) -> Iterator[tuple[Mapping[str, Any], bytes]]:
+    at = 0
+    for file in files:
+        yield file, data[at : at + file["length"]]
+        at += file["length"]
+
+
+def _order(file: Mapping[str, Any]) -> tuple[float, int, str]:
+    return order(file["name"], file["rank"], file["attempt"])
+
+
+def _lines(file: Mapping[str, Any], content: bytes, *, complete: bool) -> Iterator[LogLine]:
+    return log_lines.lines(
+        io.BytesIO(content).read, complete,
+        source=file["name"], rank=file["rank"], attempt=file["attempt"], offset=file["offset"],
+    )  # fmt: skip

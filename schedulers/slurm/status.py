@@ -1,0 +1,120 @@
+"""What Slurm and the job's own files say of jobs, and what it means; and how often accounting is asked."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from ..errors import SchedulerError, Unreachable
+from ..job import Reason, State, Status
+from .cluster import Cluster
+from .native_id import Native
+from .states import Said, status_of
+
+_SEARCH_S = 5.0  # before a job that squeue does not know is looked for in accounting again
+_UNKNOWN_S = 2.0  # before it is asked again whether a job is over of which nothing was known
+
+Answer = dict[str, Any]
+
+
+class Queue:
+    """The jobs of one target. Safe to use from several threads.
+
+    A job's own result is looked for at every poll, which costs Slurm nothing. How often squeue is asked is settled
+    where it is, for all who ask there (`login/squeue_cache.py`).
+    """
+
+    def __init__(self, cluster: Cluster, clusters: str | None) -> None:
+        self._cluster = cluster
+        self._clusters = clusters
+        self._lock = threading.Lock()
+        self._accounting = True
+        # When accounting was asked about a job, what was then known of it, and why not more.
+        self._searched: dict[str, tuple[float, Answer, str | None]] = {}
+        self._last: dict[str, tuple[float, Status | None]] = {}
+
+    def statuses(self, native_ids: Sequence[str]) -> tuple[dict[str, Status], dict[str, str]]:
+        """The status of each job; and why, of those that could not be asked about. A job in neither is unknown."""
+        with self._lock:
+            now = time.monotonic()
+            kept = {each: found for each in native_ids if (found := self._search_of(each, now)) is not None}
+            self._last.update((each, (now, self._last.get(each, (now, None))[1])) for each in native_ids)
+            step = {
+                "op": "status",
+                "jobs": [{**Native.parse(each).to_json(), "search": each not in kept} for each in native_ids],
+                "accounting": self._accounting,
+                "clusters": self._clusters,
+            }
+            done = self._cluster.ask([step])[0][0]
+            if len(done["jobs"]) != len(native_ids):
+                raise SchedulerError(f"asked about {len(native_ids)} jobs, it answers for {len(done['jobs'])}")
+            self._accounting = done["accounting"]
+            statuses: dict[str, Status] = {}
+            silent: dict[str, str] = {}
+            for each, heard in zip(native_ids, done["jobs"], strict=True):
+                answer, why = heard, done["unreachable"]
+                if heard["searched"]:
+                    self._searched[each] = (now, heard, why)
+                elif each in kept and why is None and heard["exit"] is None and heard["said"] is None:
+                    answer, why = kept[each]
+                status = _status(each, answer, time.time() - done["age_s"])
+                if status is not None:
+                    statuses[each] = status
+                elif why is not None:
+                    silent[each] = str(why)
+                self._last[each] = (now, status)
+        return statuses, silent
+
+    def _search_of(self, native_id: str, now: float) -> tuple[Answer, str | None] | None:
+        """What accounting has said of the job, unless that was too long ago."""
+        at, answer, why = self._searched.get(native_id, (0.0, {}, None))
+        return (answer, why) if answer and now - at < _SEARCH_S else None
+
+    def is_over(self, native_id: str) -> bool:
+        """As was said last; asked when nothing was."""
+        if self._unknown(native_id):
+            try:
+                self.statuses([native_id])
+            except Unreachable:
+                return False
+        _, status = self._last[native_id]
+        return status is not None and status.state.final
+
+    def _unknown(self, native_id: str) -> bool:
+        with self._lock:
+            at, status = self._last.get(native_id, (float("-inf"), None))
+        return status is None and time.monotonic() - at >= _UNKNOWN_S
+
+
+def _status(native_id: str, answer: Answer, at: float) -> Status | None:
+    if answer["exit"] is not None:
+        return _result(answer["exit"])
+    if answer["said"] is not None:
+        status = status_of(Said(**answer["said"]))
+        if status.state is State.FAILED and status.reason is Reason.EXIT_CODE and not answer["started"]:
+            words = f": {answer['words']}" if answer["words"] else ""
+            message = f"its batch script ended before anything of accel's had begun{words}"
+            status = dataclasses.replace(status, reason=Reason.SETUP, message=message)
+        attempt = max(status.attempt, answer["attempt"])
+        return dataclasses.replace(status, attempt=attempt, observed_at=at)
+    if answer["foreign"] and not answer["started"]:
+        number = Native.parse(native_id).slurm
+        # It has never begun, and there is no job of ours under its number, now or in accounting.
+        message = f"Slurm lost the job, as when its controller crashes after a submit: {number} is another job now"
+        return Status(state=State.FAILED, reason=Reason.LOST, message=message)
+    return None
+
+
+def _result(document: Any) -> Status:
+    try:
+        status = Status.from_json(document)
+        if status.state.final:
+            return status
+    except ValueError:
+        pass
+    message = f"its result cannot be read: {json.dumps(document)[:200]}"
+    return Status(state=State.FAILED, reason=Reason.LOST, message=message)

@@ -1,0 +1,204 @@
+"""Submits a job, or the jobs of an array, on a machine that has sbatch: once, however often it is asked and cut off.
+
+    D/slurm/submitting      written before sbatch is called: without it, no sbatch of this job was ever called
+    D/slurm/submitted.json  the number that Slurm gave, written when sbatch has answered
+
+Between the two the job is found by its comment. Run by itself it reads one request, JSON, and prints one answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import SchedulerError, SubmitError, Unreachable
+from ..jobs.clean_env import for_sbatch
+from ..node import jobs
+from ..store import atomic_files
+from . import batch_program
+from .batch.unanswered import is_unanswered
+from .login import job_ops as here
+from .login import slurm_commands as commands
+from .login.squeue_cache import taken
+
+SCHEMA = 1
+_SBATCH_S = 180.0
+_LOCK_S = 60.0
+
+
+def submit(request: Mapping[str, Any]) -> str:
+    """Writes what the jobs need on the shared file system and calls sbatch; returns the number that Slurm gave.
+
+    The request has `root`, `jobs` (of each its `id`, `settings` and `spec`), `array`, `script`, `nodes`, `secrets`
+    (values), `unset` (variables that sbatch must not see) and `clusters`. Raises SubmitError when Slurm refuses, and
+    Unreachable when it cannot be told whether Slurm has the job.
+    """
+    if request.get("schema") != SCHEMA:
+        raise SubmitError("accel is of another version on the login node than here: install the same on both")
+    job_ids = [str(job["id"]) for job in request["jobs"]]
+    first = _directory(request, job_ids[0])
+    try:
+        os.makedirs(f"{first}/slurm", mode=0o700, exist_ok=True)
+        with _alone(f"{first}/slurm/submit.lock") as lock:
+            slurm = _earlier(request, job_ids[0])
+            if slurm is None:
+                slurm = _submit(request, first, lock)
+            _note(request, job_ids, slurm)
+    except OSError as error:
+        raise SubmitError(str(atomic_files.refusal(error, error.filename or first, "write"))) from None
+    return slurm
+
+
+def _directory(request: Mapping[str, Any], job_id: str) -> str:
+    return str(jobs.directory_of(os.path.expanduser(request["root"]), {"job": job_id}))
+
+
+@contextlib.contextmanager
+def _alone(path: str) -> Iterator[int]:
+    """Holds the job's lock, which sbatch inherits: while one of a killed submit may still get through, none follows."""
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        deadline = time.monotonic() + _LOCK_S
+        while not taken(lock):
+            if time.monotonic() > deadline:
+                raise Unreachable("sbatch, of another submit of this job, has not ended yet")
+            time.sleep(0.05)
+        yield lock
+    finally:
+        os.close(lock)
+
+
+def _earlier(request: Mapping[str, Any], job_id: str) -> str | None:
+    root = os.path.expanduser(request["root"])
+    try:
+        return here.earlier(root, job_id, array=request["array"], clusters=request["clusters"])
+    except commands.Unanswered as error:
+        raise Unreachable(f"whether Slurm has the job from an earlier submit: {error}") from None
+    except here.REFUSALS as error:
+        raise SubmitError(str(error)) from None
+
+
+def _submit(request: Mapping[str, Any], first: str, lock: int) -> str:
+    from .node import NodeMain
+    from .submitit_backend import submit_callables
+
+    if shutil.which("sbatch") is None:
+        raise SubmitError(f"there is no sbatch: {commands.NO_LOGIN_NODE}")
+    directories = [_directory(request, job["id"]) for job in request["jobs"]]
+    for directory, job in zip(directories, request["jobs"], strict=True):
+        _write_job(directory, job, request["secrets"])
+    if request["array"]:
+        _write(f"{first}/slurm/array.json", json.dumps({"schema": SCHEMA, "directories": directories}) + "\n")
+    try:
+        return submit_callables(
+            [NodeMain(path) for path in directories],
+            folder=Path(first) / "slurm/pickles",
+            script=Path(first) / "slurm/script.sh",
+            text=request["script"],
+            sbatch=lambda script: _sbatch(script, request, f"{first}/slurm/submitting", lock),
+            nodes=request["nodes"],
+            array=request["array"],
+        )
+    except SubmitError:
+        for directory in directories:
+            with contextlib.suppress(OSError):
+                os.unlink(f"{directory}/slurm/secrets.json")
+        raise
+
+
+def _write_job(directory: str, job: Mapping[str, Any], secrets: Mapping[str, str]) -> None:
+    for name in ("slurm", "logs"):
+        os.makedirs(f"{directory}/{name}", mode=0o700, exist_ok=True)
+    _write(f"{directory}/slurm/settings.json", json.dumps(job["settings"], indent=2) + "\n")
+    _write(f"{directory}/slurm/spec.json", json.dumps(job["spec"]) + "\n")
+    _write(f"{directory}/slurm/batch.py", batch_program.program())
+    if secrets:
+        _write(f"{directory}/slurm/secrets.json", json.dumps(dict(secrets)))
+
+
+def _sbatch(script: Path, request: Mapping[str, Any], marker: str, lock: int) -> str:
+    """What sbatch prints. It may go on when this process is killed, and holds the lock until it ends."""
+    where = ["-M", str(request["clusters"])] if request["clusters"] else []
+    env = {
+        name: value for name, value in for_sbatch(os.environ, request["script"]).items() if name not in request["unset"]
+    }
+    _write(marker, f"{os.uname().nodename} {os.getpid()}\n", durably=True)
+    process = subprocess.Popen(
+        ["sbatch", *where, str(script)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=script.parent,
+        env=env,
+        pass_fds=(lock,),
+        start_new_session=True,
+    )
+    try:
+        out, err = process.communicate(timeout=_SBATCH_S)
+    except subprocess.TimeoutExpired:
+        raise Unreachable(f"sbatch has not answered in {_SBATCH_S:g} s") from None
+    if process.returncode != 0:
+        raise _refusal(commands.words_of(err.decode("utf-8", "replace")))
+    answer = out.decode("utf-8", "replace")
+    if not any(word.isdigit() for word in answer.split()):
+        raise Unreachable(f"sbatch names no job in its answer: {commands.words_of(answer)}")
+    return answer
+
+
+def _refusal(said: str) -> SchedulerError:
+    if is_unanswered(said):
+        return Unreachable(f"sbatch: {said}")
+    return SubmitError(f"sbatch: {said}")
+
+
+def _note(request: Mapping[str, Any], job_ids: Sequence[str], slurm: str) -> None:
+    for task, job_id in enumerate(job_ids):
+        directory = _directory(request, job_id)
+        if os.path.exists(f"{directory}/slurm/submitted.json"):
+            continue
+        number = f"{slurm}_{task}" if request["array"] else slurm
+        document = {"schema": SCHEMA, "slurm": number, "first": job_ids[0], "at": time.time()}
+        # The first one's tells of all: a thousand files are not waited for.
+        _write(f"{directory}/slurm/submitted.json", json.dumps(document) + "\n", durably=task == 0)
+
+
+def _write(path: str, content: str | bytes, *, durably: bool = False) -> None:
+    """Whole or not at all; with `durably`, it is on the disk when this returns."""
+    partial = f"{path}.{os.getpid()}.new"
+    fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        with open(fd, "wb") as file:
+            file.write(content.encode("utf-8", "surrogateescape") if isinstance(content, str) else content)
+            file.flush()
+            if durably:
+                os.fsync(fd)
+        os.replace(partial, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(partial)
+        raise
+    if durably:
+        atomic_files.sync_directory(os.path.dirname(path))
+
+
+def main() -> None:
+    os.umask(0o077)
+    commands.look_everywhere()
+    answer: dict[str, Any]
+    try:
+        answer = {"slurm": submit(json.loads(sys.stdin.buffer.readline()))}
+    except SchedulerError as error:
+        answer = {"error": str(error), "unreachable": isinstance(error, Unreachable)}
+    print(json.dumps(answer))
+
+
+if __name__ == "__main__":
+    main()

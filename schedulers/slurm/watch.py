@@ -1,0 +1,83 @@
+"""Who is told when a job ends: one conversation with the login node that stays open, for all jobs of a target."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from ..errors import SchedulerError
+from .native_id import Native
+
+if TYPE_CHECKING:
+    from ..hosts.session import Session
+    from .cluster import Login
+
+_LIFETIME_S = 600.0  # of a conversation: one whose client was cut off ends by itself
+_LATE_S = 60.0
+_AGAIN_S = 5.0  # before a conversation that has ended too early is begun again
+
+
+class Watch:
+    """Safe to use from several threads."""
+
+    def __init__(self, login: Login) -> None:
+        self._login = login
+        self._lock = threading.Lock()
+        self._news: dict[Native, threading.Event] = {}
+        self._waiting: list[Native] = []
+        self._session: Session | None = None
+        self._thread: threading.Thread | None = None
+        self._not_before = 0.0
+
+    def wait(self, native: Native, timeout_s: float) -> bool:
+        """Until the job has left its result on the cluster, or Slurm has ended it; False when the time is over."""
+        with self._lock:
+            if native not in self._news:
+                self._news[native] = threading.Event()
+                self._waiting.append(native)
+                self._send()
+            if self._thread is None and time.monotonic() >= self._not_before:
+                self._thread = threading.Thread(target=self._run, name="watching the login node", daemon=True)
+                self._thread.start()
+            news = self._news[native]
+        return news.wait(timeout_s)
+
+    def _run(self) -> None:
+        began = time.monotonic()
+        with contextlib.suppress(SchedulerError):  # polls find out, and say so
+            self._listen()
+        with self._lock:
+            self._thread = self._session = None
+            early = time.monotonic() - began < _LIFETIME_S
+            self._not_before = time.monotonic() + _AGAIN_S if early else 0.0
+            self._waiting = list(self._news)
+
+    def _listen(self) -> None:
+        from ..hosts.remote_files import program_loader
+        from .cluster import host_programs
+
+        program = host_programs()
+        argv = [self._login.python, "-I", "-S", "-c", program_loader(program)]
+        asked = {"root": self._login.root, "watch_s": _LIFETIME_S, "clusters": self._login.clusters}
+        request = json.dumps(asked).encode()
+        with self._login.remote.open(argv) as session:
+            session.write(program + request + b"\n")
+            with self._lock:
+                self._session = session
+                self._send()
+            while line := session.read_line(_LIFETIME_S + _LATE_S):
+                job_id = line.decode("ascii", "replace").strip()
+                with self._lock:
+                    # Whoever finds that it is not over after all waits anew.
+                    for native in [native for native in self._news if native.job_id == job_id]:
+                        self._news.pop(native).set()
+
+    def _send(self) -> None:
+        if self._session is None:
+            return
+        with contextlib.suppress(SchedulerError):  # whoever reads finds out
+            self._session.write("".join(f"{each.job_id} {each.slurm}\n" for each in self._waiting).encode())
+        self._waiting.clear()

@@ -1,0 +1,71 @@
+"""What hosts keep of jobs, and of contents and environments, removed when nobody needs it any more."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from ..hosts import replies
+from ..hosts.host_list import Host
+from ..hosts.remote_files import Files, host_program, program_loader
+from ..hosts.transport import Remote
+from .native_id import Native
+
+if TYPE_CHECKING:
+    from .options import SshOptions
+    from .status import Hosts
+
+_CLEARING_S = 600.0
+_DAY_S = 86400.0
+
+
+def unused_s(options: SshOptions) -> float:
+    return options.unused_days * _DAY_S
+
+
+def clear(remote: Remote, *, root: str, python: str, unused_s: float, jobs: Sequence[str] = ()) -> Mapping[str, str]:
+    """Removes the directories of these jobs from a host, and what has not been used there for so many seconds.
+
+    Returns the jobs that were left there, and why. Raises HostUnreachable, RemoteError.
+    """
+    program = host_program("cleanup")
+    request = {"root": root, "jobs": list(jobs), "unused_s": unused_s}
+    argv = [python, "-I", "-S", "-c", program_loader(program)]
+    said = remote.run(argv, stdin=program + json.dumps(request).encode() + b"\n", timeout_s=_CLEARING_S)
+    return replies.decode(said.stdout, replies.Kept, remote.name, said.stderr)["kept"]
+
+
+def clear_jobs(hosts: Hosts, options: SshOptions, jobs: Sequence[Native]) -> list[str]:
+    """Removes the jobs from their hosts, each host in one conversation; a line for each host that keeps something."""
+    on: dict[Host, list[str]] = {}
+    for native in jobs:
+        for host in native.hosts:
+            on.setdefault(host, []).append(native.job_id)
+
+    def one(remote: Remote) -> Mapping[str, str]:
+        jobs = on[remote.host]
+        return clear(remote, root=options.root, python=hosts.python, unused_s=unused_s(options), jobs=jobs)
+
+    outcomes = hosts.pool.map(one, list(on))
+    lines = []
+    for outcome in outcomes:
+        count = len(on[outcome.host])
+        if outcome.error is not None:
+            lines.append(f"{outcome.error}; what it has of {count} job{'s' if count > 1 else ''} stays there")
+        elif outcome.value:
+            kept = ", ".join(f"{job} ({why})" for job, why in outcome.value.items())
+            lines.append(f"{outcome.host}: not removed there: {kept}")
+    return lines
+
+
+def remove(hosts: Hosts, options: SshOptions, paths: Sequence[str], of: Sequence[Host]) -> None:
+    """Removes what is at these paths, below `root`, from the hosts that can be reached."""
+
+    def one(remote: Remote) -> None:
+        Files(remote, root=options.root, python=hosts.python).remove(*paths)
+
+    hosts.pool.map(one, of)
+
+
+__all__ = ["clear", "clear_jobs", "remove", "unused_s"]

@@ -1,0 +1,62 @@
+"""Which hosts get which jobs, by the slots that are free there. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..hosts.facts import Facts
+from ..hosts.host_list import Host
+from ..hosts.supervisor.slots import wanted
+
+
+@dataclass(kw_only=True)
+class Room:
+    """What a host has for jobs of one size: how many can run there at once, and how many run or wait already."""
+
+    host: Host
+    capacity: int
+    ahead: int
+
+    @property
+    def load(self) -> float:
+        """Up to 1 where another job can start at once; with every `capacity` jobs that wait, one more."""
+        return (self.ahead + 1) / self.capacity
+
+
+def queue_settings(job: Mapping[str, Any], host: Host, facts: Facts) -> dict[str, Any]:
+    """What the job takes of this host's queue, as its supervisor there reads it."""
+    procs = job["procs_per_node"] or host.slots
+    return {**job, "procs_per_node": procs, "devices": dataclasses.asdict(facts.devices)}
+
+
+def room(job: Mapping[str, Any], host: Host, facts: Facts) -> Room | str:
+    """The host's room for such jobs; or a line that says why there can be none."""
+    wants = wanted(queue_settings(job, host, facts), dataclasses.asdict(facts.devices))
+    for want in wants:
+        if want.count > len(want.of):
+            return f"{host}: has {len(want.of)} {want.what}, {want.count} are asked for; ask for fewer, or leave it out"
+    held = set(facts.queue.held)
+    capacity = min(len(want.of) // want.count for want in wants)
+    free = min(len([name for name in want.of if name.replace("/", "_") not in held]) // want.count for want in wants)
+    # Whoever waits is served before: then nothing is free for those that come now.
+    ahead = capacity + facts.queue.waiting if facts.queue.waiting else capacity - free
+    return Room(host=host, capacity=capacity, ahead=ahead)
+
+
+def choose(rooms: Sequence[Room], jobs: int, nodes: int, spares: int) -> list[tuple[list[Host], list[Host]]]:
+    """Members and spares of each job, in the target's order: the least loaded hosts, with the jobs placed before."""
+    order = {id(each): number for number, each in enumerate(rooms)}
+    chosen = []
+    for _ in range(jobs):
+        ranked = sorted(rooms, key=lambda each: (each.load, order[id(each)]))
+        members = sorted(ranked[:nodes], key=lambda each: order[id(each)])
+        for member in members:
+            member.ahead += 1
+        chosen.append(([m.host for m in members], [s.host for s in ranked[nodes : nodes + spares]]))
+    return chosen
+
+
+__all__ = ["Room", "choose", "queue_settings", "room"]

@@ -1,0 +1,33 @@
+"""A job's native id: `host,user@host:port,…/<job id>`, all that another machine needs to find it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ..errors import SpecError
+from ..hosts.host_list import Host, parse_hosts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Native:
+    """A job and its hosts: the members in the order of their ranks, then the spares."""
+
+    job_id: str
+    hosts: tuple[Host, ...]
+
+    def __str__(self) -> str:
+        return f"{','.join(map(str, self.hosts))}/{self.job_id}"
+
+    @classmethod
+    def parse(cls, text: str) -> Native:
+        """Raises SpecError for what is no such id."""
+        hosts, slash, job_id = text.rpartition("/")
+        if not slash or not job_id:
+            raise SpecError(f"{text!r} is not the id of a job of an ssh target (host,host,…/job)")
+        return cls.of(job_id, parse_hosts(hosts, source=f"job {job_id}"))
+
+    @classmethod
+    def of(cls, job_id: str, hosts: Sequence[Host]) -> Native:
+        # A host is the same one, and asked once, whichever job or file named it.
+        return cls(job_id=job_id, hosts=tuple(replace(host, source="", slots=None) for host in hosts))

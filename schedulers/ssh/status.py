@@ -1,0 +1,264 @@
+"""What hosts say of jobs: one conversation a host, whatever is asked; and what their answers mean together."""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from ..errors import SchedulerError
+from ..hosts import replies as answers
+from ..hosts.errors import HostUnreachable, RemoteError, one_line
+from ..hosts.host_list import Host
+from ..hosts.remote_files import host_programs, program_loader
+from ..hosts.transport import Outcome, Pool, Remote
+from ..job import Reason, State, Status
+from .native_id import Native
+from .options import SshOptions, python_of
+
+_ANSWER_S = 60.0
+_SOON_S = 1.0  # so long a host is waited for alone
+_DOWN_S = 20.0  # a host that could not be reached is asked after the others for so long
+
+Step = Mapping[str, Any]
+
+# The supervisor's phase -> ours. A job that starts again is queued between its attempts.
+_PHASES: Mapping[str, State] = {
+    "waiting": State.QUEUED,
+    "setup": State.QUEUED,
+    "armed": State.QUEUED,
+    "running": State.RUNNING,
+    "ending": State.RUNNING,
+    "ended": State.RUNNING,
+}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a host answered: a value for each step, and the bytes that came after."""
+
+    done: list[Any]
+    data: bytes
+
+
+class Hosts:
+    """The hosts of a target, as they are asked. Connections are kept and shared; safe to use from several threads."""
+
+    def __init__(self, options: SshOptions) -> None:
+        self._options = options
+        self._lock = threading.Lock()
+        self._pool: Pool | None = None
+        self._down: dict[Host, tuple[float, SchedulerError]] = {}
+
+    @property
+    def root(self) -> str:
+        return self._options.root
+
+    @property
+    def pool(self) -> Pool:
+        with self._lock:
+            if self._pool is None:
+                self._pool = Pool(config=self._options.ssh_config)
+            return self._pool
+
+    @property
+    def python(self) -> str:
+        return on_host(python_of(self._options))
+
+    def ask(self, asked: Mapping[Host, Sequence[Step]], *, believe_down: bool = False) -> dict[Host, Outcome[Answer]]:
+        """All hosts at once, each in one conversation. With `believe_down`, those that could not be reached a moment
+        ago are not tried again: the others' answers need not wait for them."""
+        known = {host: error for host in asked if believe_down and (error := self._why_down(host)) is not None}
+        tried = [host for host in asked if host not in known]
+        outcomes = self.pool.map(lambda remote: self._ask_one(remote, asked[remote.host]), tried)
+        for outcome in outcomes:
+            self.note(outcome.host, outcome.error)
+        found = {outcome.host: outcome for outcome in outcomes}
+        return {host: found.get(host) or Outcome(host, error=known[host]) for host in asked}
+
+    def note(self, host: Host, error: SchedulerError | None) -> None:
+        """How the last attempt to reach a host went."""
+        with self._lock:
+            if isinstance(error, HostUnreachable):
+                self._down[host] = (time.monotonic() + _DOWN_S, error)
+            else:
+                self._down.pop(host, None)
+
+    def is_down(self, host: Host) -> bool:
+        """Whether it could not be reached a moment ago."""
+        return self._why_down(host) is not None
+
+    def likely_first(self, hosts: Sequence[Host]) -> list[Host]:
+        """In their order, those last that could not be reached a moment ago."""
+        return sorted(hosts, key=self.is_down)
+
+    def _why_down(self, host: Host) -> SchedulerError | None:
+        with self._lock:
+            until, error = self._down.get(host, (0.0, None))
+        return error if until > time.monotonic() else None
+
+    def close(self) -> None:
+        with self._lock:
+            pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.close()
+
+    def _ask_one(self, remote: Remote, steps: Sequence[Step]) -> Answer:
+        program = host_programs("logs", "jobs")
+        request = json.dumps({"root": self._options.root, "do": list(steps)}).encode()
+        argv = [self.python, "-I", "-S", "-c", program_loader(program)]
+        said = remote.run(argv, stdin=program + request + b"\n", timeout_s=_ANSWER_S)
+        line, _, data = said.stdout.partition(b"\n")
+        return Answer(answers.decode_done(line, steps, answers.JOBS, remote.name, said.stderr), data)
+
+
+def on_host(path: str) -> str:
+    """A program in the home directory, as it is named in a command: commands start there, and no shell expands `~`."""
+    return f"./{path[2:]}" if path.startswith("~/") else path
+
+
+@dataclass
+class _Asked:
+    """One job on its way from host to host."""
+
+    native: Native
+    ahead: list[Host]
+    heard: list[dict[str, Any]] = field(default_factory=list)
+    silent: list[str] = field(default_factory=list)
+    fenced: Status | None = None  # the result of a host that was cut off: the others may have gone on without it
+    nodes: int = 1
+    asked: int = 0  # hosts that have yet to answer
+
+
+Answers: TypeAlias = "queue.SimpleQueue[tuple[list[str], Outcome[Answer]]]"
+
+
+def statuses(hosts: Hosts, jobs: Mapping[str, Native]) -> tuple[dict[str, Status], dict[str, str]]:
+    """The status of each job, and of those that could not be asked about, why. A job in neither is unknown.
+
+    Each job's hosts are asked in order until one has its result, or its supervisor alive; the next one, too, when the
+    others have not answered for a moment.
+    """
+    found: dict[str, Status] = {}
+    silent: dict[str, str] = {}
+    open_ones = {key: _Asked(native, hosts.likely_first(native.hosts)) for key, native in jobs.items()}
+    answers: Answers = queue.SimpleQueue()
+    _ask_next(hosts, open_ones, answers)
+    while open_ones:
+        try:
+            keys, outcome = answers.get(timeout=_SOON_S)
+        except queue.Empty:
+            _ask_next(hosts, open_ones, answers)  # whoever answers first need not wait for one that may be cut off
+            continue
+        unsettled = {}
+        for number, key in enumerate(keys):
+            job = open_ones.get(key)
+            if job is None:
+                continue
+            job.asked -= 1
+            status = _heard(job, outcome, number)
+            if status is not None:
+                found[key] = status
+                del open_ones[key]
+            elif job.ahead:
+                unsettled[key] = job
+            elif not job.asked:
+                _conclude(key, job, found, silent)
+                del open_ones[key]
+        _ask_next(hosts, unsettled, answers)
+    return found, silent
+
+
+def _ask_next(hosts: Hosts, jobs: Mapping[str, _Asked], answers: Answers) -> None:
+    """Asks the next host of each job, those of one host together."""
+    asked: dict[Host, list[str]] = {}
+    for key, job in jobs.items():
+        if job.ahead:
+            job.asked += 1
+            asked.setdefault(job.ahead.pop(0), []).append(key)
+    for host, keys in asked.items():
+        steps = [{"op": "status", "job": jobs[key].native.job_id} for key in keys]
+
+        def ask(host: Host = host, keys: list[str] = keys, steps: Sequence[Step] = steps) -> None:
+            outcome: Outcome[Answer] = Outcome(host, error=RemoteError(host.name, "asking it failed (see the log)"))
+            try:
+                outcome = hosts.ask({host: steps})[host]
+            finally:
+                answers.put((keys, outcome))
+
+        threading.Thread(target=ask, name=f"asking {host}", daemon=True).start()
+
+
+def _heard(job: _Asked, outcome: Outcome[Answer], number: int) -> Status | None:
+    """The status, when this host's answer settles it."""
+    if outcome.error is not None or outcome.value is None:
+        job.silent.append(str(outcome.error))
+        return None
+    answer = outcome.value.done[number]
+    if answer["exit"] is not None:
+        status = _result(answer["exit"], outcome.host)
+        if not (isinstance(answer["exit"], dict) and answer["exit"].get("fenced")):
+            return status
+        job.fenced = job.fenced or status
+        state = answer["state"]
+        members = state.get("members") if isinstance(state, dict) else None
+        job.nodes = max(job.nodes, len(members) if isinstance(members, list) else 0)
+        return None
+    if answer["alive"]:
+        return _progress(answer["state"])
+    job.heard.append(answer)
+    return None
+
+
+def _conclude(key: str, job: _Asked, found: dict[str, Status], silent: dict[str, str]) -> None:
+    """No host that can be asked has the job's own result or a living supervisor; those that cannot be may have both.
+
+    When these are fewer than the job needs, it has ended as the hosts say that were cut off from them.
+    """
+    if job.fenced is not None and len(job.silent) < job.nodes:
+        found[key] = job.fenced
+    elif job.silent:
+        silent[key] = job.silent[0]
+    elif any(answer["state"] is not None for answer in job.heard):
+        message = "its supervisors were killed, or their hosts restarted, and they left no result"
+        found[key] = Status(state=State.FAILED, reason=Reason.LOST, message=message)
+
+
+def _result(document: Any, host: Host) -> Status:
+    try:
+        status = Status.from_json(document)
+        if status.state.final:
+            return status
+    except ValueError:
+        pass
+    message = f"its result on {host} cannot be read: {one_line(json.dumps(document))}"
+    return Status(state=State.FAILED, reason=Reason.LOST, message=message)
+
+
+def _progress(document: Any) -> Status:
+    state = document if isinstance(document, dict) else {"phase": "waiting"}
+    phase, attempt = str(state.get("phase", "")), state.get("attempt")
+    message = str(state.get("message") or ("" if phase == "running" else phase))
+    return Status(
+        state=_PHASES.get(phase, State.RUNNING),
+        reason=Reason.NO_CAPACITY if state.get("queued") and message else Reason.NONE,
+        attempt=attempt if isinstance(attempt, int) and attempt > 0 else 0,
+        message=message,
+        native_state=phase,
+    )
+
+
+def tell_all(hosts: Hosts, asked: Sequence[Host], step: Step) -> list[tuple[Host, Any, SchedulerError | None]]:
+    """One step for each host: its answer, or why there is none."""
+    outcomes = hosts.ask({host: [step] for host in asked})
+    return [
+        (host, None if outcome.value is None else outcome.value.done[0], outcome.error)
+        for host, outcome in outcomes.items()
+    ]
+
+
+__all__ = ["Answer", "Hosts", "on_host", "statuses", "tell_all"]

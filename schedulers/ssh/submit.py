@@ -1,0 +1,179 @@
+"""What goes to the hosts of a job: its code, its settings and secrets, and the supervisor; and how that is started."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from ..errors import SubmitError, Unreachable
+from ..hosts import bundle, fanout
+from ..hosts.errors import HostUnreachable
+from ..hosts.host_list import Host
+from ..hosts.remote_files import Blob, Files
+from ..hosts.transport import Outcome, Remote
+from ..job import Reason
+from ..store import snapshot
+from .cleanup import remove, unused_s
+from .free_slots import queue_settings
+from .options import SshOptions, port_range
+from .placement import Placement, progress
+from .status import Hosts, tell_all
+
+_PORTS_TRIED = 16
+
+
+class NotStarted(SubmitError):
+    """A host was lost, or refused something, on the way to the start. Nothing runs, or what was started ends itself."""
+
+    reason = Reason.NODE_FAILURE
+
+
+def pack(code: str, home: Path) -> Blob:
+    """The code as it is now. Raises SnapshotError."""
+    return Blob.of(snapshot.pack(Path(code), home).path)
+
+
+def settings_of(template: Mapping[str, Any], placement: Placement, number: int, token: str) -> dict[str, Any]:
+    """The settings of one host: the plan's, with what only the examination of the hosts could tell.
+
+    `number` counts members first, then spares.
+    """
+    node = placement.nodes[number]
+    settings = dict(template)
+    settings["token"] = token
+    settings["node"] = number
+    settings["nodes"] = [node.to_json() for node in placement.members]
+    settings["spares"] = [node.to_json() for node in placement.spares]
+    settings["master_port"] = placement.master_port
+    settings["workdir"] = absolute(settings["workdir"], node.facts.home)
+    settings["command"] = [node.facts.executable, *settings["command"][1:]]
+    settings["queue"] = queue_settings(settings["queue"], node.host, node.facts)
+    return settings
+
+
+def absolute(path: str, home: str) -> str:
+    return home + path[1:] if path == "~" or path.startswith("~/") else path
+
+
+def ship(
+    hosts: Hosts,
+    options: SshOptions,
+    templates: Mapping[str, Mapping[str, Any]],
+    placements: Sequence[Placement],
+    *,
+    code: Blob,
+) -> None:
+    """Puts everything but secrets on every host, at once; only the code that a host lacks is sent.
+
+    Raises NotStarted, with nothing of the jobs left on the hosts that can be reached.
+    """
+    tokens = {placement.job_id: os.urandom(32).hex() for placement in placements}
+    on = _by_host(placements)
+
+    def one(remote: Remote) -> None:
+        files = Files(remote, root=options.root, python=hosts.python, unused_s=unused_s(options))
+        contents: dict[str, bytes] = {}
+        for placement, number in on[remote.host]:
+            job_id = placement.job_id
+            settings = settings_of(templates[job_id], placement, number, tokens[job_id])
+            contents[f"jobs/{job_id}/{bundle.PROGRAM}"] = bundle.program()
+            contents[f"jobs/{job_id}/settings.json"] = json.dumps(settings).encode()
+        files.install(code, [f"jobs/{placement.job_id}/code" for placement, _ in on[remote.host]], contents)
+
+    problems = _cleared(hosts, options, on)
+    if not problems:
+        if len(placements) > 1:
+            progress.info("sending %d jobs to %s", len(placements), f"{len(on)} host{'s' if len(on) > 1 else ''}")
+        if options.fan_out and fanout.worthwhile(len(on), code):
+            _pass_on(hosts, options, on, code)
+        problems = _problems(hosts.pool.map(one, list(on)))
+    if problems:
+        paths = [path for placement in placements for path in _paths(placement.job_id)]
+        remove(hosts, options, paths, list(on))
+        raise NotStarted(f"{'; '.join(problems)}; nothing was started")
+
+
+OnHost: TypeAlias = "Mapping[Host, Sequence[tuple[Placement, int]]]"
+
+
+def _by_host(placements: Sequence[Placement]) -> OnHost:
+    """The jobs of each host, and which of a job's nodes it is."""
+    on: dict[Host, list[tuple[Placement, int]]] = {}
+    for placement in placements:
+        for number, node in enumerate(placement.nodes):
+            on.setdefault(node.host, []).append((placement, number))
+    return on
+
+
+def _paths(job_id: str) -> list[str]:
+    return [f"jobs/{job_id}", f"jobs/{job_id}.claims"]
+
+
+def _pass_on(hosts: Hosts, options: SshOptions, on: OnHost, code: Blob) -> None:
+    """Has the code on as many of the hosts as get it from each other, on ports that their supervisors do not want."""
+    some = random.sample(ports := port_range(options, ""), min(_PORTS_TRIED, len(ports)))
+    taken = {
+        host: {port for placement, number in jobs for port in (placement.nodes[number].port, placement.master_port)}
+        for host, jobs in on.items()
+    }
+    fanout.spread(
+        hosts.pool,
+        {host: jobs[0][0].nodes[jobs[0][1]].address for host, jobs in on.items()},
+        code,
+        root=options.root,
+        python=hosts.python,
+        ports={host: [port for port in some if port not in taken[host]] for host in on},
+    )
+
+
+def _cleared(hosts: Hosts, options: SshOptions, on: OnHost) -> list[str]:
+    """Room for the jobs on every host; or what is wrong, as when hosts have one directory between them."""
+    asked = {
+        host: [{"op": "clear", "job": p.job_id, "token": p.claim, "node": number} for p, number in jobs]
+        for host, jobs in on.items()
+    }
+    for host, outcome in hosts.ask(asked).items():
+        if outcome.value is None:
+            return [str(outcome.error)]
+        for (placement, _), others in zip(on[host], outcome.value.done, strict=True):
+            if others:
+                other = placement.nodes[others[0]].host if others[0] < len(placement.nodes) else "another host"
+                remedy = "name one that each host has for itself (root: in accel.yaml)"
+                return [f"{host} and {other} share the directory {options.root}: {remedy}"]
+    return []
+
+
+def start(hosts: Hosts, options: SshOptions, placements: Sequence[Placement], *, secrets: Mapping[str, str]) -> None:
+    """Starts the supervisors, all at once, and gives each the secrets, which are written nowhere.
+
+    When one does not start, the others are told to end; those of the same job would end by themselves, for they wait
+    for all before any rank runs. Raises NotStarted; and Unreachable when a host was lost that may now run a job alone.
+    """
+    on = _by_host(placements)
+
+    def one(remote: Remote) -> None:
+        nodes = {placement.job_id: number for placement, number in on[remote.host]}
+        bundle.start(remote, root=options.root, python=hosts.python, nodes=nodes, secrets=secrets)
+
+    outcomes = hosts.pool.map(one, list(on))
+    problems = _problems(outcomes)
+    lost = {outcome.host for outcome in outcomes if isinstance(outcome.error, HostUnreachable)}
+    if any(placement.nodes[0].host in lost and len(placement.nodes) == 1 for placement in placements):
+        raise Unreachable("; ".join(problems))
+    if problems:
+        hosts.ask({host: [{"op": "cancel", "job": p.job_id} for p, _ in on[host]] for host in on if host not in lost})
+        raise NotStarted(f"{'; '.join(problems)}; no host runs the job")
+
+
+def _problems(outcomes: Sequence[Outcome[None]]) -> list[str]:
+    return [str(outcome.error) for outcome in outcomes if outcome.error is not None]
+
+
+def cancel(hosts: Hosts, job_id: str, asked: Sequence[Host]) -> list[str]:
+    """Asks for the end on each of these hosts, those of them that know the job. What hosts could not be asked, why."""
+    told = tell_all(hosts, asked, {"op": "cancel", "job": job_id}) if asked else []
+    return [str(error) for _, _, error in told if error is not None]

@@ -1,0 +1,161 @@
+"""Virtual environments on the hosts out of a requirements file: read here, made there, once for the same content.
+
+An environment sees the packages of the interpreter that it is made from: torch, which is large, is installed once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ..errors import ConfigError
+from ..hosts import replies
+from ..hosts.errors import RemoteError, one_line
+from ..hosts.host_list import Host
+from ..hosts.remote_files import host_program, program_loader
+from ..hosts.transport import Pool, Remote
+from .cleanup import clear
+
+MAIN = "requirements.txt"
+_MAKING_S = 3600.0
+_ANSWER_S = 60.0
+
+_COMMENT = re.compile(r"(?:^|\s)#.*$")
+_OPTION = re.compile(r"(?P<name>--[a-z-]+|-[a-z])(?:\s*=\s*|\s+|(?<=^-[a-z]))(?P<value>\S.*)")
+_AT = re.compile(r"[A-Za-z0-9._-]+(?:\s*\[[^]]*\])?\s*@\s*(?P<place>\S+)")
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_ARCHIVES = (".whl", ".zip", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
+_INCLUDES = ("-r", "--requirement")
+_CONSTRAINTS = ("-c", "--constraint")
+_PLACES = ("-e", "--editable", "-f", "--find-links")
+
+
+@dataclass(frozen=True)
+class Requirements:
+    """Files for pip, `requirements.txt` the first; they name no other file of this machine."""
+
+    source: str
+    files: Mapping[str, str] = field(repr=False)
+
+
+def read(file: str, code: str) -> Requirements:
+    """The file, looked for from the code directory, with what it includes (-r, -c).
+
+    A path means one on the hosts and must be absolute. Raises ConfigError, with file and line.
+    """
+    path = os.path.join(code, os.path.expanduser(file))
+    found: dict[str, str] = {MAIN: ""}
+    found[MAIN] = "".join(line + "\n" for line in _flattened(path, found, (path,)))
+    return Requirements(file, found)
+
+
+def _flattened(path: str, found: dict[str, str], within: tuple[str, ...]) -> Iterator[str]:
+    for number, line in _lines(path):
+        option = _OPTION.fullmatch(line)
+        name, value = (option["name"], option["value"].strip()) if option else ("", "")
+        if name not in (*_INCLUDES, *_CONSTRAINTS) or _URL.match(value):
+            _check(name, value if option else line, f"{path}:{number}")
+            yield line
+            continue
+        other = os.path.normpath(os.path.join(os.path.dirname(path), value.strip("'\"")))
+        if other in within:
+            raise ConfigError(f"{path}:{number}: {line}: the files include each other")
+        text = _flattened(other, found, (*within, other))
+        if name in _INCLUDES:
+            yield from text
+        else:
+            own = f"constraints-{len(found)}.txt"
+            found[own] = ""
+            found[own] = "".join(line + "\n" for line in text)
+            yield f"-c {own}"
+
+
+def _lines(path: str) -> Iterator[tuple[int, str]]:
+    """Each with its number, without comments; those that go on after a backslash as one."""
+    try:
+        with open(path, encoding="utf-8-sig") as file:
+            physical = file.read().splitlines()
+    except UnicodeDecodeError:
+        raise ConfigError(f"requirements {path}: it is not text") from None
+    except OSError as error:
+        raise ConfigError(f"requirements {path}: {(error.strerror or str(error)).lower()}") from None
+    whole, first = "", 0
+    for number, line in enumerate([*physical, ""], 1):
+        first = first or number
+        if line.endswith("\\") and not line.lstrip().startswith("#"):
+            whole += line[:-1] + " "
+            continue
+        text = _COMMENT.sub("", whole + line).strip()
+        if text:
+            yield first, text
+        whole, first = "", 0
+
+
+def _check(option: str, text: str, where: str) -> None:
+    """Refuses what means a file of this machine: the hosts do not have it."""
+    if option and option not in _PLACES:
+        return
+    match = _AT.match(text)
+    place = match["place"] if match else re.split(r"\s|;", text, maxsplit=1)[0]
+    if place.startswith("file:"):
+        local = not place.startswith(("file:///", "file://localhost/"))
+    elif _URL.match(place) or place.startswith("/"):
+        local = False
+    elif option in ("-f", "--find-links"):
+        local = not place.startswith("~")
+    else:
+        bare = re.split(r"[\[<>=!~]", place, maxsplit=1)[0]
+        local = bool(option) or bare.startswith(".") or "/" in bare or place.lower().endswith(_ARCHIVES)
+    if local:
+        raise ConfigError(
+            f"{where}: {place} is relative, and hosts have no such file: give a path that each host has, or a URL "
+            "(what is in the code directory can be installed by setup:)"
+        )
+
+
+class Environments:
+    """The environments of a target's hosts. Safe to use from several threads for different hosts."""
+
+    def __init__(self, requirements: Requirements, *, root: str, python: str, unused_s: float = float("inf")) -> None:
+        self._requirements = requirements
+        self._root = root
+        self._python = python
+        self._unused_s = unused_s
+
+    def made(self, remote: Remote) -> str:
+        """The environment's interpreter on a host; it is made when it is not there. Takes as long as pip does.
+
+        Where one had to be made, those go that no job there needs and nobody has used for `unused_s` seconds.
+
+        Raises HostUnreachable, and RemoteError with pip's last words.
+        """
+        return str(self._ask(remote, make=True))
+
+    def there(self, remote: Remote) -> str | None:
+        """The environment's interpreter on a host, if it has been made. Raises HostUnreachable, RemoteError."""
+        return self._ask(remote, make=False)
+
+    def lacking(self, pool: Pool, hosts: Sequence[Host]) -> list[Host]:
+        """The hosts that can be asked and have no environment yet."""
+        asked = pool.map(self.there, hosts)
+        return [outcome.host for outcome in asked if outcome.error is None and outcome.value is None]
+
+    def _ask(self, remote: Remote, *, make: bool) -> str | None:
+        program = host_program("venv")
+        request = {"root": self._root, "files": dict(self._requirements.files), "make": make}
+        with remote.open([self._python, "-I", "-c", program_loader(program)]) as session:
+            session.write(program + json.dumps(request).encode() + b"\n")
+            line = session.read_line(_MAKING_S)
+            if not line.endswith(b"\n"):
+                ended = session.finish(_ANSWER_S)
+                raise RemoteError(remote.name, f"{self._python}: {one_line(ended.stderr)}", ended.status)
+        try:
+            answer = replies.decode(line, replies.Made, remote.name)
+        except RemoteError as error:
+            raise RemoteError(remote.name, f"{self._requirements.source}: {error.problem}") from None
+        if answer["made"] and self._unused_s != float("inf"):
+            clear(remote, root=self._root, python=self._python, unused_s=self._unused_s)
+        return answer["python"]

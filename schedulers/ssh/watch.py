@@ -1,0 +1,142 @@
+"""Who is told when a job ends: conversations with two of its hosts that stay open, one a host for all its jobs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from dataclasses import dataclass, field
+
+from ..errors import SchedulerError
+from ..hosts.errors import RemoteError
+from ..hosts.host_list import Host
+from ..hosts.remote_files import host_programs, program_loader
+from ..hosts.session import Session
+from .native_id import Native
+from .status import Hosts
+
+_LIFETIME_S = 600.0  # of a conversation: one whose client was cut off ends by itself
+_LATE_S = 60.0
+_AT_ONCE = 2  # hosts that are listened to for one job: the first may be the one that is cut off
+_AGAIN_S = 20.0  # before a host is tried again with which it failed
+
+
+@dataclass
+class _Watched:
+    """A job, the hosts that are to tell of it, and those that said it had ended there."""
+
+    native: Native
+    hosts: set[Host] = field(default_factory=set)
+    passed: set[Host] = field(default_factory=set)
+    news: threading.Event = field(default_factory=threading.Event)
+
+
+class Watch:
+    """The conversations of one target. Safe to use from several threads."""
+
+    def __init__(self, hosts: Hosts) -> None:
+        self._hosts = hosts
+        self._lock = threading.Lock()
+        self._jobs: dict[str, _Watched] = {}
+        self._conversations: dict[Host, _Conversation] = {}
+        self._not_before: dict[Host, float] = {}  # where a conversation failed
+
+    def wait(self, native: Native, timeout_s: float) -> bool:
+        """Until a host says that the job may have ended, or its supervisor there has; False when the time is over.
+
+        The next call then asks another of its hosts: this one may have been cut off from those that went on.
+        """
+        with self._lock:
+            job = self._jobs.setdefault(native.job_id, _Watched(native))
+            if len(job.hosts) < _AT_ONCE and not job.news.is_set():
+                self._give(job)
+        if not job.news.wait(timeout_s):
+            return False
+        job.news.clear()
+        return True
+
+    def _give(self, job: _Watched) -> None:
+        for host in job.native.hosts:
+            if host in job.passed or host in job.hosts or self._not_before.get(host, 0.0) > time.monotonic():
+                continue
+            job.hosts.add(host)
+            if host not in self._conversations:
+                self._conversations[host] = _Conversation(self, self._hosts, host)
+                self._conversations[host].start()
+            self._conversations[host].add(job.native.job_id)
+            if len(job.hosts) == _AT_ONCE:
+                return
+
+    def told(self, host: Host, job_id: str) -> None:
+        with self._lock:
+            job = self._jobs.get(job_id)
+            if job is None:  # the host names a job that nobody asked about
+                return
+            job.passed.add(host)
+            job.hosts.discard(host)
+            job.news.set()
+
+    def ended(self, host: Host, *, failed: bool) -> None:
+        """The conversation is over: what was asked there is asked elsewhere, or there once more."""
+        with self._lock:
+            self._conversations.pop(host, None)
+            if failed:
+                self._not_before[host] = time.monotonic() + _AGAIN_S
+            for job in self._jobs.values():
+                job.hosts.discard(host)
+
+
+class _Conversation(threading.Thread):
+    def __init__(self, watch: Watch, hosts: Hosts, host: Host) -> None:
+        super().__init__(name=f"watching {host}", daemon=True)
+        self._watch = watch
+        self._hosts = hosts
+        self._host = host
+        self._lock = threading.Lock()
+        self._waiting: list[str] = []
+        self._session: Session | None = None
+
+    def add(self, job_id: str) -> None:
+        with self._lock:
+            self._waiting.append(job_id)
+            self._send()
+
+    def run(self) -> None:
+        failed = True
+        try:
+            self._listen()
+            failed = False
+        except SchedulerError as error:
+            self._hosts.note(self._host, error)
+        finally:
+            self._watch.ended(self._host, failed=failed)
+
+    def _listen(self) -> None:
+        program = host_programs("logs", "jobs")
+        argv = [self._hosts.python, "-I", "-S", "-c", program_loader(program)]
+        request = json.dumps({"root": self._hosts.root, "watch_s": _LIFETIME_S}).encode()
+        with self._hosts.pool.on(self._host).open(argv) as session:
+            session.write(program + request + b"\n")
+            with self._lock:
+                self._session = session
+                self._send()
+            try:
+                while line := session.read_line(_LIFETIME_S + _LATE_S):
+                    self._watch.told(self._host, line.decode("ascii", "replace").strip())
+            finally:
+                with self._lock:
+                    self._session = None
+            ended = session.finish(_LATE_S)
+            if ended.status != 0:
+                raise RemoteError(str(self._host), f"its watch ended with status {ended.status}", ended.status)
+
+    def _send(self) -> None:
+        if self._session is None:
+            return
+        with contextlib.suppress(SchedulerError):  # whoever reads finds out, and says so
+            self._session.write("".join(f"{job_id}\n" for job_id in self._waiting).encode())
+        self._waiting.clear()
+
+
+__all__ = ["Watch"]

@@ -1,0 +1,1 @@
+"""The job store, a directory a job, and the snapshots of code."""

@@ -1,0 +1,349 @@
+"""Files that survive a crash and many writers: whole documents by rename, lines by append, and the lock between them.
+
+Homes on clusters are NFS and Lustre, so nothing here needs more than rename, append, fsync and a file lock, and where
+the file system has no locks a file made exclusively takes their place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from ..convert import parse_json
+from ..errors import SpecError, StoreError
+from ..processes import Place
+
+SCHEMA = 1
+
+Migration = Callable[[dict[str, Any]], dict[str, Any]]
+
+# File name -> schema it has -> what makes the next schema out of it.
+MIGRATIONS: dict[str, dict[int, Migration]] = {}
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
+_LINE_BEGINS = '{"schema":'
+# Ends a torn line so that it is no record, even where all but its newline had been written.
+_VOID = b"~\n"
+_FOREIGN_LOCK_STALE_S = 600.0
+
+
+def refusal(error: OSError, path: str, doing: str) -> StoreError:
+    """The StoreError, one line, for what the operating system answered."""
+    if error.errno in _FULL:
+        return StoreError(f"disk full: cannot {doing} {path} ({error.strerror}); free space or move ACCEL_HOME")
+    if error.errno in _FORBIDDEN:
+        return StoreError(f"no permission to {doing} {path} ({error.strerror})")
+    if error.errno == errno.ENOENT:
+        return StoreError(f"cannot {doing} {path}: it is not there (was the job pruned?)")
+    return StoreError(f"cannot {doing} {path}: {error.strerror or error}")
+
+
+def migrate(document: object, path: str) -> dict[str, Any]:
+    """The document in today's schema. Raises StoreError for one that is newer, or that carries no schema."""
+    if not isinstance(document, dict):
+        raise StoreError(f"{path} is damaged: it holds no JSON object")
+    schema = document.get("schema")
+    if type(schema) is not int or schema < 0:
+        raise StoreError(f"{path} is damaged: its schema is {schema!r}, not a number")
+    if schema > SCHEMA:
+        raise StoreError(f"{path} is from a newer accel (schema {schema}, not {SCHEMA}): upgrade accel to read it")
+    steps = MIGRATIONS.get(os.path.basename(path), {})
+    while schema < SCHEMA:
+        if schema not in steps:
+            raise StoreError(f"{path} has schema {schema}, which no accel has ever written")
+        document, schema = steps[schema](document), schema + 1
+    return document
+
+
+def write_document(path: str, data: Mapping[str, Any]) -> None:
+    """Replaces the file in one step: a reader, or a crash, sees the old text or the new and nothing between.
+
+    Raises StoreError, and leaves what is there, when it cannot be written or is damaged or newer than this program.
+    """
+    read_document(path)
+    temporary = f"{os.path.dirname(path)}/.{os.path.basename(path)}.{os.getpid()}.{os.urandom(4).hex()}"
+    try:
+        try:
+            create_file(temporary, encode({"schema": SCHEMA, **data}, path) + b"\n")
+            os.replace(temporary, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+        sync_directory(os.path.dirname(path))
+    except OSError as error:
+        raise refusal(error, path, "write") from error
+
+
+def read_document(path: str) -> dict[str, Any] | None:
+    """What `write_document` wrote, without its schema; None when there is no such file. Raises StoreError."""
+    raw = read_bytes(path)
+    if raw is None:
+        return None
+    try:
+        parsed = parse_json(raw)
+    except ValueError as error:
+        raise StoreError(f"{path} is damaged: {error}") from None
+    document = migrate(parsed, path)
+    return {key: value for key, value in document.items() if key != "schema"}
+
+
+def read_bytes(path: str) -> bytes | None:
+    """The whole file, or None when there is none. Raises StoreError when it cannot be read."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise refusal(error, path, "read") from error
+    try:
+        return _read_all(fd)
+    except OSError as error:
+        raise refusal(error, path, "read") from error
+    finally:
+        os.close(fd)
+
+
+def _read_all(fd: int) -> bytes:
+    chunks = [os.read(fd, 65536)]
+    while chunks[-1]:
+        chunks.append(os.read(fd, 65536))
+    return b"".join(chunks)
+
+
+def encode(data: Mapping[str, Any], path: str) -> bytes:
+    """One line of ASCII, without its ending; lone surrogates survive. Raises SpecError for what JSON cannot hold."""
+    try:
+        return json.dumps(data, separators=(",", ":"), allow_nan=False).encode("ascii")
+    except (TypeError, ValueError, RecursionError) as error:
+        name = os.path.basename(path)
+        raise SpecError(f"{name} can hold only text, finite numbers, lists and mappings: {error}") from None
+
+
+def create_file(path: str, data: bytes) -> None:
+    """A new file, on the disk when this returns. Raises OSError; a file that is there already is one."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        _write(fd, data)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def replace_file(path: str, data: bytes) -> None:
+    """Replaces a file in one step, without waiting for the disk. Raises OSError; the file is then as it was."""
+    temporary = f"{os.path.dirname(path)}/.{os.path.basename(path)}.{os.getpid()}.{os.urandom(4).hex()}"
+    try:
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            _write(fd, data)
+        finally:
+            os.close(fd)
+        os.replace(temporary, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+def sync_directory(path: str) -> None:
+    """Makes a rename in `path` last. File systems that cannot sync a directory do not need it."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            raise
+    finally:
+        os.close(fd)
+
+
+def _write(fd: int, data: bytes) -> None:
+    written = 0
+    while written < len(data):
+        count = os.write(fd, data[written:])
+        if count == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written += count
+
+
+def parse_lines(raw: bytes, path: str) -> tuple[list[dict[str, Any]], bool]:
+    """Every whole record, and whether the file ends in a torn one (a writer died in mid-write), which is no record.
+
+    A record that says `torn_before` was appended after a torn one: what stands just before it is skipped.
+    Raises StoreError, naming the line, for anything else that is not a record.
+    """
+    *lines, tail = raw.decode("ascii", "surrogateescape").split("\n")
+    rows: list[dict[str, Any] | tuple[int, str]] = []
+    for number, line in enumerate(lines, 1):
+        row = _parse_line(line)
+        if row is None:
+            rows.append((number, line))
+            continue
+        if row.get("torn_before") is True and rows:
+            rows.pop()
+            while rows and isinstance(rows[-1], tuple):
+                rows.pop()
+        rows.append(row)
+    torn = bool(tail)
+    # The next writer died just after it had ended the torn line: the fragment now has its newline and no follower.
+    while rows and isinstance(rows[-1], tuple) and _is_fragment(rows[-1][1]):
+        rows.pop()
+        torn = True
+    records: list[dict[str, Any]] = []
+    for entry in rows:
+        if isinstance(entry, tuple):
+            raise StoreError(f"{path} is damaged: line {entry[0]} is not a record")
+        records.append(migrate(entry, path))
+    return records, torn
+
+
+def _parse_line(line: str) -> dict[str, Any] | None:
+    if not line.isascii():
+        return None
+    try:
+        row = parse_json(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def _is_fragment(line: str) -> bool:
+    return line.isascii() and _LINE_BEGINS.startswith(line.rstrip("~")[: len(_LINE_BEGINS)])
+
+
+def append_line(
+    path: str, decide: Callable[[list[dict[str, Any]]], Mapping[str, Any] | None], *, durably: bool = True
+) -> tuple[list[dict[str, Any]], bool]:
+    """Shows every record to `decide`, and appends the one that it returns, with no other writer between the two.
+
+    Returns the records there are now and whether one was appended. When this returns, it is on the disk; without
+    `durably` it gets there when the system sees fit, or with the next that is. Raises StoreError when the file is
+    damaged or newer, or cannot be written; it then holds what it held before.
+    """
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
+    except OSError as error:
+        raise refusal(error, path, "write") from error
+    try:
+        # The lock is on the file itself: taking it also makes an NFS client read what other hosts have appended.
+        with locked(fd, path):
+            raw = _read_all(fd)
+            records, torn = parse_lines(raw, path)
+            row = decide(records)
+            if row is None:
+                return records, False
+            whole = {"schema": SCHEMA, **row, **({"torn_before": True} if torn else {})}
+            ending = _VOID if raw and not raw.endswith(b"\n") else b""
+            _append(fd, len(raw), ending + encode(whole, path) + b"\n", durably)
+            return [*records, whole], True
+    except OSError as error:
+        raise refusal(error, path, "write") from error
+    finally:
+        os.close(fd)
+
+
+def _append(fd: int, size: int, data: bytes, durably: bool) -> None:
+    try:
+        if os.write(fd, data) != len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if durably:
+            os.fsync(fd)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.ftruncate(fd, size)
+        raise
+
+
+@contextlib.contextmanager
+def locked(fd: int, path: str, *, blocking: bool = True) -> Iterator[bool]:
+    """Holds the lock of the open file: True inside, or False when it is held elsewhere and `blocking` is off.
+
+    A process that dies lets go of it.
+    """
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX if blocking else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        yield False
+        return
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        with locked_by_file(f"{path}.held", blocking=blocking) as held:
+            yield held
+        return
+    try:
+        yield True
+    finally:
+        # Not left to close(): a child forked meanwhile shares the open file and would keep the lock.
+        fcntl.flock(fd, fcntl.LOCK_UN)
+
+
+@contextlib.contextmanager
+def locked_by_file(path: str, *, blocking: bool = True) -> Iterator[bool]:
+    """The same lock where the file system has none: held by whoever could make the file `path`."""
+    place = Place.here()
+    words = (place.node, str(os.getpid()), os.urandom(4).hex(), place.boot or "-", place.pid_namespace or "-")
+    mine = " ".join(words).encode()
+    while not _take(path, mine):
+        if not blocking:
+            yield False
+            return
+        time.sleep(0.005)
+    try:
+        yield True
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+
+
+def _take(path: str, mine: bytes) -> bool:
+    temporary = f"{path}.{mine.split()[2].decode()}"
+    create_file(temporary, mine)
+    try:
+        # A link, not O_EXCL: the file is there only with its holder's name in it, and NFS makes links exactly once.
+        os.link(temporary, path)
+        return True
+    except FileExistsError:
+        _break_if_stale(path, temporary)
+        return False
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+
+
+def _break_if_stale(path: str, temporary: str) -> None:
+    holder = _stale_holder(path)
+    if holder is None:
+        return
+    aside = f"{temporary}.aside"
+    with contextlib.suppress(OSError):
+        os.rename(path, aside)
+        # Another process may have broken it, and taken it, between the look and the rename: then it gets it back.
+        if read_bytes(aside) != holder:
+            os.link(aside, path)
+        os.unlink(aside)
+
+
+def _stale_holder(path: str) -> bytes | None:
+    holder = read_bytes(path)
+    if not holder:
+        return None
+    host, pid, _, *rest = holder.decode("ascii", "replace").split(" ")  # an older version wrote no more than these
+    place = Place(host, *("" if word == "-" else word for word in rest[:2]))
+    if place.lacks(int(pid)):
+        return holder
+    if not place.hidden_from(Place.here()):
+        return None
+    try:
+        return holder if time.time() - os.stat(path).st_mtime > _FOREIGN_LOCK_STALE_S else None
+    except OSError:
+        return None

@@ -1,0 +1,135 @@
+"""Log lines from a directory of log files: byte-exact, from a cursor, none lost, doubled or cut.
+
+The files are those of `schedulers.node.logs`. A line that is longer than MOST_BYTES comes in pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..job import Cursor, LogLine
+from ..node import logs as files
+
+MOST_BYTES = 1 << 20  # of a piece, the line's ending included
+_CHUNK = 1 << 20
+
+
+def read(directory: Path, since: Cursor | None, *, complete: bool) -> Iterator[LogLine]:
+    """The lines that are in the files now, after the cursor.
+
+    A line ends with `\\n`, `\\r\\n` or `\\r` (a progress bar's step). One that has no end yet is held back, unless
+    `complete` says that nobody will write to the files any more; of one that is too long for a piece, its last piece.
+    """
+    start = offsets(since)
+    for name, rank, attempt in _files(directory):
+        file = files.opened(f"{directory}/{name}.log")
+        if file is not None:
+            with file:
+                offset = file.seek(start.get(name, 0))
+                yield from lines(file.read, complete, source=name, rank=rank, attempt=attempt, offset=offset)
+
+
+def lines(
+    read: Callable[[int], bytes], complete: bool, *, source: str, rank: int | None, attempt: int, offset: int
+) -> Iterator[LogLine]:
+    """The lines of one log from `offset` on, where `read` begins."""
+    for data, partial in split(read, complete):
+        offset += len(data)
+        text = data.decode("utf-8", "surrogateescape")
+        yield LogLine(rank=rank, attempt=attempt, text=text, source=source, position=str(offset), partial=partial)
+
+
+def split(read: Callable[[int], bytes], complete: bool) -> Iterator[tuple[bytes, bool]]:
+    """Lines, each with False, and pieces of lines that go on, with True."""
+    rest = b""
+    while chunk := read(_CHUNK):
+        parts = (rest + chunk).splitlines(keepends=True)
+        # A `\r` that is the last byte may be one half of `\r\n`.
+        rest = b"" if parts[-1].endswith(b"\n") else parts.pop()
+        for part in parts:
+            yield part if len(part) < MOST_BYTES else (yield from pieces(part)), False
+        rest = yield from pieces(rest)
+    if rest and complete:
+        yield rest, False
+
+
+def pieces(line: bytes) -> Generator[tuple[bytes, bool], None, bytes]:
+    """Cuts off, and gives, what is too long of a line; returns what is left of it.
+
+    Where it cuts depends on the line alone, not on how much of it is known: a cursor stands at the same places.
+    """
+    while is_long(line):
+        at = cut_at(line)
+        yield line[:at], True
+        line = line[at:]
+    return line
+
+
+def is_long(line: bytes) -> bool:
+    """Return True for a line whose text does not fit in a piece. A piece has room for an ending, and has none."""
+    return len(line) > MOST_BYTES - 2 and len(line.rstrip(b"\r\n")) > MOST_BYTES - 2
+
+
+def cut_at(line: bytes) -> int:
+    """Where the first piece of a long line ends: between characters where it is UTF-8."""
+    most = MOST_BYTES - 2
+    return next((at for at in range(most, most - 4, -1) if line[at] & 0xC0 != 0x80), most)
+
+
+def cursor_at(directory: Path, when: float) -> Cursor:
+    """Where each file stood at that time, at the beginning of the line that was being written."""
+    return Cursor({source: str(offset) for source, offset in files.stood_at(str(directory), when).items()})
+
+
+def tail_at(directory: Path, since: Cursor, count: int, *, complete: bool) -> Cursor:
+    """Where the last `count` lines of each rank begin, none before `since`.
+
+    A line without an end counts as in `read`, and one that comes in pieces once.
+    """
+
+    start = offsets(since)
+
+    def ask(counts: Mapping[str, int]) -> list[dict[str, Any]]:
+        found = []
+        for name, rank, attempt in _files(directory):
+            wanted = counts.get(name, count)
+            lines, begin = files.tail(f"{directory}/{name}.log", start.get(name, 0), wanted, complete)
+            found.append({"name": name, "rank": rank, "attempt": attempt, "lines": lines, "begin": begin})
+        return found
+
+    return since.moved(last_lines(ask, count))
+
+
+def last_lines(ask: Callable[[Mapping[str, int]], list[dict[str, Any]]], count: int) -> dict[str, str]:
+    """Where the last `count` lines of each rank begin, in all its logs together.
+
+    `ask` gives for each log how many of its last lines there are and where they begin: of the last `count`, or as many
+    as its argument says for that log.
+    """
+    logs = ask({})
+    left: dict[int | None, int] = {}
+    counts: dict[str, int] = {}
+    for log in sorted(logs, key=lambda log: files.order(log["name"], log["rank"], log["attempt"]), reverse=True):
+        wanted = left.get(log["rank"], count)
+        if wanted < log["lines"]:
+            counts[log["name"]] = wanted
+        left[log["rank"]] = wanted - min(wanted, log["lines"])
+    if counts:  # lines of a rank's earlier attempts
+        logs = ask(counts)
+    return {log["name"]: str(log["begin"]) for log in logs}
+
+
+def _files(directory: Path) -> list[tuple[str, int | None, int]]:
+    found = [entry for entry in files.log_files(str(directory)) if "/" not in entry[0]]
+    return sorted(found, key=lambda entry: files.order(*entry))
+
+
+def offsets(since: Cursor | None) -> dict[str, int]:
+    """Where the cursor stands in each file that it names."""
+    pairs = (pair.partition("=") for pair in str(since or "").split(",") if pair)
+    return {source: int(at) for source, _, at in pairs if at.isdigit()}
+
+
+__all__ = ["MOST_BYTES", "cursor_at", "last_lines", "lines", "offsets", "pieces", "read", "split", "tail_at"]

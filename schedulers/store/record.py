@@ -1,0 +1,380 @@
+"""`Record`: what the store knows of one job. A directory with spec.json, plan.json, events.jsonl, exit.json, logs/."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ..convert import as_moment, as_text, as_whole, parse_json
+from ..errors import SchedulerError, StoreError
+from ..job import JobSpec, Reason, State, Status
+from ..processes import Place
+from . import atomic_files
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ..target import Plan
+
+# Within one attempt a job goes this way; an answer that is older than the one in force cannot send it back.
+_ORDER = {State.SUBMITTING: 0, State.QUEUED: 1, State.RUNNING: 2}
+_ADOPTED = "adopted"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """One line of events.jsonl: `submitting`, `status`, or a note under another name, and when it was written."""
+
+    name: str
+    at: float
+    data: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Damaged:
+    """A job that cannot be read: damaged, or written by a newer accel. Its files are left as they are."""
+
+    id: str
+    path: str
+    reason: str
+
+    @property
+    def directory(self) -> Path:
+        from pathlib import Path
+
+        return Path(self.path)
+
+
+@dataclass(kw_only=True)
+class Record:
+    """One job as the store last read it; `reload` and every change read it again.
+
+    ended_at:     when the final state was written; None before.
+    absent_since: when the backend first said that it does not know the job; None while it does.
+    submitter:    (host, process id) that wrote the intent; submitted_from: the place of that process id.
+    adopted:      another machine submitted the job, and it was found on its target.
+    cancel_asked: somebody asked accel to cancel the job.
+    warning:      why `status` may be old; never stored.
+    """
+
+    id: str
+    path: str
+    name: str
+    target: str
+    kind: str
+    nodes: int
+    procs: int | None
+    created_at: float
+    submitter: tuple[str, int]
+    submitted_from: Place
+    after: tuple[str, ...]
+    native_id: str | None
+    status: Status
+    started_at: float | None
+    ended_at: float | None
+    absent_since: float | None
+    adopted: bool = False
+    cancel_asked: bool = False
+    warning: str = ""
+
+    @property
+    def directory(self) -> Path:
+        from pathlib import Path
+
+        return Path(self.path)
+
+    @property
+    def attempts(self) -> int:
+        """How often the job was started; 0 while it never was."""
+        return self.status.attempt + 1 if self.started_at is not None else 0
+
+    def spec(self) -> JobSpec:
+        """What was submitted. Raises StoreError when spec.json is missing, damaged or newer."""
+        return self._typed("spec.json", "spec", JobSpec.from_json)
+
+    def plan(self) -> Plan:
+        """What the target was asked to do. Raises StoreError when plan.json is missing, damaged or newer."""
+        from ..target import Plan
+
+        return self._typed("plan.json", "plan", Plan.from_json)
+
+    def options(self) -> dict[str, Any] | None:
+        """The target's options as they were when the job was submitted; None when they were not stored."""
+        path = f"{self.path}/target.json"
+        document = atomic_files.read_document(path)
+        if document is None:
+            return None
+        options = document.get("options", {})
+        if not isinstance(options, dict):
+            raise StoreError(f"{path} is damaged: its options are no JSON object")
+        return options
+
+    def events(self) -> list[Event]:
+        """Everything that was written about the job, oldest first. Raises StoreError."""
+        rows = _rows(self.path)
+        from_rows(self.id, self.path, rows)  # each line has a name and a time
+        known = ("schema", "event", "at", "torn_before")
+        return [
+            Event(name=row["event"], at=row["at"], data={key: row[key] for key in row if key not in known})
+            for row in rows
+        ]
+
+    def append(self, name: str, **data: Any) -> None:
+        """Adds a note to events.jsonl; the status stays. Raises StoreError when it is not on the disk."""
+        if name in ("submitting", "status", _ADOPTED):
+            raise ValueError(f"{name} is an event of the store's own; use update()")
+
+        def decide(rows: list[dict[str, Any]]) -> dict[str, Any]:
+            self._read(rows)  # nothing is added to what makes no sense
+            return {"event": name, "at": time.time(), **data}
+
+        self._read(atomic_files.append_line(self._events, decide)[0])
+
+    def update(self, status: Status, native_id: str | None = None) -> Status:
+        """Records what a backend answered and returns the status in force, which is not `status` when that is
+        not allowed: a final state never changes, and an older answer never takes a job back within an attempt.
+
+        Safe for many processes at once. What is new only in its words, or in `observed_at`, is kept without an event.
+        Raises StoreError.
+        """
+        status = status if status.observed_at else dataclasses.replace(status, observed_at=time.time())
+
+        def decide(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
+            self._read(rows)
+            try:
+                new = _succession(self.status, Status.from_json(status.to_json()))
+            except ValueError as error:  # nothing is written that could not be read again
+                raise StoreError(f"job {self.id}: its target answered what no status may hold: {error}") from None
+            native = native_id or self.native_id
+            if _same_state(new, self.status) and native == self.native_id:
+                return None
+            return {"event": "status", "at": time.time(), "status": new.to_json(), "native_id": native}
+
+        # What the backend can be asked again need not survive a crash: it is not waited for, a thousand times over.
+        durably = status.state.final or native_id is not None
+        rows, appended = atomic_files.append_line(self._events, decide, durably=durably)
+        if appended:
+            self._read(rows)
+        elif _same_state(status, self.status) and not self.status.state.final:
+            self._observed(status)
+        return self.status
+
+    def reload(self) -> Record:
+        """Reads the job again and returns itself. Raises StoreError."""
+        self._read(_rows(self.path))
+        return self
+
+    def read_exit(self) -> dict[str, Any] | None:
+        """What `write_exit` wrote, or None. Raises StoreError when it is damaged or newer."""
+        return atomic_files.read_document(f"{self.path}/exit.json")
+
+    def write_exit(self, data: Mapping[str, Any]) -> None:
+        """Writes exit.json in one step: it is never seen half. Raises StoreError."""
+        atomic_files.write_document(f"{self.path}/exit.json", data)
+
+    @contextlib.contextmanager
+    def submission(self, *, blocking: bool = True) -> Iterator[bool]:
+        """Held while a process asks the backend to run the job; False when another one holds it (`blocking` off)."""
+        path = f"{self.path}/submit.lock"
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise atomic_files.refusal(error, path, "write") from error
+        try:
+            with atomic_files.locked(fd, path, blocking=blocking) as held:
+                yield held
+        finally:
+            os.close(fd)
+
+    @property
+    def _events(self) -> str:
+        return f"{self.path}/events.jsonl"
+
+    def _typed(self, file: str, key: str, convert: Callable[[object], T]) -> T:
+        path = f"{self.path}/{file}"
+        document = atomic_files.read_document(path)
+        if document is None:
+            raise StoreError(f"{path} is missing")
+        try:
+            return convert(document.get(key))
+        except SchedulerError as error:
+            raise StoreError(f"{path} is damaged: {error}") from None
+
+    def _read(self, rows: list[dict[str, Any]]) -> None:
+        # The fields are taken over one by one, so that a Job, and whoever else holds this record, sees the news.
+        fresh = from_rows(self.id, self.path, rows)
+        for name, value in fresh.__dict__.items():
+            if name != "warning":
+                setattr(self, name, value)
+
+    def _observed(self, status: Status) -> None:
+        """Keeps an answer that brought no news, or only other words, in the file `seen`: its time is the answer's.
+
+        A waiter that polls all week, or a queue that moves a thousand times, does not fill events.jsonl.
+        """
+        at, same = status.observed_at, _same(status, self.status)
+        if at < self.status.observed_at or (same and at == self.status.observed_at):
+            return
+        path = f"{self.path}/seen"
+        with contextlib.suppress(OSError):
+            if same:
+                os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
+            else:
+                atomic_files.replace_file(
+                    path, atomic_files.encode({"schema": atomic_files.SCHEMA, **status.to_json()}, path)
+                )
+            os.utime(path, (at, at))
+        self.status = status
+
+
+def read_record(job_id: str, path: str) -> Record:
+    """The job in the directory `path`, from events.jsonl alone. Raises StoreError."""
+    return from_rows(job_id, path, _rows(path))
+
+
+def from_rows(job_id: str, path: str, rows: list[dict[str, Any]]) -> Record:
+    """The record that the lines of events.jsonl add up to. Raises StoreError for lines that make no sense."""
+    try:
+        return _fold(job_id, path, rows)
+    except (KeyError, ValueError) as error:
+        what = f"no {error}" if isinstance(error, KeyError) else str(error)
+        raise StoreError(f"{path}/events.jsonl is damaged: {what}") from None
+
+
+def _rows(path: str) -> list[dict[str, Any]]:
+    events = f"{path}/events.jsonl"
+    raw = atomic_files.read_bytes(events)
+    if raw is None:
+        raise StoreError(f"{events} is missing")
+    return atomic_files.parse_lines(raw, events)[0]
+
+
+def _fold(job_id: str, path: str, rows: list[dict[str, Any]]) -> Record:
+    if not rows:
+        raise StoreError(f"{path}/events.jsonl is damaged: it holds no record")
+    first, last = rows[0], rows[0]
+    started = ended = absent = None
+    cancel_asked = False
+    status = Status.from_json(first["status"])
+    for row in rows:
+        event, at = as_text(row["event"], "event"), as_moment(row["at"], "at")
+        if event == "absent":
+            absent = at if absent is None else absent
+        elif event == "present":
+            absent = None
+        elif event == "cancel":
+            cancel_asked = True
+        elif "status" in row:
+            last, absent = row, None
+            status = Status.from_json(row["status"])
+            if status.state is State.RUNNING and started is None:
+                started = at
+            elif status.state.final:
+                ended = at
+    procs, native_id, after = first.get("procs"), last.get("native_id"), first.get("after", [])
+    if not isinstance(after, list):
+        raise ValueError("after is no list")
+    return Record(
+        id=job_id,
+        path=path,
+        name=as_text(first["name"], "name"),
+        target=as_text(first["target"], "target"),
+        kind=as_text(first["kind"], "kind"),
+        nodes=as_whole(first["nodes"], "nodes", least=1),
+        procs=None if procs is None else as_whole(procs, "procs", least=1),
+        created_at=as_moment(first["created_at"], "created_at"),
+        submitter=(as_text(first["host"], "host"), as_whole(first["pid"], "pid", least=1)),
+        submitted_from=Place(*(as_text(first.get(key, ""), key) for key in ("host", "boot", "pid_namespace"))),
+        after=tuple(as_text(job_id, "after") for job_id in after),
+        native_id=None if native_id is None else as_text(native_id, "native_id"),
+        status=_observation(path, status),
+        started_at=started,
+        ended_at=ended,
+        absent_since=absent,
+        adopted=first["event"] == _ADOPTED,
+        cancel_asked=cancel_asked,
+    )
+
+
+def _observation(path: str, status: Status) -> Status:
+    """The status in the words, and with the time, of the newest answer in the file `seen`, if it is of this state.
+
+    A time that no calendar knows is none.
+    """
+    if status.state.final:
+        return status
+    try:
+        found = os.stat(f"{path}/seen")
+        seen = as_moment(found.st_mtime, "seen")
+        raw = atomic_files.read_bytes(f"{path}/seen") if found.st_size else None
+    except (OSError, StoreError, ValueError):
+        return status
+    with contextlib.suppress(ValueError):
+        said = Status.from_json(parse_json(raw)) if raw else status
+        if said.observed_at >= status.observed_at and _same_state(said, status):
+            status = said
+    return dataclasses.replace(status, observed_at=seen) if seen > status.observed_at else status
+
+
+def _same(one: Status, other: Status) -> bool:
+    return dataclasses.replace(one, observed_at=0.0) == dataclasses.replace(other, observed_at=0.0)
+
+
+def _same_state(one: Status, other: Status) -> bool:
+    """Return True if the two differ in their words at most, which a final status keeps as they are."""
+    if one.state.final:
+        return _same(one, other)
+    return _same(dataclasses.replace(one, message=other.message, native_state=other.native_state), other)
+
+
+def _succession(current: Status, new: Status) -> Status:
+    if not current.state.may_become(new.state) or current.state.final:
+        return current
+    if new.state.final:
+        # A target that lost sight of a job does not know how often it was started.
+        return dataclasses.replace(new, attempt=max(new.attempt, current.attempt))
+    if new.attempt < current.attempt:
+        return current
+    back = new.attempt == current.attempt and _ORDER[new.state] < _ORDER[current.state]
+    return current if back and new.observed_at < current.observed_at else new
+
+
+def first_row(spec: JobSpec, *, target: str, kind: str) -> dict[str, Any]:
+    """The first line of events.jsonl: the intent, and everything that a list shows."""
+    now, place = time.time(), Place.here()
+    return {
+        "event": "submitting",
+        "at": now,
+        "name": spec.name,
+        "target": target,
+        "kind": kind,
+        "nodes": spec.nodes,
+        "procs": spec.procs_per_node,
+        "after": list(spec.after),
+        "created_at": now,
+        "host": place.node,
+        "boot": place.boot,
+        "pid_namespace": place.pid_namespace,
+        "pid": os.getpid(),
+        "status": Status(state=State.SUBMITTING, reason=Reason.NONE, observed_at=now).to_json(),
+        "native_id": None,
+    }
+
+
+def adopted_row(spec: JobSpec, *, target: str, kind: str, native_id: str, created_at: float) -> dict[str, Any]:
+    """The first line of events.jsonl for a job that another machine submitted. Its state is not known yet."""
+    status = Status(state=State.QUEUED, message="found on its target, and not asked about yet")
+    row = first_row(spec, target=target, kind=kind)
+    return row | {
+        "event": _ADOPTED,
+        "created_at": created_at,
+        "status": status.to_json(),
+        "native_id": native_id,
+    }

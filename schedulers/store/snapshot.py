@@ -1,0 +1,355 @@
+"""The code directory as it is now, packed once and addressed by its digest: `$ACCEL_HOME/snapshots/<digest>.tar`."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+from ..errors import SnapshotError
+from ..printable import one_line
+from . import atomic_files
+from .source_files import Entry, list_code
+
+if TYPE_CHECKING:
+    import logging
+    import tarfile
+
+_LARGE_BYTES = 100_000_000
+_SHOWN_PATHS = 5
+_ATTEMPTS = 3
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """A packed code directory.
+
+    digest:   sha256 of every path, its permission bits and its content; equal digests are equal trees.
+    files:    how many files and links are in it; `bytes` is what the files hold together.
+    warnings: one line each: what was left out, and what makes it large.
+    """
+
+    digest: str
+    path: Path
+    files: int
+    bytes: int
+    warnings: tuple[str, ...] = ()
+
+
+class _ChangedError(Exception):
+    """A file was written to while it was read."""
+
+
+def pack(code: Path, home: Path) -> Snapshot:
+    """Packs what git tracks or would track in `code` (uncommitted work included), or, without git, everything; less
+    what `.accelignore` names and untracked files that look like secrets. A tree that is packed already is not packed
+    again. Warnings are logged.
+
+    Links are kept as links and permissions as they are. Raises SnapshotError, naming the path, for a link that leads
+    outside `code`, a file that cannot be read, files that keep changing, and a disk that cannot take it.
+    """
+    top = os.path.realpath(code)
+    if not os.path.isdir(top):
+        raise SnapshotError(f"no code directory {top}")
+    for _ in range(_ATTEMPTS):
+        with contextlib.suppress(_ChangedError):
+            packed = _pack(top, os.path.realpath(home))
+            for warning in packed.warnings:
+                _logger().warning("%s", one_line(warning))
+            return packed
+    raise SnapshotError(f"the files in {top} change while they are packed: try again when nothing writes to them")
+
+
+def _logger() -> logging.Logger:
+    import logging
+
+    return logging.getLogger(__name__)
+
+
+def unpack(snapshot: Path, destination: Path) -> None:
+    """Makes the directory `destination` out of a snapshot: when it is there, it is whole and has the right digest.
+
+    Where the same snapshot was unpacked before, nothing is done. Raises SnapshotError when `destination` is something
+    else, or when the snapshot is damaged or would write outside it.
+    """
+    digest = Path(snapshot).name.removesuffix(".tar")
+    parent, name = os.path.split(os.path.abspath(destination))
+    marker = os.path.join(parent, f".{name}.snapshot")
+    if os.path.lexists(destination):
+        if atomic_files.read_bytes(marker) == digest.encode():
+            return
+        raise SnapshotError(f"cannot unpack into {destination}: it is there, and is not this snapshot")
+    temporary = os.path.join(parent, f".{name}.{os.getpid()}.{os.urandom(4).hex()}")
+    try:
+        try:
+            os.makedirs(temporary, mode=0o700)
+            _extract(snapshot, temporary, digest)
+            _replace(marker, digest.encode())
+            os.rename(temporary, destination)
+        except BaseException:
+            _remove_tree(temporary)
+            raise
+    except OSError as error:
+        raise SnapshotError(str(atomic_files.refusal(error, str(destination), "unpack"))) from error
+
+
+def _take_up(path: str) -> bool:
+    """Whether it is packed already; then it counts as packed now."""
+    if not os.path.exists(path):
+        return False
+    with alone(os.path.dirname(path)):
+        try:
+            os.utime(path)
+        except FileNotFoundError:
+            return False
+    return True
+
+
+@contextlib.contextmanager
+def alone(directory: str) -> Iterator[None]:
+    """Held while a snapshot in `directory` is taken up, or its age is judged and it is deleted. Raises OSError."""
+    path = os.path.join(directory, ".lock")
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        with atomic_files.locked(fd, path):
+            yield
+    finally:
+        os.close(fd)
+
+
+def _pack(top: str, home: str) -> Snapshot:
+    entries, warnings = list_code(top, home)
+    hashes = [_content_hash(top, entry) for entry in entries]
+    digest = _digest(zip(entries, hashes, strict=True))
+    directory = os.path.join(home, "snapshots")
+    path = os.path.join(directory, f"{digest}.tar")
+    try:
+        if not _take_up(path):
+            _write(top, entries, hashes, directory, path)
+    except OSError as error:
+        raise SnapshotError(str(atomic_files.refusal(error, path, "write"))) from error
+    return Snapshot(
+        digest=digest,
+        path=Path(path),
+        files=sum(entry.type != "directory" for entry in entries),
+        bytes=sum(entry.size for entry in entries),
+        warnings=(*warnings, *_size_warning(top, entries)),
+    )
+
+
+def _digest(entries: Iterable[tuple[Entry, bytes]]) -> str:
+    import hashlib
+
+    tree = hashlib.sha256()
+    for entry, content in sorted(entries, key=lambda pair: os.fsencode(pair[0].path)):
+        tree.update(f"{entry.type} {entry.mode:o} ".encode() + os.fsencode(entry.path) + b"\0" + content)
+    return tree.hexdigest()
+
+
+def _content_hash(top: str, entry: Entry) -> bytes:
+    import hashlib
+
+    if entry.type != "file":
+        return hashlib.sha256(os.fsencode(entry.link)).digest()
+    hashed = hashlib.sha256()
+    with _open(top, entry) as file:
+        for chunk in _exactly(file, entry):
+            hashed.update(chunk)
+    return hashed.digest()
+
+
+def _open(top: str, entry: Entry) -> IO[bytes]:
+    whole = os.path.join(top, entry.path)
+    try:
+        fd = os.open(whole, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise _ChangedError
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ELOOP):
+            raise _ChangedError from None
+        raise SnapshotError(f"cannot read {whole!r}: {error.strerror}") from error
+    return open(fd, "rb", buffering=0)
+
+
+def _exactly(file: IO[bytes], entry: Entry) -> Iterable[bytes]:
+    """The file's bytes as far as it reached when it was listed: a log may grow meanwhile, and must not shrink."""
+    left = entry.size
+    while left:
+        chunk = file.read(min(_CHUNK, left))
+        if not chunk:
+            raise _ChangedError
+        left -= len(chunk)
+        yield chunk
+
+
+def _write(top: str, entries: list[Entry], hashes: list[bytes], directory: str, path: str) -> None:
+    os.makedirs(directory, mode=0o700, exist_ok=True)
+    temporary = f"{path}.{os.getpid()}.{os.urandom(4).hex()}"
+    try:
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
+            _write_tar(file, top, entries, hashes)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        atomic_files.sync_directory(directory)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+def _write_tar(out: IO[bytes], top: str, entries: list[Entry], hashes: list[bytes]) -> None:
+    """The same bytes for the same tree: sorted, and without times and owners."""
+    import tarfile
+
+    # GNU's format has names as plain bytes, whatever they are.
+    with tarfile.open(
+        fileobj=out, mode="w", format=tarfile.GNU_FORMAT, encoding="utf-8", errors="surrogateescape"
+    ) as tar:
+        for entry, expected in zip(entries, hashes, strict=True):
+            info = tarfile.TarInfo(entry.path)
+            info.mode = entry.mode
+            if entry.type == "file":
+                info.size = entry.size
+                with _open(top, entry) as file:
+                    content = _Hashing(_exactly(file, entry))
+                    tar.addfile(info, content)  # type: ignore[arg-type]  # all that it calls is read()
+                if content.digest() != expected:
+                    raise _ChangedError
+            else:
+                info.type = tarfile.SYMTYPE if entry.type == "link" else tarfile.DIRTYPE
+                info.linkname = entry.link
+                tar.addfile(info)
+
+
+class _Hashing:
+    """A file to read from that takes the digest of what was read."""
+
+    def __init__(self, chunks: Iterable[bytes]) -> None:
+        import hashlib
+
+        self._chunks = iter(chunks)
+        self._rest = b""
+        self._hash = hashlib.sha256()
+
+    def read(self, count: int) -> bytes:
+        while len(self._rest) < count:
+            chunk = next(self._chunks, b"")
+            if not chunk:
+                break
+            self._rest += chunk
+        data, self._rest = self._rest[:count], self._rest[count:]
+        self._hash.update(data)
+        return data
+
+    def digest(self) -> bytes:
+        return self._hash.digest()
+
+
+def _extract(snapshot: Path, top: str, digest: str) -> None:
+    import tarfile
+
+    damaged = f"the snapshot {snapshot} is damaged; delete it and submit again"
+    try:
+        with tarfile.open(snapshot, "r:", encoding="utf-8", errors="surrogateescape") as tar:
+            most = os.path.getsize(snapshot)
+            entries = [(entry, _member(tar, info, entry, top)) for info, entry in _members(tar, most)]
+    except FileNotFoundError:
+        raise SnapshotError(f"the snapshot {snapshot} is not there") from None
+    except (tarfile.TarError, EOFError) as error:
+        raise SnapshotError(f"{damaged} ({error})") from None
+    if _digest(entries) != digest:
+        raise SnapshotError(f"{damaged} (its content has another digest)")
+    # Last, so that no file can be written through a link.
+    links = [entry for entry, _ in entries if entry.type == "link"]
+    for entry in links:
+        os.symlink(entry.link, _place(top, entry.path))
+    real = os.path.realpath(top)
+    for entry in links:
+        if (
+            os.path.isabs(entry.link)
+            or os.path.commonpath([real, os.path.realpath(os.path.join(real, entry.path))]) != real
+        ):
+            raise SnapshotError(f"the snapshot {snapshot} has a link that leads outside: {entry.path!r}")
+
+
+def _members(tar: tarfile.TarFile, most: int) -> Iterable[tuple[tarfile.TarInfo, Entry]]:
+    """Yield the members. Raises SnapshotError for one that `pack` does not write, such as a sparse file, which can be
+    larger than the archive; ReadError for files of more than `most` bytes together."""
+    import tarfile
+
+    left = most
+    for info in tar:
+        parts = info.name.split("/")
+        if info.name.startswith("/") or not all(parts) or ".." in parts or "." in parts:
+            raise SnapshotError(f"a snapshot must not write outside its directory: {info.name!r}")
+        mode = info.mode & 0o777
+        left -= info.size
+        if info.issparse():
+            raise SnapshotError(f"a snapshot must not hold a sparse file: {info.name!r}")
+        if info.size < 0 or left < 0:
+            raise tarfile.ReadError(f"{info.name!r} is larger than the archive")
+        if info.isreg():
+            yield info, Entry(info.name, "file", mode, info.size)
+        elif info.issym():
+            yield info, Entry(info.name, "link", mode, 0, info.linkname)
+        elif info.isdir():
+            yield info, Entry(info.name, "directory", mode, 0)
+        else:
+            raise SnapshotError(f"a snapshot holds files, links and directories only: {info.name!r}")
+
+
+def _member(tar: tarfile.TarFile, info: tarfile.TarInfo, entry: Entry, top: str) -> bytes:
+    """Writes a file or an empty directory, and returns the hash of its content."""
+    import hashlib
+
+    content = hashlib.sha256(os.fsencode(entry.link))
+    if entry.type == "directory":
+        os.mkdir(_place(top, entry.path), entry.mode | 0o700)
+    elif entry.type == "file":
+        source = tar.extractfile(info)
+        whole = _place(top, entry.path)
+        with open(os.open(whole, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as out:
+            while source is not None and (chunk := source.read(_CHUNK)):
+                content.update(chunk)
+                out.write(chunk)
+            os.fchmod(out.fileno(), entry.mode)
+    return content.digest()
+
+
+def _place(top: str, path: str) -> str:
+    whole = os.path.join(top, path)
+    os.makedirs(os.path.dirname(whole), exist_ok=True)
+    return whole
+
+
+def _replace(path: str, data: bytes) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+    atomic_files.create_file(path, data)
+
+
+def _remove_tree(path: str) -> None:
+    import shutil
+
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def _size_warning(top: str, entries: list[Entry]) -> list[str]:
+    total = sum(entry.size for entry in entries)
+    if total < _LARGE_BYTES:
+        return []
+    largest = sorted(entries, key=lambda entry: (-entry.size, entry.path))[:_SHOWN_PATHS]
+    shown = ", ".join(f"{entry.path!r} ({_megabytes(entry.size)})" for entry in largest)
+    return [f"the code directory {top} has {_megabytes(total)}, which every job would carry; the largest: {shown}"]
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1_000_000:.0f} MB"

@@ -1,0 +1,238 @@
+"""Which files of a code directory belong to the program: what git would track, less what `ignore_rules` leaves out."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from ..errors import SnapshotError
+from . import ignore_rules
+from . import paths as places
+from .ignore_rules import IGNORE_FILE, Rules
+
+# What accel makes in ACCEL_HOME.
+_IN_HOME = ("jobs", "snapshots", "local")
+
+_GIT_VARIABLES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_COMMON_DIR", "GIT_NAMESPACE")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One file, link or empty directory. `path` is relative, with `/`, and has bytes that are not UTF-8 as
+    surrogate escapes; `mode` is the permission bits; `size` is in bytes; `link` is a link's target."""
+
+    path: str
+    type: Literal["file", "link", "directory"]
+    mode: int
+    size: int
+    link: str = ""
+
+
+@dataclass(frozen=True)
+class _Path:
+    """A path to ship unless a rule leaves it out."""
+
+    path: str
+    tracked: bool = False
+
+
+def list_code(top: str, home: str | None = None, *, image: bool = False) -> tuple[list[Entry], list[str]]:
+    """Return what is to be packed, by path, and warnings. What accel itself keeps is left out, whether in `home` or in
+    the store of this user; for an `image`, what `.dockerignore` names as well.
+
+    Raises SnapshotError for a link that leads outside, a directory that cannot be read, or a git that refuses.
+    """
+    warnings: list[str] = []
+    own = _own_directories(top, {os.path.realpath(each) for each in (home, places.data_home()) if each is not None})
+    git = _git_files(top, warnings)
+    rules = ignore_rules.read(top, git=git is not None, image=image)
+    secrets: list[str] = []
+    paths = _walk(top, own, rules, warnings, secrets) if git is None else git
+    below_own = tuple(directory + os.sep for directory in own)
+    entries = []
+    tracked_secrets = []
+    real_directory = _real_directories(top)
+    for each in sorted(set(paths), key=lambda each: os.fsencode(each.path)):
+        path = each.path
+        if os.path.join(top, path).startswith(below_own) or not real_directory(os.path.dirname(path)):
+            continue
+        if git is not None and rules.ignored(path):
+            continue
+        secret = rules.secret(path)
+        if secret and not each.tracked:
+            secrets.append(path)
+            continue
+        entry = _entry(top, path, warnings)
+        if entry is not None:
+            entries.append(entry)
+            tracked_secrets += [path] if secret else []
+    return entries, warnings + ignore_rules.warnings(secrets, tracked_secrets)
+
+
+def _own_directories(top: str, homes: Iterable[str]) -> tuple[str, ...]:
+    """Return what accel itself keeps inside the code directory, where a home of its jobs is in it."""
+    own = []
+    for home in homes:
+        own += [os.path.join(home, name) for name in _IN_HOME] if home == top else [home]
+    return tuple(directory for directory in own if directory.startswith(top.rstrip(os.sep) + os.sep))
+
+
+def _entry(top: str, path: str, warnings: list[str]) -> Entry | None:
+    whole = os.path.join(top, path)
+    try:
+        found = os.lstat(whole)
+    except (FileNotFoundError, NotADirectoryError):
+        return None  # tracked, and deleted in the work tree
+    except OSError as error:
+        raise SnapshotError(f"cannot read {whole!r}: {error.strerror}") from error
+    mode = stat.S_IMODE(found.st_mode) & 0o777
+    if stat.S_ISREG(found.st_mode):
+        return Entry(path, "file", mode, found.st_size)
+    if stat.S_ISLNK(found.st_mode):
+        return Entry(path, "link", 0o777, 0, _link(top, whole))
+    if stat.S_ISDIR(found.st_mode):
+        return Entry(path, "directory", mode, 0)
+    warnings.append(f"{path!r} is left out: it is neither a file nor a link (a socket, a pipe or a device)")
+    return None
+
+
+def _link(top: str, whole: str) -> str:
+    target = os.readlink(whole)
+    # Followed to its end: on another machine a link out of the directory points at nothing, or at something else.
+    inside = os.path.realpath(whole)
+    if os.path.isabs(target) or not (inside == top or inside.startswith(top.rstrip(os.sep) + os.sep)):
+        raise SnapshotError(
+            f"{whole!r} is a link to {target!r}, outside the code directory: other machines do not have that; "
+            f"delete it, or have it ignored ({IGNORE_FILE})"
+        )
+    return target
+
+
+def _real_directories(top: str) -> Callable[[str], bool]:
+    """Whether a directory below `top` is reached through no link. What git has on record below one is deleted."""
+    known = {"": True}
+
+    def real(directory: str) -> bool:
+        if directory not in known:
+            whole = os.path.join(top, directory)
+            known[directory] = real(os.path.dirname(directory)) and not os.path.islink(whole)
+        return known[directory]
+
+    return real
+
+
+def _git_files(top: str, warnings: list[str]) -> list[_Path] | None:
+    """The files that git tracks or would track, submodules and nested repositories included; None without git."""
+    if not _in_repository(top):
+        return None
+    listed = [(path, True) for path in _listed(top, "--cached")]
+    listed += [(path, False) for path in _listed(top, "--others", "--exclude-standard")]
+    if not listed and _is_ignored(top):
+        return None  # a project that lies, ignored, in somebody else's repository
+    found: list[_Path] = []
+    for path, tracked in listed:
+        whole = os.path.join(top, path)
+        if os.path.isdir(whole) and not os.path.islink(whole.rstrip("/")):
+            found += _nested(top, path.rstrip("/"), warnings)
+        else:
+            found.append(_Path(path, tracked))
+    return found
+
+
+def _listed(top: str, *which: str) -> list[str]:
+    return [os.fsdecode(path) for path in _git(top, "ls-files", "-z", *which).split(b"\0") if path]
+
+
+def _nested(top: str, path: str, warnings: list[str]) -> Iterator[_Path]:
+    """A submodule, or a repository inside this one: git names it and nothing in it."""
+    whole = os.path.join(top, path)
+    if os.path.lexists(os.path.join(whole, ".git")):
+        for inner in _git_files(whole, warnings) or ():
+            yield _Path(f"{path}/{inner.path}", inner.tracked)
+    elif not os.listdir(whole):
+        warnings.append(
+            f"{path!r} is an empty directory: is it a submodule to check out (git submodule update --init)?"
+        )
+
+
+def _in_repository(top: str) -> bool:
+    directory = top
+    while not os.path.lexists(os.path.join(directory, ".git")):
+        parent = os.path.dirname(directory)
+        if parent == directory:
+            return False
+        directory = parent
+    return True
+
+
+def _git(top: str, *words: str) -> bytes:
+    import subprocess
+
+    # fsmonitor is a command out of the repository's own configuration.
+    command = ["git", "-c", "core.fsmonitor=false", "-C", top, *words]
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, env=git_environment())
+    except FileNotFoundError:
+        raise SnapshotError(
+            f"{top} is in a git repository, and git, which knows what it ignores, is not there: install git"
+        ) from None
+    if done.returncode != 0:
+        said = done.stderr.decode(errors="replace").strip().splitlines() or ["it said nothing"]
+        raise SnapshotError(f"git cannot list the files of {top}: {said[0]}")
+    return done.stdout
+
+
+def _is_ignored(top: str) -> bool:
+    import subprocess
+
+    asked = subprocess.run(
+        ["git", "-c", "core.fsmonitor=false", "-C", top, "check-ignore", "-q", "."],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        env=git_environment(),
+    )
+    return asked.returncode == 0
+
+
+def git_environment() -> dict[str, str]:
+    """Without what a git hook sets: it would make git look at the hook's repository."""
+    return {name: value for name, value in os.environ.items() if name not in _GIT_VARIABLES} | {"LC_ALL": "C"}
+
+
+def _walk(top: str, own: tuple[str, ...], rules: Rules, warnings: list[str], secrets: list[str]) -> list[_Path]:
+    """All files, links and empty directories that are not left out; directories that look like secrets are added to
+    `secrets`."""
+    found: list[_Path] = []
+    waiting = [""]
+    while waiting:
+        directory = waiting.pop()
+        kept = 0
+        for entry in _scan(top, directory):
+            path = f"{directory}/{entry.name}" if directory else entry.name
+            is_directory = entry.is_dir(follow_symlinks=False)
+            if entry.path in own or rules.ignored(f"{path}/" if is_directory else path):
+                continue
+            kept += 1
+            if not is_directory:
+                found.append(_Path(path))
+            elif rules.secret(f"{path}/"):
+                secrets.append(path)
+            elif os.path.exists(os.path.join(entry.path, "pyvenv.cfg")):
+                warnings.append(f"{path!r} is left out: it is a virtual environment")
+            else:
+                waiting.append(path)
+        if directory and not kept:
+            found.append(_Path(directory))
+    return found
+
+
+def _scan(top: str, directory: str) -> Iterable[os.DirEntry[str]]:
+    whole = os.path.join(top, directory)
+    try:
+        with os.scandir(whole) as entries:
+            return list(entries)
+    except OSError as error:
+        raise SnapshotError(f"cannot read the directory {whole!r}: {error.strerror}") from error

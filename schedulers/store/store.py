@@ -1,0 +1,316 @@
+"""The job store: a directory a job under `$ACCEL_HOME/jobs`. No database: homes on clusters are NFS and Lustre."""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import errno
+import os
+import re
+import time
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from ..errors import StoreError, UnknownJob, nearest
+from ..job import JobSpec
+from . import atomic_files, paths
+from .record import Damaged, Event, Record, adopted_row, first_row, read_record
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ..target import Plan
+
+__all__ = ["Damaged", "Event", "Record", "Store"]
+
+# Crockford's base 32, small letters: digits sort before letters, and i, l, o, u are left out.
+_ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
+_LOOKALIKES = str.maketrans("ilo", "110")
+_EPOCH_MS = 1_704_067_200_000  # 2024-01-01
+_RANDOM_BITS = 15
+_ID_LENGTH = 11
+_ID = re.compile(r"[0-9a-z][0-9a-z_-]{0,62}\Z")
+# Ids that are hashes begin so (helm/accel-job). None that holds the time has since January 2025.
+_TIMELESS = "0"
+_ABANDONED_S = 3600.0
+
+
+class Store:
+    """All jobs below one home directory. Holds nothing in memory: any number of processes may use the same home."""
+
+    def __init__(self, home: Path | str) -> None:
+        self._home = os.path.abspath(home)
+        self._jobs = f"{self._home}/jobs"
+
+    @classmethod
+    def default(cls) -> Store:
+        """The store in `$ACCEL_HOME`, else in the user's data directory."""
+        return cls(paths.data_home())
+
+    # pathlib is imported when a path is asked for: to list jobs, no Path is needed.
+
+    @property
+    def home(self) -> Path:
+        from pathlib import Path
+
+        return Path(self._home)
+
+    @property
+    def jobs(self) -> Path:
+        """The directory that holds a directory for each job."""
+        return self.home / "jobs"
+
+    def new_id(self) -> str:
+        """A new id: 8 characters of time, 3 of chance. Later ids sort after earlier ones, in one process always."""
+        return _encode(_next_number())
+
+    def create(
+        self,
+        job_id: str,
+        spec: JobSpec,
+        plan: Plan,
+        *,
+        target: str,
+        kind: str,
+        options: Mapping[str, Any] | None = None,
+        native_id: str | None = None,
+        made_at: float | None = None,
+    ) -> Record:
+        """Writes the intent to run the job: when this returns it is on the disk, whole, and says `submitting`.
+
+        `options` are the target's, kept so that the job is found again from any directory. With a `native_id` it is a
+        job that another machine submitted: `adopted`, never to be submitted here, and `queued` until its target is
+        asked; it was made at `made_at`, or when its id says.
+
+        Raises StoreError when it cannot be written or the id is taken, SpecError when the spec holds what JSON cannot.
+        """
+        if not _ID.match(job_id):
+            raise StoreError(f"{job_id!r} is not a job id")
+        files: dict[str, dict[str, Any]] = {
+            "spec.json": {"spec": spec.to_json()},
+            "plan.json": {"plan": plan.to_json()},
+            "target.json": {"name": target, "kind": kind, "options": dict(options or {}), "source": plan.source},
+            "events.jsonl": first_row(spec, target=target, kind=kind)
+            if native_id is None
+            else adopted_row(
+                spec,
+                target=target,
+                kind=kind,
+                native_id=native_id,
+                created_at=created_at(job_id) if made_at is None else made_at,
+            ),
+        }
+        texts = {
+            name: atomic_files.encode({"schema": atomic_files.SCHEMA, **data}, name) + b"\n"
+            for name, data in files.items()
+        }
+        if options is None:
+            del texts["target.json"]
+        path = f"{self._jobs}/{job_id}"
+        self._make_home()
+        try:
+            self._publish(job_id, path, texts)
+        except OSError as error:
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                raise StoreError(f"there is a job {job_id} already") from None
+            raise atomic_files.refusal(error, path, "write") from error
+        return read_record(job_id, path)
+
+    def record(self, ref: str) -> Record:
+        """The job with that id, or whose id begins so, or `@last`, the newest. Raises UnknownJob, StoreError."""
+        job_id = self.resolve(ref)
+        return read_record(job_id, f"{self._jobs}/{job_id}")
+
+    def resolve(self, ref: str) -> str:
+        """The full id that `ref` stands for. Raises UnknownJob, naming the candidates when it stands for several."""
+        ids = self.ids()
+        if not ids:
+            raise UnknownJob(f"no job {ref!r}: there are no jobs in {self._jobs}")
+        if ref == "@last":
+            return ids[0]
+        if ref in ids:
+            return ref
+        wanted = ref.lower()
+        found = [i for i in ids if i.startswith(wanted)] if wanted else []
+        if not found and wanted:
+            # Read off a screen: i and l for 1, o for 0.
+            found = [i for i in ids if i.startswith(wanted.translate(_LOOKALIKES))]
+        if len(found) == 1:
+            return found[0]
+        if found:
+            shown = ", ".join(self._labelled(i) for i in found[:5])
+            more = f" and {len(found) - 5} more" if len(found) > 5 else ""
+            raise UnknownJob(f"{ref!r} stands for {len(found)} jobs: {shown}{more}")
+        raise UnknownJob(f"no job {ref!r}{nearest(wanted, ids)} (`accel list` shows them)")
+
+    def ids(self) -> list[str]:
+        """The ids of all jobs, damaged ones too, newest first. Raises StoreError."""
+        try:
+            names = os.listdir(self._jobs)
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise atomic_files.refusal(error, self._jobs, "read") from error
+        return sorted((name for name in names if _ID.match(name)), key=self._order, reverse=True)
+
+    def _order(self, job_id: str) -> str:
+        """Return the id, or of one that holds no time, as charts make them, an id of the time when the job was made."""
+        if not job_id.startswith(_TIMELESS):
+            return job_id
+        with contextlib.suppress(StoreError):
+            made_at = read_record(job_id, f"{self._jobs}/{job_id}").created_at
+            return _encode(max(0, int(made_at * 1000) - _EPOCH_MS) << _RANDOM_BITS)
+        return job_id
+
+    def records(self, ids: Iterable[str] | None = None) -> list[Record | Damaged]:
+        """All jobs, newest first, or those of `ids` (whole ones) in their order; no other file is read.
+
+        A job that cannot be read is `Damaged` and hides no other; one that is gone is left out. Raises StoreError
+        when the store itself cannot be read.
+        """
+        base = self._jobs
+        records = (_read(job_id, f"{base}/{job_id}") for job_id in (self.ids() if ids is None else ids))
+        return [record for record in records if record is not None]
+
+    def prune(
+        self,
+        older_than_s: float | None = None,
+        keep: int | None = None,
+        ids: Iterable[str] | None = None,
+        dry_run: bool = False,
+    ) -> list[str]:
+        """Deletes jobs that are over, and returns their ids (with `dry_run`, those it would delete), newest first.
+
+        older_than_s: only those that ended longer ago; keep: not the newest so many that are over; both may be given.
+        ids:          only these (ids or prefixes), damaged ones included; one that is not over is a StoreError.
+        A job that is not over, or that one not yet over waits for (`after`), is never deleted. Raises StoreError.
+        """
+        if older_than_s is None and keep is None and ids is None:
+            raise StoreError("say what to prune: jobs older than a time, all but the newest few, or ids")
+        everything = self.records()
+        records = [record for record in everything if isinstance(record, Record)]
+        wanted = None if ids is None else {self.resolve(ref) for ref in ids}
+        if wanted is not None:
+            _refuse_live(records, wanted)
+        needed = {job_id for record in records if not record.status.state.final for job_id in record.after}
+        over = [r for r in records if r.status.state.final and r.id not in needed]
+        chosen = {r.id for r in over[keep or 0 :] if older_than_s is None or _age(r) > older_than_s}
+        if wanted is not None:
+            chosen = (chosen | {d.id for d in everything if isinstance(d, Damaged)}) & wanted
+        chosen_ids = sorted(chosen, reverse=True)
+        if not dry_run:
+            for job_id in chosen_ids:
+                self._delete(job_id)
+            self._sweep()
+        return chosen_ids
+
+    def _make_home(self) -> None:
+        """Create the directory of jobs where there is none. Raises StoreError, which says how to choose another."""
+        try:
+            os.makedirs(self._jobs, mode=0o700, exist_ok=True)
+        except OSError as error:
+            chosen = os.environ.get("ACCEL_HOME", "").strip()
+            home = f"ACCEL_HOME={chosen}" if chosen else f"the job store {self._home}"
+            remedy = "choose another directory" if chosen else "set ACCEL_HOME to another directory"
+            raise StoreError(f"{home} cannot be created: {error.strerror}; {remedy}") from error
+
+    def _publish(self, job_id: str, path: str, texts: Mapping[str, bytes]) -> None:
+        """Makes the directory under another name and renames it: a reader sees all of the job or nothing."""
+        temporary = f"{self._jobs}/.new-{job_id}-{os.getpid()}-{os.urandom(3).hex()}"
+        os.mkdir(temporary, 0o700)
+        try:
+            os.mkdir(f"{temporary}/logs", 0o700)
+            for name, text in texts.items():
+                atomic_files.create_file(f"{temporary}/{name}", text)
+            atomic_files.sync_directory(temporary)
+            os.rename(temporary, path)
+        except BaseException:
+            _remove_tree(temporary)
+            raise
+        atomic_files.sync_directory(self._jobs)
+
+    def _delete(self, job_id: str) -> None:
+        # Renamed first: a half deleted job must not look like a damaged one.
+        grave = f"{self._jobs}/.old-{job_id}-{os.urandom(3).hex()}"
+        try:
+            os.rename(f"{self._jobs}/{job_id}", grave)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise atomic_files.refusal(error, f"{self._jobs}/{job_id}", "delete") from error
+        _remove_tree(grave)
+
+    def _sweep(self) -> None:
+        """Removes what processes that died in `_publish` or `_delete` left behind."""
+        with contextlib.suppress(OSError):
+            for entry in os.scandir(self._jobs):
+                left = entry.name.startswith((".new-", ".old-"))
+                if left and time.time() - entry.stat(follow_symlinks=False).st_mtime > _ABANDONED_S:
+                    _remove_tree(entry.path)
+
+    def _labelled(self, job_id: str) -> str:
+        found = _read(job_id, f"{self._jobs}/{job_id}")
+        return f"{job_id} ({found.name})" if isinstance(found, Record) else job_id
+
+
+def _read(job_id: str, path: str) -> Record | Damaged | None:
+    try:
+        return read_record(job_id, path)
+    except StoreError as error:
+        # Pruned by another process since the directory was listed, or never a job.
+        return Damaged(id=job_id, path=path, reason=str(error)) if os.path.isdir(path) else None
+
+
+def _refuse_live(records: Iterable[Record], wanted: set[str]) -> None:
+    live = {record.id: record for record in records if not record.status.state.final}
+    for job_id in sorted(wanted & live.keys()):
+        state = live[job_id].status.state.value
+        raise StoreError(f"job {job_id} is {state}, not over: cancel it first (accel cancel {job_id})")
+    waiting = {job_id: record.id for record in live.values() for job_id in record.after}
+    for job_id in sorted(wanted & waiting.keys()):
+        raise StoreError(f"job {job_id} is still needed: {waiting[job_id]} runs after it")
+
+
+def _age(record: Record) -> float:
+    return time.time() - (record.ended_at or record.created_at)
+
+
+def _remove_tree(path: str) -> None:
+    import shutil
+
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def full_id(ref: str) -> str | None:
+    """The id that `ref` spells, when it is a whole one and not the beginning of one."""
+    spelled = ref.lower().translate(_LOOKALIKES)
+    return spelled if len(spelled) == _ID_LENGTH and set(spelled) <= set(_ALPHABET) else None
+
+
+def created_at(job_id: str) -> float:
+    """When the id was made, in seconds since the epoch, which is when its job was submitted; now for other ids."""
+    if full_id(job_id) != job_id:
+        return time.time()
+    number = 0
+    for letter in job_id:
+        number = number << 5 | _ALPHABET.index(letter)
+    return ((number >> _RANDOM_BITS) + _EPOCH_MS) / 1000
+
+
+_last_number = 0
+_number_lock = _thread.allocate_lock()
+
+
+def _next_number() -> int:
+    """Time, then chance; more than the last one even when the clock stands still or goes back."""
+    global _last_number
+    with _number_lock:
+        ms = max(0, time.time_ns() // 1_000_000 - _EPOCH_MS)
+        chance = int.from_bytes(os.urandom(2), "big") >> 1
+        _last_number = max(ms << _RANDOM_BITS | chance, _last_number + 1)
+        return _last_number
+
+
+def _encode(number: int) -> str:
+    shifts = range(5 * (_ID_LENGTH - 1), -1, -5)
+    return "".join(_ALPHABET[number >> shift & 31] for shift in shifts)

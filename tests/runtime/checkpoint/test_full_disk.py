@@ -1,0 +1,155 @@
+"""Saving on a full disk, which is a real one of a few megabytes."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import subprocess
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from accel import Accelerator
+from accel.checkpoint.full_disk import reporting_full_disk
+from accel.errors import CheckpointError
+from tests.needs import missing
+
+from ..worlds import run, run_one
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """The mount point of a file system of 6 MB."""
+    if os.geteuid() != 0:
+        missing("root", "mounting a small file system needs it")
+    place = tmp_path / "disk"
+    place.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", place], check=True)
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "--lazy", place], check=True)
+
+
+def _prepared() -> tuple[Accelerator, Any]:
+    """A run whose checkpoints take 3.6 MB, a third of it in its model."""
+    accelerator = Accelerator()
+    raw = nn.Linear(300, 1000, bias=False)
+    model, optimizer = accelerator.prepare(raw, torch.optim.Adam(raw.parameters()))
+    accelerator.backward(model(torch.ones(1, 300)).sum())
+    optimizer.step()
+    return accelerator, model
+
+
+def _safetensors(_: Any, weights: list[Any], directory: str) -> None:
+    save_file({"large": torch.ones(1 << 20)}, Path(directory) / "large.safetensors")
+
+
+def _torch(_: Any, weights: list[Any], directory: str) -> None:
+    torch.save({"large": torch.ones(1 << 20)}, Path(directory) / "large.bin")
+
+
+def _beside(accelerator: Accelerator, place: Path) -> None:
+    accelerator.save_state(place, async_save=True)
+    accelerator.wait_for_checkpoint()
+
+
+def _with_hook(hook: Callable[..., None]) -> Callable[[Accelerator, Path], None]:
+    def save(accelerator: Accelerator, place: Path) -> None:
+        handle = accelerator.register_save_state_pre_hook(hook)
+        try:
+            accelerator.save_state(place)
+        finally:
+            handle.remove()
+
+    return save
+
+
+STATES: dict[str, Callable[[Accelerator, Path], Any]] = {
+    "state": lambda accelerator, place: accelerator.save_state(place),
+    "state, pickled": lambda accelerator, place: accelerator.save_state(place, safe_serialization=False),
+    "state, beside": _beside,
+    "a hook's safetensors": _with_hook(_safetensors),
+    "a hook's archive": _with_hook(_torch),
+}
+
+
+def _states(disk: str) -> dict[str, list[Any]]:
+    """What each way of saving a second state raises, and what is on the disk afterwards."""
+    accelerator, _ = _prepared()
+    accelerator.save_state(Path(disk, "one"))
+    return {name: _full(partial(save, accelerator, Path(disk, "two")), disk) for name, save in STATES.items()}
+
+
+def _models(disk: str) -> dict[str, list[Any]]:
+    accelerator, model = _prepared()
+    accelerator.save_model(model, Path(disk, "model"))
+    if accelerator.is_main_process:
+        Path(disk, "filling").write_bytes(bytes(4 << 20))
+    accelerator.wait_for_everyone()
+    weights = {"weight": torch.ones(1 << 20)}
+    return {
+        "model": _full(lambda: accelerator.save_model(model, Path(disk, "model")), disk),
+        "pickled": _full(lambda: accelerator.save_model(model, Path(disk, "model"), safe_serialization=False), disk),
+        "shards": _full(lambda: accelerator.save_model(model, Path(disk, "model"), max_shard_size="10KB"), disk),
+        "object": _full(lambda: accelerator.save(weights, Path(disk, "model", "any.bin")), disk),
+        "tensors": _full(lambda: accelerator.save(weights, Path(disk, "model", "t"), safe_serialization=True), disk),
+    }
+
+
+def _full(save: Callable[[], Any], disk: str) -> list[Any]:
+    try:
+        save()
+    except CheckpointError as error:
+        return [str(error), sorted(path.name for path in Path(disk).iterdir())]
+    return ["", []]
+
+
+def test_a_state_that_does_not_fit_names_the_full_disk_and_the_last_whole_one(disk: Path) -> None:
+    """Also what a script's own hooks write, with writers that drop the system's error number."""
+    told = rf"saving {disk}/two: the disk is full \([0-2] MB left on {disk}\); the last whole checkpoint is {disk}/one"
+    for way, (message, left) in run_one(_states, str(disk)).items():
+        assert re.fullmatch(told, message), way  # safetensors itself deletes what it has written
+        assert left == ["one"], way
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_model_or_an_object_that_does_not_fit_names_the_full_disk(disk: Path, processes: int) -> None:
+    """On every process; an object is written by the main one alone."""
+    for rank, ways in enumerate(run(_models, str(disk), processes=processes)):
+        for way, (message, left) in ways.items():
+            if rank > 0 and way in ("object", "tensors"):
+                continue
+            name = {"object": "/any.bin", "tensors": "/t"}.get(way, "")
+            where = "process 0: " if processes > 1 and not name else ""
+            assert message == f"saving {disk}/model{name}: {where}the disk is full (0 MB left on {disk})", way
+            assert left == ["filling", "model"]
+    assert [path.name for path in (disk / "model").iterdir()] == ["model.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), "the disk quota is used up"),
+        (RuntimeError("I/O error: Os { code: 122, kind: QuotaExceeded }"), "the disk quota is used up"),
+        (RuntimeError("I/O error: No space left on device (os error 28)"), "the disk is full"),
+    ],
+)
+def test_a_used_up_quota_is_named(tmp_path: Path, error: Exception, said: str) -> None:
+    told = rf"^{said} \(\d+ MB left on /.*; there is no whole checkpoint in "
+    with pytest.raises(CheckpointError, match=told), reporting_full_disk(tmp_path / "new", checkpoint=True):
+        raise error
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), RuntimeError("inline_container: broken")])
+def test_other_errors_stay_as_they_are(tmp_path: Path, error: Exception) -> None:
+    with pytest.raises(type(error)) as raised, reporting_full_disk(tmp_path):
+        raise error
+    assert raised.value is error

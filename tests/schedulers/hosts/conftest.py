@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from schedulers.hosts.connection import Patience
+from schedulers.hosts.transport import Pool
+from tests.clusters.ssh import SshHosts
+from tests.needs import missing
+
+
+@pytest.fixture(autouse=True)
+def _paramiko(request: pytest.FixtureRequest) -> None:
+    if {"pool", "impatient", "ssh_hosts"} & set(request.fixturenames):
+        try:
+            import paramiko  # noqa: F401
+        except ImportError:
+            missing("paramiko", "pip install 'accel-launch[ssh]'")
+
+
+@pytest.fixture
+def pool(ssh_hosts: SshHosts) -> Iterator[Pool]:
+    """Connections that bear a busy machine."""
+    with Pool(config=str(ssh_hosts.config), patience=Patience(connect_s=30)) as made:
+        yield made
+
+
+@pytest.fixture
+def impatient(ssh_hosts: SshHosts) -> Iterator[Pool]:
+    """Connections that are given up after 1.5 s of silence."""
+    with Pool(config=str(ssh_hosts.config), patience=Patience(connect_s=10, alive_s=0.5)) as made:
+        yield made

@@ -1,0 +1,126 @@
+"""A machine's queue for those that cannot wait: looks that never block, and what the examination of a host sees."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from schedulers.hosts.remote_files import host_program, program_loader
+from schedulers.hosts.supervisor.slots import Slots, TooMany, Want, visible
+from schedulers.node import probe
+
+TWO = [Want(what="processors", count=2, of=["cpu-0", "cpu-1", "cpu-2"])]
+
+
+def test_a_look_takes_all_slots_or_none_and_says_why(tmp_path: Path) -> None:
+    first, second = Slots(tmp_path, "a"), Slots(tmp_path, "b", "gpu01")
+    assert first.attempt(TWO) == (["cpu-0", "cpu-1"], "")
+    assert second.attempt(TWO) == ([], "waits for 2 of gpu01's 3 processors")
+    one = [Want(what="processors", count=1, of=TWO[0].of)]
+    third = Slots(tmp_path, "c", "gpu01")
+    assert third.attempt(one) == ([], "waits for its turn on gpu01 behind job b")
+    assert third.ahead == 1
+    first.release()
+    assert second.attempt(TWO) == (["cpu-0", "cpu-1"], "")
+    assert third.attempt(one) == (["cpu-2"], "")
+    assert third.ahead == 0
+
+
+def test_who_steps_out_lets_the_next_go_on(tmp_path: Path) -> None:
+    slots = [Slots(tmp_path, name) for name in "abc"]
+    assert slots[0].attempt(TWO)[0]
+    assert slots[1].attempt(TWO)[1] == "waits for 2 of this machine's 3 processors"
+    assert slots[2].attempt(TWO)[1] == "waits for its turn behind job b"
+    slots[1].step_out()
+    slots[1].step_out()
+    assert slots[2].attempt(TWO)[1] == "waits for 2 of this machine's 3 processors"
+    slots[0].release()
+    assert slots[2].attempt(TWO) == (["cpu-0", "cpu-1"], "")
+
+
+def test_an_earlier_job_that_comes_later_is_first(tmp_path: Path) -> None:
+    holder, late, early = (Slots(tmp_path, name) for name in ("a", "c", "b"))
+    holder.attempt(TWO)
+    late.attempt(TWO)
+    early.attempt(TWO)
+    holder.release()
+    assert late.attempt(TWO) == ([], "waits for its turn behind job b")
+    assert early.attempt(TWO) == (["cpu-0", "cpu-1"], "")
+
+
+def test_a_dead_job_s_ticket_and_slots_are_nobody_s(tmp_path: Path) -> None:
+    code = "import sys; sys.path.insert(0, sys.argv[1]); from supervisor.slots import Slots, Want\n"
+    code += "w = [Want(what='p', count=1, of=['cpu-0'])]; a, b = Slots(sys.argv[2], 'a'), Slots(sys.argv[2], 'b')\n"
+    code += "assert a.attempt(w)[0] and not b.attempt(w)[0]"
+    hostside = Path(__file__).parents[3] / "schedulers/hosts"
+    subprocess.run([sys.executable, "-c", code, str(hostside), str(tmp_path)], check=True)
+    assert len(list(tmp_path.rglob("queue/*"))) == 1
+    assert Slots(tmp_path, "c").attempt(TWO) == (["cpu-0", "cpu-1"], "")
+    assert not list(tmp_path.rglob("queue/*"))
+
+
+def test_more_than_there_are_is_refused_at_once(tmp_path: Path) -> None:
+    slots = Slots(tmp_path, "a")
+    with pytest.raises(TooMany, match="4 processors asked for, and this machine has 3"):
+        slots.attempt([Want(what="processors", count=4, of=TWO[0].of)])
+    assert not list(tmp_path.rglob("queue/*"))
+
+
+def test_a_queue_has_one_id_for_all_who_use_it(tmp_path: Path) -> None:
+    assert len({Slots(tmp_path, name).id for name in "abc"}) == 1
+    assert Slots(tmp_path / "other", "a").id != Slots(tmp_path, "a").id
+    assert sorted(path.name for path in tmp_path.glob("local/*/*")) == ["id", "queue", "slots"]
+
+
+def test_jobs_see_the_gpus_among_their_slots() -> None:
+    assert visible(["gpu-GPU-a", "gpu-1", "cpu-0"], {"kind": "cuda"}) == {"CUDA_VISIBLE_DEVICES": "GPU-a,1"}
+    assert visible(["gpu-0"], {"kind": "xpu"}) == {"ZE_AFFINITY_MASK": "0"}
+    assert visible(["cpu-0", "place-1"], {"kind": "cuda"}) == {}
+
+
+def test_the_examination_of_a_host_sees_its_queue(tmp_path: Path) -> None:
+    def seen() -> dict[str, Any]:
+        program = host_program("probe")
+        request = json.dumps({"do": "facts", "root": str(tmp_path), "packages": {}}).encode() + b"\n"
+        argv = [sys.executable, "-c", program_loader(program)]
+        done = subprocess.run(argv, input=program + request, stdout=subprocess.PIPE, check=True)
+        return dict(json.loads(done.stdout))
+
+    assert seen()["queue"] == {"held": [], "waiting": 0}
+    holder, waiter = Slots(tmp_path, "a"), Slots(tmp_path, "b")
+    holder.attempt(TWO)
+    waiter.attempt(TWO)
+    facts = seen()
+    assert (sorted(facts["queue"]["held"]), facts["queue"]["waiting"]) == (["cpu-0", "cpu-1"], 1)
+    assert facts["devices"]["cpus"] == len(os.sched_getaffinity(0))
+    holder.release()
+    waiter.step_out()
+    assert seen()["queue"] == {"held": [], "waiting": 0}
+
+
+@pytest.mark.parametrize(
+    ("counted", "kind", "ids"),
+    [
+        ({"count": 2, "how": "kfd"}, "cuda", ["0", "1"]),  # AMD's, which accel does not name
+        ({"count": 2, "how": "nvml"}, "cpu", ["cpu"]),  # hidden by CUDA_VISIBLE_DEVICES
+        ({"count": 0, "how": ""}, "cpu", ["cpu"]),
+    ],
+)
+def test_gpus_without_a_name_are_numbered(
+    monkeypatch: pytest.MonkeyPatch, counted: dict[str, Any], kind: str, ids: list[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    found = probe.devices(counted)
+    assert (found["kind"], found["ids"]) == (kind, ids)
+
+
+def test_a_python_without_accel_has_its_gpus_numbered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    found = probe.devices({"count": 2, "how": "nvml"})
+    assert found == {"kind": "cuda", "ids": ["0", "1"], "cpus": len(os.sched_getaffinity(0))}

@@ -1,0 +1,462 @@
+"""How the logs of a job of many pods are asked for, and what comes of some that cannot be had."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+import pytest
+
+from schedulers import Cursor, JobSpec, LogLine, SchedulerError, State
+from schedulers.kubernetes.follower import Follower, _Archivist
+from schedulers.kubernetes.logs import archive, sources, streams
+from schedulers.kubernetes.logs import reader as reading
+from schedulers.kubernetes.logs.followed_job import FollowedJob
+from schedulers.kubernetes.native_id import Native
+from schedulers.store.log_lines import MOST_BYTES
+from schedulers.store.store import Store
+from schedulers.target import Plan
+from tests.waiting import until
+
+from ..conftest import MakeApi
+from ..servers import Server, reply, serving
+from ..shapes import condition, pod, running, terminated, workload
+
+_PODS = 40
+_NATIVE = Native("job", "team", "run1", "abc")
+_DONE = condition("Complete")
+
+
+def _answering(
+    *conditions: dict[str, Any],
+    again: int | None = None,
+    pods: int = _PODS,
+    log: bytes | Callable[[Mapping[str, str]], bytes] = b"",
+    flags: tuple[str, ...] = ("--quiet",),
+    status: dict[str, Any] | None = None,
+    nodes: int | None = None,
+    gone: bool = False,
+) -> Callable[[Any], None]:
+    """An API server that has the pods of a job, each with one line, or this log, which may depend on the query. Of
+    `again` another run has begun since. `gone`: the job's object is not there."""
+
+    nodes = pods if nodes is None else nodes
+
+    def of(node: int, *, restarted: bool = False) -> dict[str, Any]:
+        state = running(1) if restarted else terminated(0, "Completed") if conditions else running()
+        made = pod(node, state, phase="Succeeded" if conditions else "Running")
+        made["metadata"] |= {"name": f"p-{node}", "uid": f"{node:08}", "creationTimestamp": "2026-11-21T10:00:00Z"}
+        return {**made, "spec": {"containers": [{"name": "pytorch", "command": ["accel", "launch", *flags, "--"]}]}}
+
+    def answer(handler: Any) -> None:
+        path, query = urlsplit(handler.path).path, dict(parse_qsl(urlsplit(handler.path).query))
+        found = re.search(r"/pods/p-(\d+)(/log)?$", path)
+        if found and found[2]:
+            text = log(query) if callable(log) else log
+            reply(handler, text if log else f"2026-11-21T10:00:00Z line of {found[1]}\n".encode())
+        elif found:
+            reply(handler, of(int(found[1]), restarted=int(found[1]) == again))
+        elif path.endswith("/pods"):
+            reply(handler, {"kind": "PodList", "items": [of(node) for node in range(pods)]})
+        elif gone:
+            handler.send_error(404)
+        else:
+            reply(handler, workload("Job", *conditions, nodes=nodes, status=status))
+
+    return answer
+
+
+def _logs(server: Server) -> int:
+    return sum("/log?" in asked for asked in server.asked)
+
+
+def test_so_many_logs_are_held_at_a_time(make: MakeApi) -> None:
+    """Each takes memory, or an open file, from when it is asked for until its lines are given."""
+    with serving(_answering(_DONE)) as server:
+        lines = reading.Reader(make(server.url)).read(_NATIVE, None, None, over=True)
+        found: list[LogLine] = [next(lines)]
+        assert _logs(server) <= 16
+        found += lines
+        assert _logs(server) == _PODS
+    assert [(line.rank, line.text) for line in found] == [(node, f"line of {node}\n") for node in range(_PODS)]
+
+
+def test_a_log_that_may_be_of_another_run_is_looked_at_again_and_then_left_for_the_next_time(make: MakeApi) -> None:
+    with serving(_answering(again=3)) as server:
+        found = list(reading.Reader(make(server.url)).read(_NATIVE, None, None, over=False))
+        lists = [asked for asked in server.asked if "/pods?" in asked]
+    assert [line.rank for line in found] == [node for node in range(_PODS) if node != 3]
+    assert len(lists) == reading._LOOKS
+
+
+def test_a_disk_that_is_full_is_said(make: MakeApi, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "_IN_MEMORY", 1)
+    monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
+    with serving(_answering(_DONE)) as server, pytest.raises(SchedulerError) as refusal:
+        list(reading.Reader(make(server.url)).read(_NATIVE, None, None, over=True))
+    words = "what node 0 wrote cannot be kept while it is read: /nowhere: no such file or directory"
+    assert str(refusal.value) == f"target k: {words}"
+
+
+def test_two_readers_at_one_place_do_not_take_from_one_stream(make: MakeApi) -> None:
+    """Each of them would miss what the other one took between its look at the stream and its hand in it."""
+    with serving(_answering(_DONE)) as server:
+        api, job = make(server.url), FollowedJob()
+        first, second = (reading._Pass(api, _NATIVE, job, None, None, over=True) for _ in range(2))
+        log = SimpleNamespace(name="log")
+        tail: Any = SimpleNamespace(at=None, holder=None, source=log)
+        job.add(tail)
+        assert (first._tail("log"), second._tail("log")) == (tail, None)
+        tail.holder = None
+        assert (second._tail("log"), first._tail("log")) == (tail, None)
+        job.add(SimpleNamespace(at=None, holder=None, source=log))  # type: ignore[arg-type]
+        tail.holder = None
+        assert second._own_tails() == [tail]  # both would give it the same lines
+
+
+def test_long_lines_of_ranks_that_share_a_log(make: MakeApi) -> None:
+    """As `--tee` prints them: where another rank's line comes in their midst, they are marked and go on later."""
+    first, second = b"x" * (3 << 20), b"y" * (1 << 20)
+    lines = [b"[rank 0] " + first + b"\x1f", b"[rank 1] hello", b"[rank 0] " + second + b"\x1f", b"[rank 1] you"]
+    lines += [b"[rank 0] the end", b"[rank 1] \x1f"]
+    log = b"".join(b"2026-11-21T10:00:00.%dZ %s\n" % (number, line) for number, line in enumerate(lines))
+    with serving(_answering(_DONE, pods=1, log=log, flags=("--quiet", "--tee", "3"))) as server:
+        reader = reading.Reader(make(server.url))
+        found = list(reader.read(_NATIVE, None, None, over=True))
+        for number in (1, 3, 4, 5, 7):
+            cursor = Cursor()
+            for line in found[:number]:
+                cursor.advance(line)
+            assert list(reader.read(_NATIVE, cursor, None, over=True)) == found[number:]
+    of_rank = [[line for line in found if line.rank == rank] for rank in (0, 1)]
+    assert "".join(line.text for line in of_rank[0]).encode() == first + second + b"the end\n"
+    assert [line.partial for line in of_rank[0]] == [True] * (len(of_rank[0]) - 1) + [False]
+    assert all(len(line.text) <= MOST_BYTES for line in found)
+    assert [line.text for line in of_rank[1]] == ["hello\n", "you\n", "\x1f\n"]
+    assert [line.partial for line in of_rank[1]] == [False] * 3
+
+
+_ABSENT = b'failed to try resolving symlinks in path "/var/log/pods/team_p-0/pytorch/0.log": no such file or directory'
+_GREETING = b"2026-11-21T10:00:00Z accel launch: started on p-0\n"
+_ROTATED = "accel: some of what node 0 wrote may be missing: its log was rotated before it was read\n"
+
+
+def _cursor(lines: list[LogLine]) -> Cursor:
+    cursor = Cursor()
+    for line in lines:
+        cursor.advance(line)
+    return cursor
+
+
+def test_a_log_that_the_kubelet_cannot_find_for_now_is_queried_again(
+    make: MakeApi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "_ABSENT_PAUSE_S", 0.0)
+    answers = [_ABSENT, b"unable to retrieve container logs for containerd://0123", b"2026-11-21T10:00:00Z here\n"]
+    with serving(_answering(_DONE, pods=1, log=lambda query: answers.pop(0))) as server:
+        found = list(reading.Reader(make(server.url)).read(_NATIVE, None, None, over=True))
+    assert [line.text for line in found] == ["here\n"]
+
+
+def test_a_log_that_the_kubelet_does_not_find_again_is_reported_once(
+    make: MakeApi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "_ABSENT_PAUSE_S", 0.0)
+    with serving(_answering(_DONE, pods=1, log=_ABSENT)) as server:
+        reader = reading.Reader(make(server.url))
+        (line,) = reader.read(_NATIVE, None, None, over=True)
+        assert list(reader.read(_NATIVE, _cursor([line]), None, over=True)) == []
+    text = "accel: what node 0 wrote is missing: the cluster no longer has its log\n"
+    assert (line.stream, line.text) == ("missing", text)
+
+
+@pytest.mark.parametrize("rest", [b"", b"2026-11-21T10:00:30Z the end\n"])
+def test_a_place_that_was_rotated_away_is_reported_once(make: MakeApi, rest: bytes) -> None:
+    """Also where nothing was written after the rotation."""
+    first = b"2026-11-21T10:00:01Z one\n"
+    with serving(_answering(pods=1, log=first)) as server:
+        lines = list(reading.Reader(make(server.url)).read(_NATIVE, None, None, over=False))
+    with serving(_answering(_DONE, pods=1, log=lambda query: rest)) as server:
+        reader = reading.Reader(make(server.url))
+        (gap, *more) = reader.read(_NATIVE, _cursor(lines), None, over=True)
+        assert list(reader.read(_NATIVE, _cursor([*lines, gap, *more]), None, over=True)) == []
+    assert (gap.stream, gap.text) == ("missing", _ROTATED)
+    assert [line.text for line in more] == (["the end\n"] if rest else [])
+
+
+def test_a_log_without_the_launcher_s_first_line_has_lost_its_beginning(make: MakeApi) -> None:
+    def texts(log: bytes | Callable[[Mapping[str, str]], bytes]) -> list[str]:
+        with serving(_answering(_DONE, pods=1, log=log, flags=())) as server:
+            reader = reading.Reader(make(server.url))
+            lines = list(reader.read(_NATIVE, None, None, over=True))
+            assert list(reader.read(_NATIVE, _cursor(lines), None, over=True)) == []
+        return [line.text for line in lines]
+
+    line = b"2026-11-21T10:00:09Z a line\n"
+    assert texts(_GREETING + line) == ["accel launch: started on p-0\n", "a line\n"]
+    assert texts(b"2026-11-21T10:00:00Z ld.so: a warning\n" + _GREETING)[1:] == ["accel launch: started on p-0\n"]
+    assert texts(line) == ["a line\n", _ROTATED]
+    assert texts(lambda query: b"") == [_ROTATED]
+    many = texts(line * 20_000)
+    assert many.count(_ROTATED) == 1
+    assert len(many) == 20_001
+
+
+def test_a_log_without_its_beginning_is_reported_also_after_its_stream_has_ended_before_its_pod(
+    make: MakeApi, tmp_path: Path
+) -> None:
+    """The kubelet ends a stream with its container, of which the API server learns later: another reader goes on."""
+    log = b"2026-11-21T10:00:09Z later\n"
+    answers = [_answering(pods=1, log=log, flags=())]
+    lines: list[LogLine] = []
+    with serving(lambda handler: answers[0](handler)) as server:
+        reader = reading.Reader(make(server.url))
+        reader.followed(_NATIVE)
+
+        def is_read() -> bool:
+            lines.extend(reader.read(_NATIVE, _cursor(lines), tmp_path, over=False))
+            return bool(lines) and not reader._job(_NATIVE).all_tails()
+
+        until(is_read, "the line is read, and its stream has ended")
+        assert [line.text for line in lines] == ["later\n"]
+        answers[0] = _answering(_DONE, pods=1, log=log, flags=())
+        elsewhere = list(reading.Reader(make(server.url)).read(_NATIVE, _cursor(lines), None, over=True))
+        lines += reader.read(_NATIVE, _cursor(lines), tmp_path, over=True)
+        assert list(reader.read(_NATIVE, _cursor(lines), tmp_path, over=True)) == []
+        assert [line.text for line in lines[1:]] == [line.text for line in elsewhere] == [_ROTATED]
+        archived = archive.kept(tmp_path)[lines[0].source]
+    assert archived.missing == "its log was rotated before it was read"
+
+
+def test_a_log_without_its_beginning_is_reported_also_where_only_its_stream_is_left(make: MakeApi) -> None:
+    log = b"2026-11-21T10:00:09Z later\n"
+    answers = [_answering(_DONE, pods=1, log=log, flags=())]
+    with serving(lambda handler: answers[0](handler)) as server:
+        api, job = make(server.url), FollowedJob()
+        (source,) = sources.of([_pod_of(server, api)])
+        tail = streams.Tail(api, _NATIVE, source, None, own=True)
+        tail._thread.join()
+        job.add(tail)
+        job.seen[source.name] = source
+        answers[0] = _answering(_DONE, pods=0, nodes=1)
+        lines = list(reading._Pass(api, _NATIVE, job, None, None, over=True).lines())
+    assert [line.text for line in lines] == ["later\n", _ROTATED]
+
+
+@pytest.mark.parametrize("followed", [True, False])
+def test_a_cancel_keeps_what_is_known_to_be_missing(make: MakeApi, tmp_path: Path, followed: bool) -> None:
+    """Of a log that a follower has archived, and of one that only the cancel reads."""
+    log = b"2026-11-21T10:00:09Z later\n"
+    with serving(_answering(_DONE, pods=1, log=log, flags=())) as server:
+        api = make(server.url)
+        if followed:
+            reader = reading.Reader(api)
+            reader.followed(_NATIVE)
+            assert list(reader.read(_NATIVE, None, tmp_path, over=True))
+        assert archive.keep(api, _NATIVE, tmp_path) is None
+    with serving(_answering(_DONE, pods=0, nodes=1)) as server:
+        lines = list(reading.Reader(make(server.url)).read(_NATIVE, None, tmp_path, over=True))
+    missing = "accel: some of what node 0 wrote is missing: its log was rotated before it was read\n"
+    assert [line.text for line in lines] == ["later\n", missing]
+
+
+def test_the_rest_of_a_stream_is_read_where_the_place_was_rotated_away(make: MakeApi) -> None:
+    """The container has ended, and its log begins anew after the line that was read last."""
+    stamp = "2026-11-21T10:00:0{}Z line {}\n"
+    whole = "".join(stamp.format(number, number) for number in range(9)).encode()
+    current = stamp.format(8, 8).encode()
+
+    def log(query: Mapping[str, str]) -> bytes:
+        return whole if "follow" in query else current
+
+    with serving(_answering(_DONE, pods=1, log=log)) as server:
+        api, job = make(server.url), FollowedJob()
+        (source,) = sources.of([_pod_of(server, api)])
+        tail = streams.Tail(api, _NATIVE, source, None, own=True)
+        job.add(tail)
+        tail._thread.join()
+        tail._pieces, late = tail._pieces[:2], tail._pieces[2:]
+        lines = reading._Pass(api, _NATIVE, job, None, None, over=True).lines()
+        found = [next(lines).text for _ in range(2)]
+        tail._pieces = late
+        assert found + [line.text for line in lines] == [f"line {number}\n" for number in range(9)]
+
+
+def _pod_of(server: Server, api: Any) -> dict[str, Any]:
+    found: dict[str, Any] = api.call("GET", "/api/v1/namespaces/team/pods")["items"][0]
+    return found
+
+
+def test_lines_that_a_stream_has_skipped_are_a_gap(make: MakeApi, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kubelet goes on with the newest file of a log where the reader was two rotations behind."""
+    monkeypatch.setattr(streams, "_SURE_S", -1.0)
+    stream = b"2026-11-21T10:00:01Z one\n2026-11-21T10:00:11Z two\n2026-11-21T10:00:31Z three\n"
+
+    def log(query: Mapping[str, str]) -> bytes:
+        if "follow" in query:
+            return stream
+        return b"2026-11-21T10:00:01Z one\n" if "10:00:00" in query["sinceTime"] else b"2026-11-21T10:00:31Z three\n"
+
+    with serving(_answering(_DONE, pods=1, log=log)) as server:
+        api = make(server.url)
+        (source,) = sources.of([_pod_of(server, api)])
+        tail = streams.Tail(api, _NATIVE, source, None, own=True)
+        assert [(piece.data, piece.gap) for piece in tail.rest()] == [
+            (b"one\n", False), (b"two\n", False), (b"three\n", True)
+        ]  # fmt: skip
+
+
+def test_a_line_for_each_node_and_pod_whose_log_is_gone(make: MakeApi) -> None:
+    with serving(_answering(_DONE, pods=1, nodes=3, status={"failed": 2})) as server:
+        reader = reading.Reader(make(server.url))
+        lines = list(reader.read(_NATIVE, None, None, over=True))
+        assert list(reader.read(_NATIVE, _cursor(lines), None, over=True)) == []
+    assert [line.text for line in lines if line.stream == "output"] == ["line of 0\n"]
+    assert [line.text for line in lines if line.stream == "missing"] == [
+        "accel: what node 1 wrote is missing: its pod is gone\n",
+        "accel: what node 2 wrote is missing: its pod is gone\n",
+        "accel: what 2 pods that failed wrote is missing: the cluster has removed it\n",
+    ]
+
+
+def _made_for(attempt: int | None, node: int, *containers: dict[str, Any]) -> dict[str, Any]:
+    label = {} if attempt is None else {"jobset.sigs.k8s.io/restart-attempt": str(attempt)}
+    return pod(node, *containers, phase="Failed", labels=label, uid=f"{attempt or 0:04}{node:04}")
+
+
+@pytest.mark.parametrize(
+    ("runs", "ran", "lines"),
+    [
+        (
+            [(2, 0), (2, 1)],
+            {2},
+            [
+                "what attempt 0 wrote is missing: its pods are gone",
+                "what attempt 1 wrote is missing: its pods are gone",
+            ],
+        ),
+        ([(0, 0), (0, 1), (2, 0), (2, 1)], {0, 2}, ["what attempt 1 wrote is missing: its pods are gone"]),
+        ([(0, 0), (1, 0), (1, 1)], {0, 1}, ["what node 1 wrote in attempt 0 is missing: its pod is gone"]),
+        ([(0, 0), (0, 1), (1, 1)], {0, 1}, ["what node 0 wrote in attempt 1 is missing: its pod is gone"]),
+        ([(0, 0), (1, 0), (1, 1)], {1}, []),  # the other pod of the first attempt may never have run
+        ([(0, 0)], {0}, ["what node 1 wrote is missing: its pod is gone"]),
+        ([(0, 0)], set(), []),
+        # Pods that are restarted one by one have attempts of their own.
+        ([(None, 0), (None, 0), (None, 0), (None, 1)], {0, 1, 2}, []),
+        ([(None, 0), (None, 0)], {1}, ["what node 1 wrote is missing: its pod is gone"]),
+    ],
+)
+def test_a_line_for_each_node_and_attempt_whose_log_is_gone(
+    runs: list[tuple[int | None, int]], ran: set[int], lines: list[str]
+) -> None:
+    pods = [_made_for(attempt, node, terminated(1)) for attempt, node in runs]
+    together = runs[0][0] is not None
+    found = sources.of(pods)
+    missing = sources.unread([], found, nodes=2, together=together, restarts=0, ran=ran, failures=0)
+    assert [what for _, what in missing] == lines
+    # A pod that is there has not written anything when it has no log.
+    waiting = [_made_for(attempt, 1) for attempt in ({attempt for attempt, _ in runs})]
+    missing = sources.unread(waiting, found, nodes=2, together=together, restarts=0, ran=ran, failures=0)
+    assert not [what for _, what in missing if "node 1" in what]
+
+
+def test_what_brought_the_code_is_no_log_of_a_node() -> None:
+    code = terminated(0, "Completed", name="accel-code")
+    found = sources.of([_made_for(0, 0, code, terminated(1)), _made_for(0, 1, code), _made_for(1, 0, terminated(1))])
+
+    def missing(*ran: int) -> list[str]:
+        lines = sources.unread([], found, nodes=2, together=True, restarts=0, ran=ran, failures=0)
+        return [what for _, what in lines]
+
+    assert missing() == []
+    assert missing(0) == ["what node 1 wrote in attempt 0 is missing: its pod is gone"]
+
+
+@pytest.mark.parametrize("line", ["a line of rank 0", ""])
+def test_a_node_whose_log_is_gone_with_the_job_s_object(make: MakeApi, tmp_path: Path, line: str) -> None:
+    """How many nodes there were, its record tells. Before its ranks have started, not all of them may have run."""
+    store, spec = Store(tmp_path), JobSpec(argv=("train.py",), code=str(tmp_path), nodes=2)
+    job_id = store.new_id()
+    plan = Plan(target="k", kind="kubernetes", job_id=job_id)
+    record = store.create(job_id, spec, plan, target="k", kind="kubernetes", options={})
+    native = Native("job", "team", "run1", job_id)
+    log = _GREETING + (f"2026-11-21T10:00:01Z {line}\n".encode() if line else b"")
+    with serving(_answering(_DONE, pods=1, nodes=1, log=log, flags=())) as server:
+        reader = reading.Reader(make(server.url))
+        reader.followed(native)
+        followed = list(reader.read(native, None, record.directory, over=True))
+    with serving(_answering(pods=0, gone=True)) as server:
+        reader = reading.Reader(make(server.url))
+        lines = list(reader.read(native, None, record.directory, over=True))
+        assert list(reader.read(native, _cursor(lines), record.directory, over=True)) == []
+        elsewhere = list(reader.read(native, _cursor(followed), tmp_path / "elsewhere", over=True))
+    missing = ["accel: what node 1 wrote is missing: its pod is gone\n"] if line else []
+    assert [each.text for each in lines] == [each.text for each in followed] + missing
+    assert not [each.text for each in elsewhere if "node 1" in each.text]
+
+
+def test_what_a_follower_read_of_a_pod_is_there_when_the_pod_is_gone(make: MakeApi, tmp_path: Path) -> None:
+    log = b"".join(b"2026-11-21T10:00:0%dZ line %d\n" % (number, number) for number in range(5))
+    with serving(_answering(_DONE, pods=1, log=log)) as server:
+        reader = reading.Reader(make(server.url))
+        reader.followed(_NATIVE)
+        lines = list(reader.read(_NATIVE, None, tmp_path, over=True))
+        again = list(reader.read(_NATIVE, None, tmp_path, over=True))
+    assert [line.text for line in lines] == [f"line {number}\n" for number in range(5)] == [line.text for line in again]
+    with serving(_answering(_DONE, pods=0, nodes=1)) as server:
+        reader = reading.Reader(make(server.url))
+        assert list(reader.read(_NATIVE, None, tmp_path, over=True)) == lines
+        assert list(reader.read(_NATIVE, _cursor(lines[:2]), tmp_path, over=True)) == lines[2:]
+
+
+def test_what_a_follower_did_not_read_is_said_to_be_missing(make: MakeApi, tmp_path: Path) -> None:
+    with serving(_answering(pods=1, log=b"2026-11-21T10:00:00Z one\n2026-11-21T10:00:00Z tw")) as server:
+        reader = reading.Reader(make(server.url))
+        reader.followed(_NATIVE)
+        lines: list[LogLine] = []
+
+        def is_read() -> bool:
+            lines.extend(reader.read(_NATIVE, _cursor(lines), tmp_path, over=False))
+            return bool(lines)
+
+        until(is_read, "a line is read")
+        reader.close()
+    with serving(_answering(_DONE, pods=0, nodes=1)) as server:
+        found = [line.text for line in reading.Reader(make(server.url)).read(_NATIVE, None, tmp_path, over=True)]
+    assert found == ["one\n", "accel: some of what node 0 wrote is missing: it was not read to its end\n"]
+
+
+class _MeetingReader:
+    """Gives no lines; its last reads wait for each other."""
+
+    def __init__(self, count: int) -> None:
+        self.met: list[str] = []
+        self._barrier = threading.Barrier(count, timeout=4.0)
+
+    def is_followed(self, native: Native) -> bool:
+        return True
+
+    def read(self, native: Native, since: Cursor, directory: Path, *, over: bool) -> Iterator[LogLine]:
+        if over:
+            self._barrier.wait()
+            self.met.append(native.name)
+        return iter(())
+
+
+def test_jobs_that_end_together_are_archived_together(make: MakeApi, tmp_path: Path) -> None:
+    """One whose node is silent would hold up the others, one after another."""
+    natives = [Native("job", "team", f"run{number}", "abc") for number in range(3)]
+    reader: Any = _MeetingReader(len(natives))
+    with serving(_answering(_DONE)) as server:
+        follower = Follower(make(server.url))
+        follower._archivists = {str(native): _Archivist(reader, native, tmp_path) for native in natives}
+        statuses, _ = follower.statuses(natives)
+    assert {status.state for status in statuses.values()} == {State.SUCCEEDED}
+    assert sorted(reader.met) == [native.name for native in natives]
+    assert not follower._archivists
