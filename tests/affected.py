@@ -20,7 +20,6 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath
 
 ROOT = Path(__file__).parents[1]
-HOSTSIDE = "schedulers/node"
 EVERY_TEST_NEEDS = ("pyproject.toml", "constraints.txt")
 # Modules named here are loaded early, or looked up in sys.modules: whoever needs them names them too.
 IGNORED_STRINGS = {
@@ -38,7 +37,7 @@ IMPORT = re.compile(rf"\bimport +({_OURS})\b")
 TABLE_VALUE = re.compile(rf"({_OURS}(?:\.\w+)+)(?::\w+)?")
 WORD = re.compile(r"""(?:^|\b(?:accel|import|from) |[:=] ?|--target |["'])([\w.-]+)""")
 COMMAND = re.compile(r"\baccel (?!import\b)[a-z]")
-SENT = re.compile(r"schedulers\.remote\.(files\.host_programs?|supervising\.pack)")
+SENT = re.compile(r"schedulers\.hosts\.(remote_files\.host_programs?|bundle\.pack)")
 
 
 @dataclass
@@ -209,7 +208,9 @@ class Graph:
             if path.startswith("tests/") and COMMAND.search(text):
                 uses.add("accel.__main__")
             if ships:
-                found |= {f"{HOSTSIDE}/{text}.py"} & self._known | set(self._below.get(f"{HOSTSIDE}/{text}", ()))
+                name = text.replace(".", "/")
+                found |= {f"schedulers/node/{name}.py", f"schedulers/{name}.py"} & self._known
+                found.update(self._below.get(name, ()))
         if "accel" in source.passed:
             uses.add("accel.__main__")
         return found.union(*(self._origin(use) for use in uses))

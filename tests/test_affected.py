@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from tests import affected
 from tests.affected import ROOT, Graph, changed, git, main
 
 TREE = {
@@ -27,11 +26,11 @@ TREE = {
     "accel/cli/list.py": "",
     "accel/cli/env.py": "",
     "schedulers/__init__.py": "",
-    "schedulers/hosts/": "",
+    "schedulers/hosts/__init__.py": "",
     "schedulers/hosts/remote_files.py": "def host_programs(*names): ...",
     "schedulers/node/logs.py": "",
     "schedulers/node/jobs.py": "",
-    "schedulers/ssh.py": 'from .remote.files import host_programs\nhost_programs("logs")',
+    "schedulers/ssh.py": 'from .hosts.remote_files import host_programs\nhost_programs("logs")',
     "helm/accel/values.yaml": "",
     "docs/ssh.md": "",
     "docs/slurm.md": "",
@@ -184,7 +183,8 @@ def test_dependents_in_this_repository(real: Graph, file: str, test: str) -> Non
 
 
 def test_every_program_for_hosts_reaches_a_test_of_its_target(real: Graph) -> None:
-    programs = [path for path in real.files if path.startswith(f"{affected.HOSTSIDE}/") and path.endswith(".py")]
+    sent = ("schedulers/node/", "schedulers/hosts/supervisor/", "schedulers/slurm/batch/", "schedulers/slurm/login/")
+    programs = [path for path in real.files if path.startswith(sent) and path.endswith(".py")]
     folders = ("tests/schedulers/ssh/", "tests/schedulers/slurm/")
     assert programs
     assert [path for path in programs if not any(test.startswith(folders) for test in real.tests([path]))] == []

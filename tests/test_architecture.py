@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -93,3 +94,30 @@ def test_importing_loads_no_torch(package: str) -> None:
 def test_every_public_name_is_there(package: str) -> None:
     module = __import__(package)
     assert [name for name in module.__all__ if not hasattr(module, name)] == []
+
+
+def test_each_room_says_in_its_docstring_what_the_document_says() -> None:
+    text = (ROOT / "docs/architecture.md").read_text()
+    tree = text[text.index("## The rooms") : text.index("## Words")]
+    top, written = "", {}
+    for line in re.sub(r"\n +(?=[^- ])", " ", tree).splitlines():
+        if match := re.fullmatch(r"( *)- `(\w+)/`: (.*)", line):
+            top = top if match[1] else match[2]
+            written[f"{top}/{match[2]}" if match[1] else top] = match[3]
+    rooms = ["accel", "schedulers"]
+    rooms += [path.parent.relative_to(ROOT).as_posix() for top in rooms for path in (ROOT / top).glob("*/__init__.py")]
+    assert written == {room: _first_paragraph(ROOT / room / "__init__.py") for room in rooms}
+
+
+def _first_paragraph(path: Path) -> str:
+    docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
+    return " ".join(docstring.partition("\n\n")[0].split())
+
+
+def test_words_of_the_document_name_modules_that_are_there() -> None:
+    text = (ROOT / "docs/architecture.md").read_text()
+    words = [line.split("|") for line in text[text.index("## Words") :].splitlines() if line.startswith("| ")][2:]
+    assert 0 < len(words) <= 40
+    for _, word, _, where, _ in words:
+        for path in re.findall(r"`([^`]+)`", where):
+            assert list(ROOT.glob(path)), f"{word}: {path}"

@@ -1,4 +1,5 @@
-"""`Accelerator`, the one object a training script holds.
+"""`Accelerator`, the object that a training script holds: its methods, by subject. Not the work behind them, which
+is in the other rooms.
 
 A façade: which process this is lies in `accel.state`, how the model is spread in `accel.parallel`, in which precision
 it computes in `accel.precision`, which data it sees in `accel.data`, what processes say to each other in

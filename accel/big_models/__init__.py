@@ -1,4 +1,5 @@
-"""Models that are larger than the memory: made empty, planned over devices, loaded piece by piece, run with offload.
+"""Models larger than the memory: created empty, planned over devices, loaded piece by piece, run with offload. Not
+what `accel estimate-memory` prints (`estimate`).
 
 Like ``accel`` itself, the package is a table: a name is imported from its module when it is first asked for.
 """

@@ -1,4 +1,6 @@
-"""Checkpoints: written whole or not at all, verified when read, never run as code."""
+"""Checkpoints: written whole or not at all, verified when read, never executed as code. Not `Accelerator.save_state`
+and its like (`accelerator/checkpoints.py`).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The command line: one command a file, imported only when it runs.
+"""The command line: one command a module, imported only when it runs. Not what a command does, which is in the other
+rooms and in `schedulers`.
 
 A command's module has either `add_arguments(parser)` and `run(args) -> int`, or `run_argv(argv) -> int` when what
 follows the command is not for a parser to judge (a script's own arguments).

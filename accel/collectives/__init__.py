@@ -1,4 +1,5 @@
-"""What all processes do together on nests of tensors.
+"""What all processes do together on nested tensors: gather, reduce, broadcast, and random states. Not the process
+group (`world`).
 
 A nest travels in as few collective operations as its contents allow: gather and broadcast pack every tensor, of
 whatever type, into one buffer of bytes; reduce needs one a data type. Every process must come to the same operation

@@ -1,1 +1,3 @@
-"""The commands by the names that Accelerate's documents give them: `python -m accel.commands.launch`."""
+"""The commands under the names of Accelerate's documents: `python -m accel.commands.launch`. Nothing else; the
+commands are in `cli`.
+"""

@@ -1,1 +1,3 @@
-"""What this machine and this installation are, asked so that nothing that is broken or hangs gets in the way."""
+"""What this machine and this installation are, read so that nothing broken or slow gets in the way. Not whether
+training works (`selftest`).
+"""

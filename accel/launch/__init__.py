@@ -1,1 +1,3 @@
-"""This node: its devices, the gang of ranks on it, their signals, their end and the report of a failure."""
+"""`accel launch` on this node: devices, ranks, signals, exit, the report of a failure. Not what its flags mean
+(`settings`).
+"""

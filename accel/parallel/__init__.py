@@ -1,4 +1,6 @@
-"""How a model is spread over the processes: one strategy a file, over a base that does nothing."""
+"""How a model is spread over the processes: one strategy a module, over a base that does nothing. Not the types it
+computes in (`precision`).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Numeric precision: the base class computes in the types the model has, the others override what differs."""
+"""Numeric precision: the base class computes in the types the model has, the others override what differs. Not how a
+model is spread (`parallel`).
+"""
 
 from __future__ import annotations
 

@@ -1,1 +1,3 @@
-"""Does accel work here? ``python -m accel.sanity`` under any launcher; `accel test` runs it on 1, 2 and 4 processes."""
+"""The checks that `accel test` runs in a world of processes (``python -m accel.sanity``). Not the tests of accel
+(`tests/`).
+"""

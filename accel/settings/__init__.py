@@ -1,4 +1,5 @@
-"""The settings of a launch, each described once: the schema from which everything else about them is made.
+"""The settings of a launch, each described once, from which flags, files, prompts and documents are made. Not what
+is done with them (`launch`).
 
 `accel launch`'s parser and help, the configuration file and its validation, the variables of the workers, the
 questionnaire of `accel config` and the pages in `docs/reference` are all generated from `GROUPS`.

@@ -1,1 +1,3 @@
-"""What a training step is made of: the optimizer, the scheduler, accumulation, compilation and profiling."""
+"""What a training step is made of: the optimizer, the scheduler, accumulation, compilation and profiling. Not the
+loop, which is the user's.
+"""

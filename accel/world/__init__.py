@@ -1,1 +1,3 @@
-"""The world of processes and the machine below it: environment, process group, devices, packages."""
+"""The world of processes and the machine below it: environment, process group, devices, packages. Not what processes
+exchange (`collectives`).
+"""

@@ -1,1 +1,3 @@
-"""Named targets: accel.yaml, the options of each target, references to secrets."""
+"""Named targets: accel.yaml, the schema of options, references to secrets. Not the options of one target (its
+`options.py`).
+"""

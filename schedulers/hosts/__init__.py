@@ -1,1 +1,3 @@
-"""Machines that are reached over SSH: who they are, connections to them, files on them, and what they can do."""
+"""Machines that are reached over SSH: names and keys, connections, files, checks, and the supervisor of a job. Not
+the target (`ssh`).
+"""

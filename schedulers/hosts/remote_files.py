@@ -141,7 +141,7 @@ def program_loader(program: bytes) -> str:
 
 @functools.cache
 def host_program(name: str) -> bytes:
-    """The source of a module of `schedulers.node`, or of `slurm.login.main`, named from `schedulers` on."""
+    """The source of a module of `schedulers.node`, by its name, or of another, named from `schedulers` on."""
     package, _, module = name.rpartition(".")
     return importlib.resources.files(f"schedulers.{package or 'node'}").joinpath(f"{module}.py").read_bytes()
 

@@ -1,1 +1,3 @@
-"""Jobs and what is done with them: submit, poll, follow, attach, recover, prune."""
+"""Jobs and what is done with them: submit, poll, follow, attach, recover, prune. Not how a target does it (its own
+room).
+"""

@@ -1,1 +1,3 @@
-"""This machine as a target: jobs that outlive the terminal, and queue for its GPUs and processors."""
+"""This machine as a target: jobs that outlive the terminal, and queue for its GPUs and processors. Not the ranks
+(`accel/launch/`).
+"""

@@ -1,1 +1,3 @@
-"""Programs that are sent to hosts and run there by whatever Python 3.8 or later they have; standard library only."""
+"""Programs that are sent to hosts and run there by Python 3.8 or later: standard library only. Not what sends them
+(`hosts`).
+"""

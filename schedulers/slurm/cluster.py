@@ -283,6 +283,6 @@ def host_programs() -> bytes:
     """`login/main.py` and what it imports, as one program for the login node's Python."""
     from ..hosts import remote_files as files
 
-    login = ("slurm_commands", "squeue_cache", "job_ops", "main")
     batch = ("slurm.batch.shared_files", "slurm.batch.unanswered")
-    return files.host_programs(*batch, "logs", "jobs", *(f"slurm.login.{name}" for name in login))
+    login = ("slurm.login.slurm_commands", "slurm.login.squeue_cache", "slurm.login.job_ops", "slurm.login.main")
+    return files.host_programs(*batch, "logs", "jobs", *login)
