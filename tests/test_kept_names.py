@@ -12,7 +12,7 @@ import pytest
 from tests.needs import package
 
 # Run with `python -m`: arguments, and how the output begins.
-RUN = (
+RUN: tuple[tuple[str, list[str], str], ...] = (
     ("accel.commands.launch", ["--help"], "usage: accel launch"),
     ("accel.compat", ["--help"], "usage: python -m accel.compat"),
     ("accel.launch.devices", [], '{"kind": '),
@@ -34,6 +34,7 @@ PICKLED = (
 # Printed in documents, called by entry points, or run by name: here in the argv of stored jobs, or on other machines.
 IMPORTED = (
     "accel.cli main",
+    "accel.compiling compile_regions",
     "accel.exit_codes REQUEUE",
     "accel.launch.function notebook_launcher",
     "accel.launch.xla main",

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from accel.tracking.isolation import Guard
     from accel.tracking.registry import Choice
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("accel.tracking")
 
 
 class TrackingControl:

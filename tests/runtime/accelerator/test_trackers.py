@@ -147,7 +147,7 @@ def log_too_early(directory: str) -> list[str]:
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("accel.accelerator.trackers").addHandler(handler)
+    logging.getLogger("accel.tracking").addHandler(handler)
     accelerator = Accelerator(log_with="jsonl", project_dir=directory)
     accelerator.log({"loss": 1.0})
     accelerator.log({"loss": 1.0})
