@@ -125,7 +125,7 @@ class Run:
 
         def look() -> bool:
             below = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
-            found[:] = [int(pid) for pid in below if ("launch.guard" in (_command(int(pid)) or "")) is guard]
+            found[:] = [int(pid) for pid in below if ("launch.watchdog" in (_command(int(pid)) or "")) is guard]
             return bool(found)
 
         until("the launcher's child", look)
