@@ -558,7 +558,12 @@ def test_pods_that_are_made_anew_are_attempts(
     assert job.status().state is State.SUCCEEDED
     for run in range(2):
         assert _text(followed, 0, run) == "".join(f"run {run} line {n + 1}\n" for n in range(50))
-    assert not [line for line in followed if line.stream == "missing"]
+    # A JobSet's controller deletes the pod as soon as it has failed. A kubelet that cuts the stream with it, before it
+    # has said that the log has ended, leaves open whether there was more: a line says that too.
+    untold = (
+        ["accel: some of what node 0 wrote is missing: it was not read to its end\n"] if workload == "jobset" else []
+    )
+    assert [line.text for line in followed if line.stream == "missing"] in ([], untold)
     elsewhere = schedulers.find(job.id, Store(tmp_path / "elsewhere"), target="kubernetes")
     missing = ["accel: what attempt 0 wrote is missing: its pods are gone\n"] if workload == "jobset" else []
     assert [line.text for line in elsewhere.logs() if line.stream == "missing"] == missing
