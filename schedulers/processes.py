@@ -52,6 +52,14 @@ class Place:
         return self.restarted(here) or not (self.hidden_from(here) or _exists(pid))
 
 
+def signal_name(number: int) -> str:
+    """The name of a signal; `signal 40` for one that has none, as the real-time signals."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
 def _differ(one: str, other: str) -> bool:
     return bool(one and other) and one != other
 

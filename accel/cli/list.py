@@ -7,7 +7,8 @@ Without a filter, only the jobs that are shown are read and polled.
 
 With --target, the target is also asked for the jobs that it knows and this machine does not, where its kind can list
 them: jobs of other machines and of `helm/accel-job`. They are shown and not kept here: `accel status JOB --target NAME`
-makes one known here. Where the target cannot be asked, a line on stderr says so, and the jobs known here are shown.
+makes one known here. Where the target cannot be asked, a line on stderr says so, and the jobs known here are shown; so
+too where accel.yaml has it no more. A target of which no job is known either is an error.
 
 --json  {"jobs": […], "older": N}: each job in the shape of `accel.cli.job_format`, or {"id", "state": "damaged",
         "message"}; `older` counts the jobs that --limit left out.
@@ -86,16 +87,20 @@ def _shown(args: Namespace) -> tuple[list[Record | Damaged], int]:
     if args.option and args.target is None:
         raise UsageError("accel list", "--option goes with --target NAME")
     if args.state or args.target is not None:
-        jobs = [job for job in [*_elsewhere(args, store), *list_jobs(store=store)] if _wanted(job, args)]
+        jobs = [job for job in list_jobs(store=store) if _wanted(job, args)]
+        jobs += [job for job in _elsewhere(args, store, known=bool(jobs)) if _wanted(job, args)]
         jobs.sort(key=_made_at, reverse=True)
         return jobs[:most], len(jobs) - len(jobs[:most])
     ids = store.ids()
     return list_jobs(store=store, ids=ids[:most]), len(ids) - len(ids[:most])
 
 
-def _elsewhere(args: Namespace, store: Store) -> list[Record]:
-    """The jobs that the target of --target knows and this machine does not."""
-    from schedulers.errors import SchedulerError
+def _elsewhere(args: Namespace, store: Store, *, known: bool) -> list[Record]:
+    """The jobs that the target of --target knows and this machine does not. `known`: it knows others of that target.
+
+    Raises SpecError and ConfigError for wrong options, and where nothing is known of such a target at all.
+    """
+    from schedulers.errors import ConfigError, SchedulerError, SpecError
     from schedulers.jobs.attach import jobs_elsewhere
 
     if args.target is None:
@@ -104,6 +109,8 @@ def _elsewhere(args: Namespace, store: Store) -> list[Record]:
     try:
         return jobs_elsewhere(args.target, store, set(store.ids()), options)
     except SchedulerError as error:
+        if isinstance(error, SpecError | ConfigError) and (args.option or not known):
+            raise
         note(f"warning: jobs of other machines are left out: {error}")
         return []
 

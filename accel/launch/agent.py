@@ -26,8 +26,8 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from accel.exit_codes import REQUEUE, TIME_LIMIT
+from schedulers.processes import signal_name
 
-from . import failure as report
 from .failure import Exit, Failure, diagnose, error_in_log, first, oom_kill_count
 from .fork_server import ForkServer, ServerGone
 from .rendezvous import GangRendezvous
@@ -264,7 +264,7 @@ class GangAgent(SimpleElasticAgent):
             self._gang(GangRendezvous.announce_failure, dataclasses.replace(failure, reason="time_limit").to_json())
             raise
         except SignalException as told:  # the other nodes' ranks would wait for ours, which are about to be ended
-            name, code = report.signal_name(told.sigval), 128 + told.sigval
+            name, code = signal_name(told.sigval), 128 + told.sigval
             failure = self._launcher_failure("", how=f"was told to end by {name}", exit_code=code)
             self._gang(GangRendezvous.announce_failure, failure.to_json())
             raise

@@ -15,6 +15,7 @@ from typing import Any
 
 from accel.exit_codes import REQUEUE
 from schedulers.errors import hide
+from schedulers.processes import signal_name
 
 from . import cgroup
 
@@ -234,13 +235,6 @@ def error_in_log(path: str | None) -> dict[str, Any] | None:
                 "traceback": "\n".join(trace[: number + 1]),
             }
     return None
-
-
-def signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def oom_kill_count() -> int:

@@ -23,9 +23,9 @@ from multiprocessing.context import ForkProcess
 from typing import Any
 
 from accel.errors import ProcessError
-from schedulers.processes import die_with_parent
+from schedulers.processes import die_with_parent, signal_name
 
-from .failure import Exit, first, signal_name
+from .failure import Exit, first
 
 _GRACE_S = 5.0
 _ECHO_WAIT_S = 0.5

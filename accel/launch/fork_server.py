@@ -24,7 +24,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
-from schedulers.processes import adopt_orphans, descendants, wake_pipe
+from schedulers.processes import adopt_orphans, descendants, signal_name, wake_pipe
 
 from . import watchdog
 from .worker import WARNINGS, Program, enter_rank, refuse, run
@@ -124,9 +124,7 @@ def _death(pid: int) -> str:
     except ChildProcessError:
         return "the fork server has ended"
     code = os.waitstatus_to_exitcode(status)
-    return (
-        f"the fork server was killed by {signal.Signals(-code).name}" if code < 0 else f"the fork server exited {code}"
-    )
+    return f"the fork server was killed by {signal_name(-code)}" if code < 0 else f"the fork server exited {code}"
 
 
 class _Lines:

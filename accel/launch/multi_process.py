@@ -16,7 +16,7 @@ from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 
-from schedulers.processes import descendants, end_all
+from schedulers.processes import descendants, end_all, signal_name
 
 from . import failure as report
 from . import watchdog
@@ -82,9 +82,7 @@ class Signals:
             self._acting = True
             if self.limit:
                 raise TimeLimitPassed(self.limit, signal.SIGTERM)
-            raise SignalException(
-                f"received {report.signal_name(self._received)}", _ENDING[signal.Signals(self._received)]
-            )
+            raise SignalException(f"received {signal_name(self._received)}", _ENDING[signal.Signals(self._received)])
 
     @property
     def received(self) -> int | None:

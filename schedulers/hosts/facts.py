@@ -36,7 +36,7 @@ class Devices:
 
     kind: str = "cpu"
     ids: tuple[str, ...] = ()
-    cpus: int = 1
+    cpus: Annotated[int, msgspec.Meta(ge=1, le=65_536)] = 1
 
 
 @dataclass(frozen=True, kw_only=True)

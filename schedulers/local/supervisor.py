@@ -27,7 +27,7 @@ from ..hosts.supervisor.documents import Document, make_room
 from ..hosts.supervisor.slots import Slots, TooMany, visible, wanted
 from ..job import Reason, State, Status
 from ..node.logs import BLOCK, FULL, Clock, last_line
-from ..processes import Identity, adopt_orphans, descendants, die_with_parent, end_all, wake_pipe
+from ..processes import Identity, adopt_orphans, descendants, die_with_parent, end_all, signal_name, wake_pipe
 from ..store import atomic_files
 from ..store.store import Store
 from .job_files import SCHEMA, JobFiles, identity_document, progress_document
@@ -249,7 +249,7 @@ class Supervisor:
                           attempt=attempt, message=_message(failure))  # fmt: skip
         message = self._last_words() or f"accel launch ended with exit code {code}"
         if code < 0:  # it had no time to say anything: the last words are a rank's
-            message = f"accel launch was killed by {signal.Signals(-code).name}"
+            message = f"accel launch was killed by {signal_name(-code)}"
         return Status(state=State.FAILED, reason=self._refusal(), exit_code=_as_exit_code(code), attempt=attempt,
                       message=message.removeprefix("accel launch: "))  # fmt: skip
 

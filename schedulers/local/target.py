@@ -95,12 +95,15 @@ class LocalTarget:
         """Starts the supervisor, unless this job has one or has had one. Raises SubmitError."""
         files = JobFiles(self._jobs / plan.job_id)
         if files.exit() is None and files.supervisor() is None:
-            for path, text in plan.files.items():
-                files.write(path, text)
             settings = json.loads(plan.files["local/settings.json"])
-            if settings["snapshot"]:
-                self._pack(settings["code"], files)
-            _start_supervisor(files)
+            try:
+                for path, text in plan.files.items():
+                    files.write(path, text)
+                if settings["snapshot"]:
+                    self._pack(settings["code"], files)
+                _start_supervisor(files)
+            except OSError as error:
+                raise SubmitError(f"the job's files cannot be written: {error}") from error
         return plan.job_id
 
     def poll(self, native_ids: Sequence[str]) -> Mapping[str, Status]:
@@ -296,4 +299,10 @@ def _start_supervisor(files: JobFiles) -> None:
     # The process forks the supervisor, waits until it stands, and ends.
     if process.wait() != 0:
         said = last_line(str(files.logs / "supervisor.txt"), 500)
-        raise SubmitError(f"the job's supervisor did not start: {said or 'it said nothing'}")
+        silent = "no space is left on its disk" if _is_full(files.directory) else "it said nothing"
+        raise SubmitError(f"the job's supervisor did not start: {said or silent}")
+
+
+def _is_full(directory: Path) -> bool:
+    disk = os.statvfs(directory)
+    return disk.f_bavail == 0 or (disk.f_files > 0 and disk.f_favail == 0)

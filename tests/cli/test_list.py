@@ -78,7 +78,6 @@ def test_a_filter_counts_the_jobs_that_it_lets_pass(store: Store, listed: List) 
     store.record(ids[1]).update(Status(state=State.SUCCEEDED, exit_code=0))
     found = listed("--state", "running", "--limit", "2")
     assert ([job["id"] for job in found["jobs"]], found["older"]) == ([ids[0], ids[2]], 1)
-    assert listed("--target", "elsewhere") == {"jobs": [], "older": 0}
 
 
 def test_a_damaged_job_is_one_of_those_shown(store: Store, listed: List) -> None:
@@ -161,7 +160,9 @@ def test_a_target_that_cannot_be_asked_hides_no_job_that_is_known_here(
 ) -> None:
     known = running(store).id
     Shared.silent = True
-    for name, why in (("shared", "target shared: no answer"), ("nowhere", "no target or kind 'nowhere'")):
+    plan = Plan(target="gone", kind="shared", job_id=store.new_id())
+    store.create(plan.job_id, JobSpec(argv=("a.py",)), plan, target="gone", kind="shared", options={})
+    for name, why in (("shared", "target shared: no answer"), ("gone", "no target or kind 'gone'")):
         assert main(["list", "--target", name]) == exit_status.OK
         assert f"accel: warning: jobs of other machines are left out: {why}" in capsys.readouterr().err
     assert main(["list", "--target", "local"]) == exit_status.OK
@@ -169,3 +170,21 @@ def test_a_target_that_cannot_be_asked_hides_no_job_that_is_known_here(
     assert (shown.out.split()[0], "left out" in shown.err) == (known, False)
     assert main(["list", "--option", "queue=other"]) == exit_status.USAGE
     assert capsys.readouterr().err == "accel list: --option goes with --target NAME\n"
+
+
+@pytest.mark.usefixtures("shared")
+@pytest.mark.parametrize(
+    ("argv", "error"),
+    [
+        (["--target", "nosuch"], "no target or kind 'nosuch'"),
+        (["--target", "nosuch", "--state", "failed"], "no target or kind 'nosuch'"),
+        (["--target", "shared", "--option", "bogus=1"], "--option bogus: the shared target has no such option"),
+        (["--target", "local", "--option", "bogus=1"], "--option bogus: the local target has no such option"),
+    ],
+)
+def test_a_wrong_target_or_option_is_a_mistake(
+    store: Store, capsys: pytest.CaptureFixture[str], argv: list[str], error: str
+) -> None:
+    running(store)
+    assert main(["list", *argv]) == exit_status.USAGE
+    assert capsys.readouterr().err.startswith(f"accel list: {error}")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 
 import pytest
 
 from schedulers.errors import Unreachable
-from schedulers.processes import Identity, Place
+from schedulers.processes import Identity, Place, signal_name
 
 HERE = Place("gpu01", "boot-1", "4026531836")
 OTHER_NODE = "node gpu02"
@@ -59,3 +60,8 @@ def test_a_hidden_process_is_neither_alive_nor_ended() -> None:
         with pytest.raises(Unreachable, match=f"process {own.pid} of node another-node cannot be seen from here"):
             ask()
     assert Identity(own.pid, own.started, Place.here()).alive()
+
+
+def test_signal_names() -> None:
+    assert signal_name(signal.SIGKILL) == "SIGKILL"
+    assert signal_name(40) == "signal 40"

@@ -15,9 +15,8 @@ import time
 from collections.abc import Sequence
 from typing import IO
 
-from accel.launch.failure import signal_name
 from accel.launch.signals import Told
-from schedulers.processes import descendants, end_all
+from schedulers.processes import descendants, end_all, signal_name
 
 _GRACE_S = 10.0
 _POLL_S = 0.05

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from schedulers.convert import convert
 from schedulers.hosts.addresses import candidates, choose
 from schedulers.hosts.checks import judge
 from schedulers.hosts.facts import GB, Address, Facts, Gpus, Seen, Wanted
@@ -112,6 +113,15 @@ def test_nothing_is_wrong_with_hosts_that_are_alike() -> None:
 )
 def test_what_is_wrong_is_one_line_with_its_remedy(other: dict[str, object], expected: str) -> None:
     assert _findings(Wanted(), **other) == [expected]
+
+
+@pytest.mark.parametrize("cpus", [0, -1, 20_000_000])
+def test_a_number_of_processors_that_no_machine_has_is_refused(cpus: int) -> None:
+    document = dataclasses.asdict(FACTS)
+    assert convert(document, Facts) == FACTS
+    document["devices"]["cpus"] = cpus
+    with pytest.raises(ValueError, match=r"\$\.devices\.cpus"):
+        convert(document, Facts)
 
 
 def test_gpus_are_as_asked_or_the_host_fails() -> None:

@@ -138,6 +138,15 @@ def test_whoever_is_killed_nothing_is_left(
     until(lambda: of_job(job) == [], f"the end of {of_job(job)}", seconds=60)
 
 
+def test_a_launcher_killed_by_a_signal_without_a_name(submit: Submit) -> None:
+    job = submit(POLITE, procs_per_node=2)
+    until_printed(job, "ready", times=2)
+    identities(job)["launcher"].send(40)
+    status = job.wait(60)
+    assert (status.state, status.reason) == (State.FAILED, Reason.EXIT_CODE)
+    assert status.message == "accel launch was killed by signal 40"
+
+
 def test_a_rank_killed_for_no_known_reason_is_named(submit: Submit) -> None:
     job = submit("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
     status = job.wait()

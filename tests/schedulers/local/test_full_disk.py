@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 import schedulers
 from schedulers import Reason, State
+from schedulers.errors import SchedulerError
 
 from .conftest import Submit
 
@@ -39,3 +41,25 @@ def test_how_it_ended_is_known(
     assert schedulers.find(job.id).status(refresh=False) == status
     for path in job.record.directory.rglob("*"):  # what was reserved is given back, but for a block or two
         assert path.stat().st_blocks * 512 - path.stat().st_size < 3 * 4096, path
+
+
+def test_a_submit_that_finds_no_space_says_so(
+    submit: Submit, small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However little is left: the code, the record or the supervisor is what finds none."""
+    monkeypatch.setenv("ACCEL_HOME", str(small_disk))
+    submit("pass").wait()
+    ballast = small_disk / "ballast"
+    refused = []
+    for left in range(0, 24, 2):
+        disk = os.statvfs(small_disk)
+        size = ballast.stat().st_size if ballast.exists() else 0
+        with open(ballast, "ab") as file:
+            os.posix_fallocate(file.fileno(), 0, size + disk.f_bavail * disk.f_bsize)
+            file.truncate(size + (disk.f_bavail - left) * disk.f_bsize)
+        try:
+            submit("pass").wait()
+        except SchedulerError as error:
+            refused.append(str(error))
+    assert refused
+    assert [error for error in refused if "no space" not in error.lower()] == []
