@@ -120,6 +120,15 @@ def enough(named: Sequence[Host], nodes: int, spares: int, name: str) -> None:
         )
 
 
+def slots(chosen: Sequence[Host]) -> int | None:
+    """A hostfile's slots are the processes of each node; None where it has none. Raises SpecError when they differ."""
+    found = {host.slots for host in chosen}
+    if len(found) > 1:
+        listed = ", ".join(f"{host} {host.slots or 'none'}" for host in chosen)
+        raise SpecError(f"hosts have different numbers of slots ({listed}); say --procs-per-node")
+    return found.pop()
+
+
 def place(
     hosts: Hosts,
     options: SshOptions,
@@ -130,11 +139,12 @@ def place(
     queue: Mapping[str, Any],
     *,
     python: Callable[[Remote], str] | None = None,
+    same_slots: bool = False,
 ) -> list[Placement]:
     """Examines the hosts once, and spreads the jobs over those that can take part, by their free slots.
 
     `queue` is what each job takes of each host. Hosts that are left out, and warnings, are logged. Raises NotPlaced,
-    with a line for each failure, when there are fewer than a job needs.
+    with a line for each failure, when there are fewer than a job needs; with `same_slots`, also what `slots` raises.
     """
     together = nodes + options.spares > 1
     wanted = Wanted(gpus=queue["gpus"], leads=min(len(named), _MOST_LEADS) if together else 0)
@@ -159,6 +169,8 @@ def place(
     addresses = _addresses(hosts, options, report, facts)
     claim = os.urandom(8).hex()
     jobs = {job_id: [*members, *spares] for job_id, (members, spares) in zip(job_ids, chosen, strict=True)}
+    for its in jobs.values() if same_slots else ():
+        slots(its)
     ports = _prepared(hosts, options, name, jobs, report.port, claim)
     _log(report, failures, {str(host) for members in jobs.values() for host in members})
 

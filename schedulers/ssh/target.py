@@ -19,7 +19,6 @@ from . import options as meaning
 from .options import SshOptions
 
 if TYPE_CHECKING:
-    from ..hosts.host_list import Host
     from ..hosts.preflight import Report
     from .status import Hosts
     from .venvs import Environments
@@ -144,11 +143,12 @@ class SshTarget:
         placements = placing.place(
             self._hosts, self._options, self.name, list(templates), named, common["nodes"],
             templates[plans[0].job_id]["queue"], python=environments.made if environments is not None else None,
+            same_slots=any(template["procs_per_node"] is None for template in templates.values()),
         )  # fmt: skip
         for placement in placements:
             template = templates[placement.job_id]
             if template["procs_per_node"] is None:
-                template["procs_per_node"] = _slots([node.host for node in placement.nodes])
+                template["procs_per_node"] = placing.slots([node.host for node in placement.nodes])
         submit.ship(self._hosts, self._options, templates, placements, code=code)
         found = {}
         for placement in placements:
@@ -372,15 +372,6 @@ class SshTarget:
             ),
             tuple(command),
         )
-
-
-def _slots(chosen: Sequence[Host]) -> int | None:
-    """A hostfile's slots are the processes of each node; None where it has none. Raises SpecError when they differ."""
-    slots = {host.slots for host in chosen}
-    if len(slots) > 1:
-        listed = ", ".join(f"{host} {host.slots or 'none'}" for host in chosen)
-        raise SpecError(f"hosts have different numbers of slots ({listed}); say --procs-per-node")
-    return slots.pop()
 
 
 def _join(root: str, *parts: str) -> str:

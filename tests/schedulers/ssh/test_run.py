@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from schedulers import Reason, State, SubmitError, find, list_jobs
+from schedulers.errors import SpecError
 from schedulers.jobs.poll import restore
 from schedulers.ssh import submit as shipping
 from schedulers.target import Checks, Clears
@@ -165,6 +166,17 @@ def test_slots_of_a_hostfile_are_processes(submit: Submit, project: Path) -> Non
     job = submit(SAY, own, procs_per_node=None, options={"hosts": None, "hostfile": "hosts"})
     assert job.wait(60).state is State.SUCCEEDED
     assert printed(job, 3) == "rank 3 of 4 on node2\n"
+
+
+def test_hosts_with_different_numbers_of_slots_keep_nothing_of_the_job(
+    submit: Submit, project: Path, ssh_hosts: SshHosts
+) -> None:
+    (project / "hosts").write_text("node1 slots=2\nnode2 slots=1\n")
+    with pytest.raises(SpecError, match=r"^hosts have different numbers of slots \(node1 2, node2 1\)"):
+        submit(SAY, procs_per_node=None, options={"hosts": None, "hostfile": "hosts"})
+    for node in ("node1", "node2"):
+        left = ssh_hosts.home(node) / ".accel/jobs"
+        assert not left.exists() or list(left.iterdir()) == []
 
 
 def test_a_secret_reaches_the_ranks_and_nothing_else(
