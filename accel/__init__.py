@@ -1,4 +1,5 @@
-"""accel: one training script, any cluster.
+"""One training script, any cluster: the runtime (`Accelerator`) and the command line; not where jobs run
+(`schedulers`).
 
 ``import accel`` loads nothing but this table: a public name is imported from its module when it is first asked for, so
 that the command line starts without torch.

@@ -1,4 +1,4 @@
-"""`Accelerator`, the object that a training script holds: its methods, by subject. Not the work behind them, which
+"""`Accelerator`, the object that a training script holds: its methods, by subject; not the work behind them, which
 is in the other rooms.
 
 A façade: which process this is lies in `accel.state`, how the model is spread in `accel.parallel`, in which precision

@@ -1,4 +1,4 @@
-"""Models larger than the memory: created empty, planned over devices, loaded piece by piece, run with offload. Not
+"""Models larger than the memory: created empty, planned over devices, loaded piece by piece, run with offload; not
 what `accel estimate-memory` prints (`estimate`).
 
 Like ``accel`` itself, the package is a table: a name is imported from its module when it is first asked for.

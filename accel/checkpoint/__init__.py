@@ -1,4 +1,4 @@
-"""Checkpoints: written whole or not at all, verified when read, never executed as code. Not `Accelerator.save_state`
+"""Checkpoints: written whole or not at all, verified when read, never executed as code; not `Accelerator.save_state`
 and its like (`accelerator/checkpoints.py`).
 """
 

@@ -1,4 +1,4 @@
-"""The command line: one command a module, imported only when it runs. Not what a command does, which is in the other
+"""The command line: one command a module, imported only when it runs; not what a command does, which is in the other
 rooms and in `schedulers`.
 
 A command's module has either `add_arguments(parser)` and `run(args) -> int`, or `run_argv(argv) -> int` when what

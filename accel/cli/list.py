@@ -80,6 +80,7 @@ def run(args: Namespace) -> int:
 def _shown(args: Namespace) -> tuple[list[Record | Damaged], int]:
     """The jobs to show, and how many older ones are left out."""
     from schedulers.jobs.handle import list_jobs
+    from schedulers.store.record import Damaged
     from schedulers.store.store import Store
 
     store = Store.default()
@@ -87,8 +88,9 @@ def _shown(args: Namespace) -> tuple[list[Record | Damaged], int]:
     if args.option and args.target is None:
         raise UsageError("accel list", "--option goes with --target NAME")
     if args.state or args.target is not None:
-        jobs = [job for job in list_jobs(store=store) if _wanted(job, args)]
-        jobs += [job for job in _elsewhere(args, store, known=bool(jobs)) if _wanted(job, args)]
+        jobs = list_jobs(store=store)
+        known = any(not isinstance(job, Damaged) and job.target == args.target for job in jobs)
+        jobs = [job for job in [*_elsewhere(args, store, known=known), *jobs] if _wanted(job, args)]
         jobs.sort(key=_made_at, reverse=True)
         return jobs[:most], len(jobs) - len(jobs[:most])
     ids = store.ids()

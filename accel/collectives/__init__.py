@@ -1,4 +1,4 @@
-"""What all processes do together on nested tensors: gather, reduce, broadcast, and random states. Not the process
+"""What all processes do together on nested tensors: gather, reduce, broadcast, and random states; not the process
 group (`world`).
 
 A nest travels in as few collective operations as its contents allow: gather and broadcast pack every tensor, of

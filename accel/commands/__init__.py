@@ -1,3 +1,3 @@
-"""The commands under the names of Accelerate's documents: `python -m accel.commands.launch`. Nothing else; the
-commands are in `cli`.
+"""The commands under the names of Accelerate's documents, `python -m accel.commands.launch`; not their code, which
+is in `cli`.
 """

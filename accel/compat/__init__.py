@@ -1,4 +1,4 @@
-"""`import accelerate`, answered by accel, for code that cannot change its import. Nothing that is used without it.
+"""`import accelerate`, answered by accel, for code that cannot change its import; nothing that is used without it.
 
 Importing this package is enough, and comes before anything that imports `accelerate`::
 

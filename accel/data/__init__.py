@@ -1,5 +1,5 @@
-"""Data loaders: which samples are whose (`batch_sampler`), in which order (`shuffle`), on which device (`loader`).
-Not data sets.
+"""Data loaders: which samples are whose (`batch_sampler`), in which order (`shuffle`), on which device (`loader`);
+not data sets.
 
 `dispatcher` is the other way: the main process reads, and sends each process its part.
 """

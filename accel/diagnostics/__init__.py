@@ -1,3 +1,3 @@
-"""What this machine and this installation are, read so that nothing broken or slow gets in the way. Not whether
+"""What this machine and this installation are, read so that nothing broken or slow gets in the way; not whether
 training works (`selftest`).
 """

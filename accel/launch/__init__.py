@@ -1,3 +1,3 @@
-"""`accel launch` on this node: devices, ranks, signals, exit, the report of a failure. Not what its flags mean
+"""`accel launch` on this node: devices, ranks, signals, exit, the report of a failure; not what its flags mean
 (`settings`).
 """

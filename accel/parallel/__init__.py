@@ -1,4 +1,4 @@
-"""How a model is spread over the processes: one strategy a module, over a base that does nothing. Not the types it
+"""How a model is spread over the processes: one strategy a module, over a base that does nothing; not the types it
 computes in (`precision`).
 """
 

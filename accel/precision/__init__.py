@@ -1,4 +1,4 @@
-"""Numeric precision: the base class computes in the types the model has, the others override what differs. Not how a
+"""Numeric precision: the base class computes in the types the model has, the others override what differs; not how a
 model is spread (`parallel`).
 """
 

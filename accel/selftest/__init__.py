@@ -1,3 +1,3 @@
-"""The checks that `accel test` runs in a world of processes (``python -m accel.sanity``). Not the tests of accel
+"""The checks that `accel test` runs in a world of processes (``python -m accel.sanity``); not the tests of accel
 (`tests/`).
 """

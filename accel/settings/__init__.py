@@ -1,4 +1,4 @@
-"""The settings of a launch, each described once, from which flags, files, prompts and documents are made. Not what
+"""The settings of a launch, each described once, from which flags, files, prompts and documents are made; not what
 is done with them (`launch`).
 
 `accel launch`'s parser and help, the configuration file and its validation, the variables of the workers, the

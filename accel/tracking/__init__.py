@@ -1,4 +1,4 @@
-"""Experiment trackers: one a module, each under the interface of `GeneralTracker`. Not which of them a run has
+"""Experiment trackers: one a module, each under the interface of `GeneralTracker`; not which of them a run has
 (`accelerator/trackers.py`).
 
 No package of a tracker is imported before that tracker is started; a name here is imported when it is first asked for.

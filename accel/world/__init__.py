@@ -1,3 +1,3 @@
-"""The world of processes and the machine below it: environment, process group, devices, packages. Not what processes
+"""The world of processes and the machine below it: environment, process group, devices, packages; not what processes
 exchange (`collectives`).
 """

@@ -1,3 +1,3 @@
-"""Named targets: accel.yaml, the schema of options, references to secrets. Not the options of one target (its
+"""Named targets: accel.yaml, the schema of options, references to secrets; not the options of one target (its
 `options.py`).
 """

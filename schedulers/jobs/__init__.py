@@ -1,3 +1,3 @@
-"""Jobs and what is done with them: submit, poll, follow, attach, recover, prune. Not how a target does it (its own
+"""Jobs and what is done with them: submit, poll, follow, attach, recover, prune; not how a target does it (its own
 room).
 """

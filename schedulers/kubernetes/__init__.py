@@ -1,3 +1,3 @@
-"""The kubernetes target: a job as objects of a cluster, whose every pod runs `accel launch`. Not the charts
+"""The kubernetes target: a job as objects of a cluster, whose every pod runs `accel launch`; not the charts
 (`helm/`), which must equal it.
 """

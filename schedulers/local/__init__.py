@@ -1,3 +1,3 @@
-"""This machine as a target: jobs that outlive the terminal, and queue for its GPUs and processors. Not the ranks
+"""This machine as a target: jobs that outlive the terminal, and queue for its GPUs and processors; not the ranks
 (`accel/launch/`).
 """

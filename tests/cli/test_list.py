@@ -165,6 +165,8 @@ def test_a_target_that_cannot_be_asked_hides_no_job_that_is_known_here(
     for name, why in (("shared", "target shared: no answer"), ("gone", "no target or kind 'gone'")):
         assert main(["list", "--target", name]) == exit_status.OK
         assert f"accel: warning: jobs of other machines are left out: {why}" in capsys.readouterr().err
+        assert main(["list", "--target", name, "--state", "failed"]) == exit_status.OK  # of which there is none
+        capsys.readouterr()
     assert main(["list", "--target", "local"]) == exit_status.OK
     shown = capsys.readouterr()
     assert (shown.out.split()[0], "left out" in shown.err) == (known, False)

@@ -53,7 +53,8 @@ def python(request: pytest.FixtureRequest) -> str:
         pytest.skip(f"all other tests run on Python {version}")
     base = _find(version)
     if base is None:
-        pytest.skip(f"no python{version} here")  # in CI too: a machine has the versions that it has
+        # In CI too: Debian has one version of Python, and the others are no packages of it.
+        pytest.skip(f"python{version} is missing: put one into the PATH (pyenv install {version})")
     packages = _packages()
     known = hashlib.sha256(repr((base, packages)).encode()).hexdigest()[:12]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "accel-tests")

@@ -11,9 +11,16 @@ import pytest
 from schedulers.config import named_targets, project_file
 from schedulers.config.named_targets import config_files, known_targets, resolve_target, skipped_files
 from schedulers.errors import UnknownTarget
+from tests.needs import missing
 
 OTHER, ANOTHER = 61_001, 61_002
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="giving files away needs root")
+as_root = pytest.mark.usefixtures("root")
+
+
+@pytest.fixture
+def root() -> None:
+    if os.geteuid() != 0:
+        missing("the right to give files away", "run as root")
 
 
 @pytest.fixture
