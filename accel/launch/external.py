@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from . import run as node
+from . import run as launch_run
 from .errors import LaunchError, Refused
 from .run import Launch
 from .worker import Program
@@ -51,7 +51,7 @@ def launch(options: Mapping[str, Any], program: Program) -> int:
         return _run_deepspeed(options, program, run)
     if options["mpirun_hostfile"]:
         return _run(mpi_command(options, program, run), mpi_environment(run))
-    return node.launch(run)
+    return launch_run.launch(run)
 
 
 def starts_here(options: Mapping[str, Any]) -> bool:
@@ -69,7 +69,7 @@ def _is_for_sagemaker(options: Mapping[str, Any]) -> bool:
 
 def planned(options: Mapping[str, Any], program: Program, env: Mapping[str, str] = os.environ) -> Launch:
     """`node.plan`, with what an engine wants changed in the environment and in the program."""
-    run = node.plan(started_once(options), program, env)
+    run = launch_run.plan(started_once(options), program, env)
     extra = dict(run.env) | options.get("overridden", {})
     if options["use_deepspeed"]:
         paths = [path for path in (extra.get("PYTHONPATH") or env.get("PYTHONPATH", "")).split(os.pathsep) if path]
@@ -186,7 +186,7 @@ def mpi_environment(run: Launch) -> dict[str, str]:
     return {
         **run.env,
         "MASTER_ADDR": run.address,
-        "MASTER_PORT": str(run.port or node.PORT),
+        "MASTER_PORT": str(run.port or launch_run.PORT),
         "KMP_AFFINITY": "granularity=fine,compact,1,0",
         "KMP_BLOCKTIME": "1",
     }

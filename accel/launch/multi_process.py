@@ -18,7 +18,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousPa
 
 from schedulers.processes import descendants, end_all, signal_name
 
-from . import failure as report
+from . import failure as failures
 from . import watchdog
 from .agent import GangAgent, RankSettings, TimeLimitPassed
 from .errors import LaunchError, Refused
@@ -169,14 +169,14 @@ def _end_in_time(run: Launch, tee: Tee) -> int:
     return code
 
 
-def _tell(run: Launch, tee: Tee, failure: report.Failure) -> int:
+def _tell(run: Launch, tee: Tee, failure: failures.Failure) -> int:
     if not run.quiet:
         tee.close()
         say(_report(run, failure))
     return failure.exit_code
 
 
-def _report(run: Launch, failure: report.Failure) -> str:
+def _report(run: Launch, failure: failures.Failure) -> str:
     """This node's part of the report. The logs of a job's nodes are merged."""
     printed = run.log_dir is not None and any(parse(run.tee).values())
     node = run.node_rank if run.static else None
@@ -220,7 +220,7 @@ def _observer(run: Launch, tee: Tee) -> Callable[..., None]:
 
     def observe(event: str, **facts: Any) -> None:
         failure = facts.get("failure")
-        if isinstance(failure, report.Failure):
+        if isinstance(failure, failures.Failure):
             facts["failure"] = failure.to_json()
             if facts["restarts_left"] and not run.quiet:
                 text = _report(run, failure)

@@ -13,7 +13,7 @@ from types import FrameType
 from accel.exit_codes import REQUEUE
 from schedulers.processes import adopt_orphans, descendants, die_with_parent, end_all, wake_pipe
 
-from . import failure as report
+from . import failure as failures
 from . import watchdog
 from .run import Launch, cannot_run, die_of, log_path, recorder, said_again, say
 from .tee import Tee
@@ -31,7 +31,7 @@ def run_single(run: Launch, launch_id: str) -> int:
     record = recorder(run.log_dir, run.events)
     adopt_orphans()
     keeper = watchdog.start(launch_id)
-    oom_kills = report.oom_kill_count()
+    oom_kills = failures.oom_kill_count()
     record("attempt", attempt=run.first_attempt)
     tee = Tee(run.tee, run.log_dir)
     watch = _Watch(run.grace_s)
@@ -53,10 +53,10 @@ def run_single(run: Launch, launch_id: str) -> int:
         return die_of(watch.told)
     if code == 0:
         return 0
-    one = report.Exit(rank=0, local_rank=0, pid=watch.program.pid, code=code, time=time.time(),
-                      error=report.error_in_log(log), log=log)  # fmt: skip
-    failure = report.diagnose(one, node=0, host=socket.gethostname(), attempt=run.incarnation.attempt,
-                              oom_kills=report.oom_kill_count() - oom_kills, others="")  # fmt: skip
+    one = failures.Exit(rank=0, local_rank=0, pid=watch.program.pid, code=code, time=time.time(),
+                      error=failures.error_in_log(log), log=log)  # fmt: skip
+    failure = failures.diagnose(one, node=0, host=socket.gethostname(), attempt=run.incarnation.attempt,
+                              oom_kills=failures.oom_kill_count() - oom_kills, others="")  # fmt: skip
     record("failure", failure=failure.to_json())
     if not run.quiet:
         say(failure.text())

@@ -15,8 +15,7 @@ from ..job import JobSpec
 from . import submit
 from .client.api import Api
 from .client.errors import ApiError, Forbidden
-from .code import delivery as coding
-from .code import loader_pod, upload
+from .code import delivery, loader_pod, upload
 from .manifests import build, kinds
 from .options import KubernetesOptions
 
@@ -46,20 +45,20 @@ def review(api: Api, spec: JobSpec, options: KubernetesOptions, job_id: str) -> 
     return list(dict.fromkeys(lines))
 
 
-def _built(api: Api, spec: JobSpec, options: KubernetesOptions, job_id: str) -> list[coding.Object]:
+def _built(api: Api, spec: JobSpec, options: KubernetesOptions, job_id: str) -> list[delivery.Object]:
     """The objects as `submit` makes them, but for their owner, which there is none of yet. Raises SpecError."""
     with tempfile.TemporaryDirectory(prefix="accel-") as scratch:
         _, data = upload.pack(spec, options, Path(scratch), None)
-    code = coding.Code(kind="image")
+    code = delivery.Code(kind="image")
     if data is not None:
-        code = coding.chosen(options, len(data), coding.digest_of(data), api.target)
+        code = delivery.chosen(options, len(data), delivery.digest_of(data), api.target)
     carried = data if code.kind == "configmap" else None
     made = build.build(spec, options, job_id, code, target=api.target, data=carried)
     loaders = [loader_pod.loader(spec, options, job_id, api.target)] if code.kind == "pvc" else []
     return [build.stamped(each, spec if each is made.workload else None) for each in (*loaders, *made)]
 
 
-def _lines(api: Api, made: coding.Object) -> Iterator[str]:
+def _lines(api: Api, made: delivery.Object) -> Iterator[str]:
     yield from _claim_lines(api, made)
     warnings: list[str] = []
     try:
@@ -79,7 +78,7 @@ def _lines(api: Api, made: coding.Object) -> Iterator[str]:
             yield f"{api.where}: {called}: {place}: the cluster does not know it, and would leave it out"
 
 
-def _claim_lines(api: Api, made: coding.Object) -> Iterator[str]:
+def _claim_lines(api: Api, made: delivery.Object) -> Iterator[str]:
     """Of the pod that brings the code to a claim."""
     if made["kind"] == "Pod":
         from .code import pvc

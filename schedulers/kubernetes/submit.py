@@ -195,11 +195,11 @@ def _earlier(api: Api, workload: Object) -> Object | None:
 def _has_begun(api: Api, workload: Object) -> bool:
     """Whether a pod of the job runs or has run, as far as that may be seen: what it lacks came too late for it."""
     from .status import job_states
-    from .status import query as asking  # of no use to a submit that is taken
+    from .status import query as queries  # of no use to a submit that is taken
 
     query = {"labelSelector": f"{names.JOB_ID}={workload['metadata']['labels'][names.JOB_ID]}"}
     try:
-        pods = list(asking.listed(api, api.path("v1", "pods"), query))
+        pods = list(queries.listed(api, api.path("v1", "pods"), query))
     except ApiError:
         return True
     return job_states.status_of(workload, pods).state is not State.QUEUED

@@ -10,7 +10,7 @@ from ..errors import ConfigError, SchedulerError, SubmitError, Unreachable
 from ..job import Cursor, JobSpec, LogLine, Status
 from ..target import Checked, Found, Listed, Plan, TargetContext, parse_ids
 from . import options as meaning
-from .manifests import plan as planning
+from .manifests import plan as plans
 from .options import KubernetesOptions
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class KubernetesTarget:
 
     def plan(self, spec: JobSpec, job_id: str) -> Plan:
         """The objects as YAML; what only packing the code can tell is left open. Raises SpecError."""
-        return planning.plan(spec, self._options, job_id, self.name)
+        return plans.plan(spec, self._options, job_id, self.name)
 
     def submit(self, plan: Plan) -> str:
         """Has the job's object in the cluster, once, with all that belongs to it.

@@ -10,7 +10,7 @@ from typing import Literal
 
 from ..errors import SnapshotError
 from . import ignore_rules
-from . import paths as places
+from . import paths as store_paths
 from .ignore_rules import IGNORE_FILE, Rules
 
 # What accel makes in ACCEL_HOME.
@@ -46,7 +46,9 @@ def list_code(top: str, home: str | None = None, *, image: bool = False) -> tupl
     Raises SnapshotError for a link that leads outside, a directory that cannot be read, or a git that refuses.
     """
     warnings: list[str] = []
-    own = _own_directories(top, {os.path.realpath(each) for each in (home, places.data_home()) if each is not None})
+    own = _own_directories(
+        top, {os.path.realpath(each) for each in (home, store_paths.data_home()) if each is not None}
+    )
     git = _git_files(top, warnings)
     rules = ignore_rules.read(top, git=git is not None, image=image)
     secrets: list[str] = []

@@ -19,7 +19,7 @@ import pytest
 from schedulers.errors import SpecError
 from schedulers.job import JobSpec, Resources, Retry
 from schedulers.kubernetes import names
-from schedulers.kubernetes.code import delivery as coding
+from schedulers.kubernetes.code import delivery
 from schedulers.kubernetes.manifests import build
 from schedulers.kubernetes.options import KubernetesOptions, ObjectStore, Toleration, Volume, check
 from schedulers.store.store import full_id
@@ -116,8 +116,8 @@ def built(values: Mapping[str, Any], job_id: str) -> list[helms.Manifest]:
     spec, options = spec_of(values), options_of(values)
     check(options, "kubernetes")
     data = base64.b64decode(values["code"]["archive"]) or None
-    digest = coding.digest_of(data) if data else values["code"]["digest"]
-    code = coding.chosen(options, len(data or b""), digest, "kubernetes")
+    digest = delivery.digest_of(data) if data else values["code"]["digest"]
+    code = delivery.chosen(options, len(data or b""), digest, "kubernetes")
     return list(build.build(spec, options, job_id, code, data=data))
 
 

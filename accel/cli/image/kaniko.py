@@ -13,7 +13,7 @@ from typing import Any
 
 from schedulers.errors import SpecError
 from schedulers.kubernetes import names
-from schedulers.kubernetes.code import delivery as coding
+from schedulers.kubernetes.code import delivery
 from schedulers.kubernetes.manifests.pods import unexpanded
 
 from .builders import Build, repository
@@ -37,12 +37,12 @@ class Cluster:
 
 def called(build: Build, context: bytes) -> str:
     """What the objects are called that build this context; the label of its ConfigMaps has it too."""
-    return f"accel-image-{_slug(build.tag)}-{coding.digest_of(context)[:8]}"
+    return f"accel-image-{_slug(build.tag)}-{delivery.digest_of(context)[:8]}"
 
 
 def packed(build: Build) -> bytes:
     """The context. Raises SpecError for one that is too large."""
-    found = coding.packed(_tar(build))
+    found = delivery.packed(_tar(build))
     if len(found) > MOST:
         raise SpecError(
             f"the context is {len(found) / (1 << 20):.1f} MiB, packed, and kaniko is given {MOST >> 20} MiB at most: "
@@ -51,15 +51,15 @@ def packed(build: Build) -> bytes:
     return found
 
 
-def objects(build: Build, cluster: Cluster, context: bytes) -> list[coding.Object]:
+def objects(build: Build, cluster: Cluster, context: bytes) -> list[delivery.Object]:
     """The ConfigMaps with the context, and the Job that builds it. The pod's message (`terminated.message`) is the
     digest."""
     name = called(build, context)
     labels = {names.MANAGED_BY: "accel", "app.kubernetes.io/component": "image"}
     # No Job is there when they are made, so none owns them: by the label a cleanup finds them when it is gone.
-    maps = coding.config_maps(name, {**labels, names.JOB_ID: name}, cluster.namespace, context)
+    maps = delivery.config_maps(name, {**labels, names.JOB_ID: name}, cluster.namespace, context)
     place = {"namespace": cluster.namespace} if cluster.namespace else {}
-    pod = _pod(build, cluster, name, coding.digest_of(context), maps)
+    pod = _pod(build, cluster, name, delivery.digest_of(context), maps)
     job = {
         "apiVersion": "batch/v1",
         "kind": "Job",
@@ -73,9 +73,9 @@ def objects(build: Build, cluster: Cluster, context: bytes) -> list[coding.Objec
     return [*maps, job]
 
 
-def _pod(build: Build, cluster: Cluster, name: str, digest: str, maps: list[coding.Object]) -> dict[str, Any]:
+def _pod(build: Build, cluster: Cluster, name: str, digest: str, maps: list[delivery.Object]) -> dict[str, Any]:
     parts = [f"{_PARTS}/{key}" for each in maps for key in each["binaryData"]]
-    unpack = ["python3", "-c", coding.UNPACK, digest, _CONTEXT, *parts]
+    unpack = ["python3", "-c", delivery.UNPACK, digest, _CONTEXT, *parts]
     home = {"name": "accel", "mountPath": "/accel"}
     mounts: list[dict[str, Any]] = [home]
     sources = [{"configMap": {"name": each["metadata"]["name"]}} for each in maps]

@@ -9,7 +9,7 @@ from ...job import JobSpec
 from .. import names
 from ..manifests import build
 from ..options import KubernetesOptions
-from . import delivery as coding
+from . import delivery
 from .delivery import Object
 
 _LIVES_S = 600
@@ -33,7 +33,7 @@ def loader(spec: JobSpec, options: KubernetesOptions, job_id: str, target: str) 
     )
     name = names.object_name(spec.name, job_id)
     spec = dataclasses.replace(spec, resources=small)
-    template = build.template(spec, options, name, job_id, coding.Code(kind="pvc"), target)()
+    template = build.template(spec, options, name, job_id, delivery.Code(kind="pvc"), target)()
     metadata, inside = template["metadata"], template["spec"]
     notes = dict(metadata.get("annotations") or {})
     notes.pop(build.GROUP_ANNOTATION, None)
@@ -44,7 +44,7 @@ def loader(spec: JobSpec, options: KubernetesOptions, job_id: str, target: str) 
         "terminationGracePeriodSeconds": 0,
         "automountServiceAccountToken": False,
         "containers": [_container(inside, options, target)],
-        "volumes": [{"name": coding.BRINGS, "persistentVolumeClaim": {"claimName": options.code_claim}}],
+        "volumes": [{"name": delivery.BRINGS, "persistentVolumeClaim": {"claimName": options.code_claim}}],
     }
     if options.volcano_queue:
         own.pop("schedulerName", None)
@@ -64,16 +64,16 @@ def loader(spec: JobSpec, options: KubernetesOptions, job_id: str, target: str) 
 
 def _container(inside: Object, options: KubernetesOptions, target: str) -> Object:
     """As the one that unpacks the code: it has the same interpreter, and no devices."""
-    found = [each for each in inside.get("initContainers") or [] if each.get("name") == coding.BRINGS]
+    found = [each for each in inside.get("initContainers") or [] if each.get("name") == delivery.BRINGS]
     if not found:
         raise SpecError(
-            f"target {target}: pod_patch: the container {coding.BRINGS!r}, which brings the code, must stay"
+            f"target {target}: pod_patch: the container {delivery.BRINGS!r}, which brings the code, must stay"
         )
     made: Object = {
         **found[0],
         "name": "loader",
         "command": [options.python or "python3", "-c", f"import time; time.sleep({_LIVES_S})"],
-        "volumeMounts": [{"name": coding.BRINGS, "mountPath": coding.PACKED}],
+        "volumeMounts": [{"name": delivery.BRINGS, "mountPath": delivery.PACKED}],
     }
     if _STORAGE in options.resources:  # a quota that counts it wants to know it of every pod
         amount = {_STORAGE: str(options.resources[_STORAGE])}

@@ -144,12 +144,12 @@ class _Delay:
     def told(self, there: Mapping[str, Any], what: str) -> str:
         """With the words of the scheduler, the kubelet or, where they have none, their events."""
         from ..status import job_states, watch
-        from ..status import query as asking
+        from ..status import query as queries
 
         query = {"fieldSelector": f"{watch.WARNINGS},involvedObject.name={self._pod['metadata']['name']}"}
         events: list[dict[str, Any]] = []
         with contextlib.suppress(ApiError, Unreachable):
-            events += asking.listed(self._api, self._api.path("v1", "events"), query)
+            events += queries.listed(self._api, self._api.path("v1", "events"), query)
         _, why = next(iter(job_states.waits(there, events)), (None, ""))
         return f"{what}: {why}" if why else what
 

@@ -9,7 +9,7 @@ from ...job import JobSpec
 from ...store import snapshot
 from ..client.api import Api
 from ..options import KubernetesOptions
-from . import delivery as coding
+from . import delivery
 
 
 def pack(spec: JobSpec, options: KubernetesOptions, home: Path, earlier: str | None) -> tuple[str | None, bytes | None]:
@@ -28,19 +28,19 @@ def pack(spec: JobSpec, options: KubernetesOptions, home: Path, earlier: str | N
 
 def _read(path: Path) -> bytes:
     try:
-        return coding.packed(path.read_bytes())
+        return delivery.packed(path.read_bytes())
     except OSError as error:
         raise SubmitError(f"{path}: {(error.strerror or str(error)).lower()}") from None
 
 
 def bring(
     api: Api, spec: JobSpec, options: KubernetesOptions, job_id: str, data: bytes | None
-) -> tuple[coding.Code, bytes | None]:
+) -> tuple[delivery.Code, bytes | None]:
     """Where the code is, and what of it the job's own objects have to carry. Raises SpecError, SubmitError,
     Unreachable."""
     if data is None:
-        return coding.Code(kind="image"), None
-    code = coding.chosen(options, len(data), coding.digest_of(data), api.target)
+        return delivery.Code(kind="image"), None
+    code = delivery.chosen(options, len(data), delivery.digest_of(data), api.target)
     if code.kind == "pvc":
         from . import loader_pod, pvc
 

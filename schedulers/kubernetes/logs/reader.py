@@ -21,7 +21,7 @@ from ...errors import SchedulerError, StoreError, Unreachable
 from ...job import Cursor, LogLine, State
 from ..client.errors import Invalid, NotFound
 from ..status import job_states, query, watch
-from . import archive as keeping
+from . import archive as archives
 from . import sources
 from .cursor import Piece, Position
 from .followed_job import FollowedJob
@@ -85,7 +85,7 @@ class Reader:
     def cursor_at(self, native: Native, when: float, directory: Path | None) -> Cursor:
         """Where the logs that there are stood. Raises Unreachable."""
         found = {source.name for source in sources.of(query.pods_of(self._api, native))}
-        kept = keeping.kept(directory) if directory is not None else {}
+        kept = archives.kept(directory) if directory is not None else {}
         return Cursor(dict.fromkeys((*sorted(found), *sorted(kept)), str(Position.at(when))))
 
     def close(self) -> None:
@@ -213,7 +213,7 @@ class _Pass:
         if tail is not None and source is not None and tail.checked and (yield from self._of_stream(source, tail)):
             return
         if name in self._keeps:
-            yield from self._kept(keeping.finished(self._keeps[name]))
+            yield from self._kept(archives.finished(self._keeps[name]))
             return
         what = f"what {source.who()}" if source is not None else f"the log {name}"
         begun = "the end of " if name in self._positions else ""
@@ -235,10 +235,10 @@ class _Pass:
         return True
 
     @functools.cached_property
-    def _keeps(self) -> Mapping[str, keeping.Kept]:
-        return {} if self._directory is None else keeping.kept(self._directory)
+    def _keeps(self) -> Mapping[str, archives.Kept]:
+        return {} if self._directory is None else archives.kept(self._directory)
 
-    def _kept(self, log: keeping.Kept) -> Iterator[LogLine]:
+    def _kept(self, log: archives.Kept) -> Iterator[LogLine]:
         yield from self._made(log.source, log.pieces(self._position(log.source.name)))
         if log.missing:
             yield self._missing(
@@ -256,7 +256,7 @@ class _Pass:
                 return
             begun = "the end of " if source.name in self._positions else ""
             if source.name in self._keeps:
-                yield from self._kept(keeping.finished(self._keeps[source.name]))
+                yield from self._kept(archives.finished(self._keeps[source.name]))
                 return
             why = "the cluster keeps the log of a container's last run, and of the one before it at most"
             maybe = "may be" if begun and source.name not in self._job.final else "is"
@@ -429,7 +429,7 @@ class _Pass:
         elif for_now and (kept is None or kept.missing) and self._job.followed and not self._over:
             pass  # there is time until its pod goes
         elif kept is not None:
-            yield from self._kept(keeping.finished(kept))
+            yield from self._kept(archives.finished(kept))
         else:
             begun = source.name in self._positions
             what = f"the end of what {source.who()} may be" if begun else f"what {source.who()} is"
@@ -530,7 +530,7 @@ class _Pass:
         if self._directory is None or not self._job.followed:
             yield from self._lines_of(source, pieces)
             return
-        archive = self._job.archives.setdefault(source.name, keeping.Archive(self._directory, source))
+        archive = self._job.archives.setdefault(source.name, archives.Archive(self._directory, source))
         iterator = iter(pieces)
         while some := list(itertools.islice(iterator, _ARCHIVED_AT_ONCE)):
             archive.add(self._position(source.name), some)

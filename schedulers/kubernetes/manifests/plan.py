@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from ...job import JobSpec
 from ...target import Plan
-from ..code import delivery as coding
-from ..code import loader_pod
+from ..code import delivery, loader_pod
 from ..options import KubernetesOptions
 from . import build, pods, validate
 
@@ -18,7 +17,7 @@ def plan(spec: JobSpec, options: KubernetesOptions, job_id: str, target: str) ->
     What only packing can tell is left open: the digest of the code, and where `code: auto` has a larger place than
     ConfigMaps, whether it needs it.
     """
-    code = coding.planned(options)
+    code = delivery.planned(options)
     made = build.build(spec, options, job_id, code, target=target)
     files = build.files(made)
     if code.kind == "pvc":
@@ -35,7 +34,7 @@ def plan(spec: JobSpec, options: KubernetesOptions, job_id: str, target: str) ->
 
 
 def _actions(
-    made: build.Manifests, spec: JobSpec, options: KubernetesOptions, code: coding.Code
+    made: build.Manifests, spec: JobSpec, options: KubernetesOptions, code: delivery.Code
 ) -> list[tuple[str, ...]]:
     name = str(made.workload["metadata"]["name"])
     larger = f"claim {options.code_claim}" if options.code_claim else options.code_store and options.code_store.url
@@ -62,5 +61,5 @@ def _command(made: build.Manifests, options: KubernetesOptions) -> tuple[str, ..
     return ()
 
 
-def _creating(made: coding.Object) -> tuple[str, ...]:
+def _creating(made: delivery.Object) -> tuple[str, ...]:
     return ("create", f"{str(made['kind']).lower()}/{made['metadata']['name']}")

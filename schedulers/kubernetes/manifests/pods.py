@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from ...errors import SpecError, nearest
 from ...job import JobSpec
 from .. import names
-from ..code import delivery as coding
+from ..code import delivery
 from ..code.delivery import Code, Object
 from ..options import VENDORS, KubernetesOptions, Volume, gpu_resource, is_word
 
@@ -175,7 +175,7 @@ def _spec(
         "securityContext": pod_security(options),
         "initContainers": [
             _drop_empty({**each, "command": [unexpanded(word) for word in each["command"]]})
-            for each in coding.init_containers(code, options, base, python, tmp_mounts(options))
+            for each in delivery.init_containers(code, options, base, python, tmp_mounts(options))
         ],
         "containers": [_drop_empty(_main(spec, options, base, code, name, job_id, env, launch))],
         "volumes": _volumes(spec, options, name, code),
@@ -199,7 +199,7 @@ def _main(
         "name": container_name(options),
         **base,
         "command": [unexpanded(word) for word in _passed(command(spec, options, launch), spec, options)],
-        "workingDir": coding.workdir(code, options, spec.workdir),
+        "workingDir": delivery.workdir(code, options, spec.workdir),
         "env": [*_environment(spec, options, job_id), *_own_fields(spec, options, name), *env],
         "ports": ports,
         "resources": _resources(spec, options, devices=True),
@@ -412,7 +412,7 @@ def _volumes(spec: JobSpec, options: KubernetesOptions, name: str, code: Code) -
         *([{"name": "accel-home", "emptyDir": {}}] if _own_home(options) else []),
         *({"name": mount["name"], "emptyDir": {}} for mount in tmp_mounts(options)),
         {"name": "accel-shm", "emptyDir": shm},
-        *coding.volumes(code, options, name),
+        *delivery.volumes(code, options, name),
         *({"name": f"volume-{index}", **_source(volume)} for index, volume in enumerate(options.volumes)),
     ]
 

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from schedulers import JobSpec, Resources, Retry
-from schedulers.kubernetes.code import delivery as coding
-from schedulers.kubernetes.code import loader_pod
+from schedulers.kubernetes.code import delivery, loader_pod
 from schedulers.kubernetes.manifests import build
 from schedulers.kubernetes.options import KubernetesOptions
 from tests.needs import package
@@ -32,7 +31,7 @@ SPECS = {
 
 
 def objects(spec: JobSpec, given: KubernetesOptions) -> list[dict[str, Any]]:
-    code = coding.chosen(given, len(_DATA), coding.digest_of(_DATA), "k")
+    code = delivery.chosen(given, len(_DATA), delivery.digest_of(_DATA), "k")
     return list(build.build(spec, given, JOB_ID, code, data=_DATA))
 
 

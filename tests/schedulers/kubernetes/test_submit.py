@@ -180,7 +180,7 @@ def test_quotas_that_are_counted_by_many_at_once_are_asked_again(
     make: MakeApi, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which a single API server rarely says: https://github.com/kubernetes/kubernetes/issues/67761"""
-    from schedulers.kubernetes import submit as submitting
+    from schedulers.kubernetes import submit as submits
     from schedulers.kubernetes.client.errors import Conflict
 
     words = 'Operation cannot be fulfilled on resourcequotas "q": the object has been modified; please try again'
@@ -188,11 +188,11 @@ def test_quotas_that_are_counted_by_many_at_once_are_asked_again(
     absent = refused(404, "NotFound", "not found")
     made = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "c", "annotations": {names.DIGEST: "d"}}}
     with serving(conflict, conflict, said(201, made)) as server:
-        assert submitting.create(make(server.url), made) == made
+        assert submits.create(make(server.url), made) == made
         assert [asked.partition(" ")[0] for asked in server.asked] == ["POST"] * 3
-    monkeypatch.setattr(submitting, "_PASSING_S", 0.0)
+    monkeypatch.setattr(submits, "_PASSING_S", 0.0)
     with serving(conflict, absent) as server, pytest.raises(Conflict, match="resourcequotas"):
-        submitting.create(make(server.url), made)
+        submits.create(make(server.url), made)
 
 
 def mark(kubernetes: Kubernetes, path: str, digest: str | None) -> None:

@@ -16,7 +16,7 @@ from schedulers import Job, State, SubmitError
 from schedulers.job import Reason
 from schedulers.jobs.attach import record_or_adopt
 from schedulers.jobs.poll import restore
-from schedulers.slurm import watch as watching
+from schedulers.slurm import watch as watches
 from schedulers.store.store import Store
 from schedulers.target import Checks, Clears
 from tests.clusters.slurm import Slurm
@@ -106,8 +106,8 @@ def test_slurm_ends_it_and_the_laptop_is_told(
     laptop: FromLaptop, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A job that leaves no result; and a conversation that was long enough is followed by the next at once."""
-    monkeypatch.setattr(watching, "_LIFETIME_S", 0.5)
-    monkeypatch.setattr(watching, "_AGAIN_S", 1000.0)
+    monkeypatch.setattr(watches, "_LIFETIME_S", 0.5)
+    monkeypatch.setattr(watches, "_AGAIN_S", 1000.0)
     job = laptop("echo never", nodes=9)
     target: Any = job.waiting_target()
     assert not target.wait(str(job.native_id), 0.1)

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from schedulers.job import Reason, State
-from schedulers.slurm.login import job_ops as hostside
-from schedulers.slurm.login import slurm_commands, squeue_cache
+from schedulers.slurm.login import job_ops, slurm_commands, squeue_cache
 from schedulers.slurm.states import _STATES, Said, exit_code, status_of
 from tests.needs import missing
 
@@ -22,9 +21,9 @@ def test_an_answer_is_as_old_as_its_question(tmp_path: Path, monkeypatch: pytest
     clock = [1000.0]
     queue = squeue_cache.Answer(1000.0, 0.0, "", "")
     monkeypatch.setattr("time.time", lambda: clock[0])
-    monkeypatch.setattr(hostside, "_queue", lambda *_: queue)
-    monkeypatch.setattr(hostside, "_take_accounts", lambda *_: clock.__setitem__(0, 1025.0))
-    answer = hostside.status(str(tmp_path), {"jobs": [{"job": "a", "slurm": "1"}]}, [])
+    monkeypatch.setattr(job_ops, "_queue", lambda *_: queue)
+    monkeypatch.setattr(job_ops, "_take_accounts", lambda *_: clock.__setitem__(0, 1025.0))
+    answer = job_ops.status(str(tmp_path), {"jobs": [{"job": "a", "slurm": "1"}]}, [])
     assert answer["age_s"] == 25.0
 
 
@@ -114,7 +113,7 @@ def test_array_elements_that_never_began_share_a_row_of_accounting(
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     (own / "submitted.json").write_text('{"slurm": "74_0", "first": "2mxaaaaaaaa", "at": 1.0}')
-    answer = hostside.status(str(tmp_path), {"jobs": [{"job": "2mxaaaaaaaa", "slurm": number}]}, [])
+    answer = job_ops.status(str(tmp_path), {"jobs": [{"job": "2mxaaaaaaaa", "slurm": number}]}, [])
     said = answer["jobs"][0]["said"]
     assert (said and said["state"], said and said["restarts"]) == (state, state and 0)
 
@@ -139,10 +138,10 @@ def test_scancel_fails_for_a_job_that_ends_at_that_moment(
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     job = {"job": "2mxaaaaaaaa", "slurm": "7"}
     if ends:
-        assert hostside.cancel(str(tmp_path), job, []) == "gone"
+        assert job_ops.cancel(str(tmp_path), job, []) == "gone"
     else:
         with pytest.raises(slurm_commands.Refused, match="scancel: No"):
-            hostside.cancel(str(tmp_path), job, [])
+            job_ops.cancel(str(tmp_path), job, [])
 
 
 def test_a_request_that_pends_for_ever_says_why() -> None:
@@ -191,7 +190,7 @@ def test_secrets_stay_no_longer_than_the_job(state: str, tmp_path: Path) -> None
     (own / "secrets.json").touch()
     (own / "settings.json").write_text('{"max_restarts": 0}')
     answer = {"said": {"state": state}, "started": True, "attempt": 0, "searched": False}
-    hostside._look_again(str(tmp_path), {"job": "2mxaaaaaaaa", "slurm": "7"}, answer)
+    job_ops._look_again(str(tmp_path), {"job": "2mxaaaaaaaa", "slurm": "7"}, answer)
     assert (own / "secrets.json").exists() is not status_of(Said(state=state)).state.final
 
 
@@ -215,7 +214,7 @@ def test_secrets_stay_while_slurm_can_start_the_job_again(
     (own / "secrets.json").touch()
     (own / "settings.json").write_text("{" if most is None else json.dumps({"max_restarts": most}))
     answer = {"said": {"state": "FAILED"}, "started": True, "attempt": attempt, "searched": False, **facts}
-    hostside._look_again(str(tmp_path), {"job": "2mxaaaaaaaa", "slurm": "7"}, answer)
+    job_ops._look_again(str(tmp_path), {"job": "2mxaaaaaaaa", "slurm": "7"}, answer)
     assert (own / "secrets.json").exists() is kept
 
 
@@ -225,7 +224,7 @@ def test_secrets_go_with_the_result(tmp_path: Path) -> None:
     own.mkdir(parents=True)
     (own / "secrets.json").touch()
     (own.parent / "exit.json").write_text("{}")
-    hostside.status(str(tmp_path), {"jobs": [{"job": "2mxaaaaaaaa", "slurm": "7"}]}, [])
+    job_ops.status(str(tmp_path), {"jobs": [{"job": "2mxaaaaaaaa", "slurm": "7"}]}, [])
     assert not (own / "secrets.json").exists()
 
 

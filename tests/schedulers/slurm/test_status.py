@@ -11,7 +11,7 @@ import schedulers
 from schedulers import Job, State
 from schedulers.job import Reason
 from schedulers.jobs.poll import restore
-from schedulers.slurm import status as asking
+from schedulers.slurm import status as queries
 from schedulers.slurm.login import job_ops as here
 from schedulers.slurm.login import slurm_commands as commands
 from schedulers.slurm.login import squeue_cache
@@ -59,7 +59,7 @@ def test_two_hundred_jobs_at_once(
     assert calls.taken() == ["squeue"]
     assert {record.status.state for record in records if isinstance(record, Record)} == {State.QUEUED}
     # One that Slurm's controller has forgotten, as it does after MinJobAge.
-    monkeypatch.setattr(asking, "_SEARCH_S", 1000.0)
+    monkeypatch.setattr(queries, "_SEARCH_S", 1000.0)
     forgotten = restore(jobs[0].record)
     for _ in range(20):
         forgotten.poll([f"987654/{jobs[0].id}", *(str(job.native_id) for job in jobs[1:])])

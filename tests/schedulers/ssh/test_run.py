@@ -17,7 +17,7 @@ import pytest
 from schedulers import Reason, State, SubmitError, find, list_jobs
 from schedulers.errors import SpecError
 from schedulers.jobs.poll import restore
-from schedulers.ssh import submit as shipping
+from schedulers.ssh import submit as submits
 from schedulers.target import Checks, Clears
 from tests import macos
 from tests.clusters.ssh import SshHosts
@@ -143,12 +143,12 @@ def test_a_supervisor_that_cannot_start_leaves_no_job_and_no_secret(
     submit: Submit, ssh_hosts: SshHosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TOKEN_HERE", "hush-hush")
-    right = shipping.settings_of
+    right = submits.settings_of
 
     def wrong(*args: Any) -> dict[str, Any]:
         return {**right(*args), "schema": 1 if args[2] == 0 else 0}
 
-    monkeypatch.setattr(shipping, "settings_of", wrong)
+    monkeypatch.setattr(submits, "settings_of", wrong)
     line = "node2: settings.json is of schema 0, and this supervisor knows 1; no host runs the job"
     with pytest.raises(SubmitError, match=re.escape(line)):
         submit(SAY, secrets={"TOKEN": "env:TOKEN_HERE"})

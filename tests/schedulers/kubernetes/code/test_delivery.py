@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from schedulers import SpecError
-from schedulers.kubernetes.code import delivery as coding
+from schedulers.kubernetes.code import delivery
 from schedulers.store.snapshot import pack
 from tests.schedulers.kubernetes.support import least, options
 
@@ -29,22 +29,22 @@ def tree(tmp_path: Path) -> Path:
 
 
 def unpack(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-I", "-c", coding.UNPACK, *words]
+    command = [sys.executable, "-I", "-c", delivery.UNPACK, *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
 def test_a_snapshot_arrives_whole(tmp_path: Path) -> None:
-    data = coding.packed(pack(tree(tmp_path), tmp_path / "home").path.read_bytes())
-    made = coding.config_maps("run", {"a": "b"}, None, data + bytes(1 << 20))
+    data = delivery.packed(pack(tree(tmp_path), tmp_path / "home").path.read_bytes())
+    made = delivery.config_maps("run", {"a": "b"}, None, data + bytes(1 << 20))
     assert [each["metadata"]["name"] for each in made] == ["run-code-0", "run-code-1"]
     parts = []
-    for index, each in enumerate(coding.config_maps("run", {}, None, data)):
+    for index, each in enumerate(delivery.config_maps("run", {}, None, data)):
         part = tmp_path / f"code-{index}"
         part.write_bytes(base64.b64decode(each["binaryData"][f"code-{index}"]))
         parts.append(str(part))
     target = tmp_path / "pod" / "code"
     target.parent.mkdir()
-    done = unpack(coding.digest_of(data), str(target), *parts)
+    done = unpack(delivery.digest_of(data), str(target), *parts)
     assert (done.returncode, done.stderr) == (0, "")
     assert (target / "train.py").read_text() == "print('a')\n"
     assert (target / "deep/er/run.sh").stat().st_mode & 0o111
@@ -52,7 +52,7 @@ def test_a_snapshot_arrives_whole(tmp_path: Path) -> None:
     assert (target / "link").readlink() == Path("deep/er/run.sh")
     assert [path.name for path in target.parent.iterdir()] == ["code"]
     (target / "train.py").write_text("changed")
-    assert unpack(coding.digest_of(data), str(target), "/nowhere").returncode == 0
+    assert unpack(delivery.digest_of(data), str(target), "/nowhere").returncode == 0
     assert (target / "train.py").read_text() == "changed", "a pod that is made anew finds what was there"
 
 
@@ -67,7 +67,7 @@ def test_code_that_is_not_what_was_submitted_is_refused(tmp_path: Path) -> None:
 
 def test_the_same_code_is_packed_alike(tmp_path: Path) -> None:
     tar = pack(tree(tmp_path), tmp_path / "home").path.read_bytes()
-    assert coding.packed(tar) == coding.packed(tar)
+    assert delivery.packed(tar) == delivery.packed(tar)
 
 
 @pytest.mark.parametrize(
@@ -83,22 +83,22 @@ def test_the_same_code_is_packed_alike(tmp_path: Path) -> None:
     ],
 )
 def test_the_way_by_size(given: dict[str, object], size: int, kind: str, parts: int) -> None:
-    made = coding.chosen(options(**given), size, "d", "k")
+    made = delivery.chosen(options(**given), size, "d", "k")
     assert (made.kind, made.parts) == (kind, parts)
 
 
 @pytest.mark.parametrize("given", [{}, {"code": "configmap", "code_claim": "c"}])
 def test_code_that_is_too_large_says_what_to_do(given: dict[str, object]) -> None:
     with pytest.raises(SpecError) as caught:
-        coding.chosen(options(**given), 3 << 20, "d", "k")
+        delivery.chosen(options(**given), 3 << 20, "d", "k")
     assert "the code is 3.0 MiB, packed, and ConfigMaps take 1 MiB" in str(caught.value)
     assert "code_claim" in str(caught.value)
 
 
 def test_the_working_directory() -> None:
-    brought = coding.Code(kind="configmap")
-    assert coding.workdir(brought, least(), ".") == "/accel/code"
-    assert coding.workdir(brought, least(), "a/b") == "/accel/code/a/b"
-    there = coding.Code(kind="image")
-    assert coding.workdir(there, least(code="image"), ".") is None
-    assert coding.workdir(there, least(code="image", code_dir="/app/"), "a") == "/app/a"
+    brought = delivery.Code(kind="configmap")
+    assert delivery.workdir(brought, least(), ".") == "/accel/code"
+    assert delivery.workdir(brought, least(), "a/b") == "/accel/code/a/b"
+    there = delivery.Code(kind="image")
+    assert delivery.workdir(there, least(code="image"), ".") is None
+    assert delivery.workdir(there, least(code="image", code_dir="/app/"), "a") == "/app/a"

@@ -16,7 +16,7 @@ import pytest
 from schedulers import Cursor, JobSpec, LogLine, SchedulerError, State
 from schedulers.kubernetes.follower import Follower, _Archivist
 from schedulers.kubernetes.logs import archive, sources, streams
-from schedulers.kubernetes.logs import reader as reading
+from schedulers.kubernetes.logs import reader as readers
 from schedulers.kubernetes.logs.followed_job import FollowedJob
 from schedulers.kubernetes.native_id import Native
 from schedulers.store.log_lines import MOST_BYTES
@@ -79,7 +79,7 @@ def _logs(server: Server) -> int:
 def test_so_many_logs_are_held_at_a_time(make: MakeApi) -> None:
     """Each takes memory, or an open file, from when it is asked for until its lines are given."""
     with serving(_answering(_DONE)) as server:
-        lines = reading.Reader(make(server.url)).read(_NATIVE, None, None, over=True)
+        lines = readers.Reader(make(server.url)).read(_NATIVE, None, None, over=True)
         found: list[LogLine] = [next(lines)]
         assert _logs(server) <= 16
         found += lines
@@ -89,17 +89,17 @@ def test_so_many_logs_are_held_at_a_time(make: MakeApi) -> None:
 
 def test_a_log_that_may_be_of_another_run_is_looked_at_again_and_then_left_for_the_next_time(make: MakeApi) -> None:
     with serving(_answering(again=3)) as server:
-        found = list(reading.Reader(make(server.url)).read(_NATIVE, None, None, over=False))
+        found = list(readers.Reader(make(server.url)).read(_NATIVE, None, None, over=False))
         lists = [asked for asked in server.asked if "/pods?" in asked]
     assert [line.rank for line in found] == [node for node in range(_PODS) if node != 3]
-    assert len(lists) == reading._LOOKS
+    assert len(lists) == readers._LOOKS
 
 
 def test_a_disk_that_is_full_is_said(make: MakeApi, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "_IN_MEMORY", 1)
     monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
     with serving(_answering(_DONE)) as server, pytest.raises(SchedulerError) as refusal:
-        list(reading.Reader(make(server.url)).read(_NATIVE, None, None, over=True))
+        list(readers.Reader(make(server.url)).read(_NATIVE, None, None, over=True))
     words = "what node 0 wrote cannot be kept while it is read: /nowhere: no such file or directory"
     assert str(refusal.value) == f"target k: {words}"
 
@@ -108,7 +108,7 @@ def test_two_readers_at_one_place_do_not_take_from_one_stream(make: MakeApi) -> 
     """Each of them would miss what the other one took between its look at the stream and its hand in it."""
     with serving(_answering(_DONE)) as server:
         api, job = make(server.url), FollowedJob()
-        first, second = (reading._Pass(api, _NATIVE, job, None, None, over=True) for _ in range(2))
+        first, second = (readers._Pass(api, _NATIVE, job, None, None, over=True) for _ in range(2))
         log = SimpleNamespace(name="log")
         tail: Any = SimpleNamespace(at=None, holder=None, source=log)
         job.add(tail)
@@ -127,7 +127,7 @@ def test_long_lines_of_ranks_that_share_a_log(make: MakeApi) -> None:
     lines += [b"[rank 0] the end", b"[rank 1] \x1f"]
     log = b"".join(b"2026-11-21T10:00:00.%dZ %s\n" % (number, line) for number, line in enumerate(lines))
     with serving(_answering(_DONE, pods=1, log=log, flags=("--quiet", "--tee", "3"))) as server:
-        reader = reading.Reader(make(server.url))
+        reader = readers.Reader(make(server.url))
         found = list(reader.read(_NATIVE, None, None, over=True))
         for number in (1, 3, 4, 5, 7):
             cursor = Cursor()
@@ -157,19 +157,19 @@ def _cursor(lines: list[LogLine]) -> Cursor:
 def test_a_log_that_the_kubelet_cannot_find_for_now_is_queried_again(
     make: MakeApi, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reading, "_ABSENT_PAUSE_S", 0.0)
+    monkeypatch.setattr(readers, "_ABSENT_PAUSE_S", 0.0)
     answers = [_ABSENT, b"unable to retrieve container logs for containerd://0123", b"2026-11-21T10:00:00Z here\n"]
     with serving(_answering(_DONE, pods=1, log=lambda query: answers.pop(0))) as server:
-        found = list(reading.Reader(make(server.url)).read(_NATIVE, None, None, over=True))
+        found = list(readers.Reader(make(server.url)).read(_NATIVE, None, None, over=True))
     assert [line.text for line in found] == ["here\n"]
 
 
 def test_a_log_that_the_kubelet_does_not_find_again_is_reported_once(
     make: MakeApi, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reading, "_ABSENT_PAUSE_S", 0.0)
+    monkeypatch.setattr(readers, "_ABSENT_PAUSE_S", 0.0)
     with serving(_answering(_DONE, pods=1, log=_ABSENT)) as server:
-        reader = reading.Reader(make(server.url))
+        reader = readers.Reader(make(server.url))
         (line,) = reader.read(_NATIVE, None, None, over=True)
         assert list(reader.read(_NATIVE, _cursor([line]), None, over=True)) == []
     text = "accel: what node 0 wrote is missing: the cluster no longer has its log\n"
@@ -181,9 +181,9 @@ def test_a_place_that_was_rotated_away_is_reported_once(make: MakeApi, rest: byt
     """Also where nothing was written after the rotation."""
     first = b"2026-11-21T10:00:01Z one\n"
     with serving(_answering(pods=1, log=first)) as server:
-        lines = list(reading.Reader(make(server.url)).read(_NATIVE, None, None, over=False))
+        lines = list(readers.Reader(make(server.url)).read(_NATIVE, None, None, over=False))
     with serving(_answering(_DONE, pods=1, log=lambda query: rest)) as server:
-        reader = reading.Reader(make(server.url))
+        reader = readers.Reader(make(server.url))
         (gap, *more) = reader.read(_NATIVE, _cursor(lines), None, over=True)
         assert list(reader.read(_NATIVE, _cursor([*lines, gap, *more]), None, over=True)) == []
     assert (gap.stream, gap.text) == ("missing", _ROTATED)
@@ -193,7 +193,7 @@ def test_a_place_that_was_rotated_away_is_reported_once(make: MakeApi, rest: byt
 def test_a_log_without_the_launcher_s_first_line_has_lost_its_beginning(make: MakeApi) -> None:
     def texts(log: bytes | Callable[[Mapping[str, str]], bytes]) -> list[str]:
         with serving(_answering(_DONE, pods=1, log=log, flags=())) as server:
-            reader = reading.Reader(make(server.url))
+            reader = readers.Reader(make(server.url))
             lines = list(reader.read(_NATIVE, None, None, over=True))
             assert list(reader.read(_NATIVE, _cursor(lines), None, over=True)) == []
         return [line.text for line in lines]
@@ -216,7 +216,7 @@ def test_a_log_without_its_beginning_is_reported_also_after_its_stream_has_ended
     answers = [_answering(pods=1, log=log, flags=())]
     lines: list[LogLine] = []
     with serving(lambda handler: answers[0](handler)) as server:
-        reader = reading.Reader(make(server.url))
+        reader = readers.Reader(make(server.url))
         reader.followed(_NATIVE)
 
         def is_read() -> bool:
@@ -226,7 +226,7 @@ def test_a_log_without_its_beginning_is_reported_also_after_its_stream_has_ended
         until(is_read, "the line is read, and its stream has ended")
         assert [line.text for line in lines] == ["later\n"]
         answers[0] = _answering(_DONE, pods=1, log=log, flags=())
-        elsewhere = list(reading.Reader(make(server.url)).read(_NATIVE, _cursor(lines), None, over=True))
+        elsewhere = list(readers.Reader(make(server.url)).read(_NATIVE, _cursor(lines), None, over=True))
         lines += reader.read(_NATIVE, _cursor(lines), tmp_path, over=True)
         assert list(reader.read(_NATIVE, _cursor(lines), tmp_path, over=True)) == []
         assert [line.text for line in lines[1:]] == [line.text for line in elsewhere] == [_ROTATED]
@@ -245,7 +245,7 @@ def test_a_log_without_its_beginning_is_reported_also_where_only_its_stream_is_l
         job.add(tail)
         job.seen[source.name] = source
         answers[0] = _answering(_DONE, pods=0, nodes=1)
-        lines = list(reading._Pass(api, _NATIVE, job, None, None, over=True).lines())
+        lines = list(readers._Pass(api, _NATIVE, job, None, None, over=True).lines())
     assert [line.text for line in lines] == ["later\n", _ROTATED]
 
 
@@ -256,12 +256,12 @@ def test_a_cancel_keeps_what_is_known_to_be_missing(make: MakeApi, tmp_path: Pat
     with serving(_answering(_DONE, pods=1, log=log, flags=())) as server:
         api = make(server.url)
         if followed:
-            reader = reading.Reader(api)
+            reader = readers.Reader(api)
             reader.followed(_NATIVE)
             assert list(reader.read(_NATIVE, None, tmp_path, over=True))
         assert archive.keep(api, _NATIVE, tmp_path) is None
     with serving(_answering(_DONE, pods=0, nodes=1)) as server:
-        lines = list(reading.Reader(make(server.url)).read(_NATIVE, None, tmp_path, over=True))
+        lines = list(readers.Reader(make(server.url)).read(_NATIVE, None, tmp_path, over=True))
     missing = "accel: some of what node 0 wrote is missing: its log was rotated before it was read\n"
     assert [line.text for line in lines] == ["later\n", missing]
 
@@ -282,7 +282,7 @@ def test_the_rest_of_a_stream_is_read_where_the_place_was_rotated_away(make: Mak
         job.add(tail)
         tail._thread.join()
         tail._pieces, late = tail._pieces[:2], tail._pieces[2:]
-        lines = reading._Pass(api, _NATIVE, job, None, None, over=True).lines()
+        lines = readers._Pass(api, _NATIVE, job, None, None, over=True).lines()
         found = [next(lines).text for _ in range(2)]
         tail._pieces = late
         assert found + [line.text for line in lines] == [f"line {number}\n" for number in range(9)]
@@ -314,7 +314,7 @@ def test_lines_that_a_stream_has_skipped_are_a_gap(make: MakeApi, monkeypatch: p
 
 def test_a_line_for_each_node_and_pod_whose_log_is_gone(make: MakeApi) -> None:
     with serving(_answering(_DONE, pods=1, nodes=3, status={"failed": 2})) as server:
-        reader = reading.Reader(make(server.url))
+        reader = readers.Reader(make(server.url))
         lines = list(reader.read(_NATIVE, None, None, over=True))
         assert list(reader.read(_NATIVE, _cursor(lines), None, over=True)) == []
     assert [line.text for line in lines if line.stream == "output"] == ["line of 0\n"]
@@ -388,11 +388,11 @@ def test_a_node_whose_log_is_gone_with_the_job_s_object(make: MakeApi, tmp_path:
     native = Native("job", "team", "run1", job_id)
     log = _GREETING + (f"2026-11-21T10:00:01Z {line}\n".encode() if line else b"")
     with serving(_answering(_DONE, pods=1, nodes=1, log=log, flags=())) as server:
-        reader = reading.Reader(make(server.url))
+        reader = readers.Reader(make(server.url))
         reader.followed(native)
         followed = list(reader.read(native, None, record.directory, over=True))
     with serving(_answering(pods=0, gone=True)) as server:
-        reader = reading.Reader(make(server.url))
+        reader = readers.Reader(make(server.url))
         lines = list(reader.read(native, None, record.directory, over=True))
         assert list(reader.read(native, _cursor(lines), record.directory, over=True)) == []
         elsewhere = list(reader.read(native, _cursor(followed), tmp_path / "elsewhere", over=True))
@@ -404,20 +404,20 @@ def test_a_node_whose_log_is_gone_with_the_job_s_object(make: MakeApi, tmp_path:
 def test_what_a_follower_read_of_a_pod_is_there_when_the_pod_is_gone(make: MakeApi, tmp_path: Path) -> None:
     log = b"".join(b"2026-11-21T10:00:0%dZ line %d\n" % (number, number) for number in range(5))
     with serving(_answering(_DONE, pods=1, log=log)) as server:
-        reader = reading.Reader(make(server.url))
+        reader = readers.Reader(make(server.url))
         reader.followed(_NATIVE)
         lines = list(reader.read(_NATIVE, None, tmp_path, over=True))
         again = list(reader.read(_NATIVE, None, tmp_path, over=True))
     assert [line.text for line in lines] == [f"line {number}\n" for number in range(5)] == [line.text for line in again]
     with serving(_answering(_DONE, pods=0, nodes=1)) as server:
-        reader = reading.Reader(make(server.url))
+        reader = readers.Reader(make(server.url))
         assert list(reader.read(_NATIVE, None, tmp_path, over=True)) == lines
         assert list(reader.read(_NATIVE, _cursor(lines[:2]), tmp_path, over=True)) == lines[2:]
 
 
 def test_what_a_follower_did_not_read_is_said_to_be_missing(make: MakeApi, tmp_path: Path) -> None:
     with serving(_answering(pods=1, log=b"2026-11-21T10:00:00Z one\n2026-11-21T10:00:00Z tw")) as server:
-        reader = reading.Reader(make(server.url))
+        reader = readers.Reader(make(server.url))
         reader.followed(_NATIVE)
         lines: list[LogLine] = []
 
@@ -428,7 +428,7 @@ def test_what_a_follower_did_not_read_is_said_to_be_missing(make: MakeApi, tmp_p
         until(is_read, "a line is read")
         reader.close()
     with serving(_answering(_DONE, pods=0, nodes=1)) as server:
-        found = [line.text for line in reading.Reader(make(server.url)).read(_NATIVE, None, tmp_path, over=True)]
+        found = [line.text for line in readers.Reader(make(server.url)).read(_NATIVE, None, tmp_path, over=True)]
     assert found == ["one\n", "accel: some of what node 0 wrote is missing: it was not read to its end\n"]
 
 

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from schedulers import JobSpec, Resources, Retry, SpecError
 from schedulers.kubernetes import names
-from schedulers.kubernetes.code import delivery as coding
+from schedulers.kubernetes.code import delivery
 from schedulers.kubernetes.code.delivery import Code
-from schedulers.kubernetes.manifests import build as manifests
+from schedulers.kubernetes.manifests import build as builder
 from schedulers.kubernetes.manifests import pods, validate
 from schedulers.kubernetes.options import Volume
 from tests.golden import assert_golden
@@ -26,12 +26,12 @@ from tests.schedulers.kubernetes.support import IMAGE, JOB_ID, KINDS, everything
 _CODE = Code(kind="configmap", digest="0" * 64)
 
 
-def build(spec: JobSpec, chosen: Any, code: Code = _CODE, **more: Any) -> manifests.Manifests:
-    return manifests.build(spec, chosen, JOB_ID, code, target="k", **more)
+def build(spec: JobSpec, chosen: Any, code: Code = _CODE, **more: Any) -> builder.Manifests:
+    return builder.build(spec, chosen, JOB_ID, code, target="k", **more)
 
 
-def golden(name: str, made: manifests.Manifests) -> None:
-    assert_golden(f"kubernetes/{name}.yaml", manifests.to_yaml(list(made)))
+def golden(name: str, made: builder.Manifests) -> None:
+    assert_golden(f"kubernetes/{name}.yaml", builder.to_yaml(list(made)))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -66,8 +66,8 @@ def test_code_from_elsewhere(where: str) -> None:
 
 def test_the_yaml_is_the_objects() -> None:
     made = list(build(everything_spec(), everything("job")))
-    assert list(yaml.safe_load_all(manifests.to_yaml(made))) == made
-    texts = manifests.files(build(everything_spec(), everything("trainjob")))
+    assert list(yaml.safe_load_all(builder.to_yaml(made))) == made
+    texts = builder.files(build(everything_spec(), everything("trainjob")))
     assert list(texts) == [
         "kubernetes/0-trainingruntime.yaml", "kubernetes/1-service.yaml", "kubernetes/2-trainjob.yaml"
     ]  # fmt: skip
@@ -90,7 +90,7 @@ def test_arguments_arrive_bit_for_bit(kind: str) -> None:
 def test_any_text_arrives(words: list[str]) -> None:
     spec = JobSpec(argv=("a.py", *words))
     made = build(spec, least(workload="job", code="image"), Code(kind="image")).workload
-    assert next(yaml.safe_load_all(manifests.to_yaml([made]))) == made
+    assert next(yaml.safe_load_all(builder.to_yaml([made]))) == made
     command = made["spec"]["template"]["spec"]["containers"][0]["command"]
     assert [expanded(word) for word in command][-len(spec.argv) :] == list(spec.argv)
 
@@ -129,7 +129,7 @@ def test_no_secret_is_in_a_manifest_and_pods_are_restricted(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_everything_is_found_by_the_job_id(kind: str) -> None:
     data = b"x" * (800 << 10)
-    code = coding.chosen(least(), len(data), coding.digest_of(data), "k")
+    code = delivery.chosen(least(), len(data), delivery.digest_of(data), "k")
     made = build(JobSpec(argv=("a.py",)), least(workload=kind, volcano_queue="q"), code, data=data)
     assert sum(each["kind"] == "ConfigMap" for each in made) == 2 == code.parts
     for each in made:
@@ -142,12 +142,12 @@ def test_everything_is_found_by_the_job_id(kind: str) -> None:
 def test_the_digest_is_of_the_object_as_built() -> None:
     spec = JobSpec(argv=("a.py",))
     made = build(spec, least()).workload
-    stamped = manifests.stamped(made, spec)
+    stamped = builder.stamped(made, spec)
     notes = stamped["metadata"]["annotations"]
-    assert notes[names.DIGEST] == manifests.digest(made) == manifests.digest(json.loads(json.dumps(made)))
+    assert notes[names.DIGEST] == builder.digest(made) == builder.digest(json.loads(json.dumps(made)))
     assert JobSpec.from_json(json.loads(notes[names.SPEC])) == spec
     other = build(dataclasses.replace(spec, argv=("b.py",)), least()).workload
-    assert manifests.digest(other) != manifests.digest(made)
+    assert builder.digest(other) != builder.digest(made)
 
 
 def test_how_often_a_gang_starts_again() -> None:
@@ -242,33 +242,33 @@ def test_what_no_object_can_be(said: dict[str, Any], spec: dict[str, Any], messa
     chosen = options(**({"image": IMAGE} | said))
     wanted = JobSpec(**({"argv": ("a.py",)} | spec))
     with pytest.raises(SpecError) as caught:
-        build(wanted, chosen, coding.planned(chosen))
+        build(wanted, chosen, delivery.planned(chosen))
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_warnings() -> None:
     spec = JobSpec(argv=("a.py",), nodes=2, time_limit_s=60, retry=Retry(max_restarts=1))
-    found = manifests.warnings(spec, least())
+    found = builder.warnings(spec, least())
     assert [line.split(":")[0] for line in found] == [
         "a PyTorchJob's time limit counts from its first start, over all attempts together",
         "--cpus and --memory are not both given",
     ]
     enough = JobSpec(argv=("a.py",), nodes=2, resources=Resources(cpus=1, memory_gb=1), time_limit_s=60)
-    assert manifests.warnings(enough, least(workload="jobset")) == ()
+    assert builder.warnings(enough, least(workload="jobset")) == ()
     again = dataclasses.replace(enough, retry=Retry(max_restarts=1))
-    (line,) = manifests.warnings(again, least(workload="jobset"))
+    (line,) = builder.warnings(again, least(workload="jobset"))
     assert line == "each attempt of a JobSet has the whole time limit; the first that exceeds it is the last"
 
 
 def test_a_world_that_may_grow_and_is_not_restarted() -> None:
     spec = JobSpec(argv=("a.py",), nodes=2, max_nodes=8, resources=Resources(cpus=1, memory_gb=1))
-    (line,) = manifests.warnings(spec, least())
+    (line,) = builder.warnings(spec, least())
     assert line.startswith("--nodes 2:8 without --max-restarts: pods may join, and the first that goes")
-    assert manifests.warnings(dataclasses.replace(spec, retry=Retry(max_restarts=1)), least()) == ()
+    assert builder.warnings(dataclasses.replace(spec, retry=Retry(max_restarts=1)), least()) == ()
 
 
-def _containers(made: manifests.Manifests) -> list[dict[str, Any]]:
+def _containers(made: builder.Manifests) -> list[dict[str, Any]]:
     (template, *_) = [found for each in made for _, found in validate.templates(each)]
     inside = template["spec"]
     return [*inside["initContainers"], *inside["containers"]]

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from schedulers import JobSpec, Resources, SpecError
-from schedulers.kubernetes.code import delivery as coding
-from schedulers.kubernetes.manifests import build as manifests
-from schedulers.kubernetes.manifests import validate as checking
+from schedulers.kubernetes.code import delivery
+from schedulers.kubernetes.manifests import build as builder
+from schedulers.kubernetes.manifests import validate as validation
 from schedulers.kubernetes.manifests.patch import MERGE_KEYS, apply
 from tests.needs import package
 from tests.schedulers.kubernetes.support import JOB_ID, KINDS, least
@@ -157,10 +157,10 @@ def _references(schema: Any) -> list[str]:
     return [found for value in schema for found in _references(value)] if isinstance(schema, list) else []
 
 
-def build(kind: str, **given: Any) -> manifests.Manifests:
+def build(kind: str, **given: Any) -> builder.Manifests:
     spec = JobSpec(argv=("a.py",), nodes=2, resources=Resources(cpus=1, memory_gb=1))
     chosen = least(workload=kind, **given)
-    return manifests.build(spec, chosen, JOB_ID, coding.planned(chosen), target="k")
+    return builder.build(spec, chosen, JOB_ID, delivery.planned(chosen), target="k")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -170,7 +170,7 @@ def test_pods_of_every_kind_can_be_patched(kind: str) -> None:
     wanted = {
         "spec": {"runtimeClassName": "nvidia", "containers": [{"name": name, "env": [{"name": "X", "value": "1"}]}]}
     }
-    made = [template for each in build(kind, pod_patch=wanted) for _, template in checking.templates(each)]
+    made = [template for each in build(kind, pod_patch=wanted) for _, template in validation.templates(each)]
     assert made
     for template in made:
         assert template["spec"]["runtimeClassName"] == "nvidia"

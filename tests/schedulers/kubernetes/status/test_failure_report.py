@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from accel.launch import failure as report
+from accel.launch import failure as failures
 from accel.launch.failure import Exit, Failure, diagnose
 from schedulers import Reason, State
 from schedulers.kubernetes.status import failure_report
@@ -51,7 +51,7 @@ def test_the_reason_is_the_launchers(reason: str, said: str) -> None:
 
 
 def test_no_cause_that_the_launcher_knows_is_missed() -> None:
-    for _, reason, cause, _ in report._KNOWN:
+    for _, reason, cause, _ in failures._KNOWN:
         one = Failure(
             rank=0, node=0, host="h", attempt=0, exit_code=1, how="exited with code 1", message="", cause=cause
         )
