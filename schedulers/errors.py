@@ -56,21 +56,6 @@ class Unreachable(SchedulerError):
         self.silent = silent
 
 
-def hide(text: str, secrets: Mapping[str, str]) -> str:
-    """Return the text with the values of secrets (by name) replaced by `(secret NAME)`, line by line where a value has
-    several, escaped or not. A value of fewer than 4 characters stays: any text may hold it."""
-    forms = {
-        form: name
-        for name, value in secrets.items()
-        for line in (value, *value.splitlines())
-        for form in (line, repr(line)[1:-1])
-        if len(form) >= 4
-    }
-    for form in sorted(forms, key=len, reverse=True):
-        text = text.replace(form, f"(secret {forms[form]})")
-    return text
-
-
 def nearest(word: str, valid: Iterable[str]) -> str:
     """A hint for a message: `; did you mean 'x'?`, or nothing when no valid word is near."""
     import difflib

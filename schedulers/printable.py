@@ -16,10 +16,12 @@ _ESCAPE = (
 )
 # C0 and C1 but for line feed and tab; the separators of lines and the marks of direction that Unicode adds, by which
 # a terminal shows text in another order than it stands in.
-_CONTROL = "[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]"
+_CONTROL = "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069]"
 
-# Up to the last @ before the path; or, where a password has a slash in it, up to the @ behind what is no port.
-_USER = r"(?<=://)(?:[^/?#\s]*@|[^/?#@\s]*:(?!\d*(?:[/?#\s]|$))[^@\s]*@)"
+# Up to the last @ before the path; or, where a password has a slash in it, up to the next @, unless the path of a host
+# with a port has that one: an address, a name with a dot or `localhost`; or any name, before a version.
+_HOST_AND_PORT = r"\[|(?:localhost|[^/?#@:\s]+\.[^/?#@:\s]+):\d*[/?#]|[^/?#@:\s]*:\d*/[^@\s]*@v\d[\w.]*(?:\s|$)"
+_USER = rf"(?<=://)(?:[^/?#\s]*@|(?!{_HOST_AND_PORT})[^/?#@\s]*:[^@\s]*@)"
 
 
 def printable(text: str) -> str:

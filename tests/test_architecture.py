@@ -14,8 +14,9 @@ import pytest
 ROOT = Path(__file__).parents[1]
 TARGETS = {"local", "ssh", "slurm", "kubernetes", "tpu", "sagemaker"}
 
-# What `accel/launch` may read of the other package: where the node stands, and how processes are named and ended.
-READ_BY_LAUNCH = {"schedulers.topology", "schedulers.processes", "schedulers.errors"}
+# What `accel/launch` may read of the other package: where the node stands, how processes are named and ended, and how
+# secrets are hidden.
+READ_BY_LAUNCH = {"schedulers.topology", "schedulers.processes", "schedulers.errors", "schedulers.node.redaction"}
 
 OPTIONAL = set("torch numpy safetensors submitit fabric paramiko kubernetes boto3 sagemaker deepspeed".split())
 

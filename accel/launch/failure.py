@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from accel.exit_codes import REQUEUE
-from schedulers.errors import hide
+from schedulers.node.redaction import hide
 from schedulers.processes import signal_name
 
 from . import cgroup

@@ -27,13 +27,13 @@ def program() -> bytes:
 
 
 def pack(module: str, call: str) -> bytes:
-    """A package as one file that Python runs, with `logs.py`, which it imports.
+    """A package as one file that Python runs, with the programs for hosts that it imports.
 
     `call` is how its `main` is called.
     """
     folder, package = importlib.resources.files(module), module.rpartition(".")[2]
     sources = {f"{package}/{file.name}": file.read_bytes() for file in folder.iterdir() if file.name.endswith(".py")}
-    sources["logs.py"] = host_program("logs")
+    sources |= {f"{name}.py": host_program(name) for name in ("logs", "redaction")}
     main = f"import sys\nfrom {package}.main import main\n{call}\n"
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:

@@ -22,11 +22,12 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from ..config import secrets
-from ..errors import SchedulerError, StoreError, hide
+from ..errors import SchedulerError, StoreError
 from ..hosts.supervisor.documents import Document, make_room
 from ..hosts.supervisor.slots import Slots, TooMany, visible, wanted
 from ..job import Reason, State, Status
 from ..node.logs import BLOCK, FULL, Clock, last_line
+from ..node.redaction import hide
 from ..processes import Identity, adopt_orphans, descendants, die_with_parent, end_all, signal_name, wake_pipe
 from ..store import atomic_files
 from ..store.store import Store

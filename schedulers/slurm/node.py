@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from ..errors import hide
 from ..node import logs
+from ..node.redaction import hide
 from ..processes import adopt_orphans, descendants, die_with_parent, end_all, wake_pipe
 from . import network
 from .batch import shared_files

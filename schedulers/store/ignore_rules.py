@@ -17,9 +17,22 @@ if TYPE_CHECKING:
 IGNORE_FILE = ".accelignore"
 DOCKER_FILE = ".dockerignore"
 
-# Names of files and directories that hold credentials: the one list of them. In the syntax of .gitignore, of which a
-# name and `*` are used.
-SECRETS = (".env", ".netrc", ".ssh", ".aws", "*.pem", "id_rsa*", "id_ecdsa*", "id_ed25519*", "id_dsa*")
+# Names of files and directories that hold credentials, in any case; `*` is any part of a name. The one list of them.
+SECRETS = (
+    ".env*",
+    ".netrc",
+    ".npmrc",
+    ".pypirc",
+    ".ssh",
+    ".aws",
+    "*.pem",
+    "*.key",
+    "credentials.json",
+    "id_rsa*",
+    "id_ecdsa*",
+    "id_ed25519*",
+    "id_dsa*",
+)
 
 # Never code, so left out where there is no git; `!name` in .accelignore takes one back.
 NEVER_CODE = (
@@ -35,7 +48,8 @@ NEVER_CODE = (
 
 # Tested against every path, where pathspec would take a second for 100,000.
 _SECRET = re.compile(
-    "(?:^|/)(?:" + "|".join(re.escape(name).replace(r"\*", "[^/]*") for name in SECRETS) + ")(?:/|$)", re.DOTALL
+    "(?:^|/)(?:" + "|".join(re.escape(name).replace(r"\*", "[^/]*") for name in SECRETS) + ")(?:/|$)",
+    re.DOTALL | re.IGNORECASE,
 )
 _SHOWN = 5
 
@@ -43,15 +57,16 @@ _SHOWN = 5
 @dataclass(frozen=True, kw_only=True)
 class Rules:
     """ignored: returns True for a path that the user leaves out; a directory's path ends with `/`.
-    accepted: returns True for a path that `!name` in .accelignore takes back, though it looks like a secret.
+    accepted: returns True for a path that `!name` in .accelignore takes back.
     """
 
     ignored: Callable[[str], bool]
     accepted: Callable[[str], bool]
 
-    def secret(self, path: str) -> bool:
-        """Return True for a path that looks like a secret and is not taken back."""
-        return _SECRET.search(path) is not None and not self.accepted(path)
+
+def is_secret(path: str) -> bool:
+    """Return True for a path that looks like a secret."""
+    return _SECRET.search(path) is not None
 
 
 def read(top: str, *, git: bool, image: bool) -> Rules:
@@ -61,22 +76,23 @@ def read(top: str, *, git: bool, image: bool) -> Rules:
     if git and not lines and docker is None:
         return Rules(ignored=lambda path: False, accepted=lambda path: False)
     ignored = _spec(top, [*(() if git else NEVER_CODE), *lines])
-    with_secrets = _spec(top, [*SECRETS, *lines])
+    own = _spec(top, lines)
     return Rules(
         ignored=lambda path: ignored.match_file(path) or (docker is not None and docker(path)),
-        accepted=lambda path: not with_secrets.match_file(path),
+        accepted=lambda path: own.check_file(path).include is False,
     )
 
 
-def warnings(left: Sequence[str], shipped: Sequence[str]) -> list[str]:
-    """Return the warnings about paths that look like secrets: those left out, and those shipped as git tracks them."""
-    found = []
-    if left:
-        found.append(f"{_some(left)}: left out, named like secrets. To ship one, add `!NAME` to {IGNORE_FILE}")
-    if shipped:
-        remedy = f"To leave one out, add its name to {IGNORE_FILE}"
-        found.append(f"{_some(shipped)}: named like secrets, and shipped, as git tracks them. {remedy}")
-    return found
+def warnings(left: Sequence[str], accepted: Sequence[str], tracked: Sequence[str]) -> list[str]:
+    """Return the warnings about paths that look like secrets: those left out, those shipped as .accelignore takes them
+    back, and those shipped as git tracks them."""
+    remedy = f"To leave one out, add its name to {IGNORE_FILE}"
+    found = {
+        f"left out, named like secrets. To ship one, add `!NAME` to {IGNORE_FILE}": left,
+        f"named like secrets, and shipped, as `!NAME` in {IGNORE_FILE} takes them back": accepted,
+        f"named like secrets, and shipped, as git tracks them. {remedy}": tracked,
+    }
+    return [f"{_some(paths)}: {message}" for message, paths in found.items() if paths]
 
 
 def _some(paths: Sequence[str]) -> str:

@@ -52,10 +52,11 @@ def list_code(top: str, home: str | None = None, *, image: bool = False) -> tupl
     git = _git_files(top, warnings)
     rules = ignore_rules.read(top, git=git is not None, image=image)
     secrets: list[str] = []
+    accepted: list[str] = []
+    tracked: list[str] = []
     paths = _walk(top, own, rules, warnings, secrets) if git is None else git
     below_own = tuple(directory + os.sep for directory in own)
     entries = []
-    tracked_secrets = []
     real_directory = _real_directories(top)
     for each in sorted(set(paths), key=lambda each: os.fsencode(each.path)):
         path = each.path
@@ -63,15 +64,15 @@ def list_code(top: str, home: str | None = None, *, image: bool = False) -> tupl
             continue
         if git is not None and rules.ignored(path):
             continue
-        secret = rules.secret(path)
-        if secret and not each.tracked:
-            secrets.append(path)
-            continue
-        entry = _entry(top, path, warnings)
+        kind = None
+        if ignore_rules.is_secret(path):
+            kind = accepted if rules.accepted(path) else tracked if each.tracked else secrets
+        entry = None if kind is secrets else _entry(top, path, warnings)
         if entry is not None:
             entries.append(entry)
-            tracked_secrets += [path] if secret else []
-    return entries, warnings + ignore_rules.warnings(secrets, tracked_secrets)
+        if kind is not None and (kind is secrets or entry is not None):
+            kind.append(path)
+    return entries, warnings + ignore_rules.warnings(secrets, accepted, tracked)
 
 
 def _own_directories(top: str, homes: Iterable[str]) -> tuple[str, ...]:
@@ -220,7 +221,7 @@ def _walk(top: str, own: tuple[str, ...], rules: Rules, warnings: list[str], sec
             kept += 1
             if not is_directory:
                 found.append(_Path(path))
-            elif rules.secret(f"{path}/"):
+            elif ignore_rules.is_secret(path) and not rules.accepted(f"{path}/"):
                 secrets.append(path)
             elif os.path.exists(os.path.join(entry.path, "pyvenv.cfg")):
                 warnings.append(f"{path!r} is left out: it is a virtual environment")

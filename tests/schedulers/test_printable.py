@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
+from collections.abc import Callable
+from urllib.parse import quote, quote_plus
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schedulers.errors import hide
-from schedulers.hosts.supervisor import runner
+from schedulers.node.redaction import hide
 from schedulers.printable import one_line, printable, without_password
 
-HARMFUL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+HARMFUL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 
 
 @pytest.mark.parametrize(
@@ -31,6 +34,7 @@ HARMFUL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u206
         ("one\r\ntwo", "one\ntwo"),
         ("bell\x07 back\x08 nul\x00 del\x7f c1\x85", "bell\\x07 back\\x08 nul\\x00 del\\x7f c1\\x85"),
         ("a\u202eb\u2066c\u2028d", "a\\u202eb\\u2066c\\u2028d"),
+        ("a\u200eb\u200fc\u061cd", "a\\u200eb\\u200fc\\u061cd"),  # the marks of direction without an embedding
         ("raw bytes \udcff", "raw bytes \udcff"),  # as the command line has them; whoever prints escapes them
     ],
 )
@@ -48,6 +52,14 @@ def test_escapes_go_and_other_control_characters_are_shown(text: str, shown: str
         ("https://me:p@ss@host/x", "https://host/x"),
         ("https://me:p/ss@host/x", "https://host/x"),
         ("https://host:5000/x@v1", "https://host:5000/x@v1"),
+        ("https://host.example:5000/a@b", "https://host.example:5000/a@b"),
+        ("https://localhost:80/a@b?c@d", "https://localhost:80/a@b?c@d"),
+        ("https://[::1]:80/a@b", "https://[::1]:80/a@b"),
+        ("https://[::1]/a@b", "https://[::1]/a@b"),
+        ("https://me:secret@[::1]:80/a@b", "https://[::1]:80/a@b"),
+        ("http://u:12/3@h", "http://h"),  # in doubt a password: u may be a host, and 12 its port
+        ("http://u:12/3@h:80/x", "http://h:80/x"),
+        ("http://u:12?3#4@h", "http://h"),
         ("-r https://a:b@one/x https://c:d@two", "-r https://one/x https://two"),
         ("git@host:team/train.git", "git@host:team/train.git"),
         ("someone@example.org", "someone@example.org"),
@@ -66,12 +78,40 @@ def test_the_values_of_secrets_are_replaced_by_their_names() -> None:
         "NONE": "",
     }
     text = "hf_s3cret, hf_s3cret_2; 'first line' then 'second\\\\line' and first line\nsecond\\line; 123"
-    assert (
-        hide(text, secrets)
-        == runner.hide(text, secrets)
-        == ("(secret TOKEN), (secret LONGER); '(secret KEY)' then '(secret KEY)' and (secret KEY); 123")
-    )
+    shown = "(secret TOKEN), (secret LONGER); '(secret KEY)' then '(secret KEY)' and (secret KEY); 123"
+    assert hide(text, secrets) == shown
     assert hide("plain", {}) == "plain"
+
+
+@pytest.mark.parametrize(
+    "value", ["p/w+1 & é", 'it\'s "q" $HOME\\x', "a\nb\tc d", "\U0001f600 4711", "été%2F?=", "Zm9v+/=="]
+)
+@pytest.mark.parametrize(
+    "escape",
+    [
+        str,
+        repr,
+        json.dumps,
+        lambda value: json.dumps(value, ensure_ascii=False),
+        lambda value: json.dumps(value).replace("/", r"\/").replace("&", r"\u0026"),
+        shlex.quote,
+        lambda value: f"'{value}'".replace("'", "'\\''"),
+        lambda value: re.sub(r'(["$`\\])', r"\\\1", value),
+        lambda value: re.sub(r"([^\w\n])", r"\\\1", value),
+        quote,
+        quote_plus,
+        lambda value: quote(value, safe=""),
+        lambda value: re.sub("%[0-9A-F]{2}", lambda match: match[0].lower(), quote(value, safe=":@")),
+    ],
+)
+def test_the_value_of_a_secret_is_replaced_however_it_is_escaped(value: str, escape: Callable[[str], str]) -> None:
+    text = f"{{x={escape(value)}&y=1}}"
+    shown = hide(text, {"KEY": value})
+    assert re.fullmatch(r"\{x=(['\"\\]|''|'\\'')*\(secret KEY\)(['\"\\]|''|'\\'')*&y=1\}", shown)
+
+
+def test_the_secret_of_a_byte_that_is_no_text_is_replaced() -> None:
+    assert hide("x=%FFabc", {"KEY": "\udcffabc"}) == "x=(secret KEY)"
 
 
 @given(st.text(alphabet=st.one_of(st.characters(), st.sampled_from("\x1b[]0;mP\\\x07\x9b\x9c\r\n")), max_size=40))

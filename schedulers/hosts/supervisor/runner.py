@@ -20,8 +20,10 @@ from .slots import Slots, TooMany, visible, wanted
 
 try:
     from ...node import logs
+    from ...node.redaction import hide
 except (ImportError, ValueError):  # sent to a host, with this; ValueError: Python 3.8
     import logs  # type: ignore[import-not-found, no-redef]
+    from redaction import hide  # type: ignore[import-not-found, no-redef]
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -39,20 +41,6 @@ os.umask(UMASK)
 _LONGEST_WORDS = 500
 _OF_THE_SESSION = ("SSH_CLIENT", "SSH_CONNECTION", "SSH_TTY", "SSH_AUTH_SOCK", "SSH_ORIGINAL_COMMAND")
 _LIBC = ctypes.CDLL(None, use_errno=True)
-
-
-def hide(text: str, secrets: dict[str, str]) -> str:
-    """Return the text with the values of secrets replaced by `(secret NAME)`; as `schedulers.errors.hide`."""
-    forms = {
-        form: name
-        for name, value in secrets.items()
-        for line in (value, *value.splitlines())
-        for form in (line, repr(line)[1:-1])
-        if len(form) >= 4
-    }
-    for form in sorted(forms, key=len, reverse=True):
-        text = text.replace(form, f"(secret {forms[form]})")
-    return text
 
 
 class Work:

@@ -110,8 +110,8 @@ def _whole(value: Any) -> int:
 def _look_again(root: str, job: Step, answer: dict[str, Any]) -> None:
     """It may have left its result since it was looked for."""
     directory = jobs.directory_of(root, job)
-    over = answer["said"] is not None and answer["said"]["state"].split()[0].rstrip("+") in OVER
-    if over and not _may_start_again(directory, answer):
+    state = "" if answer["said"] is None else answer["said"]["state"].split()[0].rstrip("+")
+    if state == "CANCELLED" or (state in OVER and not _may_start_again(directory, answer)):
         forget_secrets(directory)
     path = os.path.join(directory, "exit.json")
     answer["exit"] = jobs.document(path) if documents.exists(path) else None

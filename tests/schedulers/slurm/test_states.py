@@ -204,6 +204,8 @@ def test_secrets_stay_no_longer_than_the_job(state: str, tmp_path: Path) -> None
         (1, 0, {"searched": True}, False),  # only accounting remembers it
         (None, 0, {}, False),
         (1, 0, {"said": None}, True),
+        (1, 0, {"started": False, "said": {"state": "CANCELLED"}}, False),  # before it began, with scancel
+        (1, 0, {"said": {"state": "CANCELLED by 1000"}}, False),
     ],
 )
 def test_secrets_stay_while_slurm_can_start_the_job_again(

@@ -198,8 +198,10 @@ def test_a_virtual_environment_is_left_out_and_said(code: Path, home: Path) -> N
 
 
 SECRETS = [".env", ".netrc", ".ssh/config", ".aws/credentials", "a/b/.env", "my key.pem", "id_rsa", "id_rsa.pub",
-           "sub/id_ecdsa_sk", "id_ed25519", "id_dsa"]  # fmt: skip
-HARMLESS = [".environment", "env", "x.env", "a.pem.txt", "pem", "my_id_rsa", ".sshrc", "aws/credentials"]
+           "sub/id_ecdsa_sk", "id_ed25519", "id_dsa", ".ENV", ".env.local", ".envrc", "a/.Env.prod/x",
+           ".npmrc", ".pypirc", "tls.key", "TLS.KEY", "a/credentials.json", "Credentials.JSON", "CA.PEM"]  # fmt: skip
+HARMLESS = ["my.env.py", "env", "key", "keys.py", "a.key.txt", "my_credentials.json",
+            "x.env", "a.pem.txt", "pem", "my_id_rsa", ".sshrc", "aws/credentials"]  # fmt: skip
 
 
 def test_what_looks_like_a_secret_is_left_out_with_one_warning(
@@ -211,7 +213,7 @@ def test_what_looks_like_a_secret_is_left_out_with_one_warning(
     assert names(snapshot) == sorted(HARMLESS)
     assert len(snapshot.warnings) == 1
     assert re.fullmatch(
-        r"'\.aws', '\.env', .* and \d more: left out, named like secrets\. To ship one, add `!NAME` to \.accelignore",
+        r"'\.ENV', '\.aws', .* and \d+ more: left out, named like secrets\. To ship one, add `!NAME` to \.accelignore",
         snapshot.warnings[0],
     )
     assert caplog.messages == list(snapshot.warnings)
@@ -219,12 +221,15 @@ def test_what_looks_like_a_secret_is_left_out_with_one_warning(
 
 def test_a_secret_may_be_taken_back(code: Path, home: Path) -> None:
     write(code, ".accelignore", "!.env\n!/keys/*.pem\n!.ssh/\nid_rsa\n")
-    for path in (".env", "sub/.env", "keys/ca.pem", "other.pem", ".ssh/config", "id_rsa"):
+    for path in (".env", "sub/.env", ".ENV", "keys/ca.pem", "other.pem", ".ssh/config", "id_rsa"):
         write(code, path)
     snapshot = pack(code, home)
     assert names(snapshot) == [".accelignore", ".env", ".ssh/config", "keys/ca.pem", "sub/.env"]
-    assert len(snapshot.warnings) == 1  # what is ignored by name needs none
-    assert snapshot.warnings[0].startswith("'other.pem': left out, ")
+    assert snapshot.warnings == (  # what is ignored by name needs none
+        "'.ENV', 'other.pem': left out, named like secrets. To ship one, add `!NAME` to .accelignore",
+        "'.env', '.ssh/config', 'keys/ca.pem', 'sub/.env': named like secrets, and shipped, as `!NAME` in .accelignore "
+        "takes them back",
+    )
 
 
 @pytest.mark.parametrize(

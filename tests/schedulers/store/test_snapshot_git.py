@@ -174,7 +174,9 @@ def test_accelignore_counts_in_git_too(repository: Path, home: Path) -> None:
         write(repository, path)
     snapshot = pack(repository, home)
     assert names(snapshot) == [".accelignore", ".env", ".gitignore", "a.py", "keys/ca.pem"]
-    assert snapshot.warnings == ()
+    assert snapshot.warnings == (
+        "'.env', 'keys/ca.pem': named like secrets, and shipped, as `!NAME` in .accelignore takes them back",
+    )
 
 
 def test_a_link_that_is_refused_names_a_remedy_that_works(repository: Path, home: Path) -> None:
