@@ -146,7 +146,8 @@ def _help() -> str:
         "  accel submit --procs-per-node 2 --follow train.py --lr 1e-3",
         "  accel logs -f @last",
         "",
-        "accel COMMAND --help says more. A JOB is an id, a unique prefix of one, or @last, the newest.",
+        "accel COMMAND --help says more.",
+        "A JOB is an id, a unique prefix of one, or @last, the newest.",
     ]
     return "\n".join(lines) + "\n"
 

@@ -96,12 +96,11 @@ def columns() -> int:
 
 def hanging(term: str, text: str, indent: int) -> str:
     """A term with its text from column `indent` on; below the term where the terminal is too narrow for both."""
-    line = f"  {term:<{indent - 2}}{text}"
     width = columns()
-    if len(line) <= width:
-        return line
+    indent = indent if width >= 60 else min(indent, width // 3)
+    head = f"  {term}".ljust(indent) if len(term) + 3 <= indent else f"  {term}\n{' ' * indent}"
+    if indent + len(text) <= width:
+        return head + text
     import textwrap
 
-    indent = min(indent, width // 3)
-    head = f"  {term}".ljust(indent) if len(term) + 3 <= indent else f"  {term}\n{' ' * indent}"
     return head + f"\n{' ' * indent}".join(textwrap.wrap(text, width - indent, break_on_hyphens=False))

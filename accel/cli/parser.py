@@ -15,7 +15,7 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
     def __init__(self, prog: str, **kwargs: Any) -> None:
         # Without a width argparse imports shutil, with three compression libraries, each time an option is added.
         width = words.columns() - 2
-        super().__init__(prog, **{"width": width, "max_help_position": min(30, width // 2)} | kwargs)
+        super().__init__(prog, **{"width": width, "max_help_position": 30 if width >= 60 else 8} | kwargs)
 
 
 class Parser(argparse.ArgumentParser):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -17,9 +18,11 @@ from accel.errors import ArgumentError
 from accel.launch.errors import LaunchError
 from accel.launch.external import launch
 from accel.launch.flags import add_arguments
+from accel.launch.signals import Told
 from accel.launch.worker import Program
 from accel.settings import BY_NAME, defaults
 from accel.settings.values import typed
+from schedulers.processes import die_with_parent
 
 cache_dir = default_folder()
 default_json_config_file = os.path.join(cache_dir, "default_config.json")
@@ -78,7 +81,7 @@ def launch_command(args: argparse.Namespace) -> None:
     """Run what `launch_command_parser` parsed to its end, in a child process; `accelerate` is answered by accel there.
 
     Raises `ValueError` for settings that contradict each other, and `subprocess.CalledProcessError` with the exit code
-    of a program that failed; with ``quiet`` that is a `SystemExit`.
+    of a program that failed; with ``quiet`` that is a `SystemExit`. A termination signal ends the launch first.
     """
     given = _given(args)
     try:
@@ -87,12 +90,18 @@ def launch_command(args: argparse.Namespace) -> None:
         raise ArgumentError(str(error)) from None
     command = [sys.executable, "-m", "accel", "launch", *_flags(given), "--"]
     command += [args.training_script, *args.training_script_args]
-    child = subprocess.Popen(command)
+    parent = os.getpid()
+    child = subprocess.Popen(command, preexec_fn=lambda: die_with_parent(signal.SIGTERM, parent))
+    told = Told(lambda _: child.send_signal(signal.SIGTERM))
     try:
         code = child.wait()
     except KeyboardInterrupt:
         child.wait()  # interrupted too, and ends its ranks
         raise
+    finally:
+        told.forget()
+    if told.signum:
+        signal.raise_signal(told.signum)
     if code and args.quiet:
         raise SystemExit(code)
     if code:

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 
+import accel
 from accel.collectives import gather
 from accel.state import AcceleratorState, GradientState
 from accel.world import available
@@ -46,6 +47,11 @@ def get_backend() -> tuple[str, int, Callable[[], int]]:
 
 
 torch_device, device_count, memory_allocated_func = get_backend()
+
+
+def path_in_accelerate_package(*components: str) -> Path:
+    """A path within the `accelerate` package that is imported, which is accel's own directory."""
+    return Path(accel.__file__).parent.joinpath(*components)
 
 
 def get_launch_command(**flags: Any) -> list[str]:

@@ -63,9 +63,6 @@ class ForkServer:
         theirs.close()
         return cls(ours, pid)
 
-    def fileno(self) -> int:
-        return self._sock.fileno()
-
     def start_rank(self, local_rank: int, env: dict[str, str], log: str | None, spawn: bool) -> None:
         self._send(do="start", local_rank=local_rank, env=env, log=log, spawn=spawn)
 

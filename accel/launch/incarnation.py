@@ -102,10 +102,12 @@ def _attempt(env: Mapping[str, str], found: Topology) -> int | None:
 
 def _earlier_starts(path: str, now: float) -> list[float]:
     """Note this start in the file. Return the times of the starts before."""
+    earlier: list[float] = []
     if path:
         with contextlib.suppress(OSError, ValueError), open(path, "a+") as file:
             file.seek(0)
-            earlier = [float(line) for line in file]
+            lines = [line for line in file if line.endswith("\n")]
+            earlier = [float(line) for line in lines]
+            file.truncate(sum(map(len, lines)))  # a full disk has cut the last line short
             file.write(f"{now}\n")
-            return earlier
-    return []
+    return earlier

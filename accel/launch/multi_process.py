@@ -14,22 +14,22 @@ from typing import Any
 
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler, RendezvousParameters
+from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname
 
 from schedulers.processes import descendants, end_all, signal_name
 
 from . import failure as failures
 from . import watchdog
 from .agent import GangAgent, RankSettings, TimeLimitPassed
-from .errors import LaunchError, Refused
+from .errors import LaunchError, Refused, RendezvousFailed
 from .fork_server import ForkServer, ServerGone
 from .preload import preload
-from .rendezvous import DEFAULT_TIMEOUT_S, LOST_AFTER_S, STAY_S, GangRendezvous
-from .run import Launch, die_of, log_path, recorder, said_again, say
+from .rendezvous import DEFAULT_TIMEOUT_S, LOST_AFTER_S, STAY_S, GangRendezvous, reach_node_0
+from .run import Launch, log_path, recorder, said_again, say
 from .tee import Tee, parse
 from .worker import WARNINGS
 
-_C10D_PORT = 29500
 _SETTLE_S = 5.0  # a kubelet looks after its containers every second, and may be busy
 _ENDING = {signal.SIGTERM: signal.SIGTERM, signal.SIGINT: signal.SIGINT, signal.SIGHUP: signal.SIGTERM}
 
@@ -43,7 +43,7 @@ class Signals:
 
     def __init__(self, server: ForkServer) -> None:
         self._server = server
-        self._received: int | None = None
+        self.received: int | None = None
         self._acting = False
         self._raising = False
         self.limit = ""  # the time limit that has passed, for people
@@ -53,16 +53,16 @@ class Signals:
             signal.signal(signum, lambda received, _: self._server.warn(received))
 
     def _on_end(self, signum: int, _: FrameType | None) -> None:
-        if self._received is not None:
+        if self.received is not None:
             if not said_again(signum):
                 self._server.hurry()  # asked twice: no more grace
             return
-        self._received = signum
+        self.received = signum
         if self._raising:
             self.check()
 
     def end_in_time(self, limit: str) -> None:
-        if self._received is None:
+        if self.received is None:
             self.limit = limit
             self._on_end(signal.SIGTERM, None)
 
@@ -78,15 +78,11 @@ class Signals:
 
     def check(self) -> None:
         """Raises SignalException, once, when this process has been told to end."""
-        if self._received is not None and not self._acting:
+        if self.received is not None and not self._acting:
             self._acting = True
             if self.limit:
                 raise TimeLimitPassed(self.limit, signal.SIGTERM)
-            raise SignalException(f"received {signal_name(self._received)}", _ENDING[signal.Signals(self._received)])
-
-    @property
-    def received(self) -> int | None:
-        return self._received
+            raise SignalException(f"received {signal_name(self.received)}", _ENDING[signal.Signals(self.received)])
 
 
 def run_gang(run: Launch, launch_id: str) -> int:
@@ -114,14 +110,15 @@ def run_gang(run: Launch, launch_id: str) -> int:
 
 def _run_agent(run: Launch, server: ForkServer, signals: Signals, tee: Tee) -> int:
     _quieten_torch()
-    handler = _rendezvous(run, signals)
-    agent = _agent(run, handler, server, signals, tee)
+    handler = agent = None
     try:
+        handler = _rendezvous(run, signals)
+        agent = _agent(run, handler, server, signals, tee)
         result = agent.run()
     except TimeLimitPassed:
         return _end_in_time(run, tee)
     except SignalException as error:
-        failure = agent.preempted()
+        failure = agent.preempted() if agent else None
         if failure is not None:
             _observer(run, tee)("failure", failure=failure, restarts_left=0)
             return _tell(run, tee, failure)
@@ -129,9 +126,11 @@ def _run_agent(run: Launch, server: ForkServer, signals: Signals, tee: Tee) -> i
         if not run.quiet:
             tee.close()
             say(f"accel launch: {error}; all ranks here have been ended")
-        return die_of(received)
+        return 128 + received
     except ServerGone as error:
         raise LaunchError(str(error)) from None
+    except RendezvousError as error:
+        raise _elastic_failure(run, error) from None
     finally:
         known = _leave(handler)
     if not result.is_failed():
@@ -154,7 +153,7 @@ def _settle(run: Launch) -> None:
         time.sleep(_SETTLE_S)
 
 
-def _leave(handler: RendezvousHandler) -> bool:
+def _leave(handler: RendezvousHandler | None) -> bool:
     """Leave the gang. Return True if node 0 knows how it ended."""
     with contextlib.suppress(RuntimeError):
         return isinstance(handler, GangRendezvous) and handler.leave()
@@ -251,34 +250,27 @@ def _rendezvous(run: Launch, signals: Signals) -> RendezvousHandler:
     # Shared, one store would serve all attempts, and the second would find the addresses of the first one's dead.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     config = {"join_timeout": str(int(timeout_s)), **run.rdzv_conf}
-    _await_service(run, signals, timeout_s)
-    return registry.get_rendezvous_handler(
-        RendezvousParameters(
-            backend="c10d",
-            endpoint=f"{run.address}:{run.port or _C10D_PORT}",
-            run_id=run.run_id,
-            min_nodes=run.nodes,
-            max_nodes=run.max_nodes,
-            **config,
-        )
+    parameters = RendezvousParameters(
+        backend="c10d",
+        endpoint=f"{run.address}:{run.port}",
+        run_id=run.run_id,
+        min_nodes=run.nodes,
+        max_nodes=run.max_nodes,
+        **config,
     )
+    is_host = parameters.get_as_bool("is_host")
+    if is_host is None:  # a pod's name is not looked up: a name server asked too early keeps "no such name" for a while
+        own_names = (run.address, run.address.partition(".")[0])
+        is_host = socket.gethostname() in own_names or (not run.service and _matches_machine_hostname(run.address))
+    if not is_host:  # else torch would wait, in a call that takes no signal
+        deadline = time.monotonic() + timeout_s
+        reach_node_0(lambda _: [run.service or run.address], run.address, run.port, timeout_s, deadline, signals.check)
+    return registry.get_rendezvous_handler(parameters)
 
 
-def _await_service(run: Launch, signals: Signals, timeout_s: float) -> None:
-    """Wait until somebody answers at the Service of the pod that the others meet at.
-
-    A name server that is asked for a pod before the pod is there keeps "no such name" for a while. The rendezvous
-    reports what is still not there.
-    """
-    deadline = time.monotonic() + timeout_s
-    own = socket.gethostname() in (run.address, run.address.partition(".")[0])
-    while run.service and not own and time.monotonic() < deadline:
-        signals.check()
-        try:
-            socket.create_connection((run.service, run.port or _C10D_PORT), timeout=2).close()
-            return
-        except OSError:
-            time.sleep(0.25)
+def _elastic_failure(run: Launch, error: RendezvousError) -> RendezvousFailed:
+    text = str(error.__cause__ or error) or f"{type(error).__name__}, with fewer than {run.nodes} machines perhaps"
+    return RendezvousFailed(f"the rendezvous at {run.address}:{run.port} failed: {text.splitlines()[0]}")
 
 
 def _seconds(run: Launch, name: str, default: float) -> float:

@@ -32,6 +32,7 @@ STAY_S = 10.0
 _SLICE_S = 0.25
 _BEAT_S = 1.0
 _SERVICE_S = 30.0
+_REMEDY = "Is the launch running there, and the port open between the machines?"
 _STORE_TIMEOUT = timedelta(seconds=60)
 # Raised by questions to a store that has gone, or does not answer.
 _GONE = (DistStoreError, DistNetworkError, StoreSilent)
@@ -262,28 +263,10 @@ class GangRendezvous(RendezvousHandler):
         return TCPStore(address, self._port, None, False, _STORE_TIMEOUT, wait_for_workers=False)
 
     def _reach_node_0(self, port: int, deadline: float) -> str:
-        """Knock until node 0 answers: it may start later than this node. Return the address that it answered at."""
-        began = time.monotonic()
-        while True:
-            for address in self._addresses(time.monotonic() - began):
-                self._interrupted()
-                try:
-                    socket.create_connection((address, port), timeout=2).close()
-                    return address
-                except OSError as error:
-                    problem = error.strerror or str(error)
-            if time.monotonic() >= deadline:
-                break
-            time.sleep(_SLICE_S)
-        who, remedy = f"node {self._node_rank}", "Is the launch running there, and the port open between the machines?"
-        if self._node_rank == 0:
-            who, remedy = (
-                "this machine, which is node 0,",
-                "--main_process_ip must be a name or address of this machine",
-            )
-        raise RendezvousFailed(
-            f"{who} could not reach node 0 at {self._address}:{port} ({_resolved(self._address)}) "
-            f"within {self._timeout_s:g} s: {problem}. {remedy}"
+        who = f"node {self._node_rank}" if self._node_rank else "this machine, which is node 0,"
+        remedy = _REMEDY if self._node_rank else "--main_process_ip must be a name or address of this machine"
+        return reach_node_0(
+            self._addresses, self._address, port, self._timeout_s, deadline, self._interrupted, who, remedy
         )
 
     def _addresses(self, waited_s: float) -> Sequence[str]:
@@ -324,8 +307,7 @@ class GangRendezvous(RendezvousHandler):
                     "give every machine a --machine_rank of its own"
                 )
             if not self._ask(lambda: store.check(keys) or store.check(["gave up"])):
-                self._ask(lambda: store.compare_set(key, holder, mine))  # nobody has started a rank yet
-                return True
+                return self._ask(lambda: store.compare_set(key, holder, mine)).decode() == mine  # no rank has started
             self._end_predecessor(predecessor.host, deadline)
         except _GONE:
             self._interrupted()
@@ -385,6 +367,9 @@ class GangRendezvous(RendezvousHandler):
                     return
                 if self._ask(lambda: store.check(["gave up"])):
                     raise RendezvousFailed(self._ask(lambda: store.get("gave up")).decode())
+                failure = self.failure_elsewhere()
+                if failure is not None:
+                    raise RendezvousFailed(f"node {failure['node']} ({failure['host']}) {failure['how']}")
             except _GONE as error:
                 self._interrupted()
                 raise self._lost_node_0(error) from None
@@ -400,6 +385,37 @@ class GangRendezvous(RendezvousHandler):
 
     def _named(self, rank: int) -> str:
         return f"{rank} ({self._names[rank]})" if rank < len(self._names) else str(rank)
+
+
+def reach_node_0(
+    addresses: Callable[[float], Sequence[str]],
+    name: str,
+    port: int,
+    timeout_s: float,
+    deadline: float,
+    interrupted: Callable[[], None],
+    who: str = "this machine",
+    remedy: str = _REMEDY,
+) -> str:
+    """Knock until node 0 answers: it may start later than this node. Return the address that it answered at.
+
+    `addresses` gives those to try after so many seconds. Raises RendezvousFailed.
+    """
+    began = time.monotonic()
+    while True:
+        for address in addresses(time.monotonic() - began):
+            interrupted()
+            try:
+                socket.create_connection((address, port), timeout=2).close()
+                return address
+            except OSError as error:
+                problem = error.strerror or str(error)
+        if time.monotonic() >= deadline:
+            break
+        time.sleep(_SLICE_S)
+    raise RendezvousFailed(
+        f"{who} could not reach node 0 at {name}:{port} ({_resolved(name)}) within {timeout_s:g} s: {problem}. {remedy}"
+    )
 
 
 def _resolved(name: str) -> str:

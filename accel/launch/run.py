@@ -122,6 +122,7 @@ def launch(run: Launch) -> int:
     this process's place, or that of a child of PID 1.
     """
     _open_standard_descriptors()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # inherited as ignored, it would hide how children end
     run = _counted(run)
     if run.told and not run.quiet:
         say(f"accel launch: {run.told}")
@@ -353,8 +354,3 @@ def _pairs(text: str) -> dict[str, str]:
         if not key or not equals:
             raise Refused(f"--rdzv_conf takes key=value pairs with commas between them, not {text!r}")
     return {key.strip(): value.strip() for key, _, value in pairs}
-
-
-def die_of(signum: int) -> int:
-    """The exit code that a shell gives a program that ended by this signal."""
-    return 128 + signal.Signals(signum).value

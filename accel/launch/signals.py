@@ -1,14 +1,15 @@
-"""Being told to end, by the signals that mean it, where an interrupt raises already."""
+"""Record the first termination signal (SIGTERM, SIGHUP). SIGINT already raises KeyboardInterrupt."""
 
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Callable
 from types import FrameType
 
 
 class Told:
-    """Takes note of SIGTERM and SIGHUP from now on, but for one that is ignored (by `nohup`).
+    """Takes note of SIGTERM and SIGHUP from now on, but for one that is ignored (by `nohup`). Only the main thread can.
 
     signum: the first that has come.
     then:   is called with it at that moment.
@@ -21,6 +22,7 @@ class Told:
             signum: before
             for signum in (signal.SIGTERM, signal.SIGHUP)
             if (before := signal.getsignal(signum)) not in (signal.SIG_IGN, None)
+            and threading.current_thread() is threading.main_thread()
         }
         for signum in self._before:
             signal.signal(signum, self._note)

@@ -15,7 +15,7 @@ from schedulers.processes import adopt_orphans, descendants, die_with_parent, en
 
 from . import failure as failures
 from . import watchdog
-from .run import Launch, cannot_run, die_of, log_path, recorder, said_again, say
+from .run import Launch, cannot_run, log_path, recorder, said_again, say
 from .tee import Tee
 from .worker import WARNINGS, ignore_warnings, open_log
 
@@ -50,7 +50,7 @@ def run_single(run: Launch, launch_id: str) -> int:
     if watch.late and run.deadline is not None:
         return run.deadline.end(run.quiet)
     if watch.told is not None and code != REQUEUE:
-        return die_of(watch.told)
+        return 128 + watch.told
     if code == 0:
         return 0
     one = failures.Exit(rank=0, local_rank=0, pid=watch.program.pid, code=code, time=time.time(),

@@ -13,8 +13,8 @@ from .errors import Refused
 _INTERVAL_S = 0.05
 _CHUNK = 1 << 20
 _MOST = 1 << 20  # bytes of a line that are held until its end comes
-# Ends the first part of a long line where a line of another rank comes before the rest. Terminals do not show it; the
-# Kubernetes target takes it, and the newline after it, out again.
+# In a pod, ends the first part of a long line where a line of another rank comes before the rest: the Kubernetes target
+# takes it, and the newline after it, out again.
 _GOES_ON = b"\x1f\n"
 
 
@@ -61,6 +61,7 @@ class _Output:
 
     def __init__(self) -> None:
         self._unended: _Followed | None = None
+        self._break = _GOES_ON if "ACCEL_POD_UID" in os.environ else b"\n"
 
     def goes_on(self, file: _Followed) -> bool:
         """Return True if what is printed next follows the beginning of that file's line."""
@@ -68,7 +69,7 @@ class _Output:
 
     def print(self, file: _Followed, data: bytes) -> None:
         if self._unended not in (None, file):
-            data = _GOES_ON + data
+            data = self._break + data
         self._unended = None if data.endswith(b"\n") else file
         with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
             sys.stdout.flush()

@@ -78,6 +78,9 @@ def test_help_fits_a_narrow_terminal(
     narrow = words()
     entries = [line for line in narrow if line.startswith("  ") and "accel " not in line]
     assert max(map(len, entries)) <= 40
+    below_usage = set(narrow[narrow.index("") :])
+    indents = {len(line) - len(line.lstrip()) for line in entries if line in below_usage}
+    assert max(indents) <= 13, "too little of the line is left for the texts"
     assert sorted(" ".join(wide).split()) == sorted(" ".join(narrow).split())
 
 

@@ -44,6 +44,8 @@ for name in needs:
     getattr(testing, name)(lambda: None)
 os.environ["PYTEST_XDIST_WORKER"] = "gw3"
 print(json.dumps({
+    "missing": [name for name in accelerate_names if not hasattr(testing, name)],
+    "package": os.path.exists(testing.path_in_accelerate_package("test_utils")),
     "skips": sorted(reason for _, reason in result.skipped), "failures": len(result.failures + result.errors),
     "ran": result.testsRun, "backend": [get_backend()[0], torch_device], "port": get_torch_dist_unique_port(),
     "launch": DEFAULT_LAUNCH_COMMAND[:2], "stdout": done.stdout, "failed": failed, "needs": len(needs),
@@ -57,6 +59,8 @@ def test_the_helpers_do_what_their_names_say() -> None:
     shown = json.loads(said("-c", f"accelerate_names = {source!r}\n{HELPERS}", env={"CUDA_VISIBLE_DEVICES": ""}))
     assert "failed with returncode 1\n\nwhy" in shown.pop("failed")
     assert shown == {
+        "missing": [],
+        "package": False,
         "skips": ["test requires an accelerator", "test requires several GPUs"],
         "failures": 0,
         "ran": 3,

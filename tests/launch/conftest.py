@@ -204,10 +204,8 @@ class Launcher:
     def log(self, rank: int, attempt: int = 0, log_dir: str = "logs") -> str:
         return (self.here / log_dir / f"rank-{rank}.a{attempt}.log").read_text(errors="replace")
 
-    def nothing_left(self, within_s: float) -> None:
-        """Waits for the end of all that this test has started: for a minute at least, since on a busy machine a guard
-        that has just begun needs its time, and what is left for good stays for longer."""
-        within_s = max(within_s, 60)
+    def nothing_left(self) -> None:
+        """Waits for the end of all that this test has started. What is left for good must be made to last longer."""
         left: dict[int, str] = {}
 
         def gone() -> bool:
@@ -216,9 +214,9 @@ class Launcher:
             return not left
 
         try:
-            until("no process left", gone, within_s)
+            until("no process left", gone)
         except AssertionError:
-            pytest.fail(f"left {within_s:g} s later: {left}")
+            pytest.fail(f"left {DEADLINE_S:g} s later: {left}")
 
     def clean_up(self) -> None:
         deadline = time.monotonic() + 10

@@ -6,12 +6,15 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from accel.launch import rendezvous
+from accel.launch.errors import RendezvousFailed
+from accel.launch.incarnation import Incarnation
 from accel.launch.store_client import Patience, StoreSilent
 from tests.clusters.fixtures import _hosts
 from tests.clusters.ssh import SshHosts
@@ -105,6 +108,49 @@ def test_node_0_need_not_stay_for_the_others(monkeypatch: pytest.MonkeyPatch) ->
     leaving.start()
     leaving.join(DEADLINE_S)
     assert not leaving.is_alive()
+
+
+def _node(port: int, rank: int) -> rendezvous.GangRendezvous:
+    return rendezvous.GangRendezvous(
+        address="127.0.0.1", port=port, node_rank=rank, nodes=2, run_id="x",
+        incarnation=Incarnation(pod="a", starts=rank),
+    )  # fmt: skip
+
+
+def test_who_waits_for_a_node_hears_that_it_has_failed() -> None:
+    port = free_port()
+    first, second = (_node(port, rank) for rank in range(2))
+    failed: list[BaseException] = []
+
+    def meet() -> None:
+        try:
+            first.next_rendezvous()
+        except RendezvousFailed as error:
+            failed.append(error)
+
+    meeting = threading.Thread(target=meet, daemon=True)
+    meeting.start()
+    second.attempt = 0
+    second._open(time.monotonic() + DEADLINE_S)
+    second.announce_failure({"node": 1, "host": "b", "how": "was started again"})
+    meeting.join(DEADLINE_S)
+    assert [str(error) for error in failed] == ["node 1 (b) was started again"]
+
+
+def test_a_rank_is_taken_over_by_one_node_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Lost:
+        """A store in which another node is always faster."""
+
+        def compare_set(self, key: str, expected: str, wanted: str) -> bytes:
+            return Incarnation(pod="a", starts=0 if not expected else 9).encode().encode()
+
+        def check(self, keys: list[str]) -> bool:
+            return False
+
+    node = _node(1, 0)
+    node._incarnation = Incarnation(pod="a", starts=1)
+    monkeypatch.setattr(node, "_store", Lost)
+    assert not node._join(time.monotonic())
 
 
 def test_a_silent_store_is_asked_no_more() -> None:

@@ -50,7 +50,7 @@ def test_ranks_end_when_the_limit_has_passed(launcher: Launcher, tmp_path: Path,
     assert "saved in attempt 1" in done.out
     assert OVER in done.err
     assert failure_report.read(done.err) is not None
-    launcher.nothing_left(10)
+    launcher.nothing_left()
 
 
 @pytest.mark.parametrize("flags", [(), ("--num_processes", "2")])
@@ -78,7 +78,7 @@ def test_the_limit_of_one_node_is_that_of_all(launcher: Launcher, tmp_path: Path
         done = run.wait()
         assert done.code == code, done
         assert OVER in done.err
-    launcher.nothing_left(10)
+    launcher.nothing_left()
 
 
 def test_an_alarm_that_is_not_needed_any_more() -> None:

@@ -183,7 +183,7 @@ def test_what_cannot_be_is_one_line(launcher: Launcher, argv: tuple[str, ...], s
     done = launcher(*argv, code=2)
     assert done.err.startswith(f"accel launch: {said}"), done
     assert done.out == ""
-    launcher.nothing_left(10)
+    launcher.nothing_left()
 
 
 def test_a_port_in_use(launcher: Launcher) -> None:
@@ -192,7 +192,7 @@ def test_a_port_in_use(launcher: Launcher) -> None:
         done = launcher("--num_processes", "2", "--main_process_port", port, launcher.script("print('ran')"), code=1)
     assert done.err.startswith(f"accel launch: port {port} (--main_process_port) is in use on this machine")
     assert done.out == ""
-    launcher.nothing_left(10)
+    launcher.nothing_left()
 
 
 def test_quiet(launcher: Launcher) -> None:
@@ -263,7 +263,7 @@ def test_out_of_memory(launcher: Launcher, group: Path) -> None:
     )
     run = launcher.start(*GANG, "train.py", preexec=lambda: enter(group))
     assert run.wait().code == 137
-    launcher.nothing_left(10)
+    launcher.nothing_left()
     told = failure(launcher)
     assert (told["rank"], told["reason"]) == (1, "out_of_memory")
     assert "control group" in told["cause"]
@@ -279,7 +279,7 @@ def test_no_more_processes(launcher: Launcher, group: Path) -> None:
     for count, code, said in (("21", 2, refused), ("20", 1, "cannot start a process: Resource temporarily unavail")):
         argv = ("--num_processes", count, "--log_dir", "logs", "train.py")
         done = launcher.start(*argv, preexec=lambda: enter(group)).wait()
-        launcher.nothing_left(10)
+        launcher.nothing_left()
         assert (done.code, said in done.err) == (code, True), done
 
 

@@ -43,6 +43,9 @@ def test_starts_in_a_pod_are_counted(tmp_path: Path) -> None:
     for start in range(3):
         found = started(planned(env, ALONE), env)
         assert (found.pod, found.starts, found.attempt) == ("a", start, start)
+    with open(env["ACCEL_STARTS"], "a") as file:
+        file.write("17")  # all that a full disk took of a line
+    assert [started(planned(env, ALONE), env).starts for _ in range(2)] == [3, 4]
     inside = {**env, "ACCEL_LAUNCH_ID": "x"}  # started by a rank
     assert started(planned(inside, ALONE), inside).attempt == 0
     unwritable = {**env, "ACCEL_STARTS": str(tmp_path / "no" / "such")}

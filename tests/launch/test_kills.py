@@ -182,7 +182,7 @@ def scenario(launcher: Launcher, kill: Kill) -> None:
     if kill.who == "guard":  # the gang does without it
         run.send(signal.SIGTERM)
     done = run.wait(GRACE_S + 60)
-    launcher.nothing_left(60)
+    launcher.nothing_left()
     assert done.code in (kill.code, kill.or_code), done
     assert kill.who.startswith("rank") or "/accel/launch/" not in done.err, done
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import signal
 import socket
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -108,7 +110,7 @@ def test_the_end_of_restarts(launcher: Launcher) -> None:
     done = run.wait()
     assert done.code in (3, 143)
     assert "attempt 1" not in done.out
-    launcher.nothing_left(10)
+    launcher.nothing_left()
 
 
 ALL = """\
@@ -126,7 +128,7 @@ def test_two_machines(launcher: Launcher) -> None:
     for rank in range(4):
         words = f"{rank} {rank % 2} 4 2 {rank // 2} {rank // 2} 127.0.0.1 6.0\n"
         assert launcher.log(rank, log_dir=f"node{rank // 2}") == words
-    launcher.nothing_left(10)
+    launcher.nothing_left()
 
 
 def test_the_second_machine_may_come_first(launcher: Launcher) -> None:
@@ -145,7 +147,7 @@ def test_a_failure_anywhere_ends_all(launcher: Launcher, failing: int) -> None:
     for node, run in enumerate(runs):
         assert f"rank {failing} on node {failing} (" in run.err
         assert events(launcher, f"node{node}")[-1]["failure"]["rank"] == failing
-    launcher.nothing_left(10)
+    launcher.nothing_left()
 
 
 @pytest.mark.parametrize("failing", [1, *long(0)])
@@ -168,7 +170,7 @@ def test_a_node_fails_when_node_0_cannot_report_it(launcher: Launcher) -> None:
         run.says("ready")
     runs[0].send(signal.SIGKILL)
     assert runs[1].wait().code == 1
-    launcher.nothing_left(5)
+    launcher.nothing_left()
 
 
 def test_all_machines_start_again_together(launcher: Launcher) -> None:
@@ -193,7 +195,7 @@ def test_a_machine_that_does_not_come(launcher: Launcher, present: int) -> None:
     said = "of 2 nodes, node 1 did not come to " if present == 0 else "node 1 could not reach node 0 at "
     assert done.err.startswith(f"accel launch: {said}"), done
     assert "within 2 s" in done.err
-    launcher.nothing_left(10)
+    launcher.nothing_left()
 
 
 def test_who_came_learns_who_did_not(launcher: Launcher) -> None:
@@ -317,7 +319,7 @@ def test_a_launcher_that_is_told_to_end_tells_the_others(launcher: Launcher) -> 
     assert done.code == 143
     assert "the launcher on node 1 (" in done.err
     assert "was told to end by SIGTERM" in done.err
-    launcher.nothing_left(10)
+    launcher.nothing_left()
 
 
 @pytest.mark.parametrize("dying", [1, *long(0)])
@@ -331,7 +333,7 @@ def test_a_machine_that_falls_silent(launcher: Launcher, dying: int) -> None:
     done = runs[1 - dying].wait()
     assert done.code == 1, done
     assert ("node 0 is gone" if dying == 0 else "nothing has been heard from it for ") in done.err
-    launcher.nothing_left(5)
+    launcher.nothing_left()
 
 
 def test_told_to_end_while_it_waits_for_others(launcher: Launcher) -> None:
@@ -342,7 +344,7 @@ def test_told_to_end_while_it_waits_for_others(launcher: Launcher) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             run.process.wait(0.5)
     assert run.wait().code in (143, -15)
-    launcher.nothing_left(10)
+    launcher.nothing_left()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -396,7 +398,48 @@ def test_elastic_machines_look_for_a_pod_once_its_service_answers(launcher: Laun
         done = run.wait()
     assert done.code == 1, done
     assert "no-such-pod.invalid" in done.err
-    launcher.nothing_left(10)
+    launcher.nothing_left()
+
+
+ELASTIC = ("--num_machines", "1:2", "--rdzv_backend", "c10d", "--num_processes", "1")
+
+
+@pytest.mark.parametrize("service", [{}, {"ACCEL_SERVICE": "127.0.0.1"}], ids=["", "service"])
+@pytest.mark.parametrize(
+    ("signum", "code", "line"),
+    [
+        (signal.SIGTERM, 143, "accel launch: received SIGTERM; all ranks here have been ended\n"),
+        (signal.SIGALRM, 86, "accel launch: the time limit of 100 s is over; all ranks here have been ended\n"),
+    ],
+)
+def test_an_elastic_machine_that_waits_for_node_0_is_told_to_end(
+    launcher: Launcher, signum: signal.Signals, code: int, line: str, service: dict[str, str]
+) -> None:
+    """The alarm is the clock of the time limit."""
+    flags = ("--main_process_ip", "no-such-pod.invalid", "--main_process_port", str(free_port()))
+    limit = {"ACCEL_TIME_LIMIT": "100", "ACCEL_TIME_LIMIT_EXIT": "86,86"}
+    run = launcher.start(*ELASTIC, *flags, launcher.script("print('ran')"), within={**service, **limit})
+    until("it handles signals", lambda: _handles(run.pid, signum))
+    run.send(signum)
+    done = run.wait()
+    assert (done.code, done.err) == (code, line), done
+    launcher.nothing_left()
+
+
+def _handles(pid: int, signum: int) -> bool:
+    (mask,) = re.findall(r"SigCgt:\s+(\w+)", Path(f"/proc/{pid}/status").read_text())
+    return bool(int(mask, 16) >> (signum - 1) & 1)
+
+
+def test_elastic_machines_that_do_not_meet_say_so_in_one_line(launcher: Launcher) -> None:
+    script, port = launcher.script("print('ran')"), str(free_port())
+    common = ("--main_process_port", port, "--rdzv_conf", "timeout=1")
+    done = launcher(*ELASTIC, "--main_process_ip", "no-such-pod.invalid", *common, script, code=1)
+    assert f"could not reach node 0 at no-such-pod.invalid:{port} (the name does not resolve" in done.err
+    two = ("--num_machines", "2:2", "--rdzv_backend", "c10d", "--num_processes", "2")
+    alone = launcher(*two, "--main_process_ip", "localhost", *common, script, code=1)
+    assert f"the rendezvous at localhost:{port} failed: RendezvousTimeoutError, with fewer than 2 machines" in alone.err
+    assert (done.err.count("\n"), alone.err.count("\n")) == (1, 1)
 
 
 def test_elastic_machines_end_together(launcher: Launcher) -> None:

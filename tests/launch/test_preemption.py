@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from accel import Accelerator, DataLoaderConfiguration, ProjectConfiguration, set_seed
 
 
-folder, wait = sys.argv[1], sys.argv[2:] == ["wait"]
+folder, wait = sys.argv[1], sys.argv[2:] == ["wait"] and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
 project = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True, total_limit=1)
 config = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=5, use_stateful_dataloader=True)
 accelerator = Accelerator(
@@ -51,10 +51,8 @@ for _ in range(loader.iteration, 5):
         done += 1
         if wait and done == 7:
             print(f"rank {accelerator.process_index} is process {os.getpid()}.", flush=True)
-            while not os.path.exists(os.path.join(folder, "told")):
+            while not accelerator.preempted:  # which turns true on all at the same reading
                 time.sleep(0.01)
-        elif wait and done > 7:
-            time.sleep(0.1)  # the warning is a tenth of a second on its way: not to be done before it is here
         accelerator.checkpoint_on_preemption()
 accelerator.end_training()
 """
@@ -95,18 +93,16 @@ def test_a_warned_run_goes_on_to_the_bit(
             found = re.search(rf"rank {processes - 1} is process (\d+)", run.text())
             assert found
             os.kill(int(found[1]), signum)
-        (folder / "told").touch()
         done = run.wait()
         assert done.code == REQUEUE, done
         assert "accel launch: preempted in attempt 0: the ranks were warned" in done.err
         events = [json.loads(line) for line in (folder / "logs/launch.jsonl").read_text().splitlines()]
         assert events[-1]["failure"]["reason"] == "preempted"
         part = _losses(folder, processes)
-        assert len({len(losses) for losses in part}) == 1
-        assert 7 <= len(part[0]) < len(whole[0])
+        assert {len(losses) for losses in part} == {7}
         launcher(*argv, name)
         assert _losses(folder, processes) == whole
-    launcher.nothing_left(5)
+    launcher.nothing_left()
 
 
 def test_a_restart_that_was_asked_for_goes_on_at_once(launcher: Launcher) -> None:
@@ -115,7 +111,6 @@ def test_a_restart_that_was_asked_for_goes_on_at_once(launcher: Launcher) -> Non
     run = launcher.start("--max_restarts", "1", *argv, "again", "wait")
     run.says("rank 0 is process", "rank 1 is process")
     run.send(signal.SIGUSR1)
-    (folder / "told").touch()
     done = run.wait()
     assert done.code == 0, done
     assert [len(losses) for losses in _losses(folder, 2)] == [50, 50]

@@ -244,7 +244,7 @@ def test_one_process_is_the_program_itself(launcher: Launcher) -> None:
     run = launcher.start("train.py")
     done = run.wait()
     assert done.out == f"{run.pid}\nno child\n", done
-    launcher.nothing_left(5)
+    launcher.nothing_left()
 
 
 @pytest.mark.parametrize(
@@ -291,8 +291,8 @@ def test_without_torch_one_process_runs_and_two_say_why_not(launcher: Launcher) 
 def test_nothing_is_left_of_a_program_that_ended_well(launcher: Launcher) -> None:
     launcher.script("import subprocess; subprocess.Popen(['setsid', 'sleep', '1000'])")
     launcher("train.py")
-    launcher.nothing_left(5)
+    launcher.nothing_left()
     launcher("--log_dir", "logs", "train.py")
-    launcher.nothing_left(10)
+    launcher.nothing_left()
     launcher("--num_processes", "2", "train.py")
-    launcher.nothing_left(10)
+    launcher.nothing_left()

@@ -46,7 +46,7 @@ def test_slurm_tells_to_end_several_times_over(launcher: Launcher, flags: tuple[
     assert run.process.poll() is None
     (launcher.here / "go").touch()
     assert run.wait().code == REQUEUE
-    launcher.nothing_left(10)
+    launcher.nothing_left()
 
 
 WARNED = """\

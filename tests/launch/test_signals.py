@@ -48,7 +48,7 @@ def test_the_gang_ends_in_order(launcher: Launcher, flags: tuple[str, ...], sign
     assert done.code == 128 + signum
     for rank in ranks(flags):
         assert f"rank {rank} told {arrives}." in done.out
-    launcher.nothing_left(10)
+    launcher.nothing_left()
 
 
 @BOTH
@@ -102,7 +102,7 @@ def test_who_does_not_listen_is_killed_after_the_grace(launcher: Launcher, flags
     assert done.code == 143
     for rank in ranks(flags):
         assert f"deaf {rank}." in done.out
-    launcher.nothing_left(10)
+    launcher.nothing_left()
 
 
 @BOTH
@@ -113,7 +113,7 @@ def test_a_second_signal_skips_the_grace(launcher: Launcher, flags: tuple[str, .
     run.says(*(f"deaf {rank}." for rank in ranks(flags)))
     run.send(signal.SIGTERM)
     assert run.wait().code == 143
-    launcher.nothing_left(10)
+    launcher.nothing_left()
 
 
 def test_two_signals_at_once(launcher: Launcher) -> None:
@@ -122,7 +122,7 @@ def test_two_signals_at_once(launcher: Launcher) -> None:
     run.send(signal.SIGINT)
     run.send(signal.SIGTERM)
     assert run.wait().code in (130, 143)
-    launcher.nothing_left(10)
+    launcher.nothing_left()
 
 
 def test_a_checkpoint_may_take_the_grace_when_the_launcher_is_killed(launcher: Launcher) -> None:
@@ -142,7 +142,7 @@ def test_a_checkpoint_may_take_the_grace_when_the_launcher_is_killed(launcher: L
     run.send(signal.SIGKILL)
     run.wait()
     until("both have saved", lambda: {"saved0", "saved1"} <= set(os.listdir(launcher.here)), 20)
-    launcher.nothing_left(10)
+    launcher.nothing_left()
 
 
 def test_a_rank_that_is_told_before_it_has_begun(launcher: Launcher) -> None:
@@ -151,6 +151,26 @@ def test_a_rank_that_is_told_before_it_has_begun(launcher: Launcher) -> None:
     for _ in range(2):
         run = launcher.start("--num_processes", "16", "--shutdown_timeout", "1000", "train.py")
         assert run.wait(60).code == 5
+
+
+CALLER = """\
+import sys
+from accel.compat.commands import launch_command, launch_command_parser
+launch_command(launch_command_parser().parse_args(["--cpu", *sys.argv[1:]]))
+"""
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
+def test_a_program_that_calls_the_launcher_ends_with_its_ranks(launcher: Launcher, signum: signal.Signals) -> None:
+    """On SIGTERM after them; when it is killed they end by themselves."""
+    command = [sys.executable, "-c", CALLER]
+    run = launcher.start(*GANG, launcher.script(TELL), "SIGTERM", command=command)
+    run.says("ready 0.", "ready 1.")
+    run.send(signum)
+    assert run.wait().code == -signum
+    if signum == signal.SIGTERM:
+        assert "rank 0 told SIGTERM." in run.text()
+    launcher.nothing_left()
 
 
 def as_first_process(*flags: str) -> list[str]:
@@ -170,7 +190,13 @@ def test_one_process_that_is_pid_1_ends_on_sigterm(launcher: Launcher, words: tu
     done = run.wait()
     assert done.code == code, done
     assert ("rank 0 told SIGTERM." in done.out) is bool(words)
-    launcher.nothing_left(within_s=1)
+    launcher.nothing_left()
+
+
+def test_pid_1_that_inherits_an_ignored_sigchld(launcher: Launcher) -> None:
+    *unshare, python, _, _, _ = as_first_process()
+    ignoring = [*unshare, "sh", "-c", 'trap "" CHLD; exec "$0" -m accel launch "$@"', python]
+    launcher(launcher.script("raise SystemExit(7)"), code=7, command=ignoring)
 
 
 def test_pid_1_gives_its_programs_exit_code_and_reaps_what_the_program_left(launcher: Launcher) -> None:

@@ -75,6 +75,7 @@ def test_every_byte_of_every_rank_comes_once(
 ) -> None:
     """Also where another rank's lines come in the midst of a line: its parts are marked, and can be put together."""
     with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("ACCEL_POD_UID", "a")
         patched.setattr(tee, "_MOST", 8)
         patched.setattr(tee, "_CHUNK", 16)
         files = _followed(tmp_path, 2)
@@ -94,3 +95,16 @@ def test_every_byte_of_every_rank_comes_once(
         assert match is not None, line
         found[int(match[1])] += match[2] + (b"" if match[3] else b"\n")
     assert found == [data if data.endswith(b"\n") or not data else data + b"\n" for data in expected]
+
+
+def test_outside_of_a_pod_nothing_is_marked(
+    tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tee, "_MOST", 4)
+    first, second = _followed(tmp_path, 2)
+    _written(tmp_path, b"abcdefgh")
+    first.print_new()
+    _written(tmp_path, b"x\n", rank=1)
+    second.print_new()
+    first.print_rest()
+    assert capfdbinary.readouterr().out == b"[rank 0] abcd\n[rank 1] x\n[rank 0] efgh\n"
