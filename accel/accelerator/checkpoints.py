@@ -17,7 +17,7 @@ from accel.checkpoint.full_disk import reporting_full_disk
 from accel.checkpoint.save_load import save
 from accel.checkpoint.weights import refuse_unsavable, save_weights
 from accel.checkpoint.writer import Checkpoints, logger
-from accel.errors import ArgumentError, one_of
+from accel.errors import ArgumentError, CheckpointError, one_of
 from accel.parallel.base import Strategy
 from accel.plugins import ProjectConfiguration
 from accel.precision.base import Precision
@@ -221,17 +221,22 @@ class CheckpointControl:
         the meta device and for what safetensors cannot hold; `CheckpointError`, on every process, if one cannot write.
         """
         folder = Path(save_directory)
-        if folder.is_file():
-            raise ArgumentError(f"save_model: {folder} is a file, and must be a directory")
         state = self._whole_state(model)
-        refuse_unsavable(state, max_shard_size, safe_serialization)
 
         @reporting_full_disk(folder)
         def write() -> None:
+            if folder.is_file():
+                raise ArgumentError(f"save_model: {folder} is a file, and must be a directory")
+            refuse_unsavable(state, max_shard_size, safe_serialization)
             if self._checkpoints.keeper:
                 save_weights(state, folder, max_shard_size, safe_serialization)
 
-        together(f"saving {folder}", write)
+        try:
+            together(f"saving {folder}", write)
+        except CheckpointError as error:
+            if isinstance(error.__cause__, ArgumentError):  # of this process
+                raise error.__cause__ from None
+            raise
 
     def _whole_state(self, model: torch.nn.Module) -> dict[str, Any]:
         inside = self.strategy.unwrap(model)

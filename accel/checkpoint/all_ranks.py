@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from accel.errors import CheckpointError
+from accel.errors import AccelError, CheckpointError
 from accel.state import PartialState
 
 Result = TypeVar("Result")
@@ -25,7 +25,7 @@ def together(what: str, action: Callable[[], Result], group: Any = None) -> list
         result = action(), None
     except Exception as error:
         cause = error
-        result = None, str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+        result = None, str(error) if isinstance(error, AccelError) else f"{type(error).__name__}: {error}"
     everyones = _all(result, group)
     failed = [(rank, message) for rank, (_, message) in enumerate(everyones) if message is not None]
     if failed:

@@ -18,7 +18,7 @@ import shutil
 from pathlib import Path
 
 from accel.checkpoint.durable import fsync_directory
-from accel.checkpoint.manifest import NAME, damage, is_complete, read_manifest
+from accel.checkpoint.manifest import NAME, damage, read_manifest
 from accel.errors import CheckpointError
 
 _GONE = re.compile(r"\..+\.gone-[0-9a-f]{8}")
@@ -110,12 +110,6 @@ def interrupted(parent: Path) -> set[str]:
         return set()
     found = (_ASIDE.fullmatch(entry.name) for entry in parent.iterdir())
     return {match[1] for match in found if match and not os.path.lexists(parent / match[1])}
-
-
-def newest_whole(parent: Path) -> Path | None:
-    """The checkpoint in ``parent`` published last that has all its files in their lengths; contents are not read."""
-    whole = [entry for entry in parent.iterdir() if not entry.name.startswith(".") and is_complete(entry)]
-    return max(whole, key=lambda folder: (folder / NAME).stat().st_mtime_ns, default=None)
 
 
 def numbered(parent: Path, prefix: str) -> list[tuple[int, Path]]:

@@ -118,6 +118,7 @@ class DurableFile:
     digest: Digest
 
     def __init__(self, path: Path) -> None:
+        self._path = str(path)
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         self._checksum = _Checksum()
         self._disk: _Disk | None = None
@@ -139,6 +140,9 @@ class DurableFile:
                 self._finish()
             elif self._disk is not None and issubclass(kind, Exception):
                 self._disk.check()
+        except OSError as failed:
+            failed.filename = self._path
+            raise
         finally:
             os.close(self._file)
             self._buffer, self._disk = None, None

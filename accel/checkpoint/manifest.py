@@ -79,15 +79,6 @@ def damage(folder: Path) -> str | None:
     return next(filter(None, problems), None) or _differing(folder, manifest)
 
 
-def is_complete(folder: Path) -> bool:
-    """Return True if ``folder`` has a sound manifest, and every file in it its length."""
-    try:
-        manifest = read_manifest(folder)
-    except (CheckpointError, OSError):
-        return False
-    return manifest is not None and not any(_measure(folder / name, d) for name, d in manifest.files.items())
-
-
 def _measure(path: Path, digest: Digest) -> str | None:
     try:
         length = path.stat().st_size

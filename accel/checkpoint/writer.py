@@ -34,6 +34,7 @@ class Checkpoints:
         self._background = Background()
         self._staging: Staging | None = None
         self._group: Any = None
+        self._last: Path | None = None  # the last checkpoint that this run has saved or loaded
 
     @property
     def keeper(self) -> bool:
@@ -69,11 +70,16 @@ class Checkpoints:
         """
         self.wait()
         place = place.resolve()
-        draft = Path(self._own(_saving(place, lambda: self._start(place))))
+        draft = Path(self._own(self._saving(place, lambda: self._start(place))))
         if beside:
             self._save_beside(draft, place, collect, prune)
         else:
             self._finish(draft, place, lambda: collect(draft), prune, None)
+
+    def _saving(self, place: Path, action: Callable[[], Result], group: Any = None) -> list[Result]:
+        """`together`, for a step of saving a checkpoint in ``place``."""
+        last = f"; the last whole checkpoint is {self._last}" if self._last is not None else ""
+        return together(f"saving {place}", reporting_full_disk(place, last)(action), group)
 
     def _start(self, place: Path) -> str | None:
         if not self.keeper:
@@ -88,7 +94,7 @@ class Checkpoints:
             self._staging = Staging(self.state.device)
         staged: list[Piece] = []
         try:
-            _saving(place, lambda: staged.extend(self._copied(collect(draft))))
+            self._saving(place, lambda: staged.extend(self._copied(collect(draft))))
         except BaseException:
             self._abandon(draft)
             raise
@@ -103,10 +109,11 @@ class Checkpoints:
         """Write the files, agree that all are written, publish."""
         try:
             digests: dict[str, Digest] = {}
-            everyones = _saving(place, lambda: {p.name: p.write(draft) for p in pieces()}, group)
+            everyones = self._saving(place, lambda: {p.name: p.write(draft) for p in pieces()}, group)
             for written in (*everyones, everyones[self.state.process_index]):
                 digests.update(written)  # its own last: a node without the others' disks has files of its own
-            _saving(place, lambda: self._publish(draft, place, digests, prune), group)
+            self._saving(place, lambda: self._publish(draft, place, digests, prune), group)
+            self._last = place
         except BaseException:
             self._abandon(draft)
             raise
@@ -186,6 +193,7 @@ class Checkpoints:
         and the step is that of process 0; this is logged as a warning.
         """
         steps = together(f"loading {folder}", lambda: contents.read(folder, **load_model_kwargs))
+        self._last = folder
         manifest = read_manifest(folder)
         saved_by = manifest.num_processes if manifest is not None else _writers(folder)
         if steps[0] is None or (None in steps and saved_by == self.state.num_processes):
@@ -196,11 +204,6 @@ class Checkpoints:
                 "random numbers, and what each process sees of an interrupted epoch, are not those of the saved run"
             )
         return steps[self.state.process_index] or steps[0]
-
-
-def _saving(place: Path, action: Callable[[], Result], group: Any = None) -> list[Result]:
-    """`together`, for a step of saving a checkpoint in ``place``."""
-    return together(f"saving {place}", reporting_full_disk(place, checkpoint=True)(action), group)
 
 
 def _writers(folder: Path) -> int:

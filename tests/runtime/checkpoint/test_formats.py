@@ -312,6 +312,21 @@ def test_models_that_cannot_be_saved(tmp_path: Path, kind: str, said: str) -> No
     assert said in ended.message
 
 
+def _unsavable_on_one(directory: str) -> str:
+    accelerator = Accelerator()
+    model = (_Extra if accelerator.process_index else nn.Linear)(1, 1)
+    with pytest.raises((ArgumentError, CheckpointError)) as refused:
+        accelerator.save_model(model, directory)
+    return f"{refused.typename}: {refused.value}"
+
+
+def test_what_one_process_cannot_save_is_refused_on_all(tmp_path: Path) -> None:
+    place = tmp_path / "model"
+    first, second = run(_unsavable_on_one, str(place))
+    assert first.startswith(f"CheckpointError: saving {place}: process 1: save_model: _extra_state is a dict")
+    assert second.startswith("ArgumentError: save_model: _extra_state is a dict")
+
+
 def _offloaded(directory: str) -> list[bool]:
     from accel.big_models import cpu_offload, disk_offload
 

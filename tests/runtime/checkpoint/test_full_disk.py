@@ -17,8 +17,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 from accel import Accelerator
+from accel.checkpoint.durable import write_durably
 from accel.checkpoint.full_disk import reporting_full_disk
-from accel.errors import CheckpointError
+from accel.errors import ArgumentError, CheckpointError
 from tests.needs import missing
 
 from ..worlds import run, run_one
@@ -138,14 +139,41 @@ def test_a_model_or_an_object_that_does_not_fit_names_the_full_disk(disk: Path, 
     ("error", "said"),
     [
         (OSError(errno.EDQUOT, "Disk quota exceeded"), "the disk quota is used up"),
-        (RuntimeError("I/O error: Os { code: 122, kind: QuotaExceeded }"), "the disk quota is used up"),
+        (RuntimeError('Os { code: 122, message: "Disk quota exceeded" }'), "the disk quota is used up"),
         (RuntimeError("I/O error: No space left on device (os error 28)"), "the disk is full"),
     ],
 )
 def test_a_used_up_quota_is_named(tmp_path: Path, error: Exception, said: str) -> None:
-    told = rf"^{said} \(\d+ MB left on /.*; there is no whole checkpoint in "
-    with pytest.raises(CheckpointError, match=told), reporting_full_disk(tmp_path / "new", checkpoint=True):
+    """Also where the parent of the place is missing."""
+    told = rf"^{said} \(\d+ MB left on /.*\); more$"
+    with pytest.raises(CheckpointError, match=told), reporting_full_disk(tmp_path / "gone" / "new", "; more"):
         raise error
+
+
+def test_the_disk_is_that_of_the_file_that_failed(disk: Path, tmp_path: Path) -> None:
+    told = rf"^the disk is full \(\d MB left on {disk}\)$"
+    with pytest.raises(CheckpointError, match=told), reporting_full_disk(tmp_path):
+        write_durably(disk / "large", lambda file: file.write(bytes(8 << 20)))
+
+
+def _touch(folder: Path, count: int) -> None:
+    for number in range(count):
+        (folder / str(number)).touch()
+
+
+def test_used_up_inodes_are_named(disk: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,nr_inodes=3", disk], check=True)
+    told = rf"^the disk has no inodes left \(6 MB left on {disk}\)$"
+    with pytest.raises(CheckpointError, match=told), reporting_full_disk(disk):
+        _touch(disk, 4)
+
+
+def test_a_writer_that_says_nothing_of_the_disk(disk: Path) -> None:
+    (disk / "filling").write_bytes(bytes(6 << 20))
+    with pytest.raises(CheckpointError, match=r"^the disk is full"), reporting_full_disk(disk):
+        raise RuntimeError("file write failed")
+    with pytest.raises(ArgumentError), reporting_full_disk(disk):
+        raise ArgumentError("a wrong argument")
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), RuntimeError("inline_container: broken")])
