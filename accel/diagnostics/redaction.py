@@ -24,7 +24,7 @@ _SHAPES = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|sk-[\w-]{16,}|(?:AKIA|ASIA)[A-Z0-9]{16}"
     r"|xox[abprs]-[\w-]{10,}|AIza[\w-]{30,}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]*|glpat-[\w-]{16,})"
 )
-_IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+_IN_URL = re.compile(r"(?<=://)(?:[^/@\s]+|[^/?#@:\s[]+:[^@\s]*)(?=@)")  # a password may hold a slash
 _USER_AND_PASSWORD = re.compile(r"(?<![\w:.-])(?P<user>[\w.-]+):(?P<password>[^\s:@/'\"]+)(?=@)")
 _VALUE = r"(?P<value>'[^']*'|\"[^\"]*\"|[^\s;&|'\"]+)"
 _ASSIGNED = re.compile(r"(?P<name>[A-Za-z_][\w-]*)(?P<between>=|:\s)" + _VALUE)

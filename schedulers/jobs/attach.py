@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ..errors import SpecError, StoreError, UnknownJob
+from ..errors import SchedulerError, SpecError, StoreError, UnknownJob
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,14 +24,15 @@ def record_or_adopt(
     ref: str, store: Store, target: str | None, options: Mapping[str, Any] | None, start: Path | str | None = None
 ) -> tuple[Record, ResolvedTarget | None]:
     """The record of a job that is known here; else, with a target, that of the job which the target has under this id,
-    and the target. Any number of machines may have a record of one job.
+    and the target. Any number of machines may have a record of one job. Where such a job is over, and the target has
+    made another one under its id since, the record of that one takes its place.
 
     Raises UnknownJob when neither knows it, and what making the target and asking it raises.
     """
     from ..store.store import full_id
 
     try:
-        return store.record(ref), None
+        record = store.record(ref)
     except UnknownJob as unknown:
         job_id = full_id(ref)
         if job_id is None:
@@ -39,12 +41,21 @@ def record_or_adopt(
         if target is None:
             hint = f"accel status {job_id} --target NAME looks for it there"
             raise UnknownJob(f"no job {job_id} here; if another machine submitted it, {hint}") from None
-    return _adopted(job_id, store, target, options or {}, start)
+        return _adopted(job_id, store, target, options or {}, start)
+    if target is not None and record.adopted and record.status.state.final:
+        with contextlib.suppress(SchedulerError):  # where it cannot be asked, what is known stands
+            return _adopted(record.id, store, target, options or {}, start, ended=record)
+    return record, None
 
 
 def _adopted(
-    job_id: str, store: Store, target: str, options: Mapping[str, Any], start: Path | str | None
-) -> tuple[Record, ResolvedTarget]:
+    job_id: str,
+    store: Store,
+    target: str,
+    options: Mapping[str, Any],
+    start: Path | str | None,
+    ended: Record | None = None,
+) -> tuple[Record, ResolvedTarget | None]:
     from ..config.named_targets import resolve_target
     from ..target import Finds
 
@@ -54,6 +65,10 @@ def _adopted(
     found = resolved.target.find(job_id)
     if found is None:
         raise UnknownJob(f"no job {job_id}, here or on target {target}")
+    if ended is not None:
+        if found.native_id == ended.native_id or (found.created_at or 0.0) <= ended.created_at:
+            return ended, None
+        store.prune(ids=[job_id])
     try:
         record = store.create(
             job_id,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 from pathlib import Path
 
 from ..printable import one_line
@@ -17,14 +16,16 @@ logger = logging.getLogger(__name__)
 
 
 def cancel(api: Api, native: Native, directory: Path) -> None:
-    """Archive the logs and delete the job's object. Cancelling a job that is gone is no error. Raises ApiError,
-    Unreachable.
+    """Archive the logs and delete the job's object. Cancelling a job that is gone is no error, also where a later
+    object has its name. Raises ApiError, Unreachable.
 
     In the background: a deletion in the foreground needs an UPDATE at its end, which Trainer's webhook refuses since
     the runtime is gone by then. This also frees an object that an earlier deletion left behind.
     """
     from .logs.archive import keep
 
+    if query.replaced(api, native):
+        return
     warning = keep(api, native, directory)
     if warning:
         logger.warning("%s", one_line(warning))
@@ -36,7 +37,8 @@ def cancel(api: Api, native: Native, directory: Path) -> None:
 def cancel_rest(api: Api, native: Native, directory: Path) -> bool:
     """Cancel a job that is over when one of its pods still runs, as others of a failed PyTorchJob do. Returns True when
     one does. Raises ApiError, Unreachable."""
-    if not any(pod_states.alive(pod, time.time()) for pod in query.pods_of(api, native)):
+    pods = query.pods_of(api, native)
+    if not any(pod_states.alive(pod, api.now()) for pod in pods) or query.replaced(api, native):
         return False
     cancel(api, native, directory)
     return True

@@ -40,23 +40,26 @@ def clear(api: Api, options: KubernetesOptions, jobs: Sequence[Native]) -> list[
 def _clear(api: Api, options: KubernetesOptions, jobs: Sequence[Native], kept: dict[str, str]) -> None:
     """Jobs of one kind and one namespace."""
     first = jobs[0]
-    labels = {names.label_value(native.job_id): native.job_id for native in jobs}
-    query = {"labelSelector": f"{names.JOB_ID} in ({','.join(labels)})"}
+    mine = {names.label_value(native.job_id): native for native in jobs}
     listed: list[dict[str, Any]] = []
     with contextlib.suppress(NotFound):  # the kind is not there any more
         at = api.path(first.api_version, first.plural, namespace=first.namespace)
-        listed = api.call("GET", at, query=query).get("items") or []
+        listed = api.call("GET", at, query={"labelSelector": names.selector_of(mine)}).get("items") or []
     for each in listed:
         metadata = each["metadata"]
+        label = metadata["labels"][names.JOB_ID]
+        if not mine[label].owns(each):
+            del mine[label]  # a later object of the name is another job's, and so is all that has the label
+            continue
         status = job_states.status_of({**each, "kind": first.kind})
-        job = labels[metadata["labels"][names.JOB_ID]]
+        job = mine[label].job_id
         if status.state.final:
             path = api.path(first.api_version, first.plural, metadata["name"], namespace=first.namespace)
             _delete(api, path, job, kept)
         else:
             kept[job] = f"it is not over there: {status.state.value}{f' ({status.message})' if status.message else ''}"
-    gone = [native for native in jobs if native.job_id not in kept]
-    for path, job in (*_named(api, options, gone), *_labelled(api, options, first, query, labels)):
+    gone = [native for native in mine.values() if native.job_id not in kept]
+    for path, job in (*_named(api, options, gone), *_labelled(api, options, first, mine)):
         if job not in kept:
             _delete(api, path, job, kept)
 
@@ -80,9 +83,12 @@ def _named(api: Api, options: KubernetesOptions, jobs: Sequence[Native]) -> Iter
 
 
 def _labelled(
-    api: Api, options: KubernetesOptions, of: Native, query: Mapping[str, str], labels: Mapping[str, str]
+    api: Api, options: KubernetesOptions, of: Native, jobs: Mapping[str, Native]
 ) -> Iterator[tuple[str, str]]:
-    """What belongs to no object, and would go with none."""
+    """What belongs to no object, and would go with none. `jobs`: by their label."""
+    if not jobs:
+        return
+    query = {"labelSelector": names.selector_of(jobs)}
     plurals = ["services"]
     plurals += ["configmaps"] if options.code in ("auto", "configmap") else []
     plurals += ["pods"] if options.code_claim is not None else []
@@ -95,4 +101,4 @@ def _labelled(
             metadata = each["metadata"]
             if not metadata.get("ownerReferences"):
                 path = api.path("v1", plural, metadata["name"], namespace=of.namespace)
-                yield path, labels[metadata["labels"][names.JOB_ID]]
+                yield path, jobs[metadata["labels"][names.JOB_ID]].job_id

@@ -34,6 +34,7 @@ def review(api: Api, spec: JobSpec, options: KubernetesOptions, job_id: str) -> 
     """
     try:
         kinds.check_kind(options, api.versions(), api.target)
+        kinds.check_restarts(spec, options, api.version, api.target)
         made = _built(api, spec, options, job_id)
     except Forbidden:
         made = _built(api, spec, options, job_id)  # the answer to each object will say it

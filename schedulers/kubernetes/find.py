@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import json
 from typing import Any
 
@@ -17,7 +16,7 @@ from .manifests.build import BUILDERS
 from .manifests.plan import KIND
 from .native_id import Native
 from .options import KubernetesOptions
-from .status import job_states
+from .status import job_states, pod_states
 
 
 def find(api: Api, options: KubernetesOptions, job_id: str) -> Found | None:
@@ -51,7 +50,7 @@ def _found(api: Api, kind: str, workload: dict[str, Any], job_id: str) -> Found:
     try:
         said = json.loads(text)
         spec = JobSpec.from_json(said)
-    except (ValueError, SpecError) as error:
+    except (ValueError, SpecError, RecursionError) as error:
         raise SchedulerError(f"another version of accel submitted job {job_id}: {error}") from None
     plan = Plan(
         target=api.target,
@@ -61,8 +60,9 @@ def _found(api: Api, kind: str, workload: dict[str, Any], job_id: str) -> Found:
         settings={"spec": said},
         warnings=("submitted by another machine: this is what it asked for",),
     )
-    native = Native(kind, str(metadata["namespace"]), str(metadata["name"]), job_id)
-    return Found(native_id=str(native), spec=spec, plan=plan, whole=False, created_at=_made_at(metadata))
+    made_at = pod_states.moment(metadata.get("creationTimestamp"))
+    native_id = str(Native.of(kind, metadata, job_id))
+    return Found(native_id=native_id, spec=spec, plan=plan, whole=False, created_at=made_at)
 
 
 def jobs(api: Api, options: KubernetesOptions) -> list[Listed]:
@@ -82,11 +82,11 @@ def _listed(kind: str, workload: dict[str, Any]) -> Listed:
     metadata = workload["metadata"]
     job_id, name = metadata["labels"][names.JOB_ID], metadata["labels"].get(names.NAME) or metadata["name"]
     nodes = job_states.nodes_of(workload) or 1
-    with contextlib.suppress(KeyError, ValueError, SpecError):
+    with contextlib.suppress(KeyError, ValueError, SpecError, RecursionError):
         spec = JobSpec.from_json(json.loads(metadata["annotations"][names.SPEC]))
         name, nodes = spec.name, spec.nodes
-    native = Native(kind, str(metadata["namespace"]), str(metadata["name"]), job_id)
-    return Listed(job_id=job_id, native_id=str(native), name=name, nodes=nodes, created_at=_made_at(metadata))
+    native, made_at = Native.of(kind, metadata, job_id), pod_states.moment(metadata.get("creationTimestamp"))
+    return Listed(job_id=job_id, native_id=str(native), name=name, nodes=nodes, created_at=made_at or 0.0)
 
 
 def _made_by_another(workload: dict[str, Any]) -> bool:
@@ -94,8 +94,3 @@ def _made_by_another(workload: dict[str, Any]) -> bool:
     kinds = {builder.KIND for builder in BUILDERS.values()}
     owners = workload["metadata"].get("ownerReferences") or []
     return any(owner.get("controller") and owner.get("kind") in kinds for owner in owners)
-
-
-def _made_at(metadata: dict[str, Any]) -> float:
-    made = datetime.datetime.fromisoformat(str(metadata["creationTimestamp"]).replace("Z", "+00:00"))
-    return made.timestamp()

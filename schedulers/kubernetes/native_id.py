@@ -1,8 +1,10 @@
-"""The id of a job of a kubernetes target: `pytorchjob/NAMESPACE/OBJECT/JOB`, its object and its id in the store."""
+"""The id of a job of a kubernetes target: `pytorchjob/NAMESPACE/OBJECT/JOB/UID`, its object and its id in the store."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ..errors import SpecError
 from . import names
@@ -11,13 +13,25 @@ from .manifests.build import BUILDERS
 
 @dataclass(frozen=True)
 class Native:
+    """uid: of the object; empty where it is not known, as in records of earlier versions."""
+
     workload: str
     namespace: str
     name: str
     job_id: str
+    uid: str = ""
 
     def __str__(self) -> str:
-        return f"{self.workload}/{self.namespace}/{self.name}/{self.job_id}"
+        return "/".join((self.workload, self.namespace, self.name, self.job_id, *((self.uid,) if self.uid else ())))
+
+    @classmethod
+    def of(cls, workload: str, metadata: Mapping[str, Any], job_id: str) -> Native:
+        """The id of a job by its object's metadata."""
+        return cls(workload, str(metadata["namespace"]), str(metadata["name"]), job_id, str(metadata.get("uid") or ""))
+
+    def owns(self, there: Mapping[str, Any]) -> bool:
+        """Return True if the object is the job's, and not a later one of its name."""
+        return self.uid in ("", there["metadata"].get("uid"))
 
     @property
     def api_version(self) -> str:
@@ -40,6 +54,6 @@ class Native:
     def parse(cls, text: str) -> Native:
         """What `str` gave. Raises SpecError."""
         words = text.split("/")
-        if len(words) != 4 or not all(words) or words[0] not in BUILDERS or not names.is_label(words[1]):
-            raise SpecError(f"{text!r} is not the id of a job of a kubernetes target (workload/namespace/name/job)")
+        if len(words) not in (4, 5) or not all(words) or words[0] not in BUILDERS or not names.is_label(words[1]):
+            raise SpecError(f"{text!r} is not the id of a job of a kubernetes target (workload/namespace/name/job/uid)")
         return cls(*words)

@@ -30,7 +30,7 @@ class _Cluster:
 
 class KubernetesTarget:
     """Runs each job as a PyTorchJob, JobSet, Job or TrainJob. A job's native id is
-    `workload/namespace/object/job id`."""
+    `workload/namespace/object/job id/uid`."""
 
     Options: ClassVar[type] = KubernetesOptions
     grows: ClassVar[bool] = True
@@ -59,16 +59,16 @@ class KubernetesTarget:
         spec = JobSpec.from_json(plan.settings["spec"])
         earlier = cluster_ref.read(self._jobs, plan.job_id)
         api = self._cluster(earlier).api
-        self._check_kind(api, sent=earlier is not None)
+        self._check_kind(api, spec, sent=earlier is not None)
         digest, data = upload.pack(spec, self._options, self._jobs.parent, earlier.snapshot if earlier else None)
         placed = cluster_ref.placed(api.access, digest)
         if placed != earlier:
             cluster_ref.write(self._jobs, plan.job_id, placed)
         code, carried = upload.bring(api, spec, self._options, plan.job_id, data)
         made = submit.submit(api, spec, self._options, plan.job_id, code, carried)
-        return str(Native(self._options.workload, api.namespace, str(made["metadata"]["name"]), plan.job_id))
+        return str(Native.of(self._options.workload, {"namespace": api.namespace, **made["metadata"]}, plan.job_id))
 
-    def _check_kind(self, api: Api, *, sent: bool) -> None:
+    def _check_kind(self, api: Api, spec: JobSpec, *, sent: bool) -> None:
         """The first question to the cluster. While nothing of the job was sent, no answer means that nothing is
         there: SubmitError, where Unreachable would leave that open. What was sent may be there, whoever asks now."""
         from .client.errors import Forbidden, Unauthorized
@@ -76,6 +76,7 @@ class KubernetesTarget:
 
         try:
             kinds.check_kind(self._options, api.versions(), self.name)
+            kinds.check_restarts(spec, self._options, api.version, self.name)
         except Forbidden:
             pass  # then the answer to what is made will say it
         except (Unreachable, Unauthorized, ConfigError) as error:
@@ -91,14 +92,8 @@ class KubernetesTarget:
         Raises Unreachable, which has the answers that there were, when a cluster cannot be asked about the others;
         ConfigError or ApiError when that is so of the only cluster.
         """
-        from .native_id import Native
-
-        def place(native_id: str) -> tuple[Native, _Cluster]:
-            native = Native.parse(native_id)
-            return native, self._of(native)
-
         found: dict[str, Status] = {}
-        placed, silent = parse_ids(place, native_ids)
+        placed, silent = parse_ids(self._placed, native_ids)
         groups: dict[int, tuple[_Cluster, list[Native]]] = {}
         for native, cluster in placed.values():
             groups.setdefault(id(cluster), (cluster, []))[1].append(native)
@@ -117,46 +112,37 @@ class KubernetesTarget:
 
     def wait(self, native_id: str, timeout_s: float) -> bool | None:
         """Sleeps until something happens to the job."""
-        from .native_id import Native
-
-        native = Native.parse(native_id)
-        return self._follower(self._of(native)).wait(native, timeout_s, self._jobs / native.job_id)
+        native, cluster = self._placed(native_id)
+        return self._follower(cluster).wait(native, timeout_s, self._jobs / native.job_id)
 
     def logs(self, native_id: str, since: Cursor | None = None) -> Iterator[LogLine]:
-        from .native_id import Native
-
-        native = Native.parse(native_id)
-        yield from self._follower(self._of(native)).logs(native, since, self._jobs / native.job_id)
+        native, cluster = self._placed(native_id)
+        yield from self._follower(cluster).logs(native, since, self._jobs / native.job_id)
 
     def cursor_at(self, native_id: str, when: float) -> Cursor:
-        from .native_id import Native
-
-        native = Native.parse(native_id)
-        return self._follower(self._of(native)).cursor_at(native, when, self._jobs / native.job_id)
+        native, cluster = self._placed(native_id)
+        return self._follower(cluster).cursor_at(native, when, self._jobs / native.job_id)
 
     def cancel(self, native_id: str) -> None:
         """Keeps the logs there are, and deletes the job's object, which ends its pods in order. Raises Unreachable."""
         from . import cancel
-        from .native_id import Native
 
-        native = Native.parse(native_id)
-        cancel.cancel(self._of(native).api, native, self._jobs / native.job_id)
+        native, cluster = self._placed(native_id)
+        cancel.cancel(cluster.api, native, self._jobs / native.job_id)
 
     def cancel_rest(self, native_id: str) -> bool:
         """Deletes the object of a job that is over where one of its pods still runs. Raises Unreachable."""
         from . import cancel
-        from .native_id import Native
 
-        native = Native.parse(native_id)
-        return cancel.cancel_rest(self._of(native).api, native, self._jobs / native.job_id)
+        native, cluster = self._placed(native_id)
+        return cancel.cancel_rest(cluster.api, native, self._jobs / native.job_id)
 
     def shell(self, native_id: str, node: int, argv: Sequence[str], *, terminal: bool) -> int:
         """In the pod of that node. Raises SubmitError, ApiError, Unreachable."""
         from . import shell
-        from .native_id import Native
 
-        native = Native.parse(native_id)
-        return shell.run(self._of(native).api, native, self._options, node, argv, terminal=terminal)
+        native, cluster = self._placed(native_id)
+        return shell.run(cluster.api, native, self._options, node, argv, terminal=terminal)
 
     def review(self, plan: Plan) -> list[str]:
         """Shows every object to the API server, which makes none of them. Raises Unreachable, ConfigError."""
@@ -218,6 +204,12 @@ class KubernetesTarget:
             return None
         name = read_record(job_id, str(self._jobs / job_id)).name
         return Native(self._options.workload, placed.namespace, names.object_name(name, job_id), job_id)
+
+    def _placed(self, native_id: str) -> tuple[Native, _Cluster]:
+        from .native_id import Native
+
+        native = Native.parse(native_id)
+        return native, self._of(native)
 
     def _of(self, native: Native) -> _Cluster:
         from . import cluster_ref

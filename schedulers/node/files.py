@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 CHUNK = 1 << 20
 STALL_S = 120  # a sender that is cut off leaves no process behind
 STALE_S = 86400
-FORBIDDEN = "it writes outside its directory"
 
 
 class Refused(Exception):

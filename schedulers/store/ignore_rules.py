@@ -18,21 +18,8 @@ IGNORE_FILE = ".accelignore"
 DOCKER_FILE = ".dockerignore"
 
 # Names of files and directories that hold credentials, in any case; `*` is any part of a name. The one list of them.
-SECRETS = (
-    ".env*",
-    ".netrc",
-    ".npmrc",
-    ".pypirc",
-    ".ssh",
-    ".aws",
-    "*.pem",
-    "*.key",
-    "credentials.json",
-    "id_rsa*",
-    "id_ecdsa*",
-    "id_ed25519*",
-    "id_dsa*",
-)
+SECRETS = (".env*", ".netrc", ".npmrc", ".pypirc", ".ssh", ".aws", "*.pem", "*.key", "credentials.json",
+           "id_rsa*", "id_ecdsa*", "id_ed25519*", "id_dsa*")  # fmt: skip
 
 # Never code, so left out where there is no git; `!name` in .accelignore takes one back.
 NEVER_CODE = (

@@ -66,9 +66,10 @@ class Helm3:
             raise Refused(done.stderr)
         return done.stdout
 
-    def render_for_cluster(self, chart: Path, values: Values) -> str:
-        """What Helm makes of a chart when it installs it in a cluster that has Trainer. Raises Refused."""
-        versions = [f"--api-versions={version}" for version in _CLUSTER]
+    def render_for_cluster(self, chart: Path, values: Values, kubernetes: str = "1.34.4") -> str:
+        """What Helm makes of a chart when it installs it in a cluster of that version that has Trainer. Raises
+        Refused."""
+        versions = [f"--kube-version={kubernetes}", *(f"--api-versions={version}" for version in _CLUSTER)]
         done = self._run("template", RELEASE, str(chart), "--namespace", NAMESPACE, *versions, values=values)
         if done.returncode:
             raise Refused(done.stderr)

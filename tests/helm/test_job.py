@@ -295,6 +295,19 @@ def test_the_charts_own_test_looks_into_the_jobs_pod(helm3: helms.Helm3, file: P
     assert all("nvidia.com/gpu" not in str(each["resources"]) for each in (inside, *test.get("initContainers", [])))
 
 
+@pytest.mark.parametrize("workload", ["job", "jobset"])
+@pytest.mark.parametrize(("version", "old"), [("1.27.9", True), ("v1.27.9-gke.1", True), ("1.28.0", False)])
+def test_a_job_with_restarts_needs_a_limit_for_each_index(
+    helm3: helms.Helm3, workload: str, version: str, old: bool
+) -> None:
+    values = {**LEAST, "workload": workload, "maxRestarts": 1}
+    if old and workload == "job":
+        with pytest.raises(helms.Refused, match=r"maxRestarts: .* needs Kubernetes 1\.28 .* the cluster has v1\.27\.9"):
+            helm3.render_for_cluster(CHART, values, version)
+    else:
+        assert ("backoffLimitPerIndex" in helm3.render_for_cluster(CHART, values, version)) is (workload == "job")
+
+
 # Values that the chart and the builders both refuse, and what the chart says.
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"maxNodes": 4, "workload": "jobset"}, "only a PyTorchJob may grow"),

@@ -19,7 +19,7 @@ from ...errors import ConfigError, Unreachable
 from ..options import KubernetesOptions
 from . import kubeconfig, tls
 from .credentials import Credentials
-from .errors import error_of, warnings_of
+from .errors import Forbidden, NotFound, error_of, warnings_of
 
 if TYPE_CHECKING:
     import urllib3
@@ -49,6 +49,7 @@ class Api:
         self._shown: Credentials | None = None
         self._made: urllib3.PoolManager | None = None
         self._discovered: set[str] | None = None
+        self._ahead_s = 0.0
 
     @property
     def target(self) -> str:
@@ -159,6 +160,17 @@ class Api:
             found = {str(each["groupVersion"]) for group in groups for each in group.get("versions") or []}
             self._discovered = found | {"v1"}
         return self._discovered
+
+    def version(self) -> tuple[int, int] | None:
+        """The version of Kubernetes, such as (1, 34); None where the server does not tell."""
+        with contextlib.suppress(Forbidden, NotFound, ValueError, KeyError):
+            said = self.call("GET", "/version")
+            return int(said["major"]), int(str(said["minor"]).rstrip("+"))
+        return None
+
+    def now(self) -> float:
+        """The server's clock as its last answer gave it, in seconds since the epoch; ours before the first answer."""
+        return time.time() + self._ahead_s
 
     def connect(
         self, pod: str, argv: Sequence[str], *, container: str | None = None, tty: bool = False, stdin: bool = False,
@@ -275,6 +287,8 @@ class Api:
         waits: list[float],
     ) -> urllib3.BaseHTTPResponse:
         pool = self._pool()
+        from email.utils import mktime_tz, parsedate_tz
+
         import urllib3
         from urllib3 import exceptions
 
@@ -282,10 +296,13 @@ class Api:
         shown = {"user-agent": "accel", **headers, **({"authorization": authorization} if authorization else {})}
         while True:
             try:
-                return pool.request(
+                response = pool.request(
                     method, self._url(path, query), body=data, headers=shown, preload_content=False, redirect=False,
                     timeout=urllib3.Timeout(connect=tls.CONNECT_S, read=timeout_s),
                 )  # fmt: skip
+                if (date := parsedate_tz(response.headers.get("date"))) is not None:
+                    self._ahead_s = mktime_tz(date) - time.time()
+                return response
             except (exceptions.HTTPError, OSError) as error:
                 never_sent = isinstance(error, exceptions.NewConnectionError)
                 slow = isinstance(error, exceptions.TimeoutError) and not never_sent

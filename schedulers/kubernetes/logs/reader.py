@@ -172,7 +172,7 @@ class _Pass:
         self._workload: Mapping[str, Any] = workload or {}
         if not self._over and (workload is None or job_states.status_of(workload).state.final):
             pods = seen[1] if seen is not None else query.pods_of(self._api, self._native)  # which may still be ending
-            self._over = job_states.is_over(self._native.kind, workload, pods)
+            self._over = job_states.is_over(self._native.kind, workload, pods, self._api.now())
         self._gone = workload is None and self._over
 
     def _pods(self) -> list[dict[str, Any]]:
@@ -470,7 +470,7 @@ class _Pass:
             return  # another process has read logs of which nothing is known here
         status = self._workload.get("status") or {}
         ran, restarts = set(self._job.ran), int(status.get("restarts") or 0)
-        if self._over and job_states.status_of(self._workload, pods).state is State.SUCCEEDED:
+        if self._over and job_states.status_of(self._workload, pods, now=self._api.now()).state is State.SUCCEEDED:
             ran.add(max([restarts, *(source.attempt for source in known.values())]))
         missing = sources.unread(
             pods,

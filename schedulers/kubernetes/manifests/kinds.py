@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from ...errors import SpecError
+from ...job import JobSpec
 from ..options import KubernetesOptions
 from .build import BUILDERS
 
@@ -16,6 +17,8 @@ _INSTALLED_BY: Mapping[str, str] = {
     "job": "Kubernetes itself",
 }
 _VOLCANO = "scheduling.volcano.sh"
+# From it on a Job has `backoffLimitPerIndex`, without which its pods cannot tell their attempt.
+_PER_INDEX = (1, 28)
 
 
 def runnable(api_versions: Iterable[str]) -> list[str]:
@@ -39,4 +42,16 @@ def check_kind(options: KubernetesOptions, api_versions: Iterable[str], target: 
     if grouped and not any(each.partition("/")[0] == _VOLCANO for each in there):
         raise SpecError(
             f"target {target}: volcano_queue: the cluster has no {_VOLCANO}: Volcano is not installed there"
+        )
+
+
+def check_restarts(
+    spec: JobSpec, options: KubernetesOptions, version: Callable[[], tuple[int, int] | None], target: str
+) -> None:
+    """Raises SpecError for a Job with restarts in a Kubernetes that knows no limit for each index. `version` is called
+    for such a Job alone."""
+    if options.workload == "job" and spec.retry.max_restarts and (there := version()) and there < _PER_INDEX:
+        raise SpecError(
+            f"target {target}: --max-restarts of workload job needs Kubernetes 1.28 (backoffLimitPerIndex), and the "
+            f"cluster has {there[0]}.{there[1]}; use workload: jobset or pytorchjob"
         )

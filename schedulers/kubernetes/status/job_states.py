@@ -28,8 +28,11 @@ _FAILING = "FailureTarget"  # a Job's, until its pods have ended
 _LONGEST = 400
 
 
-def status_of(workload: Object, pods: Sequence[Object] = (), events: Sequence[Object] = ()) -> Status:
-    """Where the job is. `pods` are its pods, `events` those of its object, its pods and what else belongs to it.
+def status_of(
+    workload: Object, pods: Sequence[Object] = (), events: Sequence[Object] = (), *, now: float | None = None
+) -> Status:
+    """Where the job is. `pods` are its pods, `events` those of its object, its pods and what else belongs to it; `now`
+    is the cluster's time, which pods of a job that is over are judged by.
 
     Says what can be said of the job without pods and events; never fails for what it does not know.
     """
@@ -42,7 +45,7 @@ def status_of(workload: Object, pods: Sequence[Object] = (), events: Sequence[Ob
     attempt = restarts if limit is None else min(restarts, limit)
     if _SUCCEEDED.get(kind, "Succeeded") in conditions:
         native = _SUCCEEDED.get(kind, "Succeeded")
-        if _ending(conditions[native], pods):
+        if _ending(conditions[native], pods, now):
             return Status(state=State.RUNNING, attempt=attempt, message="it is ending", native_state=native)
         if any(_out_of_time(pod) for pod in pods):
             # A PyTorchJob with restarts, whose launchers end with 0 so that none is started again.
@@ -56,7 +59,7 @@ def status_of(workload: Object, pods: Sequence[Object] = (), events: Sequence[Ob
         if kind == "Job" and not _cut_short(failed, status, pods):
             attempt = max(0, _failures(pods) - 1)  # what has failed is counted, and nothing came after the last
         end = _failed(workload, failed, pods, attempt)
-        if _FAILED in conditions and not _ending(failed, pods):
+        if _FAILED in conditions and not _ending(failed, pods, now):
             return end
         message = _line(joined("it has failed, and its pods are ending", end.message))
         return dataclasses.replace(end, state=State.RUNNING, exit_code=None, message=message)
@@ -70,9 +73,9 @@ def status_of(workload: Object, pods: Sequence[Object] = (), events: Sequence[Ob
     return _going(workload, conditions, pods, events, attempt, again=again)
 
 
-def status_when_gone(kind: str, pods: Sequence[Object] = (), *, ttl: bool = False) -> Status:
-    """The status of a job whose object is not there. `ttl`: the cluster removes jobs itself."""
-    pods = [pod for pod in pods if names.node_of(pod) is not None and pod_states.alive(pod, time.time())]
+def status_when_gone(kind: str, pods: Sequence[Object], now: float, *, ttl: bool = False) -> Status:
+    """The status of a job whose object is not there. `now`: the cluster's time; `ttl`: it removes jobs itself."""
+    pods = [pod for pod in pods if names.node_of(pod) is not None and pod_states.alive(pod, now)]
     if pods:
         state = State.RUNNING if any(map(pod_states.running, pods)) else State.QUEUED
         message = f"its {kind} is deleted, and its pods are ending"
@@ -83,9 +86,9 @@ def status_when_gone(kind: str, pods: Sequence[Object] = (), *, ttl: bool = Fals
     return Status(state=State.FAILED, reason=Reason.LOST, native_state="Deleted", message=message)
 
 
-def is_over(kind: str, workload: Object | None, pods: Sequence[Object]) -> bool:
+def is_over(kind: str, workload: Object | None, pods: Sequence[Object], now: float) -> bool:
     """Return True when neither the job (None: its object is gone) nor one of its pods will go on."""
-    return (status_when_gone(kind, pods) if workload is None else status_of(workload, pods)).state.final
+    return (status_when_gone(kind, pods, now) if workload is None else status_of(workload, pods, now=now)).state.final
 
 
 def _failed(workload: Object, condition: Object, pods: Sequence[Object], attempt: int) -> Status:
@@ -121,9 +124,9 @@ def _failed(workload: Object, condition: Object, pods: Sequence[Object], attempt
     )
 
 
-def _ending(final: Object, pods: Sequence[Object]) -> bool:
+def _ending(final: Object, pods: Sequence[Object], now: float | None) -> bool:
     """Return True while pods of a job that is over still end in order, each within its own grace."""
-    now = time.time()
+    now = time.time() if now is None else now
     over_at = pod_states.moment(final.get("lastTransitionTime"))
     return any(pod_states.is_ending(pod, over_at, now) for pod in pods)
 
@@ -162,7 +165,10 @@ def _going(
         if end is not None and again:
             reason, message = end.reason, f"it is started again: {end}"
         elif ended:
-            return Status(state=State.RUNNING, attempt=attempt, message="it is ending", native_state=native)
+            # A TrainJob does not say how often it may be started again; its runtime does.
+            open_end = workload.get("kind") == "TrainJob"
+            message = "its pods have ended; it ends, or is started again" if open_end else "it is ending"
+            return Status(state=State.RUNNING, attempt=attempt, message=message, native_state=native)
     # A gang that gave up waiting for a pod is ending.
     state = State.RUNNING if not again and any(map(pod_states.over, pods)) else State.QUEUED
     return Status(state=state, reason=reason, attempt=attempt, message=_line(message), native_state=native or "Pending")

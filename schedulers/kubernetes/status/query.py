@@ -44,7 +44,8 @@ def statuses(api: Api, natives: Sequence[Native], *, ttl: bool = False) -> tuple
             groups.setdefault((native.namespace, native.workload), []).append(native)
     for namespace, known in watched.items():
         try:
-            plain = {native: job_states.status_of(workload, pods) for native, (workload, pods) in known.items()}
+            now = api.now()
+            plain = {native: job_states.status_of(*there, now=now) for native, there in known.items()}
             warned = _with_warnings(api, namespace, known, plain)
             found |= {str(native): status for native, status in warned.items()}
         except Unreachable as error:
@@ -60,6 +61,17 @@ def statuses(api: Api, natives: Sequence[Native], *, ttl: bool = False) -> tuple
 
 def workload_of(api: Api, native: Native) -> Object | None:
     """The job's object now; None when there is none."""
+    there = _of_its_name(api, native)
+    return there if there is not None and native.owns(there) else None
+
+
+def replaced(api: Api, native: Native) -> bool:
+    """Return True if a later object has the name of the job's."""
+    there = _of_its_name(api, native) if native.uid else None
+    return there is not None and not native.owns(there)
+
+
+def _of_its_name(api: Api, native: Native) -> Object | None:
     return _got(api, api.path(native.api_version, native.plural, native.name, namespace=native.namespace))
 
 
@@ -95,14 +107,16 @@ def _watched(api: Api, native: Native) -> tuple[Object, list[Object]] | None:
         return None
     workload, pods = seen
     # The watches of pods and of objects are two, and the one may be behind the other.
-    if workload is None or job_states.status_of(workload, pods).state.final:
+    if workload is None or not native.owns(workload):
+        return None
+    if job_states.status_of(workload, pods, now=api.now()).state.final:
         return None
     return workload, pods
 
 
 def _listed(api: Api, namespace: str, natives: Sequence[Native], *, ttl: bool) -> dict[str, Status]:
     workloads = _workloads(api, namespace, natives)
-    there = [native for native in natives if native.name in workloads]
+    there = [native for native in natives if native.name in workloads and native.owns(workloads[native.name])]
     pods: dict[str, list[Object]] = {}
     for pod in listed(api, api.path("v1", "pods", namespace=namespace), {"labelSelector": _selector(natives)}):
         pods.setdefault(((pod.get("metadata") or {}).get("labels") or {}).get(names.JOB_ID, ""), []).append(pod)
@@ -111,7 +125,8 @@ def _listed(api: Api, namespace: str, natives: Sequence[Native], *, ttl: bool) -
     found |= _with_warnings(api, namespace, {native: (workloads[native.name], mine[native]) for native in there}, found)
     for native in natives:
         if native not in found:
-            found[native] = job_states.status_when_gone(native.kind, mine[native], ttl=ttl)
+            left = [] if native.name in workloads else mine[native]  # else they are of a later object of its name
+            found[native] = job_states.status_when_gone(native.kind, left, api.now(), ttl=ttl)
     return {str(native): found[native] for native in natives}
 
 
@@ -131,35 +146,36 @@ def _with_warnings(
         )
     ]
     events = _warnings(api, namespace, {native: jobs[native][1] for native in waiting})
-    warned = {native: job_states.status_of(*jobs[native], events.get(native, [])) for native in waiting}
+    now = api.now()
+    warned = {native: job_states.status_of(*jobs[native], events.get(native, []), now=now) for native in waiting}
     return {**known, **warned}
 
 
 def _status(api: Api, native: Native, workload: Object, pods: list[Object]) -> Status:
     """The status of a job by its pods; of one that has failed, also by those that are gone, as they were last: an
     operator that gives a job up deletes them at once, as does an eviction."""
-    status = job_states.status_of(workload, pods)
+    status = job_states.status_of(workload, pods, now=api.now())
     watcher = watch.running(api, native.namespace)
     if status.state is not State.FAILED or watcher is None:
         return status
     there = {names.node_of(pod) for pod in pods}
     last = {names.node_of(pod): pod for pod in watcher.deleted_pods(native)}
     deleted = [pod for node, pod in last.items() if node not in there]
-    known = job_states.status_of(workload, [*pods, *deleted])
+    known = job_states.status_of(workload, [*pods, *deleted], now=api.now())
     return known if known.state is State.FAILED else status
 
 
 def _workloads(api: Api, namespace: str, natives: Sequence[Native]) -> dict[str, Object]:
     """By name; all of them of one kind."""
     if len(natives) == 1:
-        only = workload_of(api, natives[0])
+        only = _of_its_name(api, natives[0])
         return {} if only is None else {natives[0].name: only}
     path = api.path(natives[0].api_version, natives[0].plural, namespace=namespace)
     query = {"labelSelector": _selector(natives)}
     found = {str(each["metadata"]["name"]): each for each in listed(api, path, query)}
     # Somebody may have taken the label away: what is not in the list is asked for by its name before it is gone.
     for native in natives:
-        if native.name not in found and (there := workload_of(api, native)) is not None:
+        if native.name not in found and (there := _of_its_name(api, native)) is not None:
             found[native.name] = there
     return found
 
@@ -187,4 +203,4 @@ def _selector(natives: Iterable[Native]) -> str:
     return names.selector_of(names.label_value(native.job_id) for native in natives)
 
 
-__all__ = ["listed", "pod_of", "pods_of", "statuses", "workload_of"]
+__all__ = ["listed", "pod_of", "pods_of", "replaced", "statuses", "workload_of"]

@@ -313,7 +313,7 @@ def test_an_api_server_that_goes_away_in_the_middle(
     kubernetes.start_api()
     assert [each.partition("/")[0] for each in made_by(job, kubernetes, namespace)] == ["pytorchjobs"]
     native_id = submit_again(job)
-    assert native_id == f"pytorchjob/{namespace}/sh-{job.id}/{job.id}"
+    assert native_id.rpartition("/")[0] == f"pytorchjob/{namespace}/sh-{job.id}/{job.id}"
     assert [each.partition("/")[0] for each in made_by(job, kubernetes, namespace)] == ["configmaps", "pytorchjobs"]
 
 

@@ -53,6 +53,21 @@ def test_what_is_asked(make: MakeApi) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("answer", "version"),
+    [
+        (said(200, {"major": "1", "minor": "27+"}), (1, 27)),
+        (said(200, {"major": "1", "minor": "34"}), (1, 34)),
+        (said(200, {"major": "one"}), None),
+        (said(404, {}), None),
+        (said(403, {}), None),
+    ],
+)
+def test_the_version_of_kubernetes(make: MakeApi, answer: Answer, version: tuple[int, int] | None) -> None:
+    with serving(answer) as server:
+        assert make(server.url).version() == version
+
+
 def test_the_versions_are_asked_for_once(make: MakeApi) -> None:
     groups = [{"versions": [{"groupVersion": "batch/v1"}, {"groupVersion": "batch/v1beta1"}]}]
     with serving(said(200, {"groups": groups})) as server:

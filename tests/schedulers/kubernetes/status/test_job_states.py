@@ -460,6 +460,9 @@ def test_the_last_moments_of_a_job() -> None:
     ]
     found = status_of(workload("Job"), pods)
     assert (found.state, found.message) == (State.RUNNING, "it is ending")
+    # A TrainJob does not say how often it may be started again: this may be its end, or between two attempts.
+    found = status_of(workload("TrainJob"), [pod(node, terminated(1), phase="Failed") for node in (0, 1)])
+    assert (found.state, found.message) == (State.RUNNING, "its pods have ended; it ends, or is started again")
 
     # The kubelet reports a container's end before the pod's phase; a pod that may restart ended for good with code 0.
     ended = [pod(0, terminated(0, "Completed")), pod(1, terminated(0, "Completed"), restart="OnFailure")]

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
+import email.utils
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+import pytest
+
 from schedulers import Reason, State, Status
-from schedulers.kubernetes import cancel
+from schedulers.kubernetes import cancel, cleanup
 from schedulers.kubernetes.native_id import Native
 from schedulers.kubernetes.status import query
-from tests.schedulers.kubernetes.shapes import event, pod, running, terminated, workload
+from tests.schedulers.kubernetes.shapes import condition, event, pod, running, terminated, workload
+from tests.schedulers.kubernetes.support import least
 
 from ..conftest import MakeApi
 from ..servers import Answer, reply, serving
@@ -22,10 +27,12 @@ _NATIVE = Native("trainjob", "team", "run1-2mxaaaaaaaa", "2mxaaaaaaaa")
 _GONE = {"kind": "Status", "status": "Failure", "reason": "NotFound", "code": 404}
 
 
-def _cluster(objects: Mapping[str, Any]) -> Answer:
-    """A server that has these objects, by the last part of their path; nothing is there under any other name."""
+def _cluster(objects: Mapping[str, Any], ahead_s: float = 0) -> Answer:
+    """A server that has these objects, by the last part of their path; nothing is there under any other name.
+    `ahead_s`: of its clock."""
 
     def answer(handler: Any) -> None:
+        handler.date_time_string = lambda: email.utils.formatdate(time.time() + ahead_s, usegmt=True)
         at = urlsplit(handler.path)
         found = objects.get(at.path.rpartition("/")[2])
         if callable(found):
@@ -72,6 +79,43 @@ def test_a_pod_of_a_lost_node_holds_up_no_deleted_job(make: MakeApi) -> None:
     """Nobody takes it out of the API server while its node is silent, however long ago it was to end."""
     lost = _status(make, {"pods": [_labelled(pod(0, running(name="node")), deletionTimestamp=_at(-3600))]})
     assert (lost.state, lost.reason) == (State.FAILED, Reason.LOST)
+
+
+@pytest.mark.parametrize("ahead_s", [-3600, 3600])
+def test_times_of_the_cluster_are_compared_with_its_own_clock(make: MakeApi, ahead_s: int, tmp_path: Path) -> None:
+    """Whatever the clock of this machine says."""
+    for age_s, ends in ((10, True), (300, False)):
+        deleted = _labelled(pod(0, running(name="node")), deletionTimestamp=_at(ahead_s - age_s))
+        failed = workload("Job", condition("Failed", "BackoffLimitExceeded", at=_at(ahead_s - age_s)))
+        plain = _labelled(pod(0, running(name="node")))
+        with serving(_cluster({"pods": [deleted], "run1": None}, ahead_s)) as server:
+            gone = query.statuses(make(server.url), [_NATIVE])[0][str(_NATIVE)]
+            assert cancel.cancel_rest(make(server.url), _NATIVE, tmp_path) is ends
+        assert gone.state is (State.RUNNING if ends else State.FAILED)
+        native = Native("job", "team", "run1", _NATIVE.job_id)
+        with serving(_cluster({"pods": [plain], "run1": failed, "events": []}, ahead_s)) as server:
+            over = query.statuses(make(server.url), [native])[0][str(native)]
+        assert over.state is (State.RUNNING if ends else State.FAILED)
+
+
+def test_a_later_object_of_the_same_name_is_not_the_job(make: MakeApi, tmp_path: Path) -> None:
+    """Such as the next install of a chart's job, with the same values."""
+    native = Native("job", "team", "run1", _NATIVE.job_id, "u-1")
+    pods = [_labelled(pod(0, running())), _labelled(pod(1, running()))]
+    objects = {"run1": workload("Job", uid="u-2"), "pods": pods, "events": []}
+    lost = _status(make, objects, native)
+    assert (lost.state, lost.reason, lost.native_state) == (State.FAILED, Reason.LOST, "Deleted")
+    assert _status(make, objects, dataclasses.replace(native, uid="u-2")).state is State.RUNNING
+    with serving(_cluster(objects)) as server:
+        assert not cancel.cancel_rest(make(server.url), native, tmp_path)
+        cancel.cancel(make(server.url), native, tmp_path)
+        assert not any(each.startswith("DELETE") for each in server.asked)
+    over = _labelled(workload("Job", condition("Complete"), uid="u-2", labels={}))
+    for uid, deletes in (("u-1", False), ("u-2", True)):
+        with serving(_cluster({"jobs": [over], "services": [], "configmaps": []})) as server:
+            mine = dataclasses.replace(native, uid=uid)
+            assert cleanup.clear(make(server.url), least(workload="job"), [mine]) == []
+            assert any(each.startswith("DELETE") for each in server.asked) is deletes
 
 
 def test_deletion_is_in_the_background_and_frees_an_object_that_hangs(make: MakeApi, tmp_path: Path) -> None:
