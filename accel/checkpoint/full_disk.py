@@ -35,7 +35,8 @@ def reporting_full_disk(place: Path, more: str = "") -> Iterator[None]:
             raise
         no_inodes = number == errno.ENOSPC and disk.f_files and not disk.f_favail
         problem = "the disk has no inodes left" if no_inodes else _FULL[number]
-        room = f"{free // 10**6} MB left on {_mount_point(folder)}"
+        mount = next(parent for parent in (folder.resolve(), *folder.resolve().parents) if parent.is_mount())
+        room = f"{free // 10**6} MB left on {mount}"
         raise CheckpointError(f"{problem} ({room}){more}") from error
 
 
@@ -56,7 +57,3 @@ def _number_without(error: BaseException, free: int) -> int | None:
 
 def _existing(place: Path) -> Path:
     return next(folder for folder in (place, *place.resolve().parents) if folder.is_dir())
-
-
-def _mount_point(folder: Path) -> Path:
-    return next(parent for parent in (folder.resolve(), *folder.resolve().parents) if parent.is_mount())

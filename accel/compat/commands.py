@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -18,11 +17,10 @@ from accel.errors import ArgumentError
 from accel.launch.errors import LaunchError
 from accel.launch.external import launch
 from accel.launch.flags import add_arguments
-from accel.launch.signals import Told
+from accel.launch.signals import run_child
 from accel.launch.worker import Program
 from accel.settings import BY_NAME, defaults
 from accel.settings.values import typed
-from schedulers.processes import die_with_parent
 
 cache_dir = default_folder()
 default_json_config_file = os.path.join(cache_dir, "default_config.json")
@@ -90,18 +88,7 @@ def launch_command(args: argparse.Namespace) -> None:
         raise ArgumentError(str(error)) from None
     command = [sys.executable, "-m", "accel", "launch", *_flags(given), "--"]
     command += [args.training_script, *args.training_script_args]
-    parent = os.getpid()
-    child = subprocess.Popen(command, preexec_fn=lambda: die_with_parent(signal.SIGTERM, parent))
-    told = Told(lambda _: child.send_signal(signal.SIGTERM))
-    try:
-        code = child.wait()
-    except KeyboardInterrupt:
-        child.wait()  # interrupted too, and ends its ranks
-        raise
-    finally:
-        told.forget()
-    if told.signum:
-        signal.raise_signal(told.signum)
+    code = run_child(command)
     if code and args.quiet:
         raise SystemExit(code)
     if code:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
+
+from schedulers.processes import die_with_parent
 
 
 class Told:
@@ -41,3 +45,18 @@ class Told:
         """Leaves both to those who had them before."""
         for signum, before in self._before.items():
             signal.signal(signum, before)
+
+
+def run_child(command: Sequence[str]) -> int:
+    """Run a command and return its exit code. It ends with this process; a termination signal ends it first."""
+    parent = os.getpid()
+    child = subprocess.Popen(command, preexec_fn=lambda: die_with_parent(signal.SIGTERM, parent))
+    told = Told(lambda _: child.send_signal(signal.SIGTERM))
+    try:
+        code = child.wait()
+    finally:
+        child.wait()  # after a KeyboardInterrupt: the child was interrupted too, and ends its ranks
+        told.forget()
+    if told.signum:
+        signal.raise_signal(told.signum)
+    return code
