@@ -11,45 +11,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from .errors import Unreachable
-
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 
 _POLL_S = 0.02
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a process id has its meaning: a node, one boot of it, one PID namespace.
-
-    The last two are empty where they are not known: on macOS, and in the records of older versions.
-    """
-
-    node: str
-    boot: str = ""
-    pid_namespace: str = ""
-
-    @classmethod
-    def here(cls) -> Place:
-        return cls(os.uname().nodename, _read_boot_id(), _pid_namespace())
-
-    def restarted(self, here: Place) -> bool:
-        """Return True when the node has been restarted: every process of this place has ended."""
-        return self.node == here.node and _differ(self.boot, here.boot)
-
-    def hidden_from(self, here: Place) -> str:
-        """Name the place, for a message, when a live process of it cannot be seen from `here`; else return ''."""
-        if self.node != here.node:
-            return f"node {self.node}"
-        if self.restarted(here) or not _differ(self.pid_namespace, here.pid_namespace):
-            return ""
-        return f"node {self.node} in another PID namespace (a container?)"
-
-    def lacks(self, pid: int) -> bool:
-        """Return True when it is certain that the place has no process of this id."""
-        here = Place.here()
-        return self.restarted(here) or not (self.hidden_from(here) or _exists(pid))
 
 
 def signal_name(number: int) -> str:
@@ -60,18 +25,31 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _differ(one: str, other: str) -> bool:
-    return bool(one and other) and one != other
+def pid_space() -> str:
+    """Name what gives a process id its meaning: this boot of this machine, and this PID namespace of it."""
+    return space_of(boot_id(), os.uname().nodename, pid_namespace())
 
 
-def _read_boot_id() -> str:
+def space_of(boot: str, node: str, namespace: str) -> str:
+    """The same for a recorded process. The node's name stands for a boot without an id (macOS)."""
+    return f"{boot or node} {namespace}"
+
+
+def ended(pid: int, space: str) -> bool:
+    """Return True when the process of this id has certainly ended; False where it cannot be seen from here."""
+    return space == pid_space() and not _exists(pid)
+
+
+def boot_id() -> str:
+    """The kernel's id of this boot; empty where the system has none."""
     try:
         return _boot() if sys.platform == "linux" else ""
     except OSError:
         return ""
 
 
-def _pid_namespace() -> str:
+def pid_namespace() -> str:
+    """The id of this process's PID namespace; empty where the system has none."""
     try:
         return str(os.stat("/proc/self/ns/pid").st_ino) if sys.platform == "linux" else ""
     except OSError:
@@ -90,14 +68,14 @@ def _exists(pid: int) -> bool:
 
 @dataclass(frozen=True)
 class Identity:
-    """A process that cannot be mistaken for a later one with the same number, nor for one before a reboot.
+    """A process that cannot be mistaken for a later one with the same number, nor for one of another boot.
 
-    place: where it was started; None for this place.
+    namespace: its PID namespace; empty for the reader's own.
     """
 
     pid: int
     started: str
-    place: Place | None = None
+    namespace: str = ""
 
     @classmethod
     def of(cls, pid: int) -> Identity | None:
@@ -113,19 +91,16 @@ class Identity:
     def __str__(self) -> str:
         return f"{self.pid} {self.started}"
 
-    def hidden(self) -> str:
-        """Name the place of the process, for a message, when it cannot be seen from here; else return ''."""
-        return "" if self.place is None else self.place.hidden_from(Place.here())
+    def same_boot(self) -> bool:
+        """Return True when it was started on this boot of this machine (always True where boots have no id)."""
+        return sys.platform != "linux" or self.started.rpartition(".")[0] == boot_id()
 
     def alive(self) -> bool:
-        """Return True while the process lives. This method, `send` and `wait` raise Unreachable for a hidden one."""
-        where = self.hidden()
-        if where:
-            raise Unreachable(f"process {self.pid} of {where} cannot be seen from here")
-        return _started(self.pid) == self.started
+        """Return True while the process lives and can be seen from here."""
+        return self.namespace in ("", pid_namespace()) and _started(self.pid) == self.started
 
     def send(self, signum: int) -> bool:
-        """Signals the process; False when it has ended. No other process is ever hit."""
+        """Signals the process; False when it has ended, or cannot be seen. No other process is ever hit."""
         with self.opened() as handle:
             if handle is None:
                 return False

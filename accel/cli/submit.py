@@ -130,7 +130,7 @@ def _submit(spec: JobSpec, args: Namespace) -> int:
     from schedulers.jobs.handle import submit_spec
 
     with progress():
-        job = submit_spec(spec, args.target, own_process=True)
+        job = submit_spec(spec, args.target)
     _say_warnings(job.record.plan().warnings)
     if args.json:
         print_json(_summary(job), one_line=args.follow)

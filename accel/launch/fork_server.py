@@ -50,7 +50,7 @@ class ForkServer:
         self.pid = pid
 
     @classmethod
-    def start(cls, program: Program, guard_fd: int | None, grace_s: float) -> ForkServer:
+    def start(cls, program: Program, guard_fd: int | None, grace_s: float, job_lock: int | None = None) -> ForkServer:
         """Forks the server from this process, which must have loaded what ranks will need and started no threads."""
         ours, theirs = socket.socketpair()
         adopt_orphans()
@@ -59,7 +59,7 @@ class ForkServer:
         pid = _fork()
         if pid == 0:
             ours.close()
-            _Server(theirs, program, guard_fd, grace_s).serve()
+            _Server(theirs, program, guard_fd, grace_s, job_lock).serve()
         theirs.close()
         return cls(ours, pid)
 
@@ -146,11 +146,14 @@ class _Lines:
 class _Server:
     """The server's own side. Every method runs in the forked process."""
 
-    def __init__(self, sock: socket.socket, program: Program, guard_fd: int | None, grace_s: float) -> None:
+    def __init__(
+        self, sock: socket.socket, program: Program, guard_fd: int | None, grace_s: float, job_lock: int | None = None
+    ) -> None:
         self._sock = sock
         self._lines = _Lines(sock)
         self._program = program
         self._guard_fd = guard_fd
+        self._job_lock = job_lock
         self._grace_s = grace_s
         self._ranks: dict[int, tuple[int, int]] = {}  # pid -> local rank, descriptor of its error file
         self._launcher_lives = True
@@ -241,7 +244,7 @@ class _Server:
             refuse(error, error_fd)
         self._sock.close()
         others = [fd for _, fd in self._ranks.values()]
-        for fd in (self._wake_read, self._wake_write, self._guard_fd, *others):
+        for fd in (self._wake_read, self._wake_write, self._guard_fd, self._job_lock, *others):
             if fd is not None:
                 os.close(fd)
         run(self._program, message["env"], error_fd, preloaded=not message["spawn"])

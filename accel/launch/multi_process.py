@@ -90,7 +90,7 @@ def run_gang(run: Launch, launch_id: str) -> int:
     if not run.spawn and run.program.entry != "command":
         preload(run.program)
     keeper = watchdog.start(launch_id)
-    server = ForkServer.start(run.program, keeper.pipe, run.grace_s)
+    server = ForkServer.start(run.program, keeper.pipe, run.grace_s, run.job_lock)
     # From here on only the launcher itself: a rank has left through SystemExit, below this frame's feet.
     signals = Signals(server)
     limit = run.deadline

@@ -63,6 +63,7 @@ class Launch:
     node_0_reports: bool = False  # how the gang ended; the others end with 0, so that no pod is deleted early
     requeued: bool = False  # by its scheduler, when its ranks were warned
     events: str | None = None  # where to tell what happens, instead of beside the logs
+    job_lock: int | None = None  # the descriptor of a local job's lock: held by the launcher, and not by ranks
 
     @property
     def static(self) -> bool:
@@ -112,6 +113,7 @@ def plan(options: Mapping[str, Any], program: Program, env: Mapping[str, str] = 
         node_0_reports="ACCEL_NODE_0_REPORTS" in env and watchdog.LAUNCH_ID not in env,
         requeued="ACCEL_REQUEUED" in env and watchdog.LAUNCH_ID not in env,
         events=None if watchdog.LAUNCH_ID in env else env.get("ACCEL_LAUNCH_EVENTS"),
+        job_lock=int(env["ACCEL_JOB_LOCK"]) if "ACCEL_JOB_LOCK" in env and watchdog.LAUNCH_ID not in env else None,
     )  # fmt: skip
 
 
@@ -122,6 +124,8 @@ def launch(run: Launch) -> int:
     this process's place, or that of a child of PID 1.
     """
     _open_standard_descriptors()
+    if run.job_lock is not None:
+        os.set_inheritable(run.job_lock, False)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # inherited as ignored, it would hide how children end
     run = _counted(run)
     if run.told and not run.quiet:

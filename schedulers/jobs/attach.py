@@ -113,7 +113,6 @@ def jobs_elsewhere(
 
 
 def _unstored(job: Listed, resolved: ResolvedTarget, status: Status) -> Record:
-    from ..processes import Place
     from ..store.record import Record
 
     return Record(
@@ -126,7 +125,7 @@ def _unstored(job: Listed, resolved: ResolvedTarget, status: Status) -> Record:
         procs=None,
         created_at=job.created_at,
         submitter=("", 0),
-        submitted_from=Place(""),
+        submitted_from="",
         after=(),
         native_id=job.native_id,
         status=status,

@@ -89,12 +89,9 @@ def submit_spec(
     store: Store | None = None,
     *,
     start: str | Path | None = None,
-    own_process: bool = False,
 ) -> Job:
     """Every submit ends here. The intent is on the disk before the target is called, so that a crash between the
     two loses no job and starts none twice. Raises what `submit` raises.
-
-    own_process: this process does nothing but submit: `cancel` may end it (SIGTERM), which is a SubmitError here.
     """
     store = store or Store.default()
     resolved, spec = prepare(spec, target_name, store, start)
@@ -103,23 +100,8 @@ def submit_spec(
     admit(resolved.target, [spec])
     record = store.create(job_id, spec, plan, target=resolved.name, kind=resolved.kind, options=resolved.options)
     with record.submission():
-        if own_process:
-            _send_interruptibly(record, resolved.target, plan)
-        else:
-            send(record, resolved.target, plan)
+        send(record, resolved.target, plan)
     return Job(record, target=resolved.target)
-
-
-def _send_interruptibly(record: Record, target: Target, plan: Plan) -> None:
-    from .recovery import SubmitCancelled, interruptible
-
-    try:
-        with interruptible(record):
-            send(record, target, plan)
-    except SubmitCancelled:
-        raise SubmitError(
-            f"job {record.id} was cancelled while it was submitted; `accel status {record.id}` shows what became of it"
-        ) from None
 
 
 def dry_run(
@@ -273,8 +255,8 @@ class Job:
         runs of it is cancelled.
 
         With `wait`, returns when the job is over, or its status when it is not a minute after its grace.
-        A submit that goes on on this machine is ended, where it is a process of its own; of one that goes on elsewhere,
-        or was cut off, the job is cancelled as soon as its target has it.
+        A job that is being submitted is cancelled by its submit as soon as its target has it; one whose submit was cut
+        off, when it is found there.
 
         Raises Unreachable when the backend of a job that is not over cannot be asked, and what `status` raises.
         """
@@ -284,15 +266,19 @@ class Job:
             return status
         self.record.append("cancel", host=os.uname().nodename, pid=os.getpid())
         if self.record.native_id is None:
-            status = self._cancel_submit()
+            status = self.status()  # one whose submit was cut off is looked for
         if not status.state.final and self.record.native_id is not None:
             self._target().cancel(self.record.native_id)
-        if not wait:
-            return self.status()
         try:
-            return self.wait(self.spec.grace_s + _CANCEL_ALLOWANCE_S)
+            status = self.wait(self.spec.grace_s + _CANCEL_ALLOWANCE_S) if wait else self.status()
         except TimeoutError:
-            return self.record.status
+            status = self.record.status
+        if status.state is State.SUBMITTING and not self.record.warning:
+            host, pid = self.record.submitter
+            self.record.warning = (
+                f"process {pid} on {host} is submitting it: it is cancelled once target {self.target} has it"
+            )
+        return status
 
     def cancel_rest(self) -> bool:
         """Cancel what still runs of a job that is over. Returns True when something still ran.
@@ -309,25 +295,6 @@ class Job:
         except (Unreachable, ConfigError) as error:
             self.record.warning = f"its target could not be asked whether something of it still runs: {error}"
             return False
-
-    def _cancel_submit(self) -> Status:
-        """After the cancel was recorded: ends the submit, or waits for its end, where it goes on on this machine."""
-        from .recovery import interrupt
-
-        here = self.record.submitter[0] == os.uname().nodename
-        ended = here and interrupt(self.record)
-        with self.record.submission(blocking=here) as ours:
-            status = self.record.reload().status
-            if ended and self.record.native_id is None and not status.state.final:
-                try:
-                    self._find_cancelled()
-                except Unreachable as error:
-                    self.record.warning = str(error)
-        status = self.status()
-        if status.state is State.SUBMITTING and not self.record.warning:
-            where = "" if ours else f" by a process on {self.record.submitter[0]}"
-            self.record.warning = f"it is being submitted{where}: it is cancelled once target {self.target} has it"
-        return status
 
     def shell(self, node: int, argv: Sequence[str] = (), *, terminal: bool = False) -> int:
         """Runs `argv`, or a shell, on a node of the running job, with this process's streams; returns its exit code.

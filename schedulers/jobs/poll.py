@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import SchedulerError, StoreError, Unreachable
 from ..job import Reason, State, Status
+from ..processes import ended
 
 if TYPE_CHECKING:
     from ..store.record import Record
@@ -192,6 +193,5 @@ def _result(record: Record) -> Status | None:
 
 def cut_off(record: Record) -> bool:
     """Return True when the process that submitted the job is gone, or has taken so long that it must be."""
-    if record.submitted_from.lacks(record.submitter[1]):
-        return True
-    return time.time() - record.created_at > ABANDONED_S
+    gone = ended(record.submitter[1], record.submitted_from)
+    return gone or time.time() - record.created_at > ABANDONED_S

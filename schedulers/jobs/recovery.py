@@ -5,12 +5,8 @@ A record in `submitting` says that the backend may have the job, or may get it y
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ..errors import SchedulerError, UnknownJob
@@ -18,14 +14,8 @@ from ..job import State, Status
 from .poll import absorb, cut_off
 
 if TYPE_CHECKING:
-    from types import FrameType
-
     from ..store.record import Record
     from ..target import Found, Target
-
-
-class SubmitCancelled(KeyboardInterrupt):
-    """`accel cancel` ends the submit that this process carries out."""
 
 
 def recover(record: Record, target: Target) -> None:
@@ -79,45 +69,3 @@ def _hint(record: Record) -> str:
     if not cut_off(record):
         return ""
     return f"its submit was cut off; `accel status {record.id}` carries it out"
-
-
-@contextlib.contextmanager
-def interruptible(record: Record) -> Iterator[None]:
-    """While this lasts, `interrupt` in another process of this machine raises SubmitCancelled here. For the main
-    thread of a process that does nothing else: others are left alone."""
-    from ..processes import Identity
-
-    own = Identity.of(os.getpid())
-    if own is None or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def on_signal(signum: int, _: FrameType | None) -> None:
-        if record.reload().cancel_asked:
-            raise SubmitCancelled
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    before = signal.signal(signal.SIGTERM, on_signal)
-    try:
-        _write_submitter(record, str(own))
-        yield
-    finally:
-        _write_submitter(record, "")
-        signal.signal(signal.SIGTERM, before)
-
-
-def interrupt(record: Record) -> bool:
-    """Ends the submit of a job for which `cancel` was recorded, where a process of this machine carries it out and lets
-    itself be interrupted. False where there is none."""
-    from ..processes import Identity
-
-    with contextlib.suppress(OSError, ValueError), open(f"{record.path}/submit.lock", encoding="ascii") as file:
-        text = file.read()
-        return bool(text) and Identity.parse(text).send(signal.SIGTERM)
-    return False
-
-
-def _write_submitter(record: Record, text: str) -> None:
-    with contextlib.suppress(OSError), open(f"{record.path}/submit.lock", "w", encoding="ascii") as file:
-        file.write(text)

@@ -1,9 +1,9 @@
 """What a local job keeps in its directory beside the store's own files.
 
 local/settings.json     the supervisor's instructions, as planned
-local/supervisor.json   the supervisor's identity, with its node, boot and PID namespace
-local/launcher.json     that of `accel launch`
-local/supervisor.lock   locked for as long as the supervisor lives
+local/supervisor.json   the supervisor's identity, with its node and PID namespace; written once its lock is held
+local/supervisor.lock   locked for as long as the supervisor or the launcher lives, which alone says that the job runs
+local/cancel            asks the supervisor for the job's end, from where it cannot be signalled
 local/progress.json     what the supervisor is doing, for people: waiting for what, running since when
 exit.json               how it ended: written once, whole or not at all
 logs/                   see `schedulers.store.log_lines`; and launch.jsonl, in which `accel launch` tells of attempts
@@ -11,26 +11,30 @@ logs/                   see `schedulers.store.log_lines`; and launch.jsonl, in w
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
 import dataclasses
 import fcntl
 import json
 import os
+import shlex
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ..convert import as_text, parse_json
-from ..errors import StoreError
+from ..errors import StoreError, Unreachable
 from ..job import Reason, State, Status
 from ..node.logs import newest_attempt, newest_event
-from ..processes import Identity, Place
+from ..processes import Identity, pid_namespace
 from ..store import atomic_files
-from ..store.record import read_record
 
 T = TypeVar("T")
 
 SCHEMA = 1
+
+# File systems of one machine, by the magic numbers of statfs(2): btrfs, ext, f2fs, overlay, tmpfs, XFS, ZFS.
+DISKS = {0x9123683E, 0xEF53, 0xF2F52010, 0x794C7630, 0x01021994, 0x58465342, 0x2FC12FC1}
 
 
 class JobFiles:
@@ -62,14 +66,46 @@ class JobFiles:
         return settings
 
     def supervisor(self) -> Identity | None:
-        return self._identity("supervisor")
+        """The job's supervisor, which may run elsewhere. Raises StoreError when its file is damaged."""
 
-    def launcher(self) -> Identity | None:
-        return self._identity("launcher")
+        def decode(document: dict[str, Any]) -> Identity:
+            identity = Identity.parse(as_text(document["process"], "supervisor"))
+            return dataclasses.replace(identity, namespace=as_text(document.get("pid_namespace", ""), "namespace"))
 
-    def set_identity(self, who: str, identity: Identity) -> None:
-        """Records which process of this place is the job's `supervisor` or `launcher`."""
-        self.write(f"local/{who}.json", json.dumps(identity_document(identity)))
+        return self._decoded("local/supervisor.json", decode)
+
+    def set_supervisor(self, identity: Identity) -> None:
+        """Record that this process of this machine is the job's supervisor. It must hold the lock."""
+        place = {"node": os.uname().nodename, "pid_namespace": pid_namespace()}
+        self.write("local/supervisor.json", json.dumps({"schema": SCHEMA, "process": str(identity), **place}))
+
+    def supervised(self) -> bool | None:
+        """Return True while the supervisor or the launcher lives, on whatever machine; None before there is one.
+
+        The lock tells, once the supervisor has written its file: from then on it is held, so no reader takes it first.
+        A free lock is proof on the supervisor's own boot, and after it where no other machine has the file system.
+        Raises Unreachable where neither is so, and StoreError when the supervisor's file is damaged.
+        """
+        if not (self.directory / "local/supervisor.json").exists():
+            return None
+        path = self.directory / "local/supervisor.lock"
+        try:
+            with open(path, "rb") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError as error:
+            raise Unreachable(self._unknown(f"its lock cannot be tested ({error.strerror})")) from None
+        supervisor = self.supervisor()
+        if supervisor is None or supervisor.same_boot() or _on_disk_of_this_machine(path):
+            return False
+        raise Unreachable(self._unknown("its lock is free, but this machine may not see the locks of others"))
+
+    def _unknown(self, why: str) -> str:
+        """The message for a job that may run on another machine, with the command by which a person ends it here."""
+        node = self._decoded("local/supervisor.json", lambda document: str(document.get("node", ""))) or "another node"
+        name = shlex.quote(f"{self.directory}/local/supervisor.json")
+        return f"job {self.directory.name} may still run on {node}: {why}. If that machine is gone: rm {name}"
 
     def progress(self) -> Status:
         """What the live supervisor last said, with the attempt that the launcher is at."""
@@ -103,43 +139,12 @@ class JobFiles:
         """Return why the job may still run although its record has a final state, for a message; else ''."""
         if self.exit() is not None:
             return ""
-        for identify in (self.supervisor, self.launcher):
-            with contextlib.suppress(StoreError):  # damaged: the lock tells
-                identity = identify()
-                where = "" if identity is None else identity.hidden()
-                if where:
-                    return f"it may still run on {where}"
-                if identity is not None and identity.alive():
-                    return "it still runs"
-        return "it still runs" if self._supervised() else ""
-
-    def _supervised(self) -> bool:
-        """Return True when the supervisor's lock is held: by a process of any PID namespace of this node."""
         try:
-            with open(self.directory / "local/supervisor.lock", "rb") as file:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
-        return False
-
-    def _identity(self, who: str) -> Identity | None:
-        """Read a process. A record of an older version has no place: the node of the submit stands for it.
-
-        Raises StoreError when the file is damaged.
-        """
-
-        def decode(document: dict[str, Any]) -> Identity:
-            identity = Identity.parse(as_text(document["process"], who))
-            place = (as_text(document.get(key, ""), key) for key in ("node", "boot", "pid_namespace"))
-            return dataclasses.replace(identity, place=Place(*place))
-
-        identity = self._decoded(f"local/{who}.json", decode)
-        if identity is None or (identity.place is not None and identity.place.node):
-            return identity
-        place = Place(read_record(self.directory.name, str(self.directory)).submitter[0])
-        return dataclasses.replace(identity, place=place)
+            return "it still runs" if self.supervised() else ""
+        except Unreachable as error:
+            return str(error)
+        except StoreError:  # damaged, and its lock is free
+            return ""
 
     def _decoded(self, name: str, decode: Callable[[dict[str, Any]], T]) -> T | None:
         """What `decode` makes of the JSON object in the file; None when there is none. Raises StoreError."""
@@ -153,11 +158,16 @@ class JobFiles:
             raise StoreError(f"{self.directory / name} is damaged: {error}") from None
 
 
-def identity_document(identity: Identity) -> dict[str, Any]:
-    """The content of local/supervisor.json and local/launcher.json, for a process of this place."""
-    return {"schema": SCHEMA, "process": str(identity), **dataclasses.asdict(Place.here())}
-
-
 def progress_document(status: Status) -> dict[str, Any]:
     """The content of local/progress.json."""
     return {"schema": SCHEMA, **status.to_json()}
+
+
+def _on_disk_of_this_machine(path: Path) -> bool:
+    """Return True for a file system that no other machine can have mounted meanwhile, by statfs(2)."""
+    if sys.platform != "linux":
+        return False
+    answer = ctypes.create_string_buffer(1024)  # struct statfs, of at most 120 bytes; it begins with the type
+    if ctypes.CDLL(None, use_errno=True).statfs(os.fsencode(path), answer) != 0:
+        return False
+    return ctypes.c_long.from_buffer(answer).value & 0xFFFFFFFF in DISKS

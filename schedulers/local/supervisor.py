@@ -2,6 +2,7 @@
 
 It has left the terminal's session, holds no file of the submitting process, and is the adoptive parent of everything
 that the job starts. When it is killed, `accel launch` is told by the kernel (PR_SET_PDEATHSIG) and ends the ranks.
+Both hold the job's lock, which is free only when both have ended.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from ..node.redaction import hide
 from ..processes import Identity, adopt_orphans, descendants, die_with_parent, end_all, signal_name, wake_pipe
 from ..store import atomic_files
 from ..store.store import Store
-from .job_files import SCHEMA, JobFiles, identity_document, progress_document
+from .job_files import SCHEMA, JobFiles, progress_document
 
 # Bytes that are reserved on the disk before the ranks start, which may fill it.
 _RESULT_ROOM = 1 << 16
@@ -39,6 +40,7 @@ _NOTE_ROOM = 1 << 12
 _REPORT_ROOM = 1 << 14
 _REPORTS = ("launch.jsonl", "node-0.log")
 _WRITE_TRIES = 60
+_LOCK_TRIES, _LOCK_S = 20, 0.05
 
 _KILL_ALLOWANCE_S = 6.0
 _NOTE_S = 1.0
@@ -52,8 +54,10 @@ class Cancelled(Exception):
 class Supervisor:
     """One job's life on this machine."""
 
-    def __init__(self, files: JobFiles) -> None:
+    def __init__(self, files: JobFiles, lock: int) -> None:
+        """`lock` is the descriptor of the job's lock, which this process holds."""
         self._files = files
+        self._lock = lock
         self._settings = files.settings()
         home = files.directory.parent.parent
         self._record = Store(home).record(self._settings["job_id"])
@@ -61,7 +65,7 @@ class Supervisor:
         self._clock = Clock(str(files.logs))
         self._result = Document(str(files.directory / "exit.json"), _RESULT_ROOM)
         self._progress = Document(str(files.directory / "local/progress.json"), _NOTE_ROOM)
-        self._launcher = Document(str(files.directory / "local/launcher.json"), _NOTE_ROOM)
+        self._cancel_file = str(files.directory / "local/cancel")
         self._secrets: dict[str, str] = {}
         self._cancelled = False
         self._waiting = False
@@ -71,6 +75,8 @@ class Supervisor:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         for signum in (signal.SIGTERM, signal.SIGINT):
             signal.signal(signum, self._on_cancel)
+        signal.signal(signal.SIGALRM, self._on_alarm)
+        signal.setitimer(signal.ITIMER_REAL, _NOTE_S, _NOTE_S)
 
     def run(self) -> Status:
         """Takes the job from its place in the queue to its final status, which is on disk when this returns."""
@@ -105,7 +111,7 @@ class Supervisor:
         self._record.update(Status(state=State.QUEUED), native_id=self._settings["job_id"])
         own = Identity.of(os.getpid())
         assert own is not None  # this process lives
-        self._files.set_identity("supervisor", own)
+        self._files.set_supervisor(own)
 
     def line_up(self) -> None:
         """Takes the job's place in the queue at once, where it waits for no other job: who was submitted first is
@@ -119,6 +125,11 @@ class Supervisor:
         if self._waiting:
             self._waiting = False
             raise Cancelled
+
+    def _on_alarm(self, signum: int, frame: FrameType | None) -> None:
+        """Look for a cancel of another machine or container, whatever the supervisor waits for."""
+        if not self._cancelled and os.path.exists(self._cancel_file):
+            self._on_cancel(signum, frame)
 
     def _say(self, state: State, message: str = "", reason: Reason = Reason.NONE) -> None:
         status = Status(state=state, reason=reason, message=message, observed_at=time.time())
@@ -192,13 +203,10 @@ class Supervisor:
         make_room(f"{self._record.path}/events.jsonl", _NOTE_ROOM)
         with open(self._files.logs / "node-0.log", "ab") as log:
             launcher = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=directory, env=env,
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=directory, pass_fds=(self._lock,),
+                env=env | {"ACCEL_JOB_LOCK": str(self._lock)},
                 preexec_fn=lambda: die_with_parent(signal.SIGTERM, own_pid),
             )  # fmt: skip
-        identity = Identity.of(launcher.pid)
-        if identity is not None:
-            with contextlib.suppress(OSError):
-                self._launcher.write(identity_document(identity))
         self._say(State.RUNNING)
         code = self._watch(launcher, self._settings["time_limit_s"])
         end_all(lambda: descendants(os.getpid()), grace_s=min(self._settings["grace_s"], 2.0))
@@ -315,18 +323,19 @@ def main(directory: str) -> NoReturn:
         os._exit(0 if os.read(ready, 1) else 1)
     os.close(ready)
     (files.directory / "local").mkdir(exist_ok=True)
-    lock = os.open(files.directory / "local/supervisor.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:  # the job has its supervisor: a submit that was repeated
-        os.write(tell, b"1")
-        os._exit(0)
-    if files.exit() is not None or files.supervisor() is not None:  # started late, after another one for the same job
+        lock = _take_lock(f"{files.directory}/local/supervisor.lock")
+    except OSError as error:
+        where = f"{files.directory}: its file system has no locks ({error.strerror})"
+        print(f"{where}, which local jobs need. Move ACCEL_HOME", file=sys.stderr, flush=True)
+        os._exit(1)
+    # A submit that was repeated: the job has its supervisor, or had one.
+    if lock is None or files.exit() is not None or files.supervisor() is not None:
         os.write(tell, b"1")
         os._exit(0)
     adopt_orphans()
     try:
-        supervisor = Supervisor(files)
+        supervisor = Supervisor(files, lock)
         supervisor.register()
     except (SchedulerError, OSError) as error:
         print(error, file=sys.stderr, flush=True)
@@ -337,6 +346,22 @@ def main(directory: str) -> NoReturn:
     supervisor.run()
     sys.stderr.flush()
     os._exit(0)
+
+
+def _take_lock(path: str) -> int | None:
+    """The descriptor of the locked file; None when another process holds it. A reader holds it for a moment only.
+
+    Raises OSError.
+    """
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    for _ in range(_LOCK_TRIES):
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(_LOCK_S)
+        else:
+            return lock
+    return None
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from ..config import secrets
 from ..errors import SchedulerError, SpecError, StoreError, SubmitError, Unreachable
 from ..job import Cursor, JobSpec, LogLine, Reason, Resources, State, Status
 from ..node.logs import last_line
-from ..processes import Identity, python_module
+from ..processes import python_module
 from ..store import log_lines
 from ..target import Plan, TargetContext
 from .job_files import SCHEMA, JobFiles
@@ -107,10 +107,10 @@ class LocalTarget:
         return plan.job_id
 
     def poll(self, native_ids: Sequence[str]) -> Mapping[str, Status]:
-        """Reads the job directories. A supervisor that died without a result left a lost job.
+        """Read the job directories. A job without a result and without a supervisor's lock is lost.
 
-        Raises Unreachable, with the other answers, for jobs of another node or PID namespace that have no result, and
-        for those whose files are damaged.
+        Raises Unreachable, with the other answers, for jobs of which the lock tells nothing here, and for those whose
+        files are damaged.
         """
         found: dict[str, Status] = {}
         silent: dict[str, str] = {}
@@ -138,28 +138,34 @@ class LocalTarget:
         return log_lines.tail_at(files.logs, since, count, complete=_complete(files))
 
     def cancel(self, native_id: str) -> None:
-        """Signals the supervisor, which ends the job: SIGTERM, the job's grace, SIGKILL.
+        """Tell the supervisor to end the job (SIGTERM, the job's grace, SIGKILL): by a signal, or by a file in the
+        job's directory where it runs on another machine or in another PID namespace.
 
-        Raises Unreachable for a job of another node or PID namespace that has no result.
+        Raises Unreachable where it cannot be told whether the job runs, and StoreError when the file cannot be written.
         """
         import signal
 
+        from ..store.atomic_files import refusal
+
         files = JobFiles(self._jobs / native_id)
-        supervisor = files.supervisor()
-        if supervisor is None or files.exit() is not None:
+        if files.exit() is not None or not files.supervised():
             return
-        _require_visible(supervisor)
-        supervisor.send(signal.SIGTERM)
+        supervisor = files.supervisor()
+        if supervisor is None or not supervisor.send(signal.SIGTERM):
+            try:
+                files.write("local/cancel", "")
+            except OSError as error:
+                raise refusal(error, f"{files.directory}/local/cancel", "write") from error
 
     def wait(self, native_id: str, timeout_s: float) -> bool | None:
-        """Waits for the supervisor's end; where that cannot be seen, for the result."""
+        """Wait for the end of the supervisor and of the launcher, or for the result where they cannot be seen."""
         files = JobFiles(self._jobs / native_id)
         deadline = time.monotonic() + timeout_s
-        for identity in (files.supervisor(), files.launcher()):
-            if identity is not None and identity.hidden():
-                return _wait_for_result(files, deadline)
-            if identity is not None:
-                identity.wait(max(0.0, deadline - time.monotonic()))
+        supervisor = files.supervisor()
+        if supervisor is not None:
+            supervisor.wait(timeout_s)  # returns at once for one that runs elsewhere
+        while files.in_use() and (left := deadline - time.monotonic()) > 0:
+            time.sleep(min(_LOOK_S, left))
         return None
 
     @staticmethod
@@ -193,48 +199,30 @@ class LocalTarget:
             raise StoreError(f"the files of job {native_id!r} cannot be read: {error}") from None
 
     def _status(self, files: JobFiles) -> Status | None:
-        supervisor = files.supervisor()
-        alive = supervisor is not None and not supervisor.hidden() and supervisor.alive()
-        # In this order: one that was alive before its result was looked for, and had none, was at work.
+        try:
+            # Before the result is looked for: a job that ran then, and has no result now, is at work.
+            runs = files.supervised()
+        except (Unreachable, StoreError):
+            if (ended := files.exit()) is not None:
+                return ended
+            raise
         ended = files.exit()
-        if ended is not None:
+        if ended is not None or runs is None:
             return ended
-        if supervisor is None:
-            return None
-        _require_visible(supervisor)
-        if alive:
+        if runs:
             return files.progress()
-        launcher = files.launcher()
-        now = time.time()
-        if launcher is not None and launcher.alive():
-            return Status(
-                state=State.RUNNING, message="its supervisor has died; the ranks are being ended", observed_at=now
-            )
-        message = (
-            f"its supervisor (process {supervisor.pid}) was killed, or the machine restarted, and it left no result"
+        supervisor = files.supervisor()
+        who = "its supervisor" if supervisor is None else f"its supervisor (process {supervisor.pid})"
+        message = f"{who} was killed, or the machine restarted, and it left no result"
+        return Status(
+            state=State.FAILED, reason=Reason.LOST, message=message, attempt=files.attempt(), observed_at=time.time()
         )
-        return Status(state=State.FAILED, reason=Reason.LOST, message=message, attempt=files.attempt(), observed_at=now)
 
 
 def _complete(files: JobFiles) -> bool:
     """Return True if nobody writes to the logs any more. Call it before reading: what is written after this is read
     the next time."""
     return files.exit() is not None or not files.in_use()
-
-
-def _require_visible(process: Identity) -> None:
-    where = process.hidden()
-    if where:
-        raise Unreachable(f"local jobs of {where} can be polled and cancelled only there")
-
-
-def _wait_for_result(files: JobFiles, deadline: float) -> bool:
-    while files.exit() is None:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            return False
-        time.sleep(min(_LOOK_S, left))
-    return True
 
 
 def _accel(python: str | None) -> list[str]:

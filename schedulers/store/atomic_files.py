@@ -17,7 +17,7 @@ from typing import Any
 
 from ..convert import parse_json
 from ..errors import SpecError, StoreError
-from ..processes import Place
+from ..processes import boot_id, ended, pid_namespace, pid_space, space_of
 
 SCHEMA = 1
 
@@ -290,8 +290,7 @@ def locked(fd: int, path: str, *, blocking: bool = True) -> Iterator[bool]:
 @contextlib.contextmanager
 def locked_by_file(path: str, *, blocking: bool = True) -> Iterator[bool]:
     """The same lock where the file system has none: held by whoever could make the file `path`."""
-    place = Place.here()
-    words = (place.node, str(os.getpid()), os.urandom(4).hex(), place.boot or "-", place.pid_namespace or "-")
+    words = (os.uname().nodename, str(os.getpid()), os.urandom(4).hex(), boot_id() or "-", pid_namespace() or "-")
     mine = " ".join(words).encode()
     while not _take(path, mine):
         if not blocking:
@@ -338,11 +337,10 @@ def _stale_holder(path: str) -> bytes | None:
     if not holder:
         return None
     host, pid, _, *rest = holder.decode("ascii", "replace").split(" ")  # an older version wrote no more than these
-    place = Place(host, *("" if word == "-" else word for word in rest[:2]))
-    if place.lacks(int(pid)):
-        return holder
-    if not place.hidden_from(Place.here()):
-        return None
+    boot, namespace = ("" if word == "-" else word for word in [*rest, "-", "-"][:2])
+    space = space_of(boot, host, namespace)
+    if space == pid_space():
+        return holder if ended(int(pid), space) else None
     try:
         return holder if time.time() - os.stat(path).st_mtime > _FOREIGN_LOCK_STALE_S else None
     except OSError:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ..convert import as_moment, as_text, as_whole, parse_json
 from ..errors import SchedulerError, StoreError
 from ..job import JobSpec, Reason, State, Status
-from ..processes import Place
+from ..processes import boot_id, pid_namespace, space_of
 from . import atomic_files
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class Record:
 
     ended_at:     when the final state was written; None before.
     absent_since: when the backend first said that it does not know the job; None while it does.
-    submitter:    (host, process id) that wrote the intent; submitted_from: the place of that process id.
+    submitter:    (host, process id) that wrote the intent; submitted_from: where that id is valid (`pid_space`).
     adopted:      another machine submitted the job, and it was found on its target.
     cancel_asked: somebody asked accel to cancel the job.
     warning:      why `status` may be old; never stored.
@@ -73,7 +73,7 @@ class Record:
     procs: int | None
     created_at: float
     submitter: tuple[str, int]
-    submitted_from: Place
+    submitted_from: str
     after: tuple[str, ...]
     native_id: str | None
     status: Status
@@ -291,7 +291,7 @@ def _fold(job_id: str, path: str, rows: list[dict[str, Any]]) -> Record:
         procs=None if procs is None else as_whole(procs, "procs", least=1),
         created_at=as_moment(first["created_at"], "created_at"),
         submitter=(as_text(first["host"], "host"), as_whole(first["pid"], "pid", least=1)),
-        submitted_from=Place(*(as_text(first.get(key, ""), key) for key in ("host", "boot", "pid_namespace"))),
+        submitted_from=space_of(*(as_text(first.get(key, ""), key) for key in ("boot", "host", "pid_namespace"))),
         after=tuple(as_text(job_id, "after") for job_id in after),
         native_id=None if native_id is None else as_text(native_id, "native_id"),
         status=_observation(path, status),
@@ -348,7 +348,7 @@ def _succession(current: Status, new: Status) -> Status:
 
 def first_row(spec: JobSpec, *, target: str, kind: str) -> dict[str, Any]:
     """The first line of events.jsonl: the intent, and everything that a list shows."""
-    now, place = time.time(), Place.here()
+    now = time.time()
     return {
         "event": "submitting",
         "at": now,
@@ -359,9 +359,9 @@ def first_row(spec: JobSpec, *, target: str, kind: str) -> dict[str, Any]:
         "procs": spec.procs_per_node,
         "after": list(spec.after),
         "created_at": now,
-        "host": place.node,
-        "boot": place.boot,
-        "pid_namespace": place.pid_namespace,
+        "host": os.uname().nodename,
+        "boot": boot_id(),
+        "pid_namespace": pid_namespace(),
         "pid": os.getpid(),
         "status": Status(state=State.SUBMITTING, reason=Reason.NONE, observed_at=now).to_json(),
         "native_id": None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import fcntl
 import io
 import json
 import os
@@ -99,7 +100,8 @@ class Home:
         files = JobFiles(record.directory)
         identity = Identity.of(os.getpid())
         assert identity is not None
-        files.set_identity("supervisor", identity)
+        files.set_supervisor(identity)
+        fcntl.flock(os.open(record.directory / "local/supervisor.lock", os.O_RDWR | os.O_CREAT), fcntl.LOCK_EX)
         progress = progress_document(Status(state=State.RUNNING, message="training", observed_at=time.time()))
         files.write("local/progress.json", json.dumps(progress))
         (files.logs / "launch.jsonl").write_text(

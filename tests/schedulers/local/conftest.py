@@ -32,17 +32,26 @@ def submit(home: Path, project: Path) -> Iterator[Submit]:
 
     yield submit
     for job in jobs:
-        for process in identities(job).values():
-            identity = Identity(process.pid, process.started)  # wherever a test has said that it is
-            for pid in [*descendants(identity.pid), identity.pid] if identity.alive() else []:
+        supervisor = supervisor_of(job)
+        if supervisor is not None:
+            for pid in [*descendants(supervisor.pid), supervisor.pid] if supervisor.alive() else of_job(job):
                 os.kill(pid, signal.SIGKILL)
 
 
+def supervisor_of(job: Job) -> Identity | None:
+    """The job's supervisor, also where a test has written that it is elsewhere."""
+    found = JobFiles(job.record.directory).supervisor()
+    return found and Identity(found.pid, found.started)
+
+
 def identities(job: Job) -> dict[str, Identity]:
-    """The job's supervisor and launcher, as far as they have been started."""
-    files = JobFiles(job.record.directory)
-    found = {"supervisor": files.supervisor(), "launcher": files.launcher()}
-    return {name: identity for name, identity in found.items() if identity is not None}
+    """The supervisor and the launcher of a job that runs."""
+    supervisor = supervisor_of(job)
+    assert supervisor is not None
+    (launcher,) = (child for child in psutil.Process(supervisor.pid).children() if "launch" in child.cmdline())
+    identity = Identity.of(launcher.pid)
+    assert identity is not None
+    return {"supervisor": supervisor, "launcher": identity}
 
 
 def until_printed(job: Job, text: str, times: int = 1) -> None:

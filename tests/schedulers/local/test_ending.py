@@ -35,6 +35,23 @@ print("ready", flush=True)
 time.sleep(1000)
 """
 
+LINGERING = """
+import os, signal, sys, time
+def linger(*_):
+    print("told", flush=True)
+    while not os.path.exists("go"): time.sleep(0.01)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, linger)
+print("ready", flush=True)
+while True: time.sleep(0.01)
+"""
+
+HOLDS = """
+import os
+names = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
+assert not any(name.endswith("supervisor.lock") for name in names), names
+"""
+
 WITH_COMPANY = """
 import subprocess, sys, time
 subprocess.Popen(["setsid", "sleep", "1000"])
@@ -76,7 +93,7 @@ import os, signal, sys
 from pathlib import Path
 from schedulers.local.job_files import JobFiles
 from schedulers.local.supervisor import Supervisor
-supervisor = Supervisor(JobFiles(Path(sys.argv[1])))
+supervisor = Supervisor(JobFiles(Path(sys.argv[1])), 0)
 os.kill(os.getpid(), signal.SIGTERM)
 print(supervisor.run().state.value)
 """
@@ -88,6 +105,31 @@ def test_a_cancel_before_it_waits_is_not_forgotten(submit: Submit) -> None:
     argv = [sys.executable, "-c", TOLD_EARLY, str(job.record.directory)]
     assert subprocess.run(argv, capture_output=True, text=True).stdout == "cancelled\n"
     assert printed(job) == "ran\n"
+
+
+def test_a_job_whose_supervisor_was_killed_runs_for_as_long_as_its_ranks_take(submit: Submit) -> None:
+    """The launcher holds the lock too, and the fork server where the launcher was killed with the supervisor."""
+    job = submit(LINGERING, procs_per_node=2, grace_s=60)
+    until_printed(job, "ready", times=2)
+    until(lambda: job.status().state is State.RUNNING, "it is noted to run")
+    processes = identities(job)
+    processes["supervisor"].send(signal.SIGKILL)
+    until_printed(job, "told", times=2)
+    assert job.status().state is State.RUNNING
+    processes["launcher"].send(signal.SIGKILL)
+    until(lambda: not processes["launcher"].alive(), "the launcher's end")
+    assert job.status().state is State.RUNNING
+    (_directory(job) / "go").touch()
+    status = job.wait(60)
+    assert (status.state, status.reason) == (State.FAILED, Reason.LOST)
+    assert f"process {processes['supervisor'].pid}" in status.message
+    assert of_job(job) == []
+
+
+def test_no_program_holds_the_lock(submit: Submit) -> None:
+    for procs in (1, 2):
+        job = submit(HOLDS, procs_per_node=procs)
+        assert job.wait().state is State.SUCCEEDED, printed(job)
 
 
 def test_the_time_limit_ends_it_in_order(submit: Submit) -> None:
@@ -124,8 +166,9 @@ def test_whoever_is_killed_nothing_is_left(
     job = submit(text, procs_per_node=procs, grace_s=5)
     until_printed(job, "ready", times=procs)
     until(lambda: job.status().state is State.RUNNING, "it is noted to run")
+    processes = identities(job)
     for victim in victims:
-        identities(job)[victim].send(signum)
+        processes[victim].send(signum)
     if not states:
         assert job.status().state is State.RUNNING
         assert len(of_job(job)) >= 3 * procs
@@ -157,13 +200,14 @@ def test_a_rank_killed_for_no_known_reason_is_named(submit: Submit) -> None:
 def test_another_process_with_the_supervisor_s_number_is_not_taken_for_it(submit: Submit) -> None:
     job = submit(POLITE)
     until_printed(job, "ready")
-    identities(job)["supervisor"].send(signal.SIGKILL)
-    until(lambda: not identities(job)["supervisor"].alive(), "the supervisor's end")
-    until(lambda: not identities(job)["launcher"].alive(), "the launcher's end")
+    processes = identities(job)
+    processes["supervisor"].send(signal.SIGKILL)
+    for name, process in processes.items():
+        until(lambda process=process: not process.alive(), f"the {name}'s end")  # type: ignore[misc]
     # The number comes round again, or the machine has restarted: here it is this very process that has it.
     mine = Identity.of(os.getpid())
     assert mine is not None
-    JobFiles(job.record.directory).set_identity("supervisor", Identity(mine.pid, "another-boot.1"))
+    JobFiles(job.record.directory).set_supervisor(Identity(mine.pid, "another-boot.1"))
     status = job.wait(60)
     assert (status.state, status.reason) == (State.FAILED, Reason.LOST)
 

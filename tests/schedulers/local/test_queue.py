@@ -17,7 +17,7 @@ from schedulers.local.job_files import JobFiles
 from tests.nvml import fake_gpus
 from tests.waiting import until
 
-from .conftest import Submit, identities, printed, until_printed
+from .conftest import Submit, printed, supervisor_of, until_printed
 
 HOLD = """
 import os, time
@@ -136,7 +136,9 @@ def test_a_killed_job_s_place_and_ticket_come_free(submit: Submit, project: Path
     last = submit("print('ran')", name="last.py", options=one)
     until(lambda: f"behind job {waiting.id}" in last.status().message, "the last in line")
     for job in (waiting, holder):
-        identities(job)["supervisor"].send(signal.SIGKILL)
+        supervisor = supervisor_of(job)
+        assert supervisor is not None
+        supervisor.send(signal.SIGKILL)
     assert last.wait(60).state is State.SUCCEEDED
     assert printed(last) == "ran\n"
     assert waiting.status().reason is Reason.LOST

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from schedulers.job import State, Status
-from schedulers.processes import Place
+from schedulers.processes import boot_id, pid_namespace
 from schedulers.store import atomic_files
 from schedulers.store.store import Record, Store
 
@@ -124,7 +124,7 @@ def test_one_final_state_wins(store: Store) -> None:
         """
 from schedulers.store.store import Store
 from schedulers.job import State, Status
-from schedulers.processes import Place
+from schedulers.processes import boot_id, pid_namespace
 record = Store(sys.argv[1]).record(sys.argv[2])
 record.update(Status(state=State.RUNNING))
 print(record.update(Status(state=State.FAILED, exit_code=int(sys.argv[3]))).exit_code)
@@ -235,20 +235,17 @@ def test_a_lock_of_another_host_is_believed_until_it_is_old(tmp_path: Path) -> N
 
 def test_a_lock_is_judged_where_its_holder_s_id_has_a_meaning(tmp_path: Path) -> None:
     """This process holds none of them: its id stands for one that lives, and the largest for one that has ended."""
-    here = Place.here()
-    boot, namespace = here.boot or "-", here.pid_namespace or "-"
+    node, boot, namespace = os.uname().nodename, boot_id() or "-", pid_namespace() or "-"
     ended = 2**22 + 1
     holders = {
-        f"{here.node} {ended} abcd": True,  # of an older version
-        f"{here.node} {os.getpid()} abcd": False,
-        f"{here.node} {ended} abcd {boot} {namespace}": True,
-        f"{here.node} {os.getpid()} abcd {boot} {namespace}": False,
-        f"{here.node} {ended} abcd - -": True,
-        f"another-host {ended} abcd {boot} {namespace}": False,
+        f"{node} {ended} abcd": False,  # of an older version: believed until it is old
+        f"{node} {ended} abcd {boot} {namespace}": True,
+        f"{node} {os.getpid()} abcd {boot} {namespace}": False,
     }
-    if here.boot:
-        holders[f"{here.node} {ended} abcd {boot} 1"] = False
-        holders[f"{here.node} {os.getpid()} abcd another-boot {namespace}"] = True
+    if boot_id():
+        holders[f"another-host {ended} abcd {boot} {namespace}"] = True  # the machine was given another name
+        holders[f"{node} {ended} abcd {boot} 1"] = False
+        holders[f"{node} {os.getpid()} abcd another-boot {namespace}"] = False  # a clone of this machine
     for holder, free in holders.items():
         lock = tmp_path / "lock"
         lock.write_text(holder)
