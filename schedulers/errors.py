@@ -38,7 +38,12 @@ class SnapshotError(SchedulerError):
 
 
 class SubmitError(SchedulerError):
-    """The backend refused the job; it is not running."""
+    """The backend refused the job; it is not running.
+
+    native_id: of a part of the job that was started all the same, and is to be cancelled.
+    """
+
+    native_id: str | None = None
 
 
 class Unreachable(SchedulerError):

@@ -235,9 +235,9 @@ class Cursor:
         """Goes to where another cursor stands."""
         self._positions.update(cursor._positions)
 
-    def moved(self, positions: Mapping[str, str]) -> Cursor:
-        """A cursor that stands at these places, and elsewhere where this one does."""
-        return Cursor({**self._positions, **positions})
+    def moved(self, positions: Mapping[str, str | None]) -> Cursor:
+        """A cursor that stands at these places (None: the beginning), and elsewhere where this one does."""
+        return Cursor({key: at for key, at in {**self._positions, **positions}.items() if at is not None})
 
     def __str__(self) -> str:
         return ",".join(f"{source}={position}" for source, position in sorted(self._positions.items()))

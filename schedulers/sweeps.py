@@ -71,8 +71,9 @@ def specs(base: JobSpec, points: Sequence[Point]) -> list[JobSpec]:
 def submit_sweep(
     jobs: Sequence[JobSpec], target_name: str, store: Store | None = None, *, start: str | Path | None = None
 ) -> list[Job]:
-    """Submits the jobs, in one request where the target takes that. Raises what `submit` raises; where jobs are
-    submitted one by one, those before the one that is refused go on, and the message says how many."""
+    """Submits the jobs, in one request where the target takes that: a job that it refuses alone is returned failed, or
+    as submitting, and its `record.warning` says why. Raises what `submit` raises; where jobs are submitted one by one,
+    those before the one that is refused go on, and the message says how many."""
     from .errors import SchedulerError
     from .jobs.handle import Job, submit_spec
     from .jobs.submit import admit, for_each, prepare, send_many
@@ -99,9 +100,6 @@ def submit_sweep(
 
     records = for_each(create, zip(ids, ready, plans, strict=True))
     send_many(records, resolved.target, plans)
-    for record in records:
-        if record.cancel_asked and record.native_id is not None:
-            resolved.target.cancel(record.native_id)  # somebody did not wait for the submit's end
     return [Job(record, target=resolved.target) for record in records]
 
 

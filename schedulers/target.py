@@ -194,8 +194,12 @@ class Sweeps(Protocol):
     def plan_many(self, specs: Sequence[JobSpec], job_ids: Sequence[str]) -> list[Plan]:
         """A plan for each job, as pure as `plan`; what they share is in the first one's. Raises SpecError."""
 
-    def submit_many(self, plans: Sequence[Plan]) -> list[str]:
-        """Does what the plans say in one request and returns the native ids in their order. Idempotent."""
+    def submit_many(self, plans: Sequence[Plan]) -> Sequence[str | SchedulerError]:
+        """Does what the plans say in one request and returns the native ids in their order, and for a job that was not
+        submitted the error that `submit` would raise. Idempotent. Raises what concerns all of the jobs."""
+
+    def cancel(self, native_id: str) -> None:
+        """That of every target."""
 
 
 @runtime_checkable

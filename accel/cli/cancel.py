@@ -57,7 +57,7 @@ def _ask(job: Job) -> bool:
     from schedulers.errors import SchedulerError
 
     try:
-        state = job.status(refresh=job.native_id is not None).state  # of a job that was not sent, that would send it
+        state = job.status(refresh=not job.record.incomplete).state  # of a job that was not sent, that would send it
         if state.final:
             rest = "; what still ran of it is cancelled" if job.cancel_rest() else ""
             note(f"job {job.id} had already ended: {state.value}{rest}")

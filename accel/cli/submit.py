@@ -122,8 +122,12 @@ def _submit_sweep(specs: Sequence[JobSpec], args: Namespace) -> int:
         print_json([_summary(job) for job in jobs])
     else:
         print("\n".join(job.id for job in jobs))
-    note(f"{counted(len(jobs), 'job')} submitted to {args.target}; see them: accel list")
-    return exit_status.OK
+    failed = [job for job in jobs if job.record.warning]
+    for job in failed:
+        note(f"job {job.id}: {job.record.warning}")
+    of = f"{len(jobs) - len(failed)} of " if failed else ""
+    note(f"{of}{counted(len(jobs), 'job')} submitted to {args.target}; see them: accel list")
+    return exit_status.ERROR if failed else exit_status.OK
 
 
 def _submit(spec: JobSpec, args: Namespace) -> int:

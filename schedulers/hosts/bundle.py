@@ -42,12 +42,14 @@ def pack(module: str, call: str) -> bytes:
     return packed.getvalue()
 
 
-def start(remote: Remote, *, root: str, python: str, nodes: Mapping[str, int], secrets: Mapping[str, str]) -> None:
+def start(
+    remote: Remote, *, root: str, python: str, nodes: Mapping[str, int], secrets: Mapping[str, str]
+) -> dict[str, RemoteError]:
     """Leaves each of these jobs with a supervisor on a host, unless it has one or the job has ended there.
 
     `nodes`: job id -> which node of the job the host is. The job's directory there has `PROGRAM` and `settings.json`.
-    `secrets` has the values of those that the settings name; they go over standard input. Raises HostUnreachable, and
-    RemoteError with a line for each job that cannot have one.
+    `secrets` has the values of those that the settings name; they go over standard input. Returns why a job cannot have
+    one. Raises HostUnreachable, RemoteError.
     """
     from . import replies
 
@@ -58,5 +60,4 @@ def start(remote: Remote, *, root: str, python: str, nodes: Mapping[str, int], s
     request = json.dumps({"root": root, "do": steps}).encode() + b"\n"
     said = remote.run(argv, stdin=code + request, timeout_s=timeout_s)
     (problems,) = replies.decode_done(said.stdout, steps, replies.JOBS, remote.name, said.stderr)
-    if problems:
-        raise RemoteError(remote.name, "; ".join(one_line(str(problem)) for problem in dict.fromkeys(problems)))
+    return {job: RemoteError(remote.name, one_line(problem)) for job, problem in problems.items()}

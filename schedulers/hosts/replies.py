@@ -113,7 +113,7 @@ JOBS: Mapping[str, Any] = {
     "logs": Logs,
     "at": dict[str, Count],
     "tail": list[LogEnd],
-    "start": list[str],
+    "start": dict[str, str],
     "port": Count | None,
     "claim": bool,
     "clear": list[int],

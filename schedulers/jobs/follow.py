@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 import time
 from collections import deque
-from collections.abc import Collection, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeAlias
 
 from ..errors import Unreachable
 from ..job import Cursor, LogLine
@@ -22,6 +24,9 @@ _SLICE_S = 1.0  # how long a wait on the target itself may last before stop and 
 _FIRST_POLL_S, _LAST_POLL_S = 1.0, 30.0
 _FIRST_READ_S, _LAST_READ_S = 0.1, 1.0
 _FIRST_EARLY_S = 0.005
+_MOST_PIECES = 16  # of a line, of 1 MiB each, that are held in memory
+
+_Read: TypeAlias = "Callable[[Cursor], Iterator[LogLine]]"
 
 
 class Pause:
@@ -86,9 +91,10 @@ class Pause:
 
 def read_once(job: Job, cursor: Cursor, ranks: Collection[int] | None, tail: int | None) -> Iterator[LogLine]:
     """The lines that there are now."""
-    at = None if tail is None else job.tail_at(cursor, tail)
-    lines = (line for line in job.read_logs(at or cursor) if ranks is None or line.rank in ranks)
-    return lines if tail is None or at is not None else iter(_last(lines, tail))
+    at = cursor if tail is None else job.tail_at(cursor, tail)
+    if at is None:
+        return _last(job.read_logs, cursor, ranks, tail or 0)
+    return (line for line in job.read_logs(at) if ranks is None or line.rank in ranks)
 
 
 def follow(
@@ -129,8 +135,8 @@ def follow(
             idle = min(_LAST_READ_S, idle * 1.5)
 
 
-def _catch_up(job: Job, cursor: Cursor, ranks: Collection[int] | None, tail: int, pause: Pause) -> list[LogLine]:
-    """Moves the cursor to the last lines; those of them that it is behind already."""
+def _catch_up(job: Job, cursor: Cursor, ranks: Collection[int] | None, tail: int, pause: Pause) -> Iterator[LogLine]:
+    """Moves the cursor to the last lines, and gives those of them that it is behind already."""
     while not pause.stopped:
         try:
             at = job.tail_at(cursor, tail)
@@ -138,30 +144,54 @@ def _catch_up(job: Job, cursor: Cursor, ranks: Collection[int] | None, tail: int
             job.record.warning = str(error)
             pause.sleep(_LAST_READ_S)
             continue
-        if at is None:
-            break
-        cursor.move(at)
-        return []
+        if at is not None:
+            cursor.move(at)
+            return
+        break
 
-    def seen() -> Iterator[LogLine]:
+    def seen(since: Cursor) -> Iterator[LogLine]:
         with contextlib.suppress(Unreachable):
-            for line in job.read_logs(Cursor.parse(str(cursor))):
-                cursor.advance(line)
-                if ranks is None or line.rank in ranks:
-                    yield line
+            yield from job.read_logs(since)
 
-    return _last(seen(), tail)
+    yield from _last(seen, cursor, ranks, tail)
 
 
-def _last(lines: Iterator[LogLine], count: int) -> list[LogLine]:
-    """The last so many finished lines of each rank, and what there is of the next, in the order they came."""
-    kept: dict[int | None, deque[list[tuple[int, LogLine]]]] = {}
-    going_on: dict[tuple[str, int | None], list[tuple[int, LogLine]]] = {}
-    for number, line in enumerate(lines):
-        pieces = going_on.setdefault((line.source, line.rank), [])
-        pieces.append((number, line))
-        if not line.partial:
-            kept.setdefault(line.rank, deque(maxlen=max(0, count))).append(pieces)
-            del going_on[line.source, line.rank]
-    found = [*(pieces for some in kept.values() for pieces in some), *going_on.values()]
-    return [line for _, line in sorted((pair for pieces in found for pair in pieces), key=lambda pair: pair[0])]
+@dataclass
+class _Line:
+    """A line's pieces; of one with more than _MOST_PIECES only where it begins, and how many there are."""
+
+    number: int
+    start: str | None
+    count: int = 0
+    pieces: list[LogLine] = field(default_factory=list)
+
+    def add(self, piece: LogLine) -> None:
+        self.count += 1
+        self.pieces.append(piece)
+        if self.count > _MOST_PIECES:
+            del self.pieces[:-1]
+
+    def read(self, read: _Read, end: Cursor) -> Iterator[LogLine]:
+        if self.count <= _MOST_PIECES:
+            return iter(self.pieces)
+        (last,) = self.pieces
+        lines = read(end.moved({last.source: self.start}))
+        return itertools.islice((x for x in lines if (x.source, x.rank) == (last.source, last.rank)), self.count)
+
+
+def _last(read: _Read, cursor: Cursor, ranks: Collection[int] | None, count: int) -> Iterator[LogLine]:
+    """The last so many finished lines of each rank, and what there is of the next, in the order they began. Moves the
+    cursor to the end. Very long lines are read a second time, not held in memory."""
+    kept: dict[int | None, deque[_Line]] = {}
+    going_on: dict[tuple[str, int | None], _Line] = {}
+    for number, line in enumerate(read(cursor.moved({}))):
+        if ranks is None or line.rank in ranks:
+            whole = going_on.setdefault((line.source, line.rank), _Line(number, cursor.position(line.source)))
+            whole.add(line)
+            if not line.partial:
+                kept.setdefault(line.rank, deque(maxlen=max(0, count))).append(whole)
+                del going_on[line.source, line.rank]
+        cursor.advance(line)
+    found = [*(whole for some in kept.values() for whole in some), *going_on.values()]
+    for whole in sorted(found, key=lambda whole: whole.number):
+        yield from whole.read(read, cursor)

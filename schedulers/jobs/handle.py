@@ -216,15 +216,16 @@ class Job:
         status = self.record.reload().status
         if not refresh or status.state.final:
             return status
-        if self.record.native_id is None:
+        native_id = self.record.native_id
+        if native_id is None or self.record.incomplete:
             return self.resume_submit()
         asked_at = time.time()
         try:
-            answer = self._target().poll([self.record.native_id])
+            answer = self._target().poll([native_id])
         except Unreachable as error:
             self.record.warning = str(error)
             return self.record.status
-        return absorb(self.record, answer.get(self.record.native_id), asked_at)
+        return absorb(self.record, answer.get(native_id), asked_at)
 
     def wait(self, timeout: float | None = None) -> Status:
         """Returns the final status. Raises TimeoutError after `timeout` seconds, and what `status` raises."""
@@ -260,12 +261,12 @@ class Job:
 
         Raises Unreachable when the backend of a job that is not over cannot be asked, and what `status` raises.
         """
-        status = self.status(refresh=self.record.native_id is not None)
+        status = self.status(refresh=not self.record.incomplete)
         if status.state.final:
             self.cancel_rest()
             return status
         self.record.append("cancel", host=os.uname().nodename, pid=os.getpid())
-        if self.record.native_id is None:
+        if self.record.incomplete:
             status = self.status()  # one whose submit was cut off is looked for
         if not status.state.final and self.record.native_id is not None:
             self._target().cancel(self.record.native_id)
@@ -317,30 +318,24 @@ class Job:
         Does nothing while the process that submits the job lives: it holds a lock. Where that is not certain (just
         after the intent was written), it is believed for a minute. A refusal is in the status.
         """
+        from ..target import Finds
+        from .recovery import find_submitted
+
         with self.record.submission(blocking=False) as ours:
             status = self.record.reload().status
-            if not ours or status.state.final or self.record.native_id is not None or not cut_off(self.record):
+            if not ours or status.state.final or not self.record.incomplete or not cut_off(self.record):
                 return status
+            target = self._target()
             try:
-                if not self._find_cancelled():
-                    send(self.record, self._target(), self.record.plan())
+                if self.record.cancel_asked and isinstance(target, Finds):
+                    find_submitted(self.record, target)
+                else:
+                    send(self.record, target, self.record.plan())
             except Unreachable as error:
                 self.record.warning = str(error)
             except SubmitError:
                 pass  # the status says it
             return self.record.status
-
-    def _find_cancelled(self) -> bool:
-        """Looks for a job that was cancelled before its target had confirmed it. False for any other job, and where the
-        target can only be asked by submitting again."""
-        from ..target import Finds
-        from .recovery import find_submitted
-
-        target = self._target()
-        if not self.record.cancel_asked or not isinstance(target, Finds):
-            return False
-        find_submitted(self.record, target, target.find)
-        return True
 
     def describe(self) -> dict[str, Any]:
         """All that the store knows, in plain JSON values. Asks no backend. Raises StoreError."""
@@ -439,12 +434,16 @@ class Job:
     ) -> Iterator[LogLine]:
         cursor = self.cursor(since)
         if not following:
-            self.record.reload()
             return read_once(self, cursor, ranks, tail)
         return follow(self, cursor, ranks, tail, Pause(stop, None))
 
     def cursor(self, since: Cursor | str | float | None) -> Cursor:
-        """The place in the logs that `since` means, as for `logs`. Raises SpecError."""
+        """The place in the logs that `since` means, as for `logs`. Looks for a job whose submit was cut off. Raises
+        SpecError, ConfigError."""
+        if self.record.reload().native_id is None and not self.record.status.state.final and cut_off(self.record):
+            from .recovery import recover
+
+            recover(self.record, self._target())
         if not isinstance(since, (int, float)):
             return Cursor.parse(str(since)) if since is not None else Cursor()
         from ..target import Dated

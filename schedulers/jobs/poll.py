@@ -41,7 +41,7 @@ def poll_all(records: Sequence[Record], shared: dict[str, Target] | None = None)
     shared = {} if shared is None else shared
     groups: dict[str, list[Record]] = {}
     for record in records:
-        if record.native_id is not None or cut_off(record):
+        if not record.incomplete or cut_off(record):
             groups.setdefault(_asked_with(record), []).append(record)
     if len(groups) < 2:
         for those in groups.values():
@@ -115,17 +115,17 @@ def _poll(records: Sequence[Record], shared: dict[str, Target]) -> None:
 
 
 def _submitted(records: Sequence[Record], target: Target) -> list[Record]:
-    """Those that the target has confirmed, after it was asked for the others."""
+    """Those whose submit is complete, after the target was asked for the others."""
     from .recovery import recover
 
-    confirmed = [record for record in records if record.native_id is not None]
+    complete = [record for record in records if not record.incomplete]
     for record in records:
-        if record.native_id is None:
+        if record.incomplete:
             try:
                 recover(record, target)
             except StoreError as error:
                 record.warning = str(error)
-    return confirmed
+    return complete
 
 
 def _any_target(records: Sequence[Record], shared: dict[str, Target]) -> Target:
@@ -143,7 +143,7 @@ def _restored(record: Record, shared: dict[str, Target]) -> Target:
     return shared[key]
 
 
-def absorb(record: Record, answer: Status | None, asked_at: float, native_id: str | None = None) -> Status:
+def absorb(record: Record, answer: Status | None, asked_at: float) -> Status:
     """Records what the backend said of the job (None: it does not know it) and returns the status in force.
 
     A job that the backend does not know is over only when it left a result, or when a minute later the backend still
@@ -158,7 +158,7 @@ def absorb(record: Record, answer: Status | None, asked_at: float, native_id: st
     if answer.state is State.FAILED and answer.reason is Reason.LOST and record.cancel_asked:
         answer = dataclasses.replace(answer, state=State.CANCELLED, reason=Reason.USER, message="")
     answer = answer if answer.observed_at else dataclasses.replace(answer, observed_at=asked_at)
-    status = record.update(answer, native_id)
+    status = record.update(answer)
     if record.absent_since is not None:
         record.append("present")
     return status

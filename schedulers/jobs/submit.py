@@ -73,23 +73,28 @@ def admit(target: Target, specs: Iterable[JobSpec]) -> None:
 
 
 def send_many(records: Sequence[Record], target: Sweeps, plans: Sequence[Plan]) -> None:
-    """Hands the plans of a sweep to the target at once and records the answers; a refusal is recorded with each job,
-    and raised."""
+    """Hands the plans of a sweep to the target at once and records the answers. `Record.warning` says why a job was not
+    submitted; an error that all jobs have is raised."""
     asked_at = time.time()
     # The first one's lock stands for all: a thousand jobs would need a thousand open files.
     with records[0].submission():
+        answers: Sequence[str | SchedulerError]
         try:
-            native_ids = target.submit_many(plans)
-        except Unreachable as error:
-            again = f"the {len(records)} jobs are kept as submitting, and `accel status ID` asks again"
-            raise Unreachable(f"{error}; {again}") from error
+            answers = target.submit_many(plans)
         except SchedulerError as error:
-            reason = getattr(error, "reason", Reason.SETUP)
-            refused = Status(state=State.FAILED, reason=reason, message=str(error), observed_at=time.time())
-            for_each(lambda record: record.update(refused), records)
-            raise
-        queued = Status(state=State.QUEUED, observed_at=asked_at)
-        for_each(lambda pair: pair[0].update(queued, pair[1]), list(zip(records, native_ids, strict=True)))
+            answers = [error] * len(records)
+        jobs = list(zip(records, answers, strict=True))
+        # All ids are on the disk before a cancel, which may take long, or fail.
+        for_each(lambda job: _keep(*job, asked_at), jobs)
+        problems = for_each(lambda job: _settle(*job, target), jobs)
+    first = problems[0]
+    if first is not None and {str(problem) for problem in problems} == {str(first)}:
+        if isinstance(first, Unreachable):
+            again = f"the {len(records)} jobs are kept as submitting, and `accel status ID` asks again"
+            raise Unreachable(f"{first}; {again}") from first
+        raise first
+    for record, problem in zip(records, problems, strict=True):
+        record.warning = record.warning if problem is None else str(problem)
 
 
 def for_each(act: Callable[[Item], Made], items: Iterable[Item]) -> list[Made]:
@@ -106,17 +111,47 @@ def for_each(act: Callable[[Item], Made], items: Iterable[Item]) -> list[Made]:
 def send(record: Record, target: Target, plan: Plan) -> None:
     """Hands the plan to the target and records the answer; a refusal is recorded, and raised."""
     asked_at = time.time()
+    answer: str | SchedulerError
     try:
-        native_id = target.submit(plan)
-    except Unreachable as error:
-        # It may have got there all the same, so it is neither failed nor sent again blindly.
-        again = f"job {record.id} is kept as submitting, and `accel status {record.id}` asks again"
-        raise Unreachable(f"{error}; {again}") from error
+        answer = target.submit(plan)
     except SchedulerError as error:
-        reason = getattr(error, "reason", Reason.SETUP)
-        record.update(Status(state=State.FAILED, reason=reason, message=str(error), observed_at=time.time()))
-        raise
+        answer = error
+    _keep(record, answer, asked_at)
+    problem = _settle(record, answer, target)
+    if isinstance(problem, Unreachable):
+        again = f"job {record.id} is kept as {record.status.state.value}, and `accel status {record.id}` asks again"
+        raise Unreachable(f"{problem}; {again}") from problem
+    if problem is not None:
+        raise problem
+
+
+def _keep(record: Record, answer: str | SchedulerError, asked_at: float) -> None:
+    """Records the native id, and that a job which has started in part is to be cancelled."""
+    native_id = answer if isinstance(answer, str) else getattr(answer, "native_id", None)
+    if native_id is None:
+        return
+    if isinstance(answer, SchedulerError):
+        record.append("cancel", host=os.uname().nodename, pid=os.getpid())
     # As old as the question: what the job itself has told since then is newer, and stands.
-    status = record.update(Status(state=State.QUEUED, observed_at=asked_at), native_id)
-    if record.cancel_asked and not status.state.final:
-        target.cancel(native_id)  # somebody did not wait for the submit's end
+    known = record.reload().native_id is not None
+    status = record.status if known else Status(state=State.QUEUED, observed_at=asked_at)
+    record.update(status, native_id, incomplete=record.cancel_asked)
+
+
+def _settle(record: Record, answer: str | SchedulerError, target: Sweeps | Target) -> SchedulerError | None:
+    """Cancels the job if it is to be, and records a refusal. Returns why the job was not submitted."""
+    problem = None if isinstance(answer, str) else answer
+    if isinstance(problem, Unreachable):
+        return problem  # it may have got there all the same, so it is neither failed nor sent again blindly
+    if record.cancel_asked and record.native_id is not None and not record.status.state.final:
+        try:
+            target.cancel(record.native_id)
+        except Unreachable as error:  # the submit stays incomplete, and whoever completes it repeats the cancel
+            return Unreachable("; ".join(filter(None, (str(problem or ""), f"it is not cancelled: {error}"))))
+    if problem is not None:
+        reason = getattr(problem, "reason", Reason.SETUP)
+        refused = Status(state=State.FAILED, reason=reason, message=str(problem), observed_at=time.time())
+        record.update(refused, record.native_id)
+    elif record.incomplete:
+        record.update(record.status, record.native_id)
+    return problem

@@ -233,13 +233,13 @@ def tail(root: str, step: Step, contents: list[bytes]) -> list[dict[str, Any]]:
     return found
 
 
-def start(root: str, step: Step, contents: list[bytes]) -> list[str]:
-    """Starts supervisors, several at a time; why some could not be, a line each."""
+def start(root: str, step: Step, contents: list[bytes]) -> dict[str, str]:
+    """Starts supervisors, several at a time; of each job whose supervisor could not be started, why."""
     import subprocess
 
     own = os.umask(login_umask)  # what the ranks get
     secrets = json.dumps(step["secrets"]).encode()
-    problems = []
+    problems = {}
     jobs = list(step["nodes"].items())
     while jobs:
         started = []
@@ -247,11 +247,11 @@ def start(root: str, step: Step, contents: list[bytes]) -> list[str]:
             directory = directory_of(root, {"job": job})
             argv = [sys.executable, "-I", os.path.join(directory, "supervisor.pyz"), directory, str(node)]
             pipe, null = subprocess.PIPE, subprocess.DEVNULL
-            started.append(subprocess.Popen(argv, stdin=pipe, stdout=null, stderr=pipe))
-        for process in started:
+            started.append((job, subprocess.Popen(argv, stdin=pipe, stdout=null, stderr=pipe)))
+        for job, process in started:
             said = process.communicate(secrets)[1]
             if process.returncode != 0:
-                problems.append(said.decode("utf-8", "replace").strip() or f"status {process.returncode}")
+                problems[job] = said.decode("utf-8", "replace").strip() or f"status {process.returncode}"
         del jobs[:STARTED_AT_ONCE]
     os.umask(own)
     return problems
@@ -299,14 +299,15 @@ def clear(root: str, step: Step, contents: list[bytes]) -> list[int]:
 
 
 def cancel(root: str, step: Step, contents: list[bytes]) -> bool:
-    """Asks the supervisor here to end the job. Says whether there is such a job."""
+    """Asks the supervisor here to end the job. Says whether there is one, or was one that left a result."""
     directory = directory_of(root, step)
     if not os.path.isdir(directory):
         return False
     os.close(os.open(os.path.join(directory, "cancel"), os.O_WRONLY | os.O_CREAT, 0o600))
-    if not alive(directory):
+    living = alive(directory)
+    if not living:
         tidy(directory)
-    return True
+    return living or os.path.exists(os.path.join(directory, "exit.json"))
 
 
 OPERATIONS = {

@@ -31,7 +31,7 @@ FINEST = 64  # of a note's age: how far from the next one it stays when notes ar
 BLOCK = 1 << 16
 LONGEST_EVENT = 1 << 20
 FULL_BYTES = 1 << 16
-FULL = "its disk was full: lines of its logs are missing"
+FULL = "its disk was full: lines of its logs may be missing"
 
 _ENDING = re.compile(rb"\n|\r(?!\n)")
 

@@ -9,16 +9,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from ..errors import SubmitError, Unreachable
+from ..errors import SchedulerError, SubmitError, Unreachable
 from ..hosts import bundle, fanout
-from ..hosts.errors import HostUnreachable
+from ..hosts.errors import HostUnreachable, RemoteError
 from ..hosts.host_list import Host
 from ..hosts.remote_files import Blob, Files
-from ..hosts.transport import Outcome, Remote
+from ..hosts.transport import Remote
 from ..job import Reason
 from ..store import snapshot
 from .cleanup import remove, unused_s
 from .free_slots import queue_settings
+from .native_id import Native
 from .options import SshOptions, port_range
 from .placement import Placement, progress
 from .status import Hosts, tell_all
@@ -90,7 +91,7 @@ def ship(
             progress.info("sending %d jobs to %s", len(placements), f"{len(on)} host{'s' if len(on) > 1 else ''}")
         if options.fan_out and fanout.worthwhile(len(on), code):
             _pass_on(hosts, options, on, code)
-        problems = _problems(hosts.pool.map(one, list(on)))
+        problems = [str(outcome.error) for outcome in hosts.pool.map(one, list(on)) if outcome.error is not None]
     if problems:
         paths = [path for placement in placements for path in _paths(placement.job_id)]
         remove(hosts, options, paths, list(on))
@@ -147,33 +148,46 @@ def _cleared(hosts: Hosts, options: SshOptions, on: OnHost) -> list[str]:
     return []
 
 
-def start(hosts: Hosts, options: SshOptions, placements: Sequence[Placement], *, secrets: Mapping[str, str]) -> None:
+def start(
+    hosts: Hosts, options: SshOptions, placements: Sequence[Placement], *, secrets: Mapping[str, str]
+) -> dict[str, SchedulerError]:
     """Starts the supervisors, all at once, and gives each the secrets, which are written nowhere.
 
-    When one does not start, the others are told to end; those of the same job would end by themselves, for they wait
-    for all before any rank runs. Raises NotStarted; and Unreachable when a host was lost that may now run a job alone.
+    Returns why a job was not started on all of its hosts: NotStarted, or Unreachable when a host was lost that may now
+    run the job alone. Those of several hosts wait for all before any rank runs.
     """
     on = _by_host(placements)
 
-    def one(remote: Remote) -> None:
+    def one(remote: Remote) -> dict[str, RemoteError]:
         nodes = {placement.job_id: number for placement, number in on[remote.host]}
-        bundle.start(remote, root=options.root, python=hosts.python, nodes=nodes, secrets=secrets)
+        return bundle.start(remote, root=options.root, python=hosts.python, nodes=nodes, secrets=secrets)
 
-    outcomes = hosts.pool.map(one, list(on))
-    problems = _problems(outcomes)
-    lost = {outcome.host for outcome in outcomes if isinstance(outcome.error, HostUnreachable)}
-    if any(placement.nodes[0].host in lost and len(placement.nodes) == 1 for placement in placements):
+    problems: dict[str, list[SchedulerError]] = {}
+    for outcome in hosts.pool.map(one, list(on)):
+        for placement, _ in on[outcome.host]:
+            error = outcome.error or (outcome.value or {}).get(placement.job_id)
+            if error is not None:
+                problems.setdefault(placement.job_id, []).append(error)
+    failed: dict[str, SchedulerError] = {}
+    for placement in placements:
+        errors = problems.get(placement.job_id, [])
+        text = "; ".join(map(str, errors))
+        if any(isinstance(error, HostUnreachable) for error in errors) and len(placement.nodes) == 1:
+            failed[placement.job_id] = Unreachable(text)
+        elif errors:
+            refusal = failed[placement.job_id] = NotStarted(f"{text}; no host runs the job")
+            if len(errors) < len(placement.nodes):
+                refusal.native_id = native_id(placement)
+    return failed
+
+
+def native_id(placement: Placement) -> str:
+    return str(Native.of(placement.job_id, [node.host for node in placement.nodes]))
+
+
+def cancel(hosts: Hosts, native: Native) -> None:
+    """Asks for the end on each of the job's hosts. Raises Unreachable when none that has the job could be asked."""
+    told = tell_all(hosts, native.hosts, {"op": "cancel", "job": native.job_id})
+    problems = [str(error) for _, _, error in told if error is not None]
+    if problems and not any(known for _, known, _ in told):
         raise Unreachable("; ".join(problems))
-    if problems:
-        hosts.ask({host: [{"op": "cancel", "job": p.job_id} for p, _ in on[host]] for host in on if host not in lost})
-        raise NotStarted(f"{'; '.join(problems)}; no host runs the job")
-
-
-def _problems(outcomes: Sequence[Outcome[None]]) -> list[str]:
-    return [str(outcome.error) for outcome in outcomes if outcome.error is not None]
-
-
-def cancel(hosts: Hosts, job_id: str, asked: Sequence[Host]) -> list[str]:
-    """Asks for the end on each of these hosts, those of them that know the job. What hosts could not be asked, why."""
-    told = tell_all(hosts, asked, {"op": "cancel", "job": job_id}) if asked else []
-    return [str(error) for _, _, error in told if error is not None]

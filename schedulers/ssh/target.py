@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from ..config import secrets
 from ..convert import as_text, as_whole
-from ..errors import SpecError, StoreError, Unreachable
+from ..errors import SchedulerError, SpecError, StoreError, Unreachable
 from ..hosts.bundle import PROGRAM
 from ..job import Cursor, JobSpec, LogLine, Status
 from ..store import atomic_files
@@ -111,27 +111,31 @@ class SshTarget:
         return [self.plan(spec, job_id) for spec, job_id in zip(specs, job_ids, strict=True)]
 
     def submit(self, plan: Plan) -> str:
-        """Raises what `submit_many` raises."""
-        return self.submit_many([plan])[0]
+        """Raises what `submit_many` raises or returns."""
+        answer = self.submit_many([plan])[0]
+        if isinstance(answer, SchedulerError):
+            raise answer
+        return answer
 
-    def submit_many(self, plans: Sequence[Plan]) -> list[str]:
+    def submit_many(self, plans: Sequence[Plan]) -> list[str | SchedulerError]:
         """Examines the hosts, puts everything on those that get the jobs and starts their supervisors.
 
-        Which hosts they are is on this disk before any is started: a submit that is repeated asks those first. Raises
-        SubmitError with a line for each host that fails, SpecError, ConfigError, and Unreachable when hosts that may
-        run a job from an earlier submit cannot be asked.
+        Which hosts they are is on this disk before any is started: a submit that is repeated asks those first. A
+        supervisor that does not start fails the jobs of its host. Raises SubmitError with a line for each host that
+        fails before, SpecError, ConfigError, and Unreachable when hosts that may run a job from an earlier submit
+        cannot be asked.
         """
-        found = {plan.job_id: self._earlier(plan.job_id) for plan in plans}
-        fresh = [plan for plan in plans if found[plan.job_id] is None]
+        earlier = {plan.job_id: self._earlier(plan.job_id) for plan in plans}
+        answers: dict[str, str | SchedulerError] = {key: found for key, found in earlier.items() if found is not None}
+        fresh = [plan for plan in plans if plan.job_id not in answers]
         if fresh:
-            found.update(self._submit(fresh))
-        return [str(found[plan.job_id]) for plan in plans]
+            answers |= self._submit(fresh)
+        return [answers[plan.job_id] for plan in plans]
 
-    def _submit(self, plans: Sequence[Plan]) -> dict[str, str]:
-        """Native ids of jobs that differ in their arguments and names only."""
+    def _submit(self, plans: Sequence[Plan]) -> dict[str, str | SchedulerError]:
+        """Native ids, or errors, of jobs that differ in their arguments and names only."""
         from . import placement as placing
         from . import submit
-        from .native_id import Native
 
         common = plans[0].settings
         values = secrets.values(common["secrets"])
@@ -150,14 +154,10 @@ class SshTarget:
             if template["procs_per_node"] is None:
                 template["procs_per_node"] = placing.slots([node.host for node in placement.nodes])
         submit.ship(self._hosts, self._options, templates, placements, code=code)
-        found = {}
-        for placement in placements:
-            native = str(Native.of(placement.job_id, [node.host for node in placement.nodes]))
-            document = {"native_id": native, "nodes": common["nodes"]}
-            atomic_files.write_document(self._placed(placement.job_id), document)
-            found[placement.job_id] = native
-        submit.start(self._hosts, self._options, placements, secrets=values)
-        return found
+        found = {placement.job_id: submit.native_id(placement) for placement in placements}
+        for job_id, native_id in found.items():
+            atomic_files.write_document(self._placed(job_id), {"native_id": native_id, "nodes": common["nodes"]})
+        return found | submit.start(self._hosts, self._options, placements, secrets=values)
 
     def poll(self, native_ids: Sequence[str]) -> Mapping[str, Status]:
         """Asks the jobs' hosts, each once, until one tells of each job. A job that none of its hosts knows is missing.
@@ -195,15 +195,12 @@ class SshTarget:
     def cancel(self, native_id: str) -> None:
         """Asks on all hosts at once for an orderly end; the one that leads hears of it from any other.
 
-        Raises Unreachable when no host could be asked.
+        Raises Unreachable when no host that has the job could be asked.
         """
         from . import submit
         from .native_id import Native
 
-        native = Native.parse(native_id)
-        problems = submit.cancel(self._hosts, native.job_id, native.hosts)
-        if len(problems) == len(native.hosts):
-            raise Unreachable("; ".join(problems))
+        submit.cancel(self._hosts, Native.parse(native_id))
 
     def wait(self, native_id: str, timeout_s: float) -> bool:
         """Listens to two of the job's hosts, and to others when these go away."""

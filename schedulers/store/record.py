@@ -61,6 +61,7 @@ class Record:
     submitter:    (host, process id) that wrote the intent; submitted_from: where that id is valid (`pid_space`).
     adopted:      another machine submitted the job, and it was found on its target.
     cancel_asked: somebody asked accel to cancel the job.
+    incomplete:   its submit is to be completed: the target has not confirmed all of the job, or the cancel of it.
     warning:      why `status` may be old; never stored.
     """
 
@@ -82,6 +83,7 @@ class Record:
     absent_since: float | None
     adopted: bool = False
     cancel_asked: bool = False
+    incomplete: bool = False
     warning: str = ""
 
     @property
@@ -137,10 +139,11 @@ class Record:
 
         self._read(atomic_files.append_line(self._events, decide)[0])
 
-    def update(self, status: Status, native_id: str | None = None) -> Status:
+    def update(self, status: Status, native_id: str | None = None, *, incomplete: bool = False) -> Status:
         """Records what a backend answered and returns the status in force, which is not `status` when that is
         not allowed: a final state never changes, and an older answer never takes a job back within an attempt.
 
+        With a native id, `incomplete` says whether the submit is still to be completed; without one that stays.
         Safe for many processes at once. What is new only in its words, or in `observed_at`, is kept without an event.
         Raises StoreError.
         """
@@ -153,9 +156,11 @@ class Record:
             except ValueError as error:  # nothing is written that could not be read again
                 raise StoreError(f"job {self.id}: its target answered what no status may hold: {error}") from None
             native = native_id or self.native_id
-            if _same_state(new, self.status) and native == self.native_id:
+            lacking = self.incomplete if native_id is None else incomplete
+            if _same_state(new, self.status) and (native, lacking) == (self.native_id, self.incomplete):
                 return None
-            return {"event": "status", "at": time.time(), "status": new.to_json(), "native_id": native}
+            row = {"event": "status", "at": time.time(), "status": new.to_json(), "native_id": native}
+            return row | ({"incomplete": True} if lacking and native is not None else {})
 
         # What the backend can be asked again need not survive a crash: it is not waited for, a thousand times over.
         durably = status.state.final or native_id is not None
@@ -300,6 +305,7 @@ def _fold(job_id: str, path: str, rows: list[dict[str, Any]]) -> Record:
         absent_since=absent,
         adopted=first["event"] == _ADOPTED,
         cancel_asked=cancel_asked,
+        incomplete=native_id is None or last.get("incomplete") is True,
     )
 
 

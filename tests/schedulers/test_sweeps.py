@@ -8,8 +8,9 @@ from typing import cast
 
 import pytest
 
-from schedulers import JobSpec, SpecError, State, Store, sweeps
-from schedulers.errors import SchedulerError, StoreError
+from accel.cli import exit_status, main
+from schedulers import Job, JobSpec, SpecError, State, Store, sweeps
+from schedulers.errors import SchedulerError, StoreError, SubmitError, Unreachable
 from schedulers.jobs.submit import for_each, send_many
 from schedulers.store.record import Record
 from schedulers.target import Plan, Sweeps
@@ -149,6 +150,58 @@ def test_every_intent_is_on_the_disk_before_the_target_is_asked(tmp_path: Path) 
     again = [Store(store.home).record(record.id) for record in records]
     assert [record.native_id for record in again] == [f"native-{number}" for number in range(100)]
     assert {record.status.state for record in again} == {State.QUEUED}
+
+
+class InPart:
+    """A target that refuses some of the jobs: one after a part of it was started, one in silence."""
+
+    def __init__(self, home: Path, *, silent: bool) -> None:
+        self.home, self.silent = home, silent
+        self.cancelled: list[str] = []
+
+    def submit_many(self, plans: Sequence[Plan]) -> list[str | SchedulerError]:
+        refusal = SubmitError("h2 refuses")
+        refusal.native_id = "h1,h2/part"
+        return ["n-0", refusal, SubmitError("h3 refuses"), Unreachable("h4 is silent"), "n-4"]
+
+    def cancel(self, native_id: str) -> None:
+        ids = [Store(self.home).record(job_id).native_id for job_id in Store(self.home).ids()]
+        assert {"n-0", "h1,h2/part", "n-4"} <= set(ids)  # recorded before any cancel
+        self.cancelled.append(native_id)
+        if self.silent:
+            raise Unreachable("h1 is silent")
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_a_part_of_a_sweep_that_is_refused_leaves_the_other_jobs_alone(tmp_path: Path, silent: bool) -> None:
+    store = Store(tmp_path / "home")
+    records, plans = kept(store, 5)
+    target = InPart(store.home, silent=silent)
+    send_many(records, cast(Sweeps, target), plans)
+    again = [Store(store.home).record(record.id) for record in records]
+    part = State.QUEUED if silent else State.FAILED
+    states = [State.QUEUED, part, State.FAILED, State.SUBMITTING, State.QUEUED]
+    assert [record.status.state for record in again] == states
+    assert [record.native_id for record in again] == ["n-0", "h1,h2/part", None, None, "n-4"]
+    assert [record.incomplete for record in again] == [False, silent, True, True, False]
+    assert again[1].cancel_asked  # who asks next repeats it
+    assert target.cancelled == ["h1,h2/part"]
+    why = "h2 refuses; it is not cancelled: h1 is silent" if silent else "h2 refuses"
+    assert [record.warning for record in records] == ["", why, "h3 refuses", "h4 is silent", ""]
+
+
+def test_the_command_names_the_jobs_that_were_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = Store(tmp_path / "home")
+    records, plans = kept(store, 5)
+    send_many(records, cast(Sweeps, InPart(store.home, silent=False)), plans)
+    monkeypatch.setattr(sweeps, "submit_sweep", lambda *_: [Job(record) for record in records])
+    assert main(["submit", "--sweep", "n=1,2", "--no-python", "true"]) == exit_status.ERROR
+    out, err = capsys.readouterr()
+    assert out.split() == [record.id for record in records]
+    assert f"accel: job {records[2].id}: h3 refuses\n" in err
+    assert "2 of 5 jobs submitted" in err
 
 
 def test_a_refusal_is_recorded_with_each_job(tmp_path: Path) -> None:

@@ -350,7 +350,7 @@ class Work:
         self.state = {**self.state, "warning": logs.FULL}
         path = os.path.join(self._logs, f"node-{self._index}.log")
         with contextlib.suppress(OSError), open(path, "ab", buffering=0) as file:
-            file.write(f"accel: the disk that holds {self._logs} is full: lines of the ranks are lost\n".encode())
+            file.write(f"accel: the disk that holds {self._logs} is full: lines of the ranks may be lost\n".encode())
 
 
 def _of_interpreter(python: str, path: str) -> dict[str, str]:

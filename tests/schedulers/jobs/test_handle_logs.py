@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tracemalloc
+from collections.abc import Iterator
+
+import pytest
 
 from schedulers.job import Cursor, LogLine, State
 from schedulers.jobs.follow import _last
@@ -91,12 +95,35 @@ def test_tail_counts_lines_and_not_their_pieces() -> None:
     def line(text: str, rank: int = 0) -> LogLine:
         return LogLine(rank=rank, text=text, source="s", position="1", partial=not text.endswith("\n"))
 
-    texts = ["a\n", "b1", "b2", "b3\n", "c\n", "d1", "d2"]
-    lines = [line(text, rank) for text in texts for rank in (0, 1)]
-    for count, expected in ((0, "d1d2"), (1, "c\nd1d2"), (2, "b1b2b3\nc\nd1d2"), (9, "".join(texts))):
-        for rank in (0, 1):
-            assert texts_of(_last(iter(lines), count), rank) == expected
+    words = ["a\n", "b1", "b2", "b3\n", "c\n", "d1", "d2"]
+    lines = [line(text, rank) for text in words for rank in (0, 1)]
+    for count, expected in ((0, "d1d2"), (1, "c\nd1d2"), (2, "b1b2b3\nc\nd1d2"), (9, "".join(words))):
+        for ranks in ([0], [1]):
+            assert texts(list(_last(lambda _: iter(lines), Cursor(), ranks, count))) == expected
 
 
-def texts_of(lines: list[LogLine], rank: int) -> str:
-    return texts([line for line in lines if line.rank == rank])
+@pytest.mark.parametrize("before", [0, 3])
+def test_the_tail_of_a_very_long_line_takes_little_memory(before: int) -> None:
+    """400 MB; a reader of such a line does not hold it either."""
+
+    def read(since: Cursor) -> Iterator[LogLine]:
+        for number in range(int(since.position("s") or 0), before + 401):
+            text = f"{number}\n" if number < before else "\n" if number == before + 400 else f"{number:01000000}"
+            position, partial = str(number + 1), not text.endswith("\n")
+            yield LogLine(rank=0, text=text, source="s", position=position, partial=partial)
+        if since.position("t") is None:
+            yield LogLine(rank=1, text="other\n", source="t", position="1")
+
+    cursor, numbers, size = Cursor(), [], 0
+    tracemalloc.start()
+    for line in _last(read, cursor, None, 1):
+        size += len(line.text)
+        numbers.append(line.text.strip())
+        del line
+        numbers[-1] = numbers[-1][-4:]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert numbers == [*(f"{number:04}" for number in range(before, before + 400)), "", "other"[-4:]]
+    assert size == 400_000_000 + len("\n" + "other\n")
+    assert peak < 64_000_000
+    assert str(cursor) == f"s={before + 401},t=1"

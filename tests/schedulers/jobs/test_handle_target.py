@@ -31,11 +31,12 @@ RUNNER = 'd=$1; shift; "$@" >"$d/out" 2>&1; c=$?; echo $c >"$d/code.tmp"; mv "$d
 @dataclass(frozen=True, kw_only=True)
 class ShellOptions:
     """crash: dies, once, just before or just after it has started the job; hang: waits there for a writer of the fifo
-    `hang` in the store's home; refuse: refuses every job."""
+    `hang` in the store's home; refuse: refuses every job; whole: a job that is found lacks nothing."""
 
     crash: Literal["before", "after"] | None = None
     hang: Literal["before", "after"] | None = None
     refuse: bool = False
+    whole: bool = True
     slots: int = 1
 
 
@@ -160,7 +161,8 @@ class FindingShellTarget(WaitingShellTarget):
         if not (self._directory(job_id) / "pid").exists():
             return None
         plan = Plan(target=self.name, kind="finding", job_id=job_id)
-        return Found(native_id=f"n-{job_id}", spec=JobSpec(argv=("sh",)), plan=plan)
+        spec = JobSpec(argv=("sh",))
+        return Found(native_id=f"n-{job_id}", spec=spec, plan=plan, whole=self._options.whole)
 
 
 def install_shell(site: Path) -> None:

@@ -9,12 +9,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
 from accel.cli import exit_status, main
 from schedulers.config.named_targets import resolve_target
-from schedulers.errors import SpecError
+from schedulers.errors import SpecError, Unreachable
 from schedulers.job import JobSpec, Reason, State
 from schedulers.jobs.handle import Job, find, list_jobs, submit
 from schedulers.processes import boot_id
@@ -22,7 +23,7 @@ from schedulers.slurm.target import SlurmTarget
 from schedulers.store.record import Record
 from tests.waiting import until
 
-from .test_handle import ROOT, Place, before_long_ago, place, release, released
+from .test_handle import ROOT, Place, before_long_ago, place, release, released, texts
 
 __all__ = ["place"]
 
@@ -33,8 +34,8 @@ def listed() -> Record:
     return record
 
 
-def cut_off(place: Place, crash: str, script: str = "true", target: str = "finding") -> Job:
-    options = f"target={target!r}, entry='command', options={{'crash': {crash!r}}}"
+def cut_off(place: Place, crash: str, script: str = "true", target: str = "finding", **more: bool) -> Job:
+    options = f"target={target!r}, entry='command', options={ {'crash': crash, **more} }"
     done = place.python(f"schedulers.submit('sh', ['-c', {script!r}], {options})")
     assert done.returncode == -signal.SIGKILL
     return find("@last")
@@ -53,6 +54,48 @@ def test_a_list_finds_the_job_of_a_submit_that_was_cut_off(place: Place) -> None
     release(gate)
     assert job.wait(120).state is State.SUCCEEDED
     assert submits(place) == 1
+
+
+def test_a_list_keeps_the_native_id_of_a_job_that_may_lack_something(place: Place) -> None:
+    gate = place.here / "gate"
+    job = cut_off(place, "after", f"echo 0 on; {released(gate)}", whole=False)
+    for _ in range(2):
+        record = listed()
+        assert (record.status.state, record.native_id, record.incomplete) == (State.RUNNING, f"n-{job.id}", True)
+    until(lambda: texts(list(job.logs())) == "0 on\n", "its output")
+    assert submits(place) == 1
+    assert job.status().state is State.RUNNING
+    assert (submits(place), job.record.incomplete) == (2, False)
+    release(gate)
+    assert job.wait(120).state is State.SUCCEEDED
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_logs_finds_the_job_of_a_submit_that_was_cut_off(place: Place, whole: bool) -> None:
+    job = cut_off(place, "after", "echo 0 on", whole=whole)
+    until(lambda: texts(list(job.logs())) == "0 on\n", "its output")
+    assert submits(place) == 1
+    assert (job.native_id, job.record.incomplete) == (f"n-{job.id}", not whole)
+
+
+def test_a_cancel_that_is_not_answered_is_repeated(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = cut_off(place, "after", "sleep 1000")
+    job.record.append("cancel", host="another-host", pid=1)
+    target = job._target()
+    with monkeypatch.context() as silent:
+        silent.setattr(target, "cancel", raises(Unreachable("no answer")))
+        assert job.status().state is State.RUNNING
+    assert (job.native_id, job.record.incomplete, job.record.warning) == (f"n-{job.id}", True, "no answer")
+    listed()
+    assert find(job.id).wait(120).state is State.CANCELLED
+    assert submits(place) == 1
+
+
+def raises(error: Exception) -> Any:
+    def function(*_: object) -> None:
+        raise error
+
+    return function
 
 
 def test_a_list_submits_nothing(place: Place) -> None:
@@ -130,7 +173,7 @@ def test_a_submit_cancels_its_job_when_it_was_cancelled_meanwhile(place: Place, 
             f"process {process.pid} on {os.uname().nodename} is submitting it: it is cancelled once target finding"
         )
         assert job.record.warning == f"{warning} has it"
-        (place.home / "hang").write_text("go on")
+        os.close(os.open(place.home / "hang", os.O_WRONLY))
         assert process.communicate(timeout=60)[0] == f"{job.id}\n"
         assert process.returncode == 0
     assert job.wait(60).state is State.CANCELLED

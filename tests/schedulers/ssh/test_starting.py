@@ -1,9 +1,11 @@
-"""What a submit reports when a host is lost while the supervisors are started."""
+"""What a submit reports of each job when a host is lost, or refuses, while the supervisors are started."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
-from typing import Any, cast
+from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -12,10 +14,12 @@ from schedulers.hosts.errors import HostUnreachable, RemoteError
 from schedulers.hosts.facts import Facts, Gpus
 from schedulers.hosts.host_list import Host
 from schedulers.hosts.transport import Outcome
+from schedulers.node import jobs
+from schedulers.ssh.native_id import Native
 from schedulers.ssh.options import SshOptions
 from schedulers.ssh.placement import Node, Placement
-from schedulers.ssh.status import Hosts
-from schedulers.ssh.submit import NotStarted, start
+from schedulers.ssh.status import Answer, Hosts
+from schedulers.ssh.submit import NotStarted, cancel, start
 
 FACTS = Facts(
     name="h", machine="m", user="me", home="/home/me", python="3.12.0", executable="/usr/bin/python3", packages={},
@@ -26,21 +30,20 @@ LOST, REFUSED = HostUnreachable("b", "connection lost"), RemoteError("b", "port 
 
 
 class Answers:
-    """Hosts of which some fail to start anything, and who is told to cancel."""
+    """Hosts of which some fail to start anything, or one job."""
 
     root, python = "~/.accel", "python3"
 
-    def __init__(self, errors: dict[str, SchedulerError]) -> None:
+    def __init__(self, errors: dict[str, SchedulerError | dict[str, RemoteError]]) -> None:
         self._errors = errors
         self.pool = self
-        self.cancelled: list[str] = []
 
-    def map(self, _: Callable[..., object], hosts: Iterable[Host]) -> list[Outcome[None]]:
-        return [Outcome(host, error=self._errors.get(host.name)) for host in hosts]
-
-    def ask(self, asked: dict[Host, list[dict[str, Any]]]) -> None:
-        for host, steps in asked.items():
-            self.cancelled += [f"{step['op']} {step['job']} on {host}" for step in steps]
+    def map(self, _: Callable[..., object], hosts: Iterable[Host]) -> list[Outcome[dict[str, RemoteError]]]:
+        answers = {host: self._errors.get(host.name, {}) for host in hosts}
+        return [
+            Outcome(host, value=answer) if isinstance(answer, dict) else Outcome(host, error=answer)
+            for host, answer in answers.items()
+        ]
 
 
 def job(job_id: str, *names: str) -> Placement:
@@ -48,22 +51,66 @@ def job(job_id: str, *names: str) -> Placement:
     return Placement(job_id=job_id, members=nodes, spares=(), master_port=None, claim="c")
 
 
-@pytest.mark.parametrize(
-    ("jobs", "error", "raised", "cancelled"),
-    [
-        ([job("one", "a"), job("two", "b")], LOST, Unreachable, []),  # it may run there
-        ([job("one", "a", "b")], LOST, NotStarted, ["cancel one on a"]),  # none runs before all are there
-        ([job("one", "a"), job("two", "b")], REFUSED, NotStarted, ["cancel one on a", "cancel two on b"]),
-    ],
-)
-def test_a_host_that_fails(
-    jobs: list[Placement], error: SchedulerError, raised: type[SchedulerError], cancelled: list[str]
-) -> None:
-    hosts = Answers({"b": error})
-    with pytest.raises(raised, match=str(error)):
-        start(cast(Hosts, hosts), SshOptions(), jobs, secrets={})
-    assert hosts.cancelled == cancelled
+def started(
+    errors: dict[str, SchedulerError | dict[str, RemoteError]], *placements: Placement
+) -> dict[str, tuple[type[SchedulerError], str, str | None]]:
+    failed = start(cast(Hosts, Answers(errors)), SshOptions(), placements, secrets={})
+    return {job_id: (type(error), str(error), getattr(error, "native_id", None)) for job_id, error in failed.items()}
+
+
+SWEEP = (job("one", "a"), job("two", "b"), job("three", "b"), job("four", "a", "b"))
+NONE = "no host runs the job"
+
+
+def test_a_host_that_cannot_start_anything_fails_its_own_jobs() -> None:
+    assert started({"b": REFUSED}, *SWEEP) == {
+        "two": (NotStarted, f"{REFUSED}; {NONE}", None),
+        "three": (NotStarted, f"{REFUSED}; {NONE}", None),
+        "four": (NotStarted, f"{REFUSED}; {NONE}", "a,b/four"),  # what was started of it is to be cancelled
+    }
+
+
+def test_a_host_that_cannot_start_one_job_starts_the_others() -> None:
+    assert started({"b": {"two": REFUSED}}, *SWEEP) == {"two": (NotStarted, f"{REFUSED}; {NONE}", None)}
+
+
+def test_a_host_that_is_lost_may_run_the_jobs_that_it_has_alone() -> None:
+    assert started({"b": LOST}, *SWEEP) == {
+        "two": (Unreachable, str(LOST), None),
+        "three": (Unreachable, str(LOST), None),
+        "four": (NotStarted, f"{LOST}; {NONE}", "a,b/four"),
+    }
+    both = started({"a": REFUSED, "b": LOST}, job("one", "a", "b"))
+    assert both == {"one": (NotStarted, f"{REFUSED}; {LOST}; {NONE}", None)}
 
 
 def test_all_that_start() -> None:
-    start(cast(Hosts, Answers({})), SshOptions(), [job("one", "a", "b")], secrets={})
+    assert started({}, *SWEEP) == {}
+
+
+@pytest.mark.parametrize(
+    ("answers", "answered"),
+    [((True, True), True), ((True, LOST), True), ((False, LOST), False), ((False, False), True), ((LOST, LOST), False)],
+)
+def test_a_cancel_is_answered_by_a_host_that_has_the_job(
+    answers: tuple[bool | SchedulerError, ...], answered: bool
+) -> None:
+    class Asked:
+        def ask(self, asked: dict[Host, object]) -> dict[Host, Outcome[Answer]]:
+            return {
+                host: Outcome(host, error=answer)
+                if isinstance(answer, SchedulerError)
+                else Outcome(host, value=Answer([answer], b""))
+                for host, answer in zip(asked, answers, strict=True)
+            }
+
+    with contextlib.nullcontext() if answered else pytest.raises(Unreachable, match="connection lost"):
+        cancel(cast(Hosts, Asked()), Native.of("one", [Host(name="a"), Host(name="b")]))
+
+
+def test_a_host_where_no_supervisor_was_started_does_not_have_the_job(tmp_path: Path) -> None:
+    directory = tmp_path / "jobs/one"
+    directory.mkdir(parents=True)
+    assert not jobs.cancel(str(tmp_path), {"job": "one"}, [])
+    (directory / "exit.json").write_text("{}")
+    assert jobs.cancel(str(tmp_path), {"job": "one"}, [])
