@@ -85,9 +85,18 @@ TABLES = {
 
 
 def rendered(name: str) -> str:
-    """The Markdown table ``name``, with the kept figures."""
+    """The Markdown table ``name``, with the kept figures, and below it the bars that they miss."""
     head, *rows = re.sub(r"\{(\w+): ([^}]+)\}", lambda cell: _cell(cell[1], cell[2]), TABLES[name]).strip().splitlines()
-    return "\n".join([head, "|" + " --- |" * (head.count("|") - 1), *rows]) + "\n"
+    table = "\n".join([head, "|" + " --- |" * (head.count("|") - 1), *rows]) + "\n"
+    missed = [line for result in sorted(set(re.findall(r"\{(\w+): ", TABLES[name]))) for line in _missed(result)]
+    return f"{table}\nMISSED: {'; '.join(missed)}.\n" if missed else table
+
+
+def _missed(result: str) -> list[str]:
+    """A line for each bar that the kept figures of this result do not meet."""
+    kept = json.loads((RESULTS / f"{result}.json").read_text())
+    bars = kept["bars"]
+    return [f"{key} = {ratio:.3g} (at most {bars[key]:g})" for key, ratio in kept["ratios"].items() if ratio > bars[key]]
 
 
 def _cell(result: str, figures: str) -> str:
