@@ -95,8 +95,8 @@ def rendered(name: str) -> str:
 def _missed(result: str) -> list[str]:
     """A line for each bar that the kept figures of this result do not meet."""
     kept = json.loads((RESULTS / f"{result}.json").read_text())
-    bars = kept["bars"]
-    return [f"{key} = {ratio:.3g} (at most {bars[key]:g})" for key, ratio in kept["ratios"].items() if ratio > bars[key]]
+    limits = kept["bars"]
+    return [f"{bar} = {at:.3g} (at most {limits[bar]:g})" for bar, at in kept["ratios"].items() if at > limits[bar]]
 
 
 def _cell(result: str, figures: str) -> str:
