@@ -17,6 +17,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from schedulers.processes import die_with_parent
+
 from . import run as launch_run
 from .errors import LaunchError, Refused
 from .run import Launch
@@ -244,11 +246,14 @@ def _on_a_host(options: Mapping[str, Any], program: Program) -> list[str]:
 
 
 def _run(command: list[str], env: Mapping[str, str]) -> int:
-    """Runs another launcher to its end, and returns its exit code. It is told to end when this process is."""
+    """Run another launcher to its end and return its exit code. It ends when this process is told to, or is killed."""
     import signal
 
+    parent = os.getpid()
     try:
-        running = subprocess.Popen(command, env={**os.environ, **env})
+        running = subprocess.Popen(
+            command, env={**os.environ, **env}, preexec_fn=lambda: die_with_parent(signal.SIGTERM, parent)
+        )
     except OSError as error:
         raise LaunchError(f"cannot run {command[0]!r}: {error.strerror}") from None
 

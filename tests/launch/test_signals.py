@@ -173,6 +173,18 @@ def test_a_program_that_calls_the_launcher_ends_with_its_ranks(launcher: Launche
     launcher.nothing_left()
 
 
+OTHER = "import sys; from accel.launch.external import _run; _run([sys.executable, *sys.argv[1:]], {'RANK': '0'})"
+
+
+def test_another_launcher_ends_when_the_one_that_started_it_is_killed(launcher: Launcher) -> None:
+    """As `mpirun`, or DeepSpeed's."""
+    run = launcher.start(launcher.script(TELL), "SIGTERM", command=[sys.executable, "-c", OTHER])
+    run.says("ready 0.")
+    run.send(signal.SIGKILL)
+    assert run.wait().code == -signal.SIGKILL
+    launcher.nothing_left()
+
+
 def as_first_process(*flags: str) -> list[str]:
     """The command of a launch that is PID 1 of a namespace, as a container's command is."""
     unshare = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc", "--kill-child"]
