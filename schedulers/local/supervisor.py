@@ -18,8 +18,8 @@ import subprocess
 import sys
 import time
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn
 
 from ..config import secrets
@@ -47,10 +47,6 @@ _NOTE_S = 1.0
 _LONGEST_WORDS = 500
 
 
-class Cancelled(Exception):
-    """The job was told to end before its ranks were started."""
-
-
 class Supervisor:
     """One job's life on this machine."""
 
@@ -68,28 +64,19 @@ class Supervisor:
         self._cancel_file = str(files.directory / "local/cancel")
         self._secrets: dict[str, str] = {}
         self._cancelled = False
-        self._waiting = False
-        self._woken, waker = wake_pipe()
-        signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
+        self._woken, self._waker = wake_pipe()
+        signal.set_wakeup_fd(self._waker, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         for signum in (signal.SIGTERM, signal.SIGINT):
             signal.signal(signum, self._on_cancel)
-        signal.signal(signal.SIGALRM, self._on_alarm)
-        signal.setitimer(signal.ITIMER_REAL, _NOTE_S, _NOTE_S)
 
     def run(self) -> Status:
         """Takes the job from its place in the queue to its final status, which is on disk when this returns."""
         try:
-            self._waiting = True
-            if self._cancelled:  # told to end before this
-                raise Cancelled
             self._await_dependencies()
             env = self._await_slots()
-            self._waiting = False
             status = self._set_up(env) or self._launch(env)
-        except Cancelled:
-            status = Status(state=State.CANCELLED, reason=Reason.USER, message="cancelled before it started")
         except _NotStarted as problem:
             status = problem.status
         except (SchedulerError, OSError) as error:
@@ -120,16 +107,20 @@ class Supervisor:
             with contextlib.suppress(OSError):
                 self._slots.line_up()
 
-    def _on_cancel(self, signum: int, _: FrameType | None) -> None:
+    def _on_cancel(self, *_: object) -> None:
         self._cancelled = True
-        if self._waiting:
-            self._waiting = False
-            raise Cancelled
 
-    def _on_alarm(self, signum: int, frame: FrameType | None) -> None:
-        """Look for a cancel of another machine or container, whatever the supervisor waits for."""
-        if not self._cancelled and os.path.exists(self._cancel_file):
-            self._on_cancel(signum, frame)
+    def _sleep(self, seconds: float) -> None:
+        """Sleep until a signal or the end of a child; then look for a cancel of another machine or container."""
+        select.select([self._woken], [], [], seconds)
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._woken, 4096)
+        self._cancelled = self._cancelled or os.path.exists(self._cancel_file)
+
+    def _check_cancelled(self) -> None:
+        if self._cancelled:
+            status = Status(state=State.CANCELLED, reason=Reason.USER, message="cancelled before it started")
+            raise _NotStarted(status)
 
     def _say(self, state: State, message: str = "", reason: Reason = Reason.NONE) -> None:
         status = Status(state=state, reason=reason, message=message, observed_at=time.time())
@@ -142,7 +133,13 @@ class Supervisor:
             from ..jobs.handle import find
 
             self._say(State.QUEUED, f"waits for job {job_id} to succeed", Reason.DEPENDENCY)
-            status = find(job_id).wait()
+            # In a thread: a target of another kind may take long to answer, and a cancel does not wait for it.
+            dependency = ThreadPoolExecutor(1).submit(find(job_id).wait)
+            dependency.add_done_callback(lambda _: os.write(self._waker, b"\0"))
+            while not dependency.done():
+                self._check_cancelled()
+                self._sleep(_NOTE_S)
+            status = dependency.result()
             if status.state is not State.SUCCEEDED:
                 why = f"job {job_id}, which it was to run after, {status.state.value}"
                 raise _NotStarted(Status(state=State.CANCELLED, reason=Reason.DEPENDENCY, message=why))
@@ -154,11 +151,19 @@ class Supervisor:
         self._slots.line_up()
         devices = find_devices()
         wants = wanted(self._settings, devices)
-        try:
-            got = self._slots.acquire(wants, lambda why: self._say(State.QUEUED, why, Reason.NO_CAPACITY))
-        except TooMany as error:
-            raise _NotStarted(Status(state=State.FAILED, reason=Reason.NO_CAPACITY, message=str(error))) from None
-        return visible(got, devices)
+        said = ""
+        while True:
+            self._check_cancelled()
+            try:
+                got, why = self._slots.attempt(wants)
+            except TooMany as error:
+                raise _NotStarted(Status(state=State.FAILED, reason=Reason.NO_CAPACITY, message=str(error))) from None
+            if not why:
+                return visible(got, devices)
+            if why != said:
+                self._say(State.QUEUED, why, Reason.NO_CAPACITY)
+            said = why
+            self._sleep(self._slots.pause_s)
 
     def _environment(self, devices: dict[str, str]) -> dict[str, str]:
         self._secrets = secrets.values(self._settings["secrets"])
@@ -230,16 +235,9 @@ class Supervisor:
             if kill_at is not None and now >= kill_at:
                 process.kill()
             until = kill_at if kill_at is not None else limit
-            select.select([self._woken], [], [], _NOTE_S if until is None else max(0.01, min(_NOTE_S, until - now)))
-            self._drain()
+            self._sleep(_NOTE_S if until is None else max(0.01, min(_NOTE_S, until - now)))
             self._clock.note()
         return code
-
-    def _drain(self) -> None:
-        try:
-            os.read(self._woken, 4096)
-        except BlockingIOError:
-            return
 
     def _outcome(self, code: int) -> Status:
         failure = self._files.failure()

@@ -34,7 +34,6 @@ PR_SET_PDEATHSIG = 1
 ALLOWANCE_S = 6.0  # for `accel launch` to end its ranks after their grace
 LEFTOVER_GRACE_S = 1.0
 NOTE_S = 1.0
-QUEUE_S, QUEUE_MOST_S = 0.2, 1.0  # between two looks at the queue: the first in it looks oftener than the others
 FILES_LIMIT = resource.getrlimit(resource.RLIMIT_NOFILE)  # as it was when this program began, and
 UMASK = os.umask(0o077)
 os.umask(UMASK)
@@ -170,7 +169,7 @@ class Work:
         except (TooMany, OSError) as error:
             self._fail(1, str(error))
             return
-        self._look_at = time.monotonic() + min(QUEUE_S * (1 + self._slots.ahead), QUEUE_MOST_S)
+        self._look_at = time.monotonic() + self._slots.pause_s
         self._visible = visible(slots, job["devices"])
         self.state = {**self.state, "holds": not why, "waits": why}
 

@@ -14,14 +14,13 @@ import contextlib
 import fcntl
 import os
 import platform
-import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from typing import Any
 
-_POLL_S = 0.05
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 # The variable that shows a process some of the machine's devices only, by the kind of these.
 VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
 
@@ -80,6 +79,11 @@ class Slots:
         self.ahead = 0  # so many jobs were before this one when it last looked
 
     @property
+    def pause_s(self) -> float:
+        """The seconds until it should look again: the first in line looks oftener than the others."""
+        return min(_FIRST_PAUSE_S * (1 + self.ahead), _LONGEST_PAUSE_S)
+
+    @property
     def id(self) -> str:
         """The same for all who share this queue, for as long as it exists."""
         path = os.path.join(self._root, "id")
@@ -104,26 +108,6 @@ class Slots:
                 self._ticket = None
                 os.close(fd)
 
-    def acquire(self, wants: Sequence[Want], waiting: Callable[[str], None]) -> list[str]:
-        """Waits for its turn and for the slots, and returns their names.
-
-        `waiting` is called whenever the reason for waiting changes, and may raise to give up. Raises TooMany.
-        """
-        _check(wants)
-        self.line_up()
-        try:
-            while before := self._before():
-                waiting(self._behind(before))
-                self._void(before, wait=True)
-            while True:
-                names, why = self._take(wants)
-                if not why:
-                    return names
-                waiting(why)
-                time.sleep(_POLL_S)
-        finally:
-            self.step_out()
-
     def attempt(self, wants: Sequence[Want]) -> tuple[list[str], str]:
         """The names of the slots, when it is this job's turn and they are free; else none, and why not.
 
@@ -132,8 +116,8 @@ class Slots:
         _check(wants)
         self.line_up()
         while before := self._before():
-            if not self._void(before, wait=False):
-                return [], self._behind(before)
+            if not self._void(before):
+                return [], f"waits for its turn{f' on {self._host}' if self._host else ''} behind job {before}"
         names, why = self._take(wants)
         if not why:
             self.step_out()
@@ -158,10 +142,10 @@ class Slots:
         self.ahead = len(earlier)
         return max(earlier) if earlier else None
 
-    def _void(self, ticket: str, *, wait: bool) -> bool:
+    def _void(self, ticket: str) -> bool:
         """Removes the ticket of a job that has gone on or died. False while it waits."""
         path = os.path.join(self._queue, ticket)
-        fd = _lock(path, wait=wait)
+        fd = _lock(path, wait=False)
         if fd is None:
             return False
         if _is_at(fd, path):
@@ -193,9 +177,6 @@ class Slots:
                 names.append(name)
         return names
 
-    def _behind(self, ticket: str) -> str:
-        return f"waits for its turn{f' on {self._host}' if self._host else ''} behind job {ticket}"
-
 
 def _check(wants: Sequence[Want]) -> None:
     for want in wants:
@@ -219,7 +200,4 @@ def _lock(path: str, *, wait: bool) -> int | None:
     except BlockingIOError:
         os.close(fd)
         return None
-    except BaseException:  # told to stop while it waited
-        os.close(fd)
-        raise
     return fd

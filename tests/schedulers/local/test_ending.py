@@ -107,6 +107,38 @@ def test_a_cancel_before_it_waits_is_not_forgotten(submit: Submit) -> None:
     assert printed(job) == "ran\n"
 
 
+TOLD_WHILE_IT_WRITES = """
+import os, signal, sys
+from pathlib import Path
+from schedulers.hosts.supervisor.slots import Slots
+from schedulers.local import supervisor as module
+from schedulers.local.job_files import JobFiles
+supervisor = module.Supervisor(JobFiles(Path(sys.argv[1])), 0)
+Slots._take = lambda *_: ([], "waits")
+def write(document):
+    os.kill(os.getpid(), signal.SIGTERM)
+    print("whole", document["message"])
+supervisor._progress.write = write
+print(supervisor.run().state.value)
+"""
+
+
+def test_a_cancel_does_not_cut_short_what_is_being_written(submit: Submit) -> None:
+    """An exception out of the signal's handler would: it may leave a file half written, or a lock held."""
+    job = submit("print('ran')")
+    assert job.wait().state is State.SUCCEEDED
+    argv = [sys.executable, "-c", TOLD_WHILE_IT_WRITES, str(job.record.directory)]
+    assert subprocess.run(argv, capture_output=True, text=True).stdout == "whole waits\ncancelled\n"
+
+
+def test_a_job_that_waits_for_another_can_be_cancelled(submit: Submit) -> None:
+    first = submit(POLITE)
+    second = submit("print('never')", name="second.py", after=(first,))
+    until(lambda: first.id in second.status().message, "a reason for waiting")
+    assert second.cancel().message == "cancelled before it started"
+    assert first.cancel().state is State.CANCELLED
+
+
 def test_a_job_whose_supervisor_was_killed_runs_for_as_long_as_its_ranks_take(submit: Submit) -> None:
     """The launcher holds the lock too, and the fork server where the launcher was killed with the supervisor."""
     job = submit(LINGERING, procs_per_node=2, grace_s=60)
