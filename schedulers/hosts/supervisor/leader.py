@@ -9,13 +9,8 @@ queue the host has; `holds`: the job has its slots there; `waits`: why not yet.
 An order: {"do", "attempt", "members", "address", "port", "leader", "lost", "restarts_left", "cause", "status",
 "at_once", "turn", "release", "waits"}, where `do` is one of wait, queue, setup, arm, go, stop, end; `cause` is why it
 is stop. `at_once`: what runs has no grace then, for the other hosts may go on without these. `turn`: the host that
-acquires its slots; `release`: the hosts that give theirs up meanwhile; `waits`: what the job waits for.
-
-Why jobs on several hosts cannot deadlock: a job acquires its slots on one host after another in the order of the
-queues' ids, which is the same for all jobs, and releases what it holds at later hosts before it waits at an earlier
-one (a restart on a spare). So a job that waits at a host holds slots and a place in the queue at this and earlier hosts
-only. Take the last host, in that order, at which any job waits: whoever holds slots there waits nowhere, so it runs and
-ends, and the first in its queue goes on. The queue orders jobs by their ids, so each gets its turn.
+acquires its slots, one after another in the order of the queues' ids, which all jobs share, so that they cannot
+deadlock; `release`: later hosts, whose slots are released first where the turn's must wait; `waits`: for what it waits.
 """
 
 from __future__ import annotations
@@ -62,7 +57,7 @@ class Leader:
             "stop": self._stop,
         }
         self._turn: int | None = None
-        self._releasing: set[int] = set()  # told to, and not yet known to have done so
+        self._release: list[int] = []  # told to, and not yet known to have done so
         self._waits = ""
         self.do = "wait"
         self.attempt = 0
@@ -95,7 +90,7 @@ class Leader:
             "status": self.status,
             "at_once": not self._quorum(),
             "turn": self._turn,
-            "release": sorted(self._releasing),
+            "release": self._release,
             "waits": self._waits,
         }
 
@@ -134,17 +129,17 @@ class Leader:
     def _queue(self, now: float) -> None:
         """One host after another, in the order of their queues (see above)."""
         order = sorted(self.members, key=lambda index: (self._states[index]["queue"], index))
-        self._releasing = {index for index in self._releasing if self._states[index]["holds"]}
-        lacking = [i for i in order if not self._states[i]["holds"] or i in self._releasing]
-        if not lacking:
+        holding = [index for index in order if self._states[index]["holds"]]
+        self._release = [index for index in self._release if index in holding]
+        if self._release:
+            return
+        if holding == order:
             self._enter("setup", now)
             return
-        # A host that is still to release gets its turn once it has: it would take the slots and drop them again.
-        self._turn = lacking[0] if lacking[0] not in self._releasing else None
-        self._waits = "" if self._turn is None else self._states[self._turn]["waits"]
-        if self._turn is not None and self._waits:
-            later = order[order.index(self._turn) + 1 :]
-            self._releasing |= {index for index in later if self._states[index]["holds"]}
+        self._turn = next(index for index in order if index not in holding)
+        self._waits = self._states[self._turn]["waits"]
+        if self._waits:
+            self._release = [index for index in order[order.index(self._turn) :] if index in holding]
 
     def _setup(self, now: float) -> None:
         if self._all("ready"):
@@ -258,7 +253,7 @@ class Leader:
     def _enter(self, do: str, now: float) -> None:
         self.do, self.since, self._first_failure = do, now, None
         if do != "queue":
-            self._turn, self._waits, self._releasing = None, "", set()
+            self._turn, self._waits, self._release = None, "", []
 
     def _failed_since(self, now: float) -> float:
         if self._first_failure is None:

@@ -13,6 +13,7 @@ from . import wire
 from .documents import SCHEMA, Document, say
 from .leader import BEATS, Leader
 from .runner import Work
+from .slots import boot_id
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ class Supervisor:
         self._calls = wire.Calls(server, self._party, MOST_STRANGERS + len(self._hosts))
         self._result = result
         self._state = Document(os.path.join(directory, "state.json"), STATE_ROOM + HOST_ROOM * len(self._hosts))
-        self._boot = _boot_id()
+        self._boot = boot_id()
         self._turned = _awake()
         self._uplink: wire.Link | None = None
         self._began = time.monotonic()
@@ -351,14 +352,6 @@ class Supervisor:
 
     def _name(self, index: int) -> str:
         return str(self._hosts[index]["name"])
-
-
-def _boot_id() -> str:
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read().strip()
-    except OSError:
-        return ""
 
 
 def _awake() -> float:

@@ -2,7 +2,6 @@
 
     queue/<job id>    locked by a job that waits; the next in line waits for it
     slots/<name>      locked by the job that has that GPU, processor or place
-    id                tells this queue from any other
 
 Locks are per machine (a home directory may be shared by several), so nothing is to be cleaned up after a crash.
 The local target uses this module in its supervisor, the ssh target on its hosts.
@@ -68,8 +67,8 @@ class Slots:
 
     def __init__(self, home: str | os.PathLike[str], job_id: str, host: str = "") -> None:
         """`host` names this machine in messages to people elsewhere."""
-        self._root = os.path.join(os.fspath(home), "local", platform.node() or "this-machine")
-        self._queue, self._slots = (os.path.join(self._root, name) for name in ("queue", "slots"))
+        root = os.path.join(os.fspath(home), "local", platform.node() or "this-machine")
+        self._queue, self._slots = (os.path.join(root, name) for name in ("queue", "slots"))
         for directory in (self._queue, self._slots):
             os.makedirs(directory, exist_ok=True)
         self._job_id = job_id
@@ -85,17 +84,9 @@ class Slots:
 
     @property
     def id(self) -> str:
-        """The same for all who share this queue, for as long as it exists."""
-        path = os.path.join(self._root, "id")
-        if not os.path.exists(path):
-            new = f"{path}.{os.urandom(8).hex()}"
-            with open(new, "w") as file:
-                file.write(os.urandom(16).hex())
-            with contextlib.suppress(FileExistsError):
-                os.link(new, path)  # whole, and of several at once the first
-            os.unlink(new)
-        with open(path) as file:
-            return file.read()
+        """The same for all who share this queue, while the machine is up, and for no other queue."""
+        queue = os.stat(self._queue)
+        return f"{boot_id()} {queue.st_dev} {queue.st_ino}"
 
     def line_up(self) -> None:
         """Takes the job's place in the queue, unless it has it. Raises OSError."""
@@ -176,6 +167,15 @@ class Slots:
                 self._held.append(fd)
                 names.append(name)
         return names
+
+
+def boot_id() -> str:
+    """The kernel's id of this boot; empty where the system has none."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
 
 
 def _check(wants: Sequence[Want]) -> None:

@@ -512,7 +512,7 @@ def test_a_restart_keeps_its_slots_and_a_spare_waits_for_its_own() -> None:
     assert (stale.order()["turn"], stale.order()["release"]) == (2, [0])
     stale.hear(2, {**state, "holds": True, "waits": ""}, 0.0)
     stale.step(0.0)
-    assert (stale.order()["do"], stale.order()["turn"], stale.order()["release"]) == ("queue", None, [0])
+    assert (stale.order()["do"], stale.order()["turn"], stale.order()["release"]) == ("queue", 2, [0])
     stale.hear(0, {**state, "queue": "1", "holds": False, "waits": ""}, 0.0)
     stale.step(0.0)
     assert (stale.order()["do"], stale.order()["turn"], stale.order()["release"]) == ("queue", 0, [])

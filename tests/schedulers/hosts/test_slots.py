@@ -75,7 +75,10 @@ def test_more_than_there_are_is_refused_at_once(tmp_path: Path) -> None:
 def test_a_queue_has_one_id_for_all_who_use_it(tmp_path: Path) -> None:
     assert len({Slots(tmp_path, name).id for name in "abc"}) == 1
     assert Slots(tmp_path / "other", "a").id != Slots(tmp_path, "a").id
-    assert sorted(path.name for path in tmp_path.glob("local/*/*")) == ["id", "queue", "slots"]
+    (there,) = (tmp_path / "local").iterdir()
+    (tmp_path / "alias").symlink_to(tmp_path)
+    assert Slots(tmp_path / "alias", "a").id == Slots(tmp_path, "a").id
+    assert sorted(path.name for path in there.iterdir()) == ["queue", "slots"]
 
 
 def test_jobs_see_the_gpus_among_their_slots() -> None:
