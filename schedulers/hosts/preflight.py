@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
-from ..convert import convert
 from . import replies
 from .addresses import candidates, choose, could_lead
 from .checks import OTHER_PYTHON, Finding, judge
@@ -114,7 +113,7 @@ class _Probe:
         try:
             self._session.write(program)
             request = {"do": "facts", "root": root, "packages": dict(wanted.packages)}
-            facts = convert(self.ask(request, _ANSWER_S, Facts), Facts)
+            facts = self.ask(request, _ANSWER_S, Facts)
         except BaseException:
             self.close()
             raise

@@ -181,7 +181,7 @@ class Got(TypedDict):
 
 
 def decode(line: bytes | str, kind: type[T], host: str, stderr: bytes = b"") -> T:
-    """The answer, which is a `kind`, as the plain data that it is: keys that are not known stay.
+    """The answer as a `kind`, without the keys that are not known.
 
     Raises RemoteError for `{"error": …}`, unless a `kind` has that key, and for whatever is not a `kind`; Unreachable
     for `{"error": …, "unreachable": true}`.
@@ -193,8 +193,7 @@ def decode(line: bytes | str, kind: type[T], host: str, stderr: bytes = b"") -> 
     if isinstance(answer, dict) and "error" in answer and "error" not in kind.__annotations__:
         text = one_line(str(answer["error"]))
         raise Unreachable(f"{host}: {text}") if answer.get("unreachable") is True else RemoteError(host, text)
-    checked: T = _checked(answer, kind, host)
-    return checked
+    return _converted(answer, kind, host)
 
 
 def decode_done(
@@ -204,12 +203,11 @@ def decode_done(
     done = decode(line, Done, host, stderr)["done"]
     if len(done) != len(steps):
         raise RemoteError(host, f"its answer is for {len(done)} questions, and {len(steps)} were asked")
-    return [_checked(value, kinds[step["op"]], host) for step, value in zip(steps, done, strict=True)]
+    return [_converted(value, kinds[step["op"]], host) for step, value in zip(steps, done, strict=True)]
 
 
-def _checked(value: Any, kind: Any, host: str) -> Any:
+def _converted(value: Any, kind: type[T], host: str) -> T:
     try:
-        convert(value, kind)
+        return convert(value, kind)
     except ValueError as error:
         raise RemoteError(host, f"its answer is not what was asked for: {one_line(str(error))}") from None
-    return value

@@ -208,9 +208,10 @@ SSH = {
 }
 ENDED = {"done": [{"known": True, "alive": False, "state": {"phase": "ended", "members": [1]}, "exit": {
     "state": "failed", "fenced": True, "exit_code": 2, "attempt": 0, "message": "x", "observed_at": 1.0}}]}  # fmt: skip
-JOB = {"exit": None, "said": {"state": "RUNNING", "reason": "", "code": "", "derived": "", "restarts": 0},
-       "searched": False, "attempt": 0, "started": True, "foreign": False, "words": ""}  # fmt: skip
-SLURM = {"done": [{"jobs": [JOB], "unreachable": None, "accounting": True, "age_s": 0.5}]}
+SAID = {"state": "RUNNING", "reason": "", "code": "", "derived": "", "restarts": 0}
+JOB: dict[str, Any] = {"exit": None, "said": SAID, "searched": False, "attempt": 0, "started": True, "foreign": False,
+                       "words": ""}  # fmt: skip
+SLURM: dict[str, Any] = {"done": [{"jobs": [JOB], "unreachable": None, "accounting": True, "age_s": 0.5}]}
 
 
 @pytest.fixture(scope="module")
@@ -267,6 +268,13 @@ def test_what_is_wrong_with_an_answer_is_said(line: str, problem: str) -> None:
         replies.decode_done(line, STATUS, replies.JOBS, "h1")
     assert str(raised.value).startswith("h1: ")
     assert problem in str(raised.value)
+
+
+def test_what_an_answer_holds_beyond_its_type_reaches_nobody() -> None:
+    """`Said(**answer["said"])`, for one, would be a TypeError."""
+    told = {**SLURM["done"][0], "jobs": [{**JOB, "said": {**SAID, "new": 1}, "new": 1}], "new": 1}
+    line = json.dumps({"done": [told], "new": 1})
+    assert replies.decode_done(line, STATUS, replies.SLURM, "h1") == SLURM["done"]
 
 
 def test_a_program_that_could_not_ask_says_so() -> None:
