@@ -48,14 +48,13 @@ def room(job: Mapping[str, Any], host: Host, facts: Facts) -> Room | str:
 
 def choose(rooms: Sequence[Room], jobs: int, nodes: int, spares: int) -> list[tuple[list[Host], list[Host]]]:
     """Members and spares of each job, in the target's order: the least loaded hosts, with the jobs placed before."""
-    order = {id(each): number for number, each in enumerate(rooms)}
     chosen = []
     for _ in range(jobs):
-        ranked = sorted(rooms, key=lambda each: (each.load, order[id(each)]))
-        members = sorted(ranked[:nodes], key=lambda each: order[id(each)])
-        for member in members:
-            member.ahead += 1
-        chosen.append(([m.host for m in members], [s.host for s in ranked[nodes : nodes + spares]]))
+        ranked = sorted(range(len(rooms)), key=lambda number: rooms[number].load)
+        members = sorted(ranked[:nodes])
+        for number in members:
+            rooms[number].ahead += 1
+        chosen.append(([rooms[n].host for n in members], [rooms[n].host for n in ranked[nodes : nodes + spares]]))
     return chosen
 
 
