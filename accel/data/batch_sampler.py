@@ -26,7 +26,8 @@ class Epoch(Iterator[Any]):
 
     Where the number of batches shows at their end only, ``ahead`` batches of indices are held back, so that the end
     is known with the last batch and not after it; no sample is read ahead for that. The order is drawn at the first
-    batch, or by `begin`. ``total`` is the number of batches, those skipped included, once it is known.
+    batch, or by `begin`. ``total`` is the number of batches, those skipped included, once it is known; ``first`` is the
+    epoch's first batch, skipped or not, where the owner's ``with_first`` asks for it.
     """
 
     def __init__(self, owner: BatchSamplerShard) -> None:
@@ -37,6 +38,7 @@ class Epoch(Iterator[Any]):
         self._held: deque[Any] = deque()
         self._batches: Iterator[Any] | None = None
         self.order: dict[str, Any] = {}
+        self.first: Any = None
         self.total: int | None = None
         self.last_counts: tuple[int, ...] | None = None
 
@@ -117,6 +119,7 @@ class BatchSamplerShard(BatchSampler):
         self.skip = 0
         self.ahead = 1
         self.counted = False  # whether iterators must know how far they are: torchdata's loader asks them
+        self.with_first = False  # whether `Epoch.first` must be known although it is skipped
         self.replay: dict[str, Any] | None = None
         self._shared = shared
         self._settle()
@@ -222,6 +225,8 @@ class BatchSamplerShard(BatchSampler):
         epoch.total = max(share.steps, skip)
         if share.steps and not self.own_share:
             epoch.last_counts = share.real_counts(share.steps - 1)
+        if self.with_first and share.steps:
+            epoch.first = _indices(order, *share.span(0), share.samples)
         return _pick(cast(Sequence[int], order), share, skip)
 
     def _walk(self, samples: Iterator[Any], epoch: Epoch, skip: int) -> Iterator[list[Any]]:
@@ -231,6 +236,7 @@ class BatchSamplerShard(BatchSampler):
         for step in _forever():
             dealt = list(islice(samples, share.round_size))
             head = head or dealt
+            epoch.first = head[mine]
             if len(dealt) == share.round_size:
                 if step >= skip:
                     yield dealt[mine]
@@ -253,6 +259,7 @@ class BatchSamplerShard(BatchSampler):
         for step in _forever():
             following = list(islice(batches, processes)) if len(dealt) == processes else []
             head = head or dealt
+            epoch.first = next(iter(head), None)
             if not following:
                 if dealt and step >= skip:
                     yield from self._last_dealt(dealt, head, epoch)

@@ -7,16 +7,14 @@ completed with rows from the start of the epoch.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count, islice
 from typing import Any
 
-from accel.data.rows import copy_rows, count_rows, join_rows, take_rows
+from accel.data.rows import count_rows, join_rows, take_rows
 from accel.errors import DataError
-from accel.logging import get_logger
-
-logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -36,9 +34,8 @@ class Dealer:
     """Makes rounds of ``shares`` parts.
 
     ``nominal``: rows of a part where the loader says so. ``slice_fn(batch, rows, process_index=…, num_processes=…)``,
-    if given, cuts a part out of a batch of all shares. ``first``: a copy of the rows of the epoch's first batch that
-    may be needed to complete the last round. Unless given it is copied from the first round; ``late`` says that this
-    is not the epoch's first, so using it is worth a warning.
+    if given, cuts a part out of a batch of all shares. ``first``: the epoch's first batch, whose rows complete the last
+    round. Unless given it is copied from the first round.
     """
 
     shares: int
@@ -48,10 +45,6 @@ class Dealer:
     nominal: int | None = None
     slice_fn: Callable[..., Any] | None = None
     first: Any = None
-    late: bool = False
-
-    def __post_init__(self) -> None:
-        self.late = self.late and self.first is None
 
     def deal(self, batches: Iterator[Any], skip: int = 0) -> Iterator[Round]:
         """The rounds that ``batches`` make, but for the first ``skip``."""
@@ -68,7 +61,7 @@ class Dealer:
     def _needed(self, batch: Any) -> Any:
         """What a short last round may need of ``batch``, copied: the training loop may change its own part in place."""
         always_cut = self.split or self.slice_fn is not None
-        return copy_rows(take_rows(batch, slice(0, self.shares - 1)) if always_cut else batch)
+        return copy.deepcopy(take_rows(batch, slice(0, self.shares - 1)) if always_cut else batch)
 
     def _round(self, dealt: list[Any]) -> Round:
         sizes = [count_rows(batch) for batch in dealt]
@@ -107,7 +100,6 @@ class Dealer:
         return tuple(size or 0 for size in sizes)
 
     def _completed(self, joined: Any, missing: int) -> Any:
-        self._warn_if_late()
         parts = [joined]
         size = count_rows(self.first) or 0
         if size == 0:
@@ -116,13 +108,6 @@ class Dealer:
             parts.append(take_rows(self.first, slice(0, missing)))
             missing -= min(size, missing)
         return join_rows(parts)
-
-    def _warn_if_late(self) -> None:
-        if self.late:
-            logger.warning(
-                "the last round is completed with samples from behind the checkpoint, not from the epoch's start: "
-                "a checkpoint cannot hold batches of type %s", type(self.first).__name__,
-            )  # fmt: skip
 
     def _slice(self, joined: Any, edges: list[int], share: int) -> Any:
         cut = take_rows if self.slice_fn is None else self.slice_fn
@@ -133,5 +118,4 @@ class Dealer:
         missing = self.shares - len(dealt)
         if not self.even or missing == 0:
             return Round([*dealt, *[None] * missing])
-        self._warn_if_late()
         return Round([*dealt, *[self.first] * missing], (*[size or 1 for size in sizes], *[0] * missing))

@@ -6,6 +6,7 @@ broadcast would carry every part to every process, and a scatter asks for parts 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,8 +22,8 @@ from accel.data.batch_split import Dealer, Round
 from accel.data.loader import PreparedLoader
 from accel.data.lookahead import Lookahead, window_depth
 from accel.data.mesh_rank import shares_by_rank
-from accel.data.rows import can_be_kept, count_rows
-from accel.data.torch_loader import make_loader
+from accel.data.rows import count_rows
+from accel.data.torch_loader import alter, make_loader, seeding_aside
 from accel.data.transfer import Encoder, Receiver, Sender, host_group
 from accel.errors import DataError
 from accel.state import PartialState
@@ -175,14 +176,6 @@ class DataLoaderDispatcher(PreparedLoader):
         """See `PreparedLoader`; ``None`` on a process that does not read."""
         return super().own_state_dict() if self.process_index == 0 else None
 
-    def state_dict(self) -> dict[str, Any]:
-        """See `PreparedLoader`. ``first``: rows from the epoch's start, if a resumed run does not read them again."""
-        state, first = super().state_dict(), self.progress.first
-        read_again = self.batches is None and not self.stateful_base
-        if first is None or read_again or state["ended"] or not can_be_kept(first):
-            return state
-        return {**state, "first": first}
-
     def _open(self, skip: int, replay: dict[str, Any] | None) -> Iterator[Any]:
         self._present = None
         group = host_group()
@@ -195,12 +188,14 @@ class DataLoaderDispatcher(PreparedLoader):
 
     def _read(self, skip: int, replay: dict[str, Any] | None) -> Lookahead:
         base, batches = self.base_dataloader, self.batches
+        # Whether reading begins behind the epoch's first batch, which may be needed to complete the last round.
+        late = self.progress.position > 0 and (batches is not None or skip == 0)
+        late = late and self._even and self._share_count > 1
         if batches is not None:
             batches.skip = skip * (1 if self.split_batches else self._share_count)
-            batches.replay = replay
+            batches.replay, batches.with_first = replay, late
         snapshot = base.state_dict if self.stateful_base else None  # type: ignore[attr-defined]
-        reads_start = self.progress.position == 0 or (batches is None and skip > 0)
-        rounds = self._rounds(0 if batches is not None else skip, late=replay is not None and not reads_start)
+        rounds = self._rounds(0 if batches is not None else skip, late)
         ahead = self.progress.ahead = Lookahead(rounds, partial(window_depth, self.gradient_state), snapshot)
         if batches is None:
             with self._stream_rng.drawing(replay) as self.progress.order:
@@ -218,15 +213,29 @@ class DataLoaderDispatcher(PreparedLoader):
         dealer = Dealer(
             shares=self._share_count, split=self.split_batches, even=self._even, drop_last=self._drop_last,
             nominal=None if self._base_batch_size() is None else self.nominal_rows, slice_fn=self.slice_fn,
-            first=self.progress.first, late=late,
         )  # fmt: skip
         encoders = [Encoder() for _ in range(self.processes)]
         try:
-            for dealt in dealer.deal(self._iterate_base(), skip):
-                self.progress.first = dealer.first
+            if late and self.batches is None:
+                order = self._stream_rng.capture()
+                dealer.first = self._read_first({})
+                self._stream_rng.assume(order)
+            source = self._iterate_base()
+            if late and self.batches is not None:
+                self.batches.epoch.begin()
+                name = "sampler" if self.base_dataloader.batch_sampler is None else "batch_sampler"
+                with seeding_aside(self.base_dataloader):
+                    dealer.first = self._read_first({name: [self.batches.epoch.first]})
+            for dealt in dealer.deal(source, skip):
                 yield self._outgoing(dealt, encoders)
         except Exception as error:
             yield Failure(error)
+
+    def _read_first(self, sampler: dict[str, Any]) -> Any:
+        """Read the epoch's first batch as the loader inside does, leaving that and its data set's state as they are."""
+        base = copy.copy(self.base_dataloader)
+        alter(base, _iterator=None, next_iter_state=None, dataset=copy.copy(base.dataset), **sampler)
+        return next(iter(base), None)
 
     def _outgoing(self, dealt: Round, encoders: list[Encoder]) -> Outgoing:
         messages: list[torch.Tensor | None] = [None] * self.processes

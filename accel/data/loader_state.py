@@ -24,7 +24,6 @@ class Progress:
         self.resumed = False
         self.ended = False  # whether the running epoch has given its last batch
         self.started = False  # whether the loader inside has been iterated in this run or in the one it continues
-        self.first: Any = None  # rows from the epoch's start, with which a dispatched last round is completed
         self.ahead: Any = None  # the `Lookahead` of the running epoch, if it has one
         self.inner: Any = None  # the state of the loader inside, until it is put back
         self._same_round = True
@@ -48,8 +47,6 @@ class Progress:
         resumed = (self.position, self.order) if self.resumed else (0, None)
         if self.running and not self.resumed:
             self.epoch += 1  # the last epoch was left by `break`: it counts
-        if not self.resumed:
-            self.first = None
         self.resumed = False
         self.running = True
         self.ended = False
@@ -62,7 +59,6 @@ class Progress:
         self.epoch += 1
         self.position = 0
         self.order = {}
-        self.first = None
         self.running = False
 
     def state_dict(self) -> dict[str, Any]:
@@ -93,7 +89,6 @@ class Progress:
         self.resumed = state["in_epoch"]
         self.ended = state.get("ended", False)
         self.started = state.get("started", self.resumed or self.epoch > 0)
-        self.first = state.get("first")
         self._same_round = state.get("round", round_size) == round_size
         mine = self._same_round and state.get("process", process) == process
         self.inner = state.get("loader") if mine else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -54,22 +53,6 @@ def take_rows(batch: Any, rows: slice, process_index: int | None = None, num_pro
         return _rebuild(data, [cut(item) for item in _items(data)]) if _is_nest(data) else data
 
     return cut(batch)
-
-
-def copy_rows(batch: Any) -> Any:
-    """Return ``batch`` with its tensors and containers copied."""
-    if isinstance(batch, torch.Tensor):
-        return batch.detach().clone()
-    if _is_object_list(batch):
-        return copy.copy(batch)
-    return _rebuild(batch, [copy_rows(item) for item in _items(batch)]) if _is_nest(batch) else batch
-
-
-def can_be_kept(batch: Any) -> bool:
-    """Return True if ``batch`` consists of types that `torch.load` reads with ``weights_only=True``."""
-    if type(batch) in (list, tuple, dict):
-        return all(can_be_kept(item) for item in (batch.items() if type(batch) is dict else batch))
-    return type(batch) in (torch.Tensor, str, bytes, int, float, complex, bool, type(None))
 
 
 def join_rows(batches: list[Any]) -> Any:

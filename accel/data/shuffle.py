@@ -158,7 +158,7 @@ class OrderRng:
         start = replay if replay is not None else self._agreed(own)
         foreign = bool(start) and start is not own and not _same(start, own)
         if foreign:
-            self._assume(start)
+            self.assume(start)
         try:
             yield start
         finally:
@@ -171,7 +171,8 @@ class OrderRng:
         start: dict[str, Any] = collectives.broadcast_object_list([own])[0]
         return start
 
-    def _assume(self, state: dict[str, Any]) -> None:
+    def assume(self, state: dict[str, Any]) -> None:
+        """Give back what `capture` took."""
         set_host_rng_state(state["host"])
         self.set_generator_states(state["generators"])
 

@@ -269,7 +269,7 @@ def test_dispatching_goes_on_from_the_main_processs_state() -> None:
     rest = run(_dispatched, None, stopped[0][1])
     for rank in range(2):
         assert stopped[rank][0] + rest[rank][0] == whole[rank][0]
-    assert rest[0][2] == 32 - 18  # none of the six batches given was read again
+    assert rest[0][2] == 32 - 18  # of the six batches given the first alone was read again, from a copy
     assert rest[1][2] == 0
 
 
