@@ -299,15 +299,14 @@ def clear(root: str, step: Step, contents: list[bytes]) -> list[int]:
 
 
 def cancel(root: str, step: Step, contents: list[bytes]) -> bool:
-    """Asks the supervisor here to end the job. Says whether there is one, or was one that left a result."""
+    """Ask the supervisor here to end the job. Return True if there is one, or was one."""
     directory = directory_of(root, step)
     if not os.path.isdir(directory):
         return False
     os.close(os.open(os.path.join(directory, "cancel"), os.O_WRONLY | os.O_CREAT, 0o600))
-    living = alive(directory)
-    if not living:
+    if not alive(directory):
         tidy(directory)
-    return living or os.path.exists(os.path.join(directory, "exit.json"))
+    return os.path.exists(os.path.join(directory, "state.json"))
 
 
 OPERATIONS = {
