@@ -112,5 +112,6 @@ def test_a_host_where_no_supervisor_was_started_does_not_have_the_job(tmp_path: 
     directory = tmp_path / "jobs/one"
     directory.mkdir(parents=True)
     assert not jobs.cancel(str(tmp_path), {"job": "one"}, [])
-    (directory / "state.json").write_text("{}")
+    for name in ("state.json", "exit.json"):
+        (directory / name).write_text("{}")
     assert jobs.cancel(str(tmp_path), {"job": "one"}, [])
