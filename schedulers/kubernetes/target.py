@@ -113,7 +113,7 @@ class KubernetesTarget:
     def wait(self, native_id: str, timeout_s: float) -> bool | None:
         """Sleeps until something happens to the job."""
         native, cluster = self._placed(native_id)
-        return self._follower(cluster).wait(native, timeout_s, self._jobs / native.job_id)
+        return self._follower(cluster).wait(native, timeout_s)
 
     def logs(self, native_id: str, since: Cursor | None = None) -> Iterator[LogLine]:
         native, cluster = self._placed(native_id)

@@ -60,9 +60,6 @@ class Reader:
         """Somebody waits for the job, and will read it again and again."""
         self._job(native).followed_at = time.monotonic()
 
-    def is_followed(self, native: Native) -> bool:
-        return self._job(native).followed
-
     def read(self, native: Native, since: Cursor | None, directory: Path | None, *, over: bool) -> Iterator[LogLine]:
         """The lines that there are now. `over`: the job is known to have ended.
 

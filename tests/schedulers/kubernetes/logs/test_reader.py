@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 import tempfile
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,8 +12,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 import pytest
 
-from schedulers import Cursor, JobSpec, LogLine, SchedulerError, State
-from schedulers.kubernetes.follower import Follower, _Archivist
+from schedulers import Cursor, JobSpec, LogLine, SchedulerError
 from schedulers.kubernetes.logs import archive, sources, streams
 from schedulers.kubernetes.logs import reader as readers
 from schedulers.kubernetes.logs.followed_job import FollowedJob
@@ -430,33 +428,3 @@ def test_what_a_follower_did_not_read_is_said_to_be_missing(make: MakeApi, tmp_p
     with serving(_answering(_DONE, pods=0, nodes=1)) as server:
         found = [line.text for line in readers.Reader(make(server.url)).read(_NATIVE, None, tmp_path, over=True)]
     assert found == ["one\n", "accel: some of what node 0 wrote is missing: it was not read to its end\n"]
-
-
-class _MeetingReader:
-    """Gives no lines; its last reads wait for each other."""
-
-    def __init__(self, count: int) -> None:
-        self.met: list[str] = []
-        self._barrier = threading.Barrier(count, timeout=4.0)
-
-    def is_followed(self, native: Native) -> bool:
-        return True
-
-    def read(self, native: Native, since: Cursor, directory: Path, *, over: bool) -> Iterator[LogLine]:
-        if over:
-            self._barrier.wait()
-            self.met.append(native.name)
-        return iter(())
-
-
-def test_jobs_that_end_together_are_archived_together(make: MakeApi, tmp_path: Path) -> None:
-    """One whose node is silent would hold up the others, one after another."""
-    natives = [Native("job", "team", f"run{number}", "abc") for number in range(3)]
-    reader: Any = _MeetingReader(len(natives))
-    with serving(_answering(_DONE)) as server:
-        follower = Follower(make(server.url))
-        follower._archivists = {str(native): _Archivist(reader, native, tmp_path) for native in natives}
-        statuses, _ = follower.statuses(natives)
-    assert {status.state for status in statuses.values()} == {State.SUCCEEDED}
-    assert sorted(reader.met) == [native.name for native in natives]
-    assert not follower._archivists
