@@ -30,7 +30,7 @@ JOBS = 20
 FOLLOWED_S = 20.0
 _ASKED = ("pytorchjobs", "pods", "pods/log", "events")
 _OF_OTHERS = ("pytorchjobs", "GET")  # the garbage collector looks for the owners of ConfigMaps
-WATCHES = 2  # of the jobs' objects and of their pods
+WATCHES = 2  # of a job's object and of its pods
 
 # Nothing starts: what is measured is the way to the API server, and back.
 TARGETS = "targets: {lab: {kind: kubernetes, cpu: true, image: example.org/train, suspend: true}}\n"
@@ -145,7 +145,7 @@ def kubernetes_follow(rounds: int) -> bool:
         for _ in range(rounds):
             for name, value in _followed(lab).items():
                 found.setdefault(name, []).append(value)
-        return report_limits("kubernetes_follow", found, dict(zip(found, (WATCHES, 2, 8, 0.5), strict=True)))
+        return report_limits("kubernetes_follow", found, dict(zip(found, (WATCHES * JOBS, 2, 8, 0.5), strict=True)))
 
 
 def _followed(lab: Lab) -> dict[str, float]:
@@ -155,7 +155,7 @@ def _followed(lab: Lab) -> dict[str, float]:
     threads = [threading.Thread(target=lambda job=job: list(job.logs(follow=True))) for job in jobs]
     for thread in threads:
         thread.start()
-    until(lambda: _watches(lab) >= WATCHES, "they are followed")
+    until(lambda: _watches(lab) >= WATCHES * JOBS, "they are followed")
     time.sleep(2)
     watches, before = _watches(lab), lab.counted("apiserver_request_total")
     time.sleep(FOLLOWED_S)

@@ -39,9 +39,8 @@ class Follower:
         over = {native for native, status in found.items() if status.state.final}
         self._over |= over
         for native in natives:
-            watcher = watch.running(self._api, native.namespace)
-            if watcher is not None and str(native) in over:
-                watcher.forget(native)
+            if str(native) in over:
+                watch.release(self._api, native)
         return found, silent
 
     def wait(self, native: Native, timeout_s: float) -> bool | None:
@@ -50,17 +49,12 @@ class Follower:
         Who waits and does not read the logs is told where they will be deleted with the pods.
         """
         self._reader.followed(native)
-        news = watch.shared(self._api, native.namespace).wait(native, timeout_s)
+        watcher = watch.shared(self._api, native)
+        news = watcher.wait(timeout_s)
         waits = self._waits[str(native)] = self._waits.get(str(native), 0) + 1
-        if waits == 2 and (watcher := watch.running(self._api, native.namespace)) is not None:
-            workload, _ = watcher.snapshot(native) or (None, [])
-            if workload is not None and _deletes_pods(workload):
-                logger.warning(
-                    "job %s: the cluster may delete its pods, with their logs, when it ends. "
-                    "`accel logs -f %s` archives the logs",
-                    native.job_id,
-                    native.job_id,
-                )
+        if waits == 2 and (seen := watcher.snapshot()) is not None and _deletes_pods(seen[0] or {}):
+            text = "the cluster may delete its pods, with their logs, when it ends. `accel logs -f"
+            logger.warning("job %s: %s %s` archives them", native.job_id, text, native.job_id)
         return news
 
     def logs(self, native: Native, since: Cursor | None, directory: Path | None) -> Iterator[LogLine]:

@@ -1,4 +1,4 @@
-"""The objects of some jobs, of one kind, listed once and then watched: what the API server has, a moment later.
+"""The objects of one job, of one kind, listed once and then watched: what the API server has, a moment later.
 
 https://kubernetes.io/docs/reference/using-api/api-concepts/#efficient-detection-of-changes
 """
@@ -10,12 +10,11 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from ...errors import SchedulerError, Unreachable
 from ...printable import one_line
-from .. import names
 from .errors import ApiError, Forbidden, Gone
 
 if TYPE_CHECKING:
@@ -25,7 +24,6 @@ _LIFETIME_S = (240, 300)  # of one watch: a server's own end of it comes later
 _LATE_S = 60.0
 _FIRST_S, _LAST_S = 0.2, 10.0  # before a server that does not answer is tried again
 _REFUSED_S = 60.0
-_MOST_JOBS = 100
 _ALARMING_S = 2.0  # that a server has not answered: less is a connection that was lost
 
 Object = dict[str, Any]
@@ -33,33 +31,32 @@ Object = dict[str, Any]
 logger = logging.getLogger(__name__)
 
 
-class Sink(Protocol):
-    """What is told of the objects, from the feed's own thread."""
-
-    def replaced(self, objects: Sequence[Object]) -> None:
-        """These there are, and no others."""
-
-    def changed(self, change: str, thing: Object) -> None:
-        """ADDED, MODIFIED or DELETED."""
-
-    def troubled(self) -> None:
-        """The server has not answered for a while, or refuses."""
-
-
 class Feed:
-    """A thread that keeps a sink up to date until `stop`. A daemon.
+    """A thread that keeps up with the objects until `stop`, or until nobody needs them. A daemon.
 
-    jobs:    those of which it has the objects, by the values of their labels.
-    live:    what the sink was told is what the server has, but for a moment.
-    refused: why the server will not have it watched.
+    objects: those that there are, by name; `deleted`: those that are gone, as they were last, by uid.
+    live:    that is what the server has, but for a moment.
+    troubled: the server has not answered for a while, or refuses; `refused`: why.
+
+    lean: what to keep of an object. changed: called from the feed's own thread after each change, and when the server
+    has not answered for a while, or refuses. needed: asked now and then; the feed ends where it is False.
     """
 
-    def __init__(self, api: Api, path: str, jobs: Collection[str], sink: Sink) -> None:
-        self._api = api
-        self._path = path
-        self._wanted = frozenset(jobs)
-        self._sink = sink
-        self.jobs: frozenset[str] = frozenset()
+    def __init__(
+        self,
+        api: Api,
+        path: str,
+        selector: str,
+        *,
+        lean: Callable[[Object], Object],
+        changed: Callable[[], None],
+        needed: Callable[[], bool],
+    ) -> None:
+        self._api, self._path = api, path
+        self._query = {"labelSelector": selector}
+        self._lean, self._changed, self._needed = lean, changed, needed
+        self.objects: dict[str, Object] = {}
+        self.deleted: dict[str, Object] = {}
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._stream: Stream | None = None
@@ -73,20 +70,6 @@ class Feed:
     def start(self) -> None:
         self._thread.start()
 
-    def select(self, jobs: Collection[str]) -> None:
-        """Lists and watches the objects of these jobs instead."""
-        with self._lock:
-            self._wanted = frozenset(jobs)
-            if self.live:
-                self.settled.clear()
-            stream = self._stream
-        if stream is not None:
-            stream.close()
-
-    def covers(self, job: str) -> bool:
-        """Return True where the sink knows what the server has of this job."""
-        return self.live and job in self.jobs
-
     def stop(self) -> None:
         """Does not wait for the thread, which ends by itself."""
         self._stop.set()
@@ -97,13 +80,17 @@ class Feed:
             stream.close()
         self.settled.set()
 
+    @property
+    def troubled(self) -> bool:
+        return self._alarmed or self.refused is not None
+
     def _run(self) -> None:
         version: str | None = None
         failures = 0
         self._live_at = time.monotonic()
-        while not self._stop.is_set():
+        while not self._stop.is_set() and self._needed():
             try:
-                if version is None or self.jobs != self._wanted:
+                if version is None:
                     version = self._list()
                 for told in self._watch(version):
                     version, failures = told, 0
@@ -126,24 +113,21 @@ class Feed:
                 self._stop.wait(_REFUSED_S)
 
     def _list(self) -> str:
-        """Tells the sink all that there is; returns the version from which to watch."""
+        """Lists all objects; returns the version from which to watch."""
         objects: list[Object] = []
         version = ""
-        wanted = self._wanted
-        for answer in self._api.pages(self._path, _query(wanted)):
+        for answer in self._api.pages(self._path, self._query):
             objects += answer.get("items") or []
             version = str((answer.get("metadata") or {}).get("resourceVersion") or "0")
-            if self._stop.is_set():
-                break
-        self._sink.replaced(objects)
-        self.jobs = wanted
+        self.objects = {name_of(each): self._lean(each) for each in objects}
+        self._changed()
         return version
 
     def _watch(self, version: str) -> Iterator[str]:
-        """One watch, to its end; the versions that the sink has been told of. The first comes when it is open."""
+        """One watch, to its end; the versions that `objects` has had. The first comes when it is open."""
         lifetime = random.randint(*_LIFETIME_S)
         query = {
-            **_query(self.jobs),
+            **self._query,
             "watch": "true",
             "allowWatchBookmarks": "true",
             "resourceVersion": version,
@@ -152,13 +136,13 @@ class Feed:
         stream = self._api.stream(self._path, query=query, idle_s=lifetime + _LATE_S)
         with self._lock:
             self._stream = stream
-            current = self.jobs == self._wanted and not self._stop.is_set()
-            if current:
-                self.live, self.refused = True, None
-                self.settled.set()
+            stopped = self._stop.is_set()
+            self.live = not stopped
         try:
-            if not current:
+            if stopped:
                 return
+            self.refused, self._alarmed = None, False
+            self.settled.set()
             yield version
             rest = b""
             for chunk in stream:
@@ -181,7 +165,13 @@ class Feed:
             # As when the server's own cache is not filled yet: to be tried again.
             raise Unreachable(f"{self._path}: {message}")
         if change != "BOOKMARK":
-            self._sink.changed(change, thing)
+            name, lean = name_of(thing), self._lean(thing)
+            if change == "DELETED":
+                self.objects = {other: there for other, there in self.objects.items() if other != name}
+                self.deleted[str((thing.get("metadata") or {}).get("uid"))] = lean
+            else:
+                self.objects = {**self.objects, name: lean}
+            self._changed()
         version = (thing.get("metadata") or {}).get("resourceVersion")
         return None if version is None else str(version)
 
@@ -193,7 +183,7 @@ class Feed:
         if not self._alarmed and time.monotonic() - self._live_at > _ALARMING_S:
             self._alarmed = True
             self.settled.set()
-            self._sink.troubled()
+            self._changed()
 
     def _refuse(self, error: SchedulerError) -> None:
         self.live = False
@@ -201,12 +191,11 @@ class Feed:
             logger.warning("%s; it is asked for again and again instead", one_line(str(error)))
         self.refused = error
         self.settled.set()
-        self._sink.troubled()
+        self._changed()
 
 
-def _query(jobs: Collection[str]) -> dict[str, str]:
-    """The selector is part of a URL: of very many jobs it is that of all."""
-    return {"labelSelector": names.selector_of(jobs) if len(jobs) <= _MOST_JOBS else names.JOB_ID}
+def name_of(thing: Mapping[str, Any]) -> str:
+    return str((thing.get("metadata") or {}).get("name"))
 
 
-__all__ = ["Feed", "Object", "Sink"]
+__all__ = ["Feed", "Object", "name_of"]

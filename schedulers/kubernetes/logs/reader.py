@@ -163,8 +163,8 @@ class _Pass:
 
     def _look(self) -> None:
         """Whether the job is over, and whether it is gone altogether."""
-        watcher = watch.running(self._api, self._native.namespace)
-        seen = watcher.snapshot(self._native) if watcher is not None and not self._over else None
+        watcher = watch.running(self._api, self._native)
+        seen = watcher.snapshot() if watcher is not None and not self._over else None
         workload = (seen and seen[0]) or query.workload_of(self._api, self._native)
         self._workload: Mapping[str, Any] = workload or {}
         if not self._over and (workload is None or job_states.status_of(workload).state.final):
@@ -175,10 +175,10 @@ class _Pass:
     def _pods(self) -> list[dict[str, Any]]:
         """Exact for a job that is over: what is read then is the last."""
         if self._job.followed and not self._over:
-            watcher = watch.running(self._api, self._native.namespace)
-            seen = None if watcher is None else watcher.pods(self._native)
+            watcher = watch.running(self._api, self._native)
+            seen = None if watcher is None else watcher.snapshot()
             if seen is not None:
-                return seen
+                return seen[1]
         return query.pods_of(self._api, self._native)
 
     def _position(self, source: str) -> Position | None:

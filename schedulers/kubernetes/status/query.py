@@ -101,8 +101,8 @@ def listed(api: Api, path: str, query: dict[str, str]) -> Iterator[Object]:
 def _watched(api: Api, native: Native) -> tuple[Object, list[Object]] | None:
     """The job's object and pods; None when they must be queried: nobody watches, or what is seen would be final, which
     must be exact."""
-    watcher = watch.running(api, native.namespace)
-    seen = None if watcher is None else watcher.snapshot(native)
+    watcher = watch.running(api, native)
+    seen = None if watcher is None else watcher.snapshot()
     if seen is None:
         return None
     workload, pods = seen
@@ -155,11 +155,11 @@ def _status(api: Api, native: Native, workload: Object, pods: list[Object]) -> S
     """The status of a job by its pods; of one that has failed, also by those that are gone, as they were last: an
     operator that gives a job up deletes them at once, as does an eviction."""
     status = job_states.status_of(workload, pods, now=api.now())
-    watcher = watch.running(api, native.namespace)
+    watcher = watch.running(api, native)
     if status.state is not State.FAILED or watcher is None:
         return status
     there = {names.node_of(pod) for pod in pods}
-    last = {names.node_of(pod): pod for pod in watcher.deleted_pods(native)}
+    last = {names.node_of(pod): pod for pod in watcher.deleted_pods()}
     deleted = [pod for node, pod in last.items() if node not in there]
     known = job_states.status_of(workload, [*pods, *deleted], now=api.now())
     return known if known.state is State.FAILED else status

@@ -206,12 +206,24 @@ def test_a_log_without_the_launcher_s_first_line_has_lost_its_beginning(make: Ma
     assert len(many) == 20_001
 
 
+@pytest.mark.parametrize("dropped", [False, True])
 def test_a_log_without_its_beginning_is_reported_also_after_its_stream_has_ended_before_its_pod(
-    make: MakeApi, tmp_path: Path
+    make: MakeApi, tmp_path: Path, dropped: bool
 ) -> None:
-    """The kubelet ends a stream with its container, of which the API server learns later: another reader goes on."""
+    """The kubelet ends a stream with its container, of which the API server learns later, or the connection is lost:
+    another stream, or reader, goes on."""
     log = b"2026-11-21T10:00:09Z later\n"
-    answers = [_answering(pods=1, log=log, flags=())]
+
+    def drop(handler: Any) -> None:
+        if "follow" not in handler.path:
+            _answering(pods=1, log=log, flags=())(handler)
+            return
+        handler.send_response(200)
+        handler.send_header("Transfer-Encoding", "chunked")
+        handler.end_headers()
+        handler.wfile.write(b"%x\r\n%s\r\n" % (len(log), log))
+
+    answers = [drop if dropped else _answering(pods=1, log=log, flags=())]
     lines: list[LogLine] = []
     with serving(lambda handler: answers[0](handler)) as server:
         reader = readers.Reader(make(server.url))

@@ -1,7 +1,8 @@
-"""One watch for all jobs, on a real API server that has no nodes: what happens to its objects is done by the tests."""
+"""One watch of a job and one of its pods, on a real API server without nodes: the tests change its objects."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 import multiprocessing
@@ -16,7 +17,8 @@ import pytest
 import yaml
 
 from accel.cli import exit_status, main
-from schedulers import JobSpec, Reason, State
+from schedulers import JobSpec, Reason, Retry, State
+from schedulers.kubernetes.client import informer
 from schedulers.kubernetes.client.api import Api
 from schedulers.kubernetes.code.delivery import Code
 from schedulers.kubernetes.follower import Follower
@@ -69,9 +71,12 @@ class Server:
         file.write_text(yaml.safe_dump(text))
         return KubernetesOptions(kubeconfig=str(file), image="example.org/train")
 
-    def submit(self, namespace: str = "default", job_id: str = "") -> Native:
+    def submit(
+        self, namespace: str = "default", job_id: str = "", ttl_s: int | None = None, max_restarts: int = 0
+    ) -> Native:
         job_id = job_id or f"job{next(self._numbers)}"
-        spec, options = JobSpec(argv=("train.py",)), self.options(namespace=namespace)
+        options = dataclasses.replace(self.options(namespace=namespace), ttl_s=ttl_s)
+        spec = JobSpec(argv=("train.py",), retry=Retry(max_restarts=max_restarts))
         made = build.build(spec, options, job_id, Code(kind="image")).workload
         path = self.admin.path("kubeflow.org/v1", "pytorchjobs", namespace=namespace)
         there = self.admin.call("POST", path, body=build.stamped(made, spec))
@@ -182,7 +187,9 @@ def status(follower: Follower, native: Native) -> Any:
 
 
 @pytest.mark.parametrize("count", [4, *long(20)])
-def test_jobs_are_followed_by_one_watch_each_of_jobs_and_pods(server: Server, follower: Follower, count: int) -> None:
+def test_a_job_is_followed_by_one_watch_of_it_and_one_of_its_pods_until_it_is_over(
+    server: Server, follower: Follower, count: int
+) -> None:
     jobs = [server.submit() for _ in range(count)]
     for native in jobs:
         server.end(native, "Running")
@@ -199,9 +206,12 @@ def test_jobs_are_followed_by_one_watch_each_of_jobs_and_pods(server: Server, fo
     for each in threads:
         each.start()
     kinds = ("pytorchjobs", "pods")
-    until(
-        lambda: all(server.counted("apiserver_longrunning_requests").get((kind, "WATCH")) for kind in kinds), "watches"
-    )
+
+    def watches() -> list[float]:
+        counted = server.counted("apiserver_longrunning_requests")
+        return [counted.get((kind, "WATCH"), 0.0) for kind in kinds]
+
+    until(lambda: watches() == [count, count], "one of each job, and one of its pods")
 
     def quiet() -> bool:
         before, begun = server.counted("apiserver_request_total"), dict(rounds)
@@ -210,13 +220,13 @@ def test_jobs_are_followed_by_one_watch_each_of_jobs_and_pods(server: Server, fo
         return not any(after[key] != before.get(key) and key[0] in kinds for key in after)
 
     until(quiet, "what is watched is not asked for; what was asked before has its answer")
-    open_now = server.counted("apiserver_longrunning_requests")
     for native in jobs:
         server.end(native)
     for each in threads:
         each.join(_PATIENCE_S)
     assert ended == [State.SUCCEEDED] * len(jobs)
-    assert {kind: open_now[kind, "WATCH"] for kind in kinds} == dict.fromkeys(kinds, 1)
+    assert not watch._watchers
+    until(lambda: watches() == [0, 0], "a job's watches are closed at its end")
 
 
 def test_a_job_that_ends_or_is_deleted_wakes_who_waits_for_it_and_no_other(server: Server, follower: Follower) -> None:
@@ -234,24 +244,31 @@ def test_a_job_that_ends_or_is_deleted_wakes_who_waits_for_it_and_no_other(serve
     assert status(follower, other).state is State.QUEUED
 
 
-def test_only_what_belongs_to_the_jobs_is_watched(server: Server, followers: list[Follower]) -> None:
-    """Of a namespace with many jobs. Others that are waited for are added to the watches that there are."""
-    with Relay(server.control.address, API_PORT) as relay:
-        follower = Follower(server.api(port=relay.port))
-        followers.append(follower)
-        first, second, *_ = (server.submit() for _ in range(3))
-        watched(follower, first)
-        watcher = watch._watchers[f"{follower._api.identity}\0default"]
-        assert set(watcher._workloads["pytorchjobs"]) == {first.name}
-        watched(follower, second)
-        assert set(watcher._workloads["pytorchjobs"]) == {first.name, second.name}
-        until(lambda: watcher.snapshot(first) is not None and watcher.snapshot(second) is not None, "both are known")
-        server.end(first)
-        waited(follower, first)
-        assert status(follower, first).state is State.SUCCEEDED
-        third = server.submit()
-        watched(follower, third)
-        assert set(watcher._workloads["pytorchjobs"]) == {second.name, third.name}
+@pytest.mark.parametrize("how", [{}, {"ttl_s": 60}, {"max_restarts": 1}], ids=str)
+def test_who_waits_is_told_once_that_the_logs_go_with_the_pods(
+    server: Server, follower: Follower, caplog: pytest.LogCaptureFixture, how: dict[str, Any]
+) -> None:
+    """Waiting reads no log. Who reads them archives them, and needs no warning."""
+    native, read = server.submit(**how), server.submit(**how)
+    for _ in range(3):
+        follower.wait(native, 0.1)
+        follower.wait(read, 0.1)
+        list(follower.logs(read, None, None))
+    warning = (
+        f"job {native.job_id}: the cluster may delete its pods, with their logs, when it ends. "
+        f"`accel logs -f {native.job_id}` archives them"
+    )
+    assert [record.getMessage() for record in caplog.records] == ([warning] if how else [])
+
+
+def test_only_the_job_s_own_objects_are_watched(server: Server, follower: Follower) -> None:
+    """Of a namespace with many jobs."""
+    first, second = (server.submit() for _ in range(2))
+    watched(follower, first, second)
+    for native in (first, second):
+        watcher = watch.running(follower._api, native)
+        assert watcher is not None
+        assert set(watcher._workloads.objects) == {native.name}
 
 
 def test_a_job_that_was_submitted_this_moment_is_never_gone(server: Server, follower: Follower) -> None:
@@ -333,16 +350,12 @@ def test_without_the_verb_watch_it_is_named_and_the_state_is_asked_for(
     assert status(follower, native).state is State.SUCCEEDED
 
 
-def test_targets_of_one_server_and_user_share_their_watches_and_namespaces_do_not(
-    server: Server, followers: list[Follower]
-) -> None:
+def test_targets_of_one_server_and_user_share_a_job_s_watches(server: Server, followers: list[Follower]) -> None:
     followers += [Follower(server.api()), Follower(server.api())]
-    native, there = server.submit(), server.submit(server.namespace())
+    native = server.submit()
     for each in followers:
         each.wait(native, 0.1)
-    until(lambda: len(watching_threads(native.namespace)) == 2, "two watch")
-    followers[0].wait(there, 0.1)
-    until(lambda: len(watching_threads(native.namespace, there.namespace)) == 4, "two more do")
+    until(lambda: len(watching_threads()) == 2, "two watch")
     followers[0].close()  # the other's next question opens them anew
     server.end(native)
     waited(followers[1], native)
@@ -351,7 +364,7 @@ def test_targets_of_one_server_and_user_share_their_watches_and_namespaces_do_no
 def test_watches_end_when_nobody_asks_and_leave_no_connection(
     server: Server, followers: list[Follower], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watch, "_SWEEP_S", 0.1)
+    monkeypatch.setattr(informer, "_LIFETIME_S", (1, 1))
     with Relay(server.control.address, API_PORT) as relay:
         api = server.api(port=relay.port)
         follower = Follower(api)
@@ -445,10 +458,8 @@ def test_wait_queries_once_for_all_jobs_that_have_ended(
     assert capsys.readouterr().out == "".join(f"{job_id}\tsucceeded\n" for job_id in ids)
 
 
-def watching_threads(*namespaces: str) -> list[threading.Thread]:
-    """Of these namespaces; of all without any."""
-    found = [each for each in threading.enumerate() if each.name.startswith("watching /")]
-    return [each for each in found if not namespaces or any(f"/{name}/" in each.name for name in namespaces)]
+def watching_threads() -> list[threading.Thread]:
+    return [each for each in threading.enumerate() if each.name.startswith("watching /")]
 
 
 def test_nothing_is_read_of_a_file_that_is_not_asked_for(tmp_path: Path) -> None:
