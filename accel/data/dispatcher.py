@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterDataPipe, MapDataPipe
 
-from accel.collectives.rng import host_rng_state, set_host_rng_state
 from accel.data.batch_sampler import BatchSamplerShard, part_of
 from accel.data.batch_split import Dealer, Round
 from accel.data.loader import PreparedLoader
@@ -196,16 +195,12 @@ class DataLoaderDispatcher(PreparedLoader):
             batches.replay, batches.with_first = replay, late
         snapshot = base.state_dict if self.stateful_base else None  # type: ignore[attr-defined]
         rounds = self._rounds(0 if batches is not None else skip, late)
-        ahead = self.progress.ahead = Lookahead(rounds, partial(window_depth, self.gradient_state), snapshot)
+        ahead = Lookahead(rounds, partial(window_depth, self.gradient_state), snapshot)
         if batches is None:
             with self._stream_rng.drawing(replay) as self.progress.order:
                 ahead.fill()
             return ahead
-        # What is read here was read before the checkpoint: reading it again must not move the generators on.
-        kept = None if replay is None else host_rng_state()
         ahead.fill()
-        if kept is not None:
-            set_host_rng_state(kept)
         self.progress.order = batches.epoch.order
         return ahead
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from accel.collectives.rng import synchronize_rng_states
+from accel.collectives.rng import host_rng_state, set_host_rng_state, synchronize_rng_states
 from accel.data.batch_sampler import BatchSamplerShard
 from accel.data.iterable import IterableDatasetShard, Marked
 from accel.data.loader_state import Progress
@@ -230,18 +230,27 @@ class PreparedLoader(DataLoader[Any]):
         return view
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        progress = self.progress
-        skip = max(self.skip_batches, progress.position) if self.resumes and progress.resumed else self.skip_batches
+        progress, base = self.progress, self.base_dataloader
         over = self.resumes and progress.resumed and progress.ended
-        at, replay = progress.begin()
-        progress.position = skip
-        if not over and self._continue_base(interrupted=replay is not None, skips_more=skip > at):
-            skip = 0
+        at, replay, inner = progress.begin()
+        resumed = replay is not None
+        skip = progress.position = max(self.skip_batches, at) if self.resumes else self.skip_batches
+        goes_on = resumed and not over
+        if inner is not None and self.stateful_base and (skip == at if goes_on else self._outlives):
+            base.load_state_dict(inner)  # type: ignore[attr-defined]
+            if goes_on:
+                skip = 0
+            else:  # of an epoch that is over only the state of the data set counts, which the next one starts from
+                with seeding_aside(base):
+                    alter(base, _iterator=base._get_iterator())
         self._announce()
-        if self.rng_types and replay is None:
+        if self.rng_types and not resumed:
             synchronize_rng_states(self.rng_types, self.synchronized_generator)
         self.reset()
+        kept = host_rng_state()
         source = iter(()) if over else self._open(skip, replay)
+        if resumed:  # what was drawn and read again here was so before the checkpoint
+            set_host_rng_state(kept)
         self.gradient_state._add_dataloader(self)
         try:
             yield from source if self.device is None else map(mover(self.device, self._non_blocking), source)
@@ -251,42 +260,18 @@ class PreparedLoader(DataLoader[Any]):
                 source.close()
         progress.finish()
 
-    def _continue_base(self, *, interrupted: bool, skips_more: bool) -> bool:
-        """Put a torchdata loader inside back to its loaded state, if there is one; return True if it skips by that.
-
-        Of an epoch that was not interrupted only the state of the data set counts, where it outlives the epoch.
-        """
-        inner, self.progress.inner = self.progress.inner, None
-        base: Any = self.base_dataloader
-        if inner is None or not self.stateful_base or not (interrupted or self._outlives):
-            return False
-        if interrupted:
-            if skips_more:
-                return False
-            base.load_state_dict(inner)
-            return True
-        base.load_state_dict(inner)
-        with seeding_aside(base):
-            alter(base, _iterator=base._get_iterator())
-        return False
+    def _iterate_base(self) -> Iterator[Any]:
+        """Begin an iteration of the loader inside. Workers that persist draw their seed in the first epoch alone."""
+        base = self.base_dataloader
+        restarts = base.persistent_workers and base._iterator is None and self.progress.epoch > 0
+        with seeding_aside(base) if restarts else nullcontext():
+            return iter(base)
 
     @property
     def _outlives(self) -> bool:
         """Whether one epoch's data set, with the state that it is left in, is the next one's too."""
         base = self.base_dataloader
         return hasattr(base.dataset, "state_dict") and (base.num_workers == 0 or base.persistent_workers)
-
-    def _iterate_base(self, *, again: bool = False) -> Iterator[Any]:
-        """Begin an iteration of the loader inside.
-
-        Its workers' seed has been drawn before where this is done ``again`` for an interrupted epoch, and where the
-        run that is resumed has workers that persist.
-        """
-        base, progress = self.base_dataloader, self.progress
-        again = again or (base.persistent_workers and progress.started and base._iterator is None)
-        progress.started = True
-        with seeding_aside(base) if again else nullcontext():
-            return iter(base)
 
     def reset(self) -> None:
         """Forget how the last epoch ended."""
@@ -309,6 +294,7 @@ class PreparedLoader(DataLoader[Any]):
     def _count(self, ahead: Lookahead) -> None:
         """Note that ``ahead`` has given one batch more, and whether that is known to be the last."""
         self.progress.position += 1
+        self.progress.inner = ahead.snapshot_here
         if ahead.exhausted:
             self._total = self.progress.position + len(ahead)
             self.end_of_dataloader = self.progress.ended = not len(ahead)
@@ -341,17 +327,15 @@ class PreparedLoader(DataLoader[Any]):
         self.progress.load_state_dict(state_dict, self.process_index, self.total_batch_size)
         self._rng.set_generator_states(state_dict["generators"])
         self._rng.set_seeds(state_dict.get("seeds", []))
-        if self.base_dataloader.persistent_workers and not self.progress.started:
-            alter(self.base_dataloader, _iterator=None)  # the run that is resumed has yet to start its workers
+        alter(self.base_dataloader, _iterator=None)  # workers that persist start anew, as in another process
 
     def own_state_dict(self) -> Any:
         """The state of a torchdata loader inside, which may differ from process to process; ``None`` if not needed."""
         progress, base = self.progress, self.base_dataloader
         if not self.stateful_base or progress.inner is not None:
             return progress.inner
-        if progress.running:
-            return base.state_dict() if progress.ahead is None else progress.ahead.snapshot_here  # type: ignore[attr-defined]
-        return base.state_dict() if self._outlives and base._iterator is not None else None  # type: ignore[attr-defined]
+        needed = progress.running or (self._outlives and base._iterator is not None)
+        return base.state_dict() if needed else None  # type: ignore[attr-defined]
 
     def load_own_state_dict(self, state: Any) -> None:
         """Go back to where `own_state_dict` was taken on this process. To be called after `load_state_dict`."""
@@ -408,7 +392,7 @@ class DataLoaderShard(PreparedLoader):
             return self._stream(skip, replay)
         self.batches.skip, self.batches.replay = skip, replay
         self.batches.ahead = window_depth(self.gradient_state)
-        source = self._iterate_base(again=replay is not None)
+        source = self._iterate_base()
         epoch = self.batches.epoch
         epoch.begin()
         self.progress.order = epoch.order
@@ -435,7 +419,7 @@ class DataLoaderShard(PreparedLoader):
             for _ in range(skip):
                 next(source, None)
             snapshot = base.state_dict if self.stateful_base else None  # type: ignore[attr-defined]
-            ahead = self.progress.ahead = Lookahead(source, partial(window_depth, self.gradient_state), snapshot)
+            ahead = Lookahead(source, partial(window_depth, self.gradient_state), snapshot)
             ahead.fill()
         return self._look_ahead(ahead)
 

@@ -12,69 +12,66 @@ logger = get_logger(__name__)
 class Progress:
     """Epoch and position of a loader, shared by it and its views that skip.
 
-    ``position`` counts the batches given in the running epoch, those skipped included; ``order`` is what the order of
-    that epoch was drawn from.
+    ``position`` counts the batches given in the epoch at hand, those skipped included; ``order`` is what the order of
+    that epoch was drawn from, ``None`` between epochs. ``resumed``: the epoch at hand was loaded and has yet to begin;
+    ``ended``: it has given its last batch. ``inner`` is the state of a torchdata loader inside: to be put back, or as
+    it was at the batch given last if others have been read ahead.
     """
 
     def __init__(self) -> None:
         self.epoch = 0
         self.position = 0
-        self.order: dict[str, Any] = {}
-        self.running = False
+        self.order: dict[str, Any] | None = None
         self.resumed = False
-        self.ended = False  # whether the running epoch has given its last batch
-        self.started = False  # whether the loader inside has been iterated in this run or in the one it continues
-        self.ahead: Any = None  # the `Lookahead` of the running epoch, if it has one
-        self.inner: Any = None  # the state of the loader inside, until it is put back
+        self.ended = False
+        self.inner: Any = None
         self._same_round = True
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "ahead": None}  # a copy reads for itself
+    @property
+    def running(self) -> bool:
+        """Whether the epoch at hand was begun here."""
+        return self.order is not None and not self.resumed
 
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the next one, unless that is the one being resumed."""
         if epoch != self.epoch:
-            self.resumed = False
             self.inner = None
-            self.epoch = epoch
-        self.running = False
+        elif self.resumed:
+            return
+        self._leave(epoch)
 
-    def begin(self) -> tuple[int, dict[str, Any] | None]:
+    def _leave(self, following: int) -> None:
+        self.epoch = following
+        self.position = 0
+        self.order = None
+        self.resumed = self.ended = False
+
+    def begin(self) -> tuple[int, dict[str, Any] | None, Any]:
         """Begin an epoch.
 
-        Returns, for one that was interrupted, its position and what its order must be drawn from; else 0 and ``None``.
+        Returns its position and what its order must be drawn from, 0 and ``None`` unless it was interrupted; and the
+        state to put back into the loader inside.
         """
-        resumed = (self.position, self.order) if self.resumed else (0, None)
-        if self.running and not self.resumed:
-            self.epoch += 1  # the last epoch was left by `break`: it counts
-        self.resumed = False
-        self.running = True
-        self.ended = False
-        self.position = 0
-        self.ahead = None
-        return resumed
+        left = (self.position, self.order) if self.resumed else (0, None)
+        inner, self.inner = self.inner, None
+        self._leave(self.epoch + self.running)  # an epoch that was left by `break` counts
+        self.order = {}
+        return *left, inner
 
     def finish(self) -> None:
         """The epoch is through."""
-        self.epoch += 1
-        self.position = 0
-        self.order = {}
-        self.running = False
+        self.inner = None
+        self._leave(self.epoch + 1)
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
         return {
             "epoch": self.epoch,
             "position": self.position,
-            "order": self.order,
-            "in_epoch": self._in_epoch,
-            "ended": self.ended and self._in_epoch,
-            "started": self.started,
+            "order": self.order or {},
+            "in_epoch": self.order is not None,
+            "ended": self.ended,
         }
-
-    @property
-    def _in_epoch(self) -> bool:
-        return self.running or self.resumed
 
     def load_state_dict(self, state: dict[str, Any], process: int = 0, round_size: int = 1) -> None:
         """Go back to where `state_dict` was taken; the next epoch begun is the one interrupted there, if it was.
@@ -82,13 +79,12 @@ class Progress:
         The state of a loader inside is taken over if it was ``process``'s own. If it was taken with another
         ``round_size`` the position is the one behind the same samples, or the last one before.
         """
-        self.epoch = state["epoch"]
-        self.position = _moved(state["position"], state.get("round", round_size), round_size)
-        self.order = state["order"]
-        self.running = False
+        self._leave(state["epoch"])
         self.resumed = state["in_epoch"]
-        self.ended = state.get("ended", False)
-        self.started = state.get("started", self.resumed or self.epoch > 0)
+        if self.resumed:
+            self.position = _moved(state["position"], state.get("round", round_size), round_size)
+            self.order = state["order"]
+            self.ended = state.get("ended", False)
         self._same_round = state.get("round", round_size) == round_size
         mine = self._same_round and state.get("process", process) == process
         self.inner = state.get("loader") if mine else None

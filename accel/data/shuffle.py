@@ -162,7 +162,7 @@ class OrderRng:
         try:
             yield start
         finally:
-            if foreign or (replay and own):
+            if foreign:
                 set_host_rng_state(own["host"])
 
     def _agreed(self, own: dict[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Iterator
+from collections import UserDict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -19,17 +20,24 @@ from accel import Accelerator, DataLoaderConfiguration, set_seed
 from tests.marks import long
 
 from ..data.test_stateful import torchdatas
-from ..worlds import run
+from ..worlds import run, run_one
+
+Place = tuple[int, int | str]
 
 EPOCHS = 3
-# In, at the end of and after the loop of an epoch; the second epoch's is resumed in what follows a first one.
-PLACEMENTS = [(0, "last"), (0, "after"), (1, 1), (1, "after")]
 SAMPLES = 13  # the last round is short for one process and for two
+# In, at the end of and after the loop of an epoch; the second epoch's is resumed in what follows a first one.
+PLACEMENTS: list[Place] = [(0, "last"), (0, "after"), (1, 1), (1, "after")]
+ALL_PLACEMENTS: list[Place] = [*product((0, 1), (*range(1, SAMPLES // 2), "last", "after"))]
+LEFT: list[Place] = [(0, 2), (1, 1), (1, "last")]  # left there by `break`, saved after the loop
 
 
 @dataclass(frozen=True)
 class Case:
-    """One kind of loader and one way to resume it: ``skip`` (by hand), ``stateful`` (by itself) or ``torchdata``."""
+    """One kind of loader and one way to resume it: ``skip`` (by hand), ``stateful`` (by itself) or ``torchdata``.
+
+    ``variant``: ``windows`` of three batches, batches that are a ``mapping``, or ``rng_types=["torch"]``.
+    """
 
     data: str
     dispatch: bool
@@ -37,6 +45,7 @@ class Case:
     persistent: bool
     resume: str
     seedable: bool
+    variant: str = "plain"
 
 
 class Rows(Dataset[int]):
@@ -75,9 +84,11 @@ def cases(data: str, dispatch: bool) -> list[Case]:
     staff = [(0, False, False), (2, False, False), (2, True, False)]
     if data == "map":
         staff += [(0, False, True), (2, True, True)]
+    kinds = [(*how, "plain") for how in staff]
+    kinds += [(0, False, False, variant) for variant in ("windows", "mapping", "torch")]
     return [
-        Case(data, dispatch, workers, persistent, resume, seedable)
-        for (workers, persistent, seedable), resume in product(staff, ("skip", "stateful", "torchdata"))
+        Case(data, dispatch, workers, persistent, resume, seedable, variant)
+        for (workers, persistent, seedable, variant), resume in product(kinds, ("skip", "stateful", "torchdata"))
     ]
 
 
@@ -89,9 +100,22 @@ def _loader(case: Case) -> DataLoader[int]:
     else:
         dataset = Stream(draws=not case.persistent)
     how: dict[str, Any] = {"batch_size": 2, "shuffle": case.data == "map", "num_workers": case.workers}
+    if case.variant == "mapping":
+        how["collate_fn"] = _mapping
     if case.workers:
         how.update(persistent_workers=case.persistent, multiprocessing_context="fork")
     return torchdatas(dataset, **how) if case.resume == "torchdata" else DataLoader(dataset, **how)
+
+
+def _mapping(rows: list[int]) -> UserDict[str, torch.Tensor]:
+    return UserDict(rows=torch.tensor(rows))
+
+
+def _rng_types(case: Case) -> list[str] | None:
+    if case.variant != "torch":
+        return None
+    # A stream, and a sampler of torchdata's, draws its order from other generators too.
+    return ["torch"] if case.data == "map" and case.resume != "torchdata" else ["torch", "generator"]
 
 
 def _draws() -> tuple[int, int, int]:
@@ -99,67 +123,104 @@ def _draws() -> tuple[int, int, int]:
 
 
 def _train(
-    case: Case, resume: Path | None = None, at: Callable[[Accelerator, int, int | str, int], None] | None = None
-) -> list[Any]:
-    """What a run sees: of each batch its place, its samples and the numbers that the loop draws with it."""
+    case: Case, resume: Path | None = None, save: dict[Place, Path] | None = None, leave: Place | None = None
+) -> tuple[list[Any], dict[Place, int]]:
+    """What a run sees: of each batch its place, its samples and the numbers that the loop draws with it.
+
+    It saves at the places of ``save``, and ends by `break` at ``leave``, where it saves after the loop. Also returns
+    how much it had seen at each place.
+    """
     config = DataLoaderConfiguration(
         use_seedable_sampler=case.seedable, use_stateful_dataloader=case.resume == "stateful",
         dispatch_batches=case.dispatch,
     )  # fmt: skip
-    accelerator = Accelerator(dataloader_config=config)
+    accelerator = Accelerator(
+        dataloader_config=config, gradient_accumulation_steps=3 if case.variant == "windows" else 1,
+        rng_types=_rng_types(case),
+    )  # fmt: skip
     set_seed(1 if resume is None else 77, device_specific=True)
     loader: Any = accelerator.prepare(_loader(case))
     first = None
     if resume is not None:
         accelerator.load_state(resume)
         first = loader.iteration if case.resume == "skip" else None
+    save = save or {}
+    place: Place = (-1, 0)
     seen: list[Any] = []
+    places: dict[Place, int] = {}
     for epoch in range(loader.iteration, EPOCHS):
         batches = accelerator.skip_first_batches(loader, loader.position) if epoch == first else loader
         for batch in batches:
-            seen.append([epoch, loader.position, batch.tolist(), *_draws()])
-            if at is not None:
-                at(accelerator, epoch, "last" if loader.end_of_dataloader else loader.position, len(seen))
+            rows = batch["rows"] if case.variant == "mapping" else batch
+            seen.append([epoch, loader.position, rows.tolist(), *_draws()])
+            place = (epoch, "last" if loader.end_of_dataloader else loader.position)
+            places[place] = len(seen)
+            if place == leave:
+                break
+            if place in save:
+                accelerator.save_state(save[place])
+        if place == leave:
+            accelerator.save_state(save[place])
+            break
         seen.append([epoch, "after", *_draws()])
-        if at is not None:
-            at(accelerator, epoch, "after", len(seen))
-    return seen
+        places[epoch, "after"] = len(seen)
+        if (epoch, "after") in save:
+            accelerator.save_state(save[epoch, "after"])
+    return seen, places
 
 
-def _wrong(case: Case, folder: Path) -> list[str]:
+def _wrong(case: Case, folder: Path, placements: list[Place]) -> list[str]:
     """The placements from which a resumed run differs from one that neither stopped nor saved."""
-    whole = _train(case)
-    places: dict[str, int] = {}
-
-    def save(accelerator: Accelerator, epoch: int, place: int | str, count: int) -> None:
-        if (epoch, place) in PLACEMENTS:
-            name = f"epoch {epoch}, {place}"
-            places[name] = count
-            accelerator.save_state(folder / name)
-
-    wrong = ["the run that saves"] if _train(case, at=save) != whole else []
-    assert len(places) == len(PLACEMENTS)
-    for name, count in places.items():
+    whole, counts = _train(case)
+    saved = {place: folder / "saved" / "-".join(map(str, place)) for place in placements if place in counts}
+    left = {place: folder / "left" / "-".join(map(str, place)) for place in LEFT if place in placements}
+    wrong = ["the run that saves"] if _train(case, save=saved)[0] != whole else []
+    for place in left:
+        seen, _ = _train(case, save=left, leave=place)
+        wrong += [f"the run left at {place}"] * (seen != whole[: counts[place]])
+    for place, checkpoint in [*saved.items(), *left.items()]:
         try:
-            if _train(case, folder / name) != whole[count:]:
-                wrong.append(name)
+            if _train(case, checkpoint)[0] != whole[counts[place] :]:
+                wrong.append(str(checkpoint.relative_to(folder)))
         except Exception as error:
-            wrong.append(f"{name}: {error!r}")
+            wrong.append(f"{checkpoint.relative_to(folder)}: {error!r}")
     return wrong
 
 
-def _all_wrong(data: str, dispatch: bool, folder: str) -> list[str]:
+def _all_wrong(data: str, dispatch: bool, folder: str, placements: list[Place]) -> list[str]:
     logging.getLogger("torchdata").setLevel(logging.ERROR)  # it warns of every stream without a state
     found = []
     for number, case in enumerate(cases(data, dispatch)):
-        found += [f"{case}: {place}" for place in _wrong(case, Path(folder, str(number)))]
+        found += [f"{case}: {place}" for place in _wrong(case, Path(folder, str(number)), placements)]
     return found
 
 
 @pytest.mark.parametrize("data", ["map", "stream"])
-@pytest.mark.parametrize(("dispatch", "processes"), [(True, 2), *long((False, 1), (False, 2))])
+@pytest.mark.parametrize(
+    ("dispatch", "processes", "placements"),
+    [(True, 2, PLACEMENTS), *long(*((*kind, ALL_PLACEMENTS) for kind in product((True, False), (1, 2))))],
+)
 def test_a_run_resumed_at_any_placement_equals_the_whole_one(
-    tmp_path: Path, data: str, dispatch: bool, processes: int
+    tmp_path: Path, data: str, dispatch: bool, processes: int, placements: list[Place]
 ) -> None:
-    for rank, wrong in enumerate(run(_all_wrong, data, dispatch, str(tmp_path), processes=processes)):
+    for rank, wrong in enumerate(run(_all_wrong, data, dispatch, str(tmp_path), placements, processes=processes)):
         assert wrong == [], f"rank {rank}"
+
+
+def _left(begin_next: bool) -> list[Any]:
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True))
+    loader: Any = accelerator.prepare(DataLoader(range(12), batch_size=2))  # type: ignore[arg-type]
+    for _ in loader:
+        if loader.position == 4:
+            break
+    if begin_next:
+        loader.set_epoch(loader.iteration + 1)
+    again: Any = accelerator.prepare(DataLoader(range(12), batch_size=2))  # type: ignore[arg-type]
+    again.load_state_dict(loader.state_dict())
+    return [again.iteration, again.position, [batch.tolist() for batch in again]]
+
+
+@pytest.mark.parametrize("begin_next", [False, True])
+def test_an_epoch_left_by_break_goes_on_unless_the_next_one_is_announced(begin_next: bool) -> None:
+    batches = [[row, row + 1] for row in range(0, 12, 2)]
+    assert run_one(_left, begin_next) == ([1, 0, batches] if begin_next else [0, 4, batches[4:]])

@@ -335,3 +335,15 @@ def test_remainder_and_lengths() -> None:
     listed(loader)
     assert loader.remainder == 5
     assert loader.real_counts() == (4, 1)
+
+
+def _drawn() -> list[int]:
+    accelerator = Accelerator(rng_types=["torch"])
+    loader = accelerator.prepare(DataLoader(Numbers(8), batch_size=2))
+    set_seed(1, device_specific=True)
+    return [int(torch.randint(1000, ())) for _ in loader]
+
+
+def test_the_generators_named_in_rng_types_are_the_main_processs_from_an_epochs_start() -> None:
+    first, second = run(_drawn)
+    assert first == second

@@ -163,7 +163,7 @@ def test_a_state_keeps_readable_keys() -> None:
     loader = _loader("map", 0, 2, 1)
     next(iter(loader))
     state = loader.state_dict()
-    about = {"epoch", "position", "order", "in_epoch", "ended", "started", "generators", "seeds"}
+    about = {"epoch", "position", "order", "in_epoch", "ended", "generators", "seeds"}
     assert set(state) == about | {"process", "round", "loader"}
     assert (state["epoch"], state["process"]) == (0, 1)
 
