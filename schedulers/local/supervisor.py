@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import functools
 import os
 import select
@@ -25,7 +24,7 @@ from typing import Any, NoReturn
 from ..config import secrets
 from ..errors import SchedulerError, StoreError
 from ..hosts.supervisor.documents import Document, make_room
-from ..hosts.supervisor.slots import Slots, TooMany, visible, wanted
+from ..hosts.supervisor.slots import Slots, TooMany, lock_soon, visible, wanted
 from ..job import Reason, State, Status
 from ..node.logs import BLOCK, FULL, Clock, last_line
 from ..node.redaction import hide
@@ -40,7 +39,6 @@ _NOTE_ROOM = 1 << 12
 _REPORT_ROOM = 1 << 14
 _REPORTS = ("launch.jsonl", "node-0.log")
 _WRITE_TRIES = 60
-_LOCK_TRIES, _LOCK_S = 20, 0.05
 
 _KILL_ALLOWANCE_S = 6.0
 _NOTE_S = 1.0
@@ -322,7 +320,7 @@ def main(directory: str) -> NoReturn:
     os.close(ready)
     (files.directory / "local").mkdir(exist_ok=True)
     try:
-        lock = _take_lock(f"{files.directory}/local/supervisor.lock")
+        lock = lock_soon(f"{files.directory}/local/supervisor.lock")
     except OSError as error:
         where = f"{files.directory}: its file system has no locks ({error.strerror})"
         print(f"{where}, which local jobs need. Move ACCEL_HOME", file=sys.stderr, flush=True)
@@ -344,22 +342,6 @@ def main(directory: str) -> NoReturn:
     supervisor.run()
     sys.stderr.flush()
     os._exit(0)
-
-
-def _take_lock(path: str) -> int | None:
-    """The descriptor of the locked file; None when another process holds it. A reader holds it for a moment only.
-
-    Raises OSError.
-    """
-    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    for _ in range(_LOCK_TRIES):
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            time.sleep(_LOCK_S)
-        else:
-            return lock
-    return None
 
 
 if __name__ == "__main__":

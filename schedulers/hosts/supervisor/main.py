@@ -12,7 +12,6 @@ Values for the environment that nobody else may read come on standard input, as 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import resource
@@ -25,6 +24,7 @@ from . import wire
 from .documents import SCHEMA, Document, make_room, say
 from .member import Supervisor
 from .reaper import Ending, adopt_orphans
+from .slots import lock_soon
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 RESULT_ROOM = 1 << 16
 WRITE_TRIES = 60
-LOCK_TRIES, LOCK_S = 20, 0.05
 MOST_FILES = 1 << 16
 KILLED = "the supervisor on {} was killed, or the host restarted, while the job was there"
 
@@ -208,15 +207,10 @@ def exists(directory: str, name: str) -> bool:
 def taken(directory: str) -> bool:
     """Whether this process now holds the lock, until it ends. Who only looks whether there is a supervisor holds it for
     a moment."""
-    lock = os.open(os.path.join(directory, "supervisor.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    for _ in range(LOCK_TRIES):
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            time.sleep(LOCK_S)
-        else:
-            return True
-    return False
+    try:
+        return lock_soon(os.path.join(directory, "supervisor.lock")) is not None
+    except OSError:
+        return False
 
 
 def tell(telling: int) -> None:

@@ -13,6 +13,7 @@ import contextlib
 import fcntl
 import os
 import platform
+import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
+_LOCK_TRIES, _LOCK_S = 20, 0.05
 # The variable that shows a process some of the machine's devices only, by the kind of these.
 VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
 
@@ -201,3 +203,13 @@ def _lock(path: str, *, wait: bool) -> int | None:
         os.close(fd)
         return None
     return fd
+
+
+def lock_soon(path: str) -> int | None:
+    """Take the file's lock, which a reader may hold for a moment: its descriptor, or None when a process keeps it."""
+    for _ in range(_LOCK_TRIES):
+        fd = _lock(path, wait=False)
+        if fd is not None:
+            return fd
+        time.sleep(_LOCK_S)
+    return None
