@@ -51,6 +51,7 @@ from accel.training.compile import TorchDynamoPlugin, compile_regions, compiles,
 from accel.training.optimizer import AcceleratedOptimizer
 from accel.training.profiling import ProfileControl, ProfileKwargs
 from accel.training.scheduler import AcceleratedScheduler
+from accel.world.available import is_bitsandbytes_multi_backend_available, is_xpu_available
 
 Handler = TypeVar("Handler", bound=KwargsHandler)
 
@@ -179,8 +180,8 @@ class Accelerator(
                 "prepare: a model that is dispatched over several devices cannot be trained by several processes: "
                 "load it without device_map, or start one process"
             )
-        _check_quantised_device(model, self.device)
-        if not spread and (self.device_placement if device_placement is None else device_placement):
+        placed = _is_quantised_in_place(model, self.device) or spread
+        if not placed and (self.device_placement if device_placement is None else device_placement):
             model = model.to(self.device)
         self.precision.wrap_forward(model)
         if compiles(self.dynamo_plugin, model, regions=True):
@@ -236,19 +237,21 @@ def _is_scheduler(item: Any) -> bool:
     return isinstance(item, torch.optim.lr_scheduler.LRScheduler)
 
 
-def _check_quantised_device(model: torch.nn.Module, device: torch.device) -> None:
-    """Raise `ArgumentError` for an 8-bit or 4-bit model that was loaded to another device: it cannot be moved."""
+def _is_quantised_in_place(model: torch.nn.Module, device: torch.device) -> bool:
+    """Return True for an 8-bit or 4-bit model with a device map. Raises `ArgumentError` if ``device`` cannot train it.
+
+    Only some releases of bitsandbytes train on the CPU.
+    """
     quantised = getattr(model, "is_loaded_in_8bit", False) or getattr(model, "is_loaded_in_4bit", False)
-    places = set(getattr(model, "hf_device_map", {}).values())
-    if not quantised or not places:
-        return
-    if "disk" in places or ("cpu" in places and device.type != "cpu"):
+    places = {str(place) for place in getattr(model, "hf_device_map", {}).values()} if quantised else set()
+    if "disk" in places or ("cpu" in places and (is_xpu_available() or not is_bitsandbytes_multi_backend_available())):
         raise ArgumentError("prepare: a model in 8 or 4 bits cannot be trained with parts on the CPU or the disk")
     if len(places) == 1:
         (place,) = places
-        loaded = torch.device(device.type, place) if isinstance(place, int) else torch.device(place)
+        loaded = torch.device(device.type, int(place)) if place.isdigit() else torch.device(place)
         if (loaded.type, loaded.index or 0) != (device.type, device.index or 0):
             raise ArgumentError(
                 f"prepare: a model in 8 or 4 bits is on {loaded} and this process trains on {device}: "
                 'load it with device_map={"": PartialState().device}'
             )
+    return bool(places)

@@ -241,18 +241,29 @@ def test_joining_warns_where_it_has_no_effect(processes: int) -> None:
     assert run(_joined_by_a_strategy_that_cannot, processes=processes) == [[said] * (processes > 1)] * processes
 
 
+class Unmovable(nn.Linear):
+    """Cannot be moved, as the 8-bit models of older releases of transformers."""
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        raise AssertionError
+
+
 @pytest.mark.parametrize(
-    ("places", "message"),
+    ("places", "cpu", "message"),
     [
-        ({"": "cpu"}, None),
-        ({}, None),
-        ({"": 0}, None),
-        ({"": "cuda:1"}, "is on cuda:1 and this process trains on cpu"),
-        ({"a": "cpu", "b": "disk"}, "with parts on the CPU or the disk"),
+        ({"": "cpu"}, True, None),
+        ({"": "cpu"}, False, "with parts on the CPU or the disk"),
+        ({"a": 0, "b": torch.device("cpu")}, False, "with parts on the CPU or the disk"),
+        ({"": 0}, False, None),
+        ({"": "cuda:1"}, True, "is on cuda:1 and this process trains on cpu"),
+        ({"a": "cpu", "b": "disk"}, True, "with parts on the CPU or the disk"),
     ],
 )
-def test_a_quantised_model_on_another_device_is_refused(places: dict[str, Any], message: str | None) -> None:
-    model: Any = nn.Linear(1, 1)
+def test_a_quantised_model_on_another_device_is_refused(
+    places: dict[str, Any], cpu: bool, message: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("accel.accelerator.is_bitsandbytes_multi_backend_available", lambda: cpu, raising=False)
+    model: Any = Unmovable(1, 1)
     model.is_loaded_in_8bit = True
     model.hf_device_map = places
     accelerator = Accelerator(cpu=True)
