@@ -324,6 +324,8 @@ class PreparedLoader(DataLoader[Any]):
         goes by the position. With another number of processes, or another batch size, the epoch goes on behind the same
         samples; where they do not fill whole rounds, some are given again, and a warning says how many.
         """
+        if "epoch" not in state_dict:
+            raise ArgumentError("load_state_dict: not the state of a prepared loader, which its state_dict() returns")
         self.progress.load_state_dict(state_dict, self.process_index, self.total_batch_size)
         self._rng.set_generator_states(state_dict["generators"])
         self._rng.set_seeds(state_dict.get("seeds", []))

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from accel import Accelerator, DataLoaderConfiguration, skip_first_batches
 from accel.data import DataLoaderShard, prepare_data_loader
+from accel.errors import ArgumentError
 from tests.marks import long
 from tests.needs import missing
 
@@ -166,6 +167,13 @@ def test_a_state_keeps_readable_keys() -> None:
     about = {"epoch", "position", "order", "in_epoch", "ended", "generators", "seeds"}
     assert set(state) == about | {"process", "round", "loader"}
     assert (state["epoch"], state["process"]) == (0, 1)
+
+
+def test_a_state_of_torchdatas_own_loader_is_refused() -> None:
+    inner: Any = torchdatas([1, 2])
+    loader: Any = prepare_data_loader(torchdatas([1, 2]))
+    with pytest.raises(ArgumentError, match="not the state of a prepared loader"):
+        loader.load_state_dict(inner.state_dict())
 
 
 def test_another_processs_state_counts_for_the_position_alone() -> None:
