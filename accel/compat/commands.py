@@ -8,8 +8,9 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from accel.cli import config
 from accel.cli.argv import UsageError
 from accel.cli.launch import resolved, settled
 from accel.cli.launch_file import default_folder, default_path
@@ -23,9 +24,7 @@ from accel.settings import BY_NAME, defaults
 from accel.settings.values import typed
 
 cache_dir = default_folder()
-default_json_config_file = os.path.join(cache_dir, "default_config.json")
-default_yaml_config_file = os.path.join(cache_dir, "default_config.yaml")
-default_config_file = default_yaml_config_file
+default_config_file = default_json_config_file = default_yaml_config_file = f"{cache_dir}/default_config.yaml"
 
 
 class Configuration:
@@ -53,6 +52,24 @@ def load_config_from_file(config_file: str | os.PathLike[str] | None) -> Configu
     if not isinstance(values, dict):
         raise ArgumentError(f"configuration file {path} holds no names and values")
     return Configuration(values)
+
+
+def write_basic_config(
+    mixed_precision: str = "no", save_location: str | os.PathLike[str] = default_config_file
+) -> Path | Literal[False]:
+    """Write what ``accel config default`` writes. Return the file's path, or False for one that exists, which is kept.
+
+    Raises `ArgumentError` for an unknown ``mixed_precision``.
+    """
+    path = Path(save_location)
+    if path.exists():
+        return False
+    given = {"action": "default", "mixed_precision": mixed_precision.lower(), "answers": None, "json": False}
+    try:
+        config.run(argparse.Namespace(config_file=str(path), **given))
+    except UsageError as error:
+        raise ArgumentError(str(error)) from None
+    return path
 
 
 def _yaml(text: str) -> Any:

@@ -150,7 +150,7 @@ TABLE: dict[str, dict[str, str]] = {
         "get_state_dict_offloaded_model has_offloaded_params id_tensor_storage infer_auto_device_map "
         "load_checkpoint_in_model load_offloaded_weights load_state_dict named_module_tensors retie_parameters "
         "set_module_tensor_to_device",
-        "accel.compat.helpers": "is_peft_model",
+        "accel.compat.helpers": "_get_proper_dtype is_peft_model",
         "accel.compat.precision": "get_grad_scaler get_mixed_precision_context_manager",
     },
     "accelerate.utils.offload": {
@@ -176,6 +176,7 @@ TABLE: dict[str, dict[str, str]] = {
         "accel.training.compile": "compile_regions has_compiled_regions has_repeated_blocks is_compiled_module "
         "is_repeated_blocks",
         "accel.parallel.unwrap": "extract_model_from_parallel",
+        "accel.compat.commands": "write_basic_config",
     },
     "accelerate.utils.random": {"accel.collectives.rng": "set_seed synchronize_rng_state synchronize_rng_states"},
     "accelerate.utils.tqdm": {"accel.progress": "tqdm"},

@@ -105,7 +105,6 @@ _NEEDS: dict[str, _Need] = {
     "cuda_or_xpu": _Need(lambda: _is_cuda() or available.is_xpu_available(), "a GPU or XPU"),
     "non_xpu": _Need(lambda: torch_device != "xpu", "a device other than an XPU"),
     "non_hpu": _Need(lambda: torch_device != "hpu", "a device other than an HPU"),
-    "fp16": _Need(available.is_fp16_available, "fp16"),
     "fp8": _Need(_has_fp8, "fp8"),
     "fsdp2": _Need(lambda: is_torch_version(">=", "2.5.0"), "torch 2.5 or newer"),
     "huggingface_suite": _Need(_packages("transformers", "datasets"), "transformers and datasets"),
@@ -120,14 +119,13 @@ _NEEDS: dict[str, _Need] = {
     "multi_gpu_or_xpu": _Need(lambda: torch_device in ("cuda", "xpu") and device_count > 1, "several GPUs or XPUs"),
     "tp": _Need(_has_tensor_parallel, "transformers 4.52 or newer"),
     "trackers": _Need(_has_trackers, "a tracker, and no comet_ml"),
-    "torchdata_stateful_dataloader": _Need(_packages("torchdata_stateful_dataloader"), "torchdata"),
 } | {
     name: _Need(_packages(name), name)
     for name in (
         "xpu", "peft", "mlu", "sdaa", "musa", "npu", "neuron", "mps", "datasets", "transformers", "timm", "torchvision",
         "triton", "schedulefree", "bnb", "deepspeed", "tensorboard", "wandb", "trackio", "comet_ml", "aim", "clearml",
         "dvclive", "swanlab", "pandas", "mlflow", "pippy", "import_timer", "transformer_engine",
-        "transformer_engine_mxfp8", "torchao", "matplotlib",
+        "transformer_engine_mxfp8", "torchao", "matplotlib", "torchdata_stateful_dataloader", "fp16",
     )
 }  # fmt: skip
 

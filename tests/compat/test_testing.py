@@ -74,6 +74,33 @@ def test_the_helpers_do_what_their_names_say() -> None:
     }
 
 
+def test_the_names_that_the_tests_of_peft_and_diffusers_import(tmp_path: Path) -> None:
+    code = f"""
+import accel.compat, json, torch
+from accelerate import PartialState, infer_auto_device_map
+from accelerate.hooks import AlignDevicesHook, CpuOffload, SequentialHook
+from accelerate.test_utils.testing import get_backend, run_command
+from accelerate.utils import patch_environment, write_basic_config
+from accelerate.utils.imports import is_bf16_available
+from accelerate.utils.memory import clear_device_cache
+from accelerate.utils.modeling import _get_proper_dtype, compute_module_sizes, dtype_byte_size
+from accel.cli.launch import resolved
+assert _get_proper_dtype("torch.float16") is torch.float16
+path = write_basic_config("BF16", save_location={str(tmp_path / "new" / "default.yml")!r})
+again = write_basic_config(save_location=path)
+settings = resolved({{"config_file": str(path)}})
+print(json.dumps([again, *(settings[name].value for name in ("cpu", "mixed_precision", "num_processes", "multi_gpu"))]))
+try:
+    write_basic_config("int8", save_location={str(tmp_path / "other.yml")!r})
+except ValueError as error:
+    print(error)
+"""
+    shown, values, wrong = said("-c", code, env={"CUDA_VISIBLE_DEVICES": ""}).splitlines()
+    assert shown == str(tmp_path / "new" / "default.yml")
+    assert json.loads(values) == [False, True, "bf16", 1, False]
+    assert wrong.startswith("--mixed_precision: 'int8' is not one of no")
+
+
 LAUNCHES = """
 import accel.compat, json, subprocess, sys
 from accelerate.commands.launch import launch_command, launch_command_parser
