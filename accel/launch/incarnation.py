@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
 import time
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 
 from schedulers.errors import SpecError
 from schedulers.topology import Topology, number
 
 from . import watchdog
 from .errors import Refused
-
-_NONE = "-"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +25,7 @@ class Incarnation:
     starts:  how often the launcher was started in that pod before.
     attempt: which attempt of the job this is, from 0; None where nothing can tell.
     counted: True if a supervisor counts the attempts (ACCEL_ATTEMPT), so that two numbers can be compared.
-    first_at: when the first launcher of the pod was started, in seconds since the epoch. Not part of the encoding.
+    first_at: when the first launcher of the pod was started, in seconds since the epoch.
     """
 
     pod: str = ""
@@ -48,16 +47,11 @@ class Incarnation:
         return both and self.attempt is not None and other.attempt is not None and self.attempt > other.attempt
 
     def encode(self) -> str:
-        attempt = _NONE if self.attempt is None else str(self.attempt)
-        return f"{self.host} {self.token} {self.pod or _NONE} {self.starts} {attempt} {int(self.counted)}"
+        return f"{self.host} {json.dumps(asdict(self))}"
 
     @classmethod
     def decode(cls, text: str) -> Incarnation:
-        host, token, pod, starts, attempt, counted = text.split()
-        return cls(
-            pod="" if pod == _NONE else pod, starts=int(starts), attempt=None if attempt == _NONE else int(attempt),
-            counted=counted == "1", host=host, token=token,
-        )  # fmt: skip
+        return cls(**json.loads(text.partition(" ")[2]))
 
 
 def planned(env: Mapping[str, str], found: Topology) -> Incarnation:
