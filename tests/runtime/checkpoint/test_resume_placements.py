@@ -151,6 +151,7 @@ def _train(
     for epoch in range(loader.iteration, EPOCHS):
         batches = accelerator.skip_first_batches(loader, loader.position) if epoch == first else loader
         for batch in batches:
+            torch.rand(accelerator.process_index)  # the processes draw differently often
             rows = batch["rows"] if case.variant == "mapping" else batch
             seen.append([epoch, loader.position, rows.tolist(), *_draws()])
             place = (epoch, "last" if loader.end_of_dataloader else loader.position)
