@@ -47,9 +47,8 @@ def clear_jobs(hosts: Hosts, options: SshOptions, jobs: Sequence[Native]) -> lis
         jobs = on[remote.host]
         return clear(remote, root=options.root, python=hosts.python, unused_s=unused_s(options), jobs=jobs)
 
-    outcomes = hosts.pool.map(one, list(on))
     lines = []
-    for outcome in outcomes:
+    for outcome in hosts.pool.map(one, list(on)):
         count = len(on[outcome.host])
         if outcome.error is not None:
             lines.append(f"{outcome.error}; what it has of {count} job{'s' if count > 1 else ''} stays there")
@@ -61,11 +60,7 @@ def clear_jobs(hosts: Hosts, options: SshOptions, jobs: Sequence[Native]) -> lis
 
 def remove(hosts: Hosts, options: SshOptions, paths: Sequence[str], of: Sequence[Host]) -> None:
     """Removes what is at these paths, below `root`, from the hosts that can be reached."""
-
-    def one(remote: Remote) -> None:
-        Files(remote, root=options.root, python=hosts.python).remove(*paths)
-
-    hosts.pool.map(one, of)
+    hosts.pool.map(lambda remote: Files(remote, root=options.root, python=hosts.python).remove(*paths), of)
 
 
 __all__ = ["clear", "clear_jobs", "remove", "unused_s"]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from ..errors import SchedulerError, SubmitError, Unreachable
@@ -16,7 +15,6 @@ from ..hosts.host_list import Host
 from ..hosts.remote_files import Blob, Files
 from ..hosts.transport import Remote
 from ..job import Reason
-from ..store import snapshot
 from .cleanup import remove, unused_s
 from .free_slots import queue_settings
 from .native_id import Native
@@ -33,11 +31,6 @@ class NotStarted(SubmitError):
     reason = Reason.NODE_FAILURE
 
 
-def pack(code: str, home: Path) -> Blob:
-    """The code as it is now. Raises SnapshotError."""
-    return Blob.of(snapshot.pack(Path(code), home).path)
-
-
 def settings_of(template: Mapping[str, Any], placement: Placement, number: int, token: str) -> dict[str, Any]:
     """The settings of one host: the plan's, with what only the examination of the hosts could tell.
 
@@ -50,14 +43,11 @@ def settings_of(template: Mapping[str, Any], placement: Placement, number: int, 
     settings["nodes"] = [node.to_json() for node in placement.members]
     settings["spares"] = [node.to_json() for node in placement.spares]
     settings["master_port"] = placement.master_port
-    settings["workdir"] = absolute(settings["workdir"], node.facts.home)
+    if settings["workdir"].split("/")[0] == "~":
+        settings["workdir"] = node.facts.home + settings["workdir"][1:]
     settings["command"] = [node.facts.executable, *settings["command"][1:]]
     settings["queue"] = queue_settings(settings["queue"], node.host, node.facts)
     return settings
-
-
-def absolute(path: str, home: str) -> str:
-    return home + path[1:] if path == "~" or path.startswith("~/") else path
 
 
 def ship(
@@ -67,13 +57,14 @@ def ship(
     placements: Sequence[Placement],
     *,
     code: Blob,
-) -> None:
-    """Puts everything but secrets on every host, at once; only the code that a host lacks is sent.
+) -> dict[str, NotStarted]:
+    """Sends everything but secrets to every host, at once; only the code that a host lacks is sent.
 
-    Raises NotStarted, with nothing of the jobs left on the hosts that can be reached.
+    Returns why jobs cannot be started: a host failed. Nothing of them is left on the hosts that can be reached.
     """
     tokens = {placement.job_id: os.urandom(32).hex() for placement in placements}
-    on = _by_host(placements)
+    problems = _cleared(hosts, options, _by_host(placements))
+    on = _by_host([placement for placement in placements if placement.job_id not in problems])
 
     def one(remote: Remote) -> None:
         files = Files(remote, root=options.root, python=hosts.python, unused_s=unused_s(options))
@@ -85,20 +76,21 @@ def ship(
             contents[f"jobs/{job_id}/settings.json"] = json.dumps(settings).encode()
         files.install(code, [f"jobs/{placement.job_id}/code" for placement, _ in on[remote.host]], contents)
 
-    problems = _cleared(hosts, options, on)
-    if not problems:
-        if len(placements) > 1:
-            progress.info("sending %d jobs to %s", len(placements), f"{len(on)} host{'s' if len(on) > 1 else ''}")
-        if options.fan_out and fanout.worthwhile(len(on), code):
-            _pass_on(hosts, options, on, code)
-        problems = [str(outcome.error) for outcome in hosts.pool.map(one, list(on)) if outcome.error is not None]
-    if problems:
-        paths = [path for placement in placements for path in _paths(placement.job_id)]
-        remove(hosts, options, paths, list(on))
-        raise NotStarted(f"{'; '.join(problems)}; nothing was started")
+    if len(placements) > 1 and on:
+        progress.info("sending %d jobs to %s", len(placements), f"{len(on)} host{'s' if len(on) > 1 else ''}")
+    if options.fan_out and fanout.worthwhile(len(on), code):
+        _pass_on(hosts, options, on, code)
+    problems |= _on_each(hosts, on, one)
+    failed = [placement for placement in placements if placement.job_id in problems]
+    if failed:
+        paths = [f"jobs/{placement.job_id}{end}" for placement in failed for end in ("", ".claims")]
+        remove(hosts, options, paths, list(_by_host(failed)))
+    texts = {job_id: "; ".join(map(str, errors)) for job_id, errors in problems.items()}
+    return {job_id: NotStarted(f"{text}; nothing was started") for job_id, text in texts.items()}
 
 
 OnHost: TypeAlias = "Mapping[Host, Sequence[tuple[Placement, int]]]"
+Problems: TypeAlias = dict[str, list[SchedulerError]]
 
 
 def _by_host(placements: Sequence[Placement]) -> OnHost:
@@ -108,10 +100,6 @@ def _by_host(placements: Sequence[Placement]) -> OnHost:
         for number, node in enumerate(placement.nodes):
             on.setdefault(node.host, []).append((placement, number))
     return on
-
-
-def _paths(job_id: str) -> list[str]:
-    return [f"jobs/{job_id}", f"jobs/{job_id}.claims"]
 
 
 def _pass_on(hosts: Hosts, options: SshOptions, on: OnHost, code: Blob) -> None:
@@ -131,27 +119,40 @@ def _pass_on(hosts: Hosts, options: SshOptions, on: OnHost, code: Blob) -> None:
     )
 
 
-def _cleared(hosts: Hosts, options: SshOptions, on: OnHost) -> list[str]:
-    """Room for the jobs on every host; or what is wrong, as when hosts have one directory between them."""
+def _cleared(hosts: Hosts, options: SshOptions, on: OnHost) -> Problems:
+    """Makes room for the jobs on every host. Returns what is wrong, as when hosts have one directory between them."""
     asked = {
         host: [{"op": "clear", "job": p.job_id, "token": p.claim, "node": number} for p, number in jobs]
         for host, jobs in on.items()
     }
+    problems: Problems = {}
     for host, outcome in hosts.ask(asked).items():
-        if outcome.value is None:
-            return [str(outcome.error)]
-        for (placement, _), others in zip(on[host], outcome.value.done, strict=True):
-            if others:
+        for at, (placement, _) in enumerate(on[host]):
+            error = outcome.error
+            if outcome.value is not None and (others := outcome.value.done[at]):
                 other = placement.nodes[others[0]].host if others[0] < len(placement.nodes) else "another host"
                 remedy = "name one that each host has for itself (root: in accel.yaml)"
-                return [f"{host} and {other} share the directory {options.root}: {remedy}"]
-    return []
+                error = NotStarted(f"{host} and {other} share the directory {options.root}: {remedy}")
+            if error is not None:
+                problems.setdefault(placement.job_id, [error])
+    return problems
+
+
+def _on_each(hosts: Hosts, on: OnHost, act: Callable[[Remote], Mapping[str, RemoteError] | None]) -> Problems:
+    """Acts on all hosts at once. Returns the errors of each job: those of its hosts, and those that `act` returns."""
+    problems: Problems = {}
+    for outcome in hosts.pool.map(act, list(on)):
+        for placement, _ in on[outcome.host]:
+            error = outcome.error or (outcome.value or {}).get(placement.job_id)
+            if error is not None:
+                problems.setdefault(placement.job_id, []).append(error)
+    return problems
 
 
 def start(
     hosts: Hosts, options: SshOptions, placements: Sequence[Placement], *, secrets: Mapping[str, str]
 ) -> dict[str, SchedulerError]:
-    """Starts the supervisors, all at once, and gives each the secrets, which are written nowhere.
+    """Starts the supervisors, all at once, and sends each the secrets, which are written nowhere.
 
     Returns why a job was not started on all of its hosts: NotStarted, or Unreachable when a host was lost that may now
     run the job alone. Those of several hosts wait for all before any rank runs.
@@ -162,12 +163,7 @@ def start(
         nodes = {placement.job_id: number for placement, number in on[remote.host]}
         return bundle.start(remote, root=options.root, python=hosts.python, nodes=nodes, secrets=secrets)
 
-    problems: dict[str, list[SchedulerError]] = {}
-    for outcome in hosts.pool.map(one, list(on)):
-        for placement, _ in on[outcome.host]:
-            error = outcome.error or (outcome.value or {}).get(placement.job_id)
-            if error is not None:
-                problems.setdefault(placement.job_id, []).append(error)
+    problems = _on_each(hosts, on, one)
     failed: dict[str, SchedulerError] = {}
     for placement in placements:
         errors = problems.get(placement.job_id, [])

@@ -120,9 +120,9 @@ class SshTarget:
     def submit_many(self, plans: Sequence[Plan]) -> list[str | SchedulerError]:
         """Examines the hosts, puts everything on those that get the jobs and starts their supervisors.
 
-        Which hosts they are is on this disk before any is started: a submit that is repeated asks those first. A
-        supervisor that does not start fails the jobs of its host. Raises SubmitError with a line for each host that
-        fails before, SpecError, ConfigError, and Unreachable when hosts that may run a job from an earlier submit
+        Which hosts they are is on this disk before any is started: a submit that is repeated asks those first. A host
+        that takes no code, or starts no supervisor, fails its own jobs. Raises SubmitError with a line for each host
+        that fails before, SpecError, ConfigError, and Unreachable when hosts that may run a job from an earlier submit
         cannot be asked.
         """
         earlier = {plan.job_id: self._earlier(plan.job_id) for plan in plans}
@@ -134,6 +134,8 @@ class SshTarget:
 
     def _submit(self, plans: Sequence[Plan]) -> dict[str, str | SchedulerError]:
         """Native ids, or errors, of jobs that differ in their arguments and names only."""
+        from ..hosts.remote_files import Blob
+        from ..store import snapshot
         from . import placement as placing
         from . import submit
 
@@ -143,7 +145,7 @@ class SshTarget:
         templates = {plan.job_id: json.loads(plan.files[_SETTINGS]) for plan in plans}
         named = meaning.named_hosts(self._options, self.name, common["code"])
         placing.enough(named, common["nodes"], self._options.spares, self.name)
-        code = submit.pack(common["code"], self._jobs.parent)
+        code = Blob.of(snapshot.pack(Path(common["code"]), self._jobs.parent).path)
         placements = placing.place(
             self._hosts, self._options, self.name, list(templates), named, common["nodes"],
             templates[plans[0].job_id]["queue"], python=environments.made if environments is not None else None,
@@ -153,11 +155,12 @@ class SshTarget:
             template = templates[placement.job_id]
             if template["procs_per_node"] is None:
                 template["procs_per_node"] = placing.slots([node.host for node in placement.nodes])
-        submit.ship(self._hosts, self._options, templates, placements, code=code)
+        failed = submit.ship(self._hosts, self._options, templates, placements, code=code)
+        placements = [placement for placement in placements if placement.job_id not in failed]
         found = {placement.job_id: submit.native_id(placement) for placement in placements}
         for job_id, native_id in found.items():
             atomic_files.write_document(self._placed(job_id), {"native_id": native_id, "nodes": common["nodes"]})
-        return found | submit.start(self._hosts, self._options, placements, secrets=values)
+        return found | failed | submit.start(self._hosts, self._options, placements, secrets=values)
 
     def poll(self, native_ids: Sequence[str]) -> Mapping[str, Status]:
         """Asks the jobs' hosts, each once, until one tells of each job. A job that none of its hosts knows is missing.

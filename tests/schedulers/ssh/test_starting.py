@@ -1,9 +1,9 @@
-"""What a submit reports of each job when a host is lost, or refuses, while the supervisors are started."""
+"""What a submit reports of each job when a host is lost, or refuses, before all supervisors are started."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -13,13 +13,14 @@ from schedulers.errors import SchedulerError, Unreachable
 from schedulers.hosts.errors import HostUnreachable, RemoteError
 from schedulers.hosts.facts import Facts, Gpus
 from schedulers.hosts.host_list import Host
+from schedulers.hosts.remote_files import Blob
 from schedulers.hosts.transport import Outcome
 from schedulers.node import jobs
 from schedulers.ssh.native_id import Native
 from schedulers.ssh.options import SshOptions
 from schedulers.ssh.placement import Node, Placement
 from schedulers.ssh.status import Answer, Hosts
-from schedulers.ssh.submit import NotStarted, cancel, start
+from schedulers.ssh.submit import NotStarted, cancel, ship, start
 
 FACTS = Facts(
     name="h", machine="m", user="me", home="/home/me", python="3.12.0", executable="/usr/bin/python3", packages={},
@@ -30,16 +31,34 @@ LOST, REFUSED = HostUnreachable("b", "connection lost"), RemoteError("b", "port 
 
 
 class Answers:
-    """Hosts of which some fail to start anything, or one job."""
+    """Hosts of which some fail to do anything, or to start one job. `shared`: what has the directory of a job."""
 
     root, python = "~/.accel", "python3"
 
-    def __init__(self, errors: dict[str, SchedulerError | dict[str, RemoteError]]) -> None:
+    def __init__(
+        self,
+        errors: Mapping[str, SchedulerError | dict[str, RemoteError]],
+        *,
+        silent: str = "",
+        shared: Mapping[str, list[int]] | None = None,
+    ) -> None:
         self._errors = errors
+        self._silent, self._shared = silent, shared or {}
         self.pool = self
+        self.mapped: list[str] = []
+
+    def ask(self, asked: Mapping[Host, Sequence[Mapping[str, object]]]) -> dict[Host, Outcome[Answer]]:
+        def done(steps: Sequence[Mapping[str, object]]) -> Answer:
+            return Answer([self._shared.get(str(step["job"]), []) for step in steps], b"")
+
+        return {
+            host: Outcome(host, error=LOST) if host.name == self._silent else Outcome(host, value=done(steps))
+            for host, steps in asked.items()
+        }
 
     def map(self, _: Callable[..., object], hosts: Iterable[Host]) -> list[Outcome[dict[str, RemoteError]]]:
         answers = {host: self._errors.get(host.name, {}) for host in hosts}
+        self.mapped.append("".join(host.name for host in answers))
         return [
             Outcome(host, value=answer) if isinstance(answer, dict) else Outcome(host, error=answer)
             for host, answer in answers.items()
@@ -82,6 +101,34 @@ def test_a_host_that_is_lost_may_run_the_jobs_that_it_has_alone() -> None:
     }
     both = started({"a": REFUSED, "b": LOST}, job("one", "a", "b"))
     assert both == {"one": (NotStarted, f"{REFUSED}; {LOST}; {NONE}", None)}
+
+
+CODE = Blob(digest="0" * 64, size=0, source=b"")
+HALF = f"{REFUSED}; nothing was started"
+SHARED = "a and b share the directory ~/.accel: name one that each host has for itself (root: in accel.yaml)"
+
+
+@pytest.mark.parametrize(
+    ("hosts", "failed", "mapped"),
+    [
+        (Answers({}), {}, ["ab"]),
+        # What was sent of the failed ones is removed.
+        (Answers({"b": REFUSED}), {"two": HALF, "three": HALF, "four": HALF}, ["ab", "ba"]),
+        (
+            Answers({}, silent="b"),
+            dict.fromkeys(("two", "three", "four"), f"{LOST}; nothing was started"),
+            ["a", "ba"],
+        ),
+        (Answers({}, shared={"four": [1]}), {"four": f"{SHARED}; nothing was started"}, ["ab", "ab"]),
+    ],
+)
+def test_a_host_that_cannot_be_sent_anything_fails_its_own_jobs(
+    hosts: Answers, failed: dict[str, str], mapped: list[str]
+) -> None:
+    answers = ship(cast(Hosts, hosts), SshOptions(), {}, SWEEP, code=CODE)
+    assert {job_id: str(error) for job_id, error in answers.items()} == failed
+    assert {type(error) for error in answers.values()} <= {NotStarted}
+    assert hosts.mapped == mapped
 
 
 def test_all_that_start() -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from schedulers import State, SubmitError
+from schedulers import JobSpec, Reason, State, SubmitError
 from schedulers.hosts import fanout
 from schedulers.hosts.bundle import PROGRAM, program
 from schedulers.hosts.errors import RemoteError
@@ -28,11 +28,13 @@ from schedulers.hosts.host_list import parse_hosts
 from schedulers.hosts.remote_files import Blob, Files, host_program, program_loader
 from schedulers.hosts.transport import Pool
 from schedulers.store.snapshot import pack
+from schedulers.store.store import Store
+from schedulers.sweeps import submit_sweep
 from tests.clusters.netns import answers
 from tests.clusters.ssh import SshHosts
 from tests.waiting import until
 
-from .conftest import ROOT, Submit, host_options, job_files, printed
+from .conftest import ROOT, Submit, close, host_options, job_files, printed
 
 SECRET = "hush-hush-0123456789"
 MARK = "ACCEL_JOB_ID="
@@ -355,6 +357,29 @@ def test_a_host_whose_disk_is_full_gets_no_job_and_nobody_else_does(
         left = ssh_hosts[node].run("find", root, "-path", f"{root}/jobs/*").split()
         assert left == [], (node, left)
         assert ".part" not in ssh_hosts[node].run("find", root)
+
+
+def test_a_host_whose_disk_is_full_fails_its_own_jobs_of_a_sweep(
+    ssh_hosts: SshHosts, home: Path, project: Path
+) -> None:
+    root = small_disk(ssh_hosts, "node2", 2)
+    (project / "large").write_bytes(os.urandom(5_000_000))
+    options = host_options(ssh_hosts) | {"hosts": "node[1-2]", "root": root, "concurrency": 1}
+    base = JobSpec(argv=("true",), entry="command", procs_per_node=1, code=str(project), options=options,
+                   env={"PYTHONPATH": str(ROOT)}, grace_s=2.0)  # fmt: skip
+    jobs = submit_sweep([base] * 4, "ssh", Store.default(), start=project)
+    try:
+        failed = [job for job in jobs if job.record.status.state is State.FAILED]
+        assert [job.record.status.reason for job in failed] == [Reason.NODE_FAILURE] * 2
+        for job in failed:
+            assert job.record.warning.startswith("node2: disk full: ")
+            assert job.record.warning.endswith("; nothing was started")
+        assert [job.wait(60).state for job in jobs if job not in failed] == [State.SUCCEEDED] * 2
+        assert ssh_hosts["node2"].run("find", root, "-path", f"{root}/jobs/*") == ""
+    finally:
+        close(jobs[0])
+        for machine in ssh_hosts.machines:
+            machine.kill()
 
 
 def test_room_that_ends_on_the_way_leaves_nothing_half(pool: Pool, ssh_hosts: SshHosts) -> None:
