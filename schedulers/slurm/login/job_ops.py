@@ -81,7 +81,7 @@ def status(root: str, step: Step, contents: list[bytes]) -> dict[str, Any]:
         answer["unreachable"] = str(error)
     for at in waiting:
         if answers[at]["said"] is None or answers[at]["said"]["state"].split()[0] not in LIVE:
-            _look_again(root, asked[at], answers[at])
+            _look_again(root, asked[at], answers[at], answered=answer["unreachable"] is None)
     answer["age_s"] = max(0.0, time.time() - asked_at)  # what came after it, sacct too, has made it older
     return answer
 
@@ -107,11 +107,12 @@ def _whole(value: Any) -> int:
     return value if isinstance(value, int) and value > 0 else 0
 
 
-def _look_again(root: str, job: Step, answer: dict[str, Any]) -> None:
-    """It may have left its result since it was looked for."""
+def _look_again(root: str, job: Step, answer: dict[str, Any], *, answered: bool = False) -> None:
+    """It may have left its result since it was looked for. A job that Slurm, once `answered`, does not know is over."""
     directory = jobs.directory_of(root, job)
     state = "" if answer["said"] is None else answer["said"]["state"].split()[0].rstrip("+")
-    if state == "CANCELLED" or (state in OVER and not _may_start_again(directory, answer)):
+    ended = state == "CANCELLED" or (state in OVER and not _may_start_again(directory, answer))
+    if ended or (answered and not state):
         forget_secrets(directory)
     path = os.path.join(directory, "exit.json")
     answer["exit"] = jobs.document(path) if documents.exists(path) else None

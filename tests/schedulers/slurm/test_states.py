@@ -220,6 +220,30 @@ def test_secrets_stay_while_slurm_can_start_the_job_again(
     assert (own / "secrets.json").exists() is kept
 
 
+@pytest.mark.parametrize(
+    ("silent", "accounting", "kept"),
+    [("", False, False), ("", True, False), ("_queue", False, True), ("_take_accounts", True, True)],
+)
+def test_secrets_stay_while_slurm_may_know_the_job(
+    silent: str, accounting: bool, kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm forgets a job that was cancelled before it began, unless there is accounting."""
+    own = tmp_path / "jobs/2mxaaaaaaaa/slurm"
+    own.mkdir(parents=True)
+    (own / "secrets.json").touch()
+    (own / "settings.json").write_text('{"max_restarts": 1}')
+
+    def unanswered(*_: object) -> None:
+        raise slurm_commands.Unanswered("no answer")
+
+    monkeypatch.setattr(job_ops, "_queue", lambda *_: squeue_cache.Answer(1000.0, 0.0, "", ""))
+    monkeypatch.setattr(job_ops, "_take_accounts", lambda *_: None)
+    if silent:
+        monkeypatch.setattr(job_ops, silent, unanswered)
+    job_ops.status(str(tmp_path), {"jobs": [{"job": "2mxaaaaaaaa", "slurm": "7"}], "accounting": accounting}, [])
+    assert (own / "secrets.json").exists() is kept
+
+
 def test_secrets_go_with_the_result(tmp_path: Path) -> None:
     """The batch program removes them after it has written the result, and may be killed in between."""
     own = tmp_path / "jobs/2mxaaaaaaaa/slurm"
