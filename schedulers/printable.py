@@ -18,10 +18,9 @@ _ESCAPE = (
 # a terminal shows text in another order than it stands in.
 _CONTROL = "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069]"
 
-# Up to the last @ before the path; or, where a password has a slash in it, up to the next @, unless the path of a host
-# with a port has that one: an address, a name with a dot or `localhost`; or any name, before a version.
-_HOST_AND_PORT = r"\[|(?:localhost|[^/?#@:\s]+\.[^/?#@:\s]+):\d*[/?#]|[^/?#@:\s]*:\d*/[^@\s]*@v\d[\w.]*(?:\s|$)"
-_USER = rf"(?<=://)(?:[^/?#\s]*@|(?!{_HOST_AND_PORT})[^/?#@\s]*:[^@\s]*@)"
+# Up to the last @ before the path; or, after a name and a colon, up to the last @ before a space: a password may hold a
+# slash. Digits and a slash may be a port and a path, too.
+_USER = r"(?<=://)(?:[^/?#\s]*@|([^/?#@:\s[]+:)\d*[/?#]\S*(?=@)|[^/?#@:\s[]+:\S*@)"
 
 
 def printable(text: str) -> str:
@@ -34,12 +33,15 @@ def printable(text: str) -> str:
 
 
 def without_password(text: str) -> str:
-    """Return the text, a URL or a line with some, without the users and passwords of its URLs."""
+    """Return the text, a URL or a line with some, without the users and passwords of its URLs.
+
+    `NAME:12/x@y` is a host with port and path, or a user and a password with a slash: it becomes `NAME:…@y`.
+    """
     if "@" not in text:
         return text
     import re
 
-    return re.sub(_USER, "", text)
+    return re.sub(_USER, lambda match: f"{match[1]}…" if match[1] else "", text)
 
 
 def one_line(text: str) -> str:

@@ -24,7 +24,8 @@ _SHAPES = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|sk-[\w-]{16,}|(?:AKIA|ASIA)[A-Z0-9]{16}"
     r"|xox[abprs]-[\w-]{10,}|AIza[\w-]{30,}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]*|glpat-[\w-]{16,})"
 )
-_IN_URL = re.compile(r"(?<=://)(?:[^/@\s]+|[^/?#@:\s[]+:[^@\s]*)(?=@)")  # a password may hold a slash
+# As in `schedulers.printable`: a password may hold a slash, and digits before it may be a host's port.
+_IN_URL = re.compile(r"(?<=://)(?:[^/?#\s]+|([^/?#@:\s[]+:)\d*[/?#]\S*|[^/?#@:\s[]+:\S*)(?=@)")
 _USER_AND_PASSWORD = re.compile(r"(?<![\w:.-])(?P<user>[\w.-]+):(?P<password>[^\s:@/'\"]+)(?=@)")
 _VALUE = r"(?P<value>'[^']*'|\"[^\"]*\"|[^\s;&|'\"]+)"
 _ASSIGNED = re.compile(r"(?P<name>[A-Za-z_][\w-]*)(?P<between>=|:\s)" + _VALUE)
@@ -72,8 +73,7 @@ def _text_without_secrets(text: str, known: Collection[str]) -> str:
     passwords = [match["password"] for match in _USER_AND_PASSWORD.finditer(text)]
     for secret in sorted({*known, *passwords}, key=len, reverse=True):
         text = text.replace(secret, "…")
-    text = _IN_URL.sub("…", text)
-    text = _SHAPES.sub("…", text)
+    text = _SHAPES.sub("…", _IN_URL.sub(r"\1…", text))
     text = _LOGIN.sub(r"\g<before>…", _USER_OPTION.sub(r"\g<before>…", text))
     text = _BEARER.sub(lambda match: f"{match[1]} …", text)
     return _OPTION.sub(_hide_value, _ASSIGNED.sub(_hide_value, text))
