@@ -15,7 +15,7 @@ import pytest
 import schedulers
 from schedulers import State, Store
 from schedulers.jobs.attach import jobs_elsewhere
-from tests.clusters.kube.client import Refused
+from tests.clusters.kube.client import MERGE, Refused
 from tests.clusters.kubernetes import IMAGE, Kubernetes
 from tests.waiting import until
 
@@ -122,11 +122,10 @@ def test_the_charts_own_test(
     kubernetes.client.call("PUT", path, role)
     with pytest.raises(Failed):
         helm.test(NAME)
-    # What failed stays to be looked at, as long as the release.
     (pod,) = checks(kubernetes, namespace)
     assert kubernetes.logs(namespace, pod).splitlines()[0] == "not allowed: get pods/log (group core)"
     helm.uninstall(NAME)
-    until_there(kubernetes, namespace, [])
+    the_failed_test_goes(kubernetes, namespace)
 
 
 @both
@@ -182,6 +181,8 @@ def test_a_training_job_by_values(
         (pod,) = checks(kubernetes, namespace)
         assert "there is no command no-such-command" in kubernetes.logs(namespace, pod)
     helm.uninstall(NAME)
+    if version == "helm3":
+        the_failed_test_goes(kubernetes, namespace)
     until_there(kubernetes, namespace, [])
 
 
@@ -214,6 +215,18 @@ def test_a_train_job_is_made_at_the_first_try_without_helm(
         kubernetes.apply(made, namespace)
     kinds = {each.partition("/")[0] for each in there(kubernetes, namespace)}
     assert {"trainingruntimes", "trainjobs"} <= kinds
+
+
+def the_failed_test_goes(cluster: Kubernetes, namespace: str) -> None:
+    """It stays to be looked at for the time that its Job says, which passes here at once, and nothing is left."""
+    jobs = f"/apis/batch/v1/namespaces/{namespace}/jobs"
+    name = only(cluster, jobs)
+    until(
+        lambda: {each.partition("/")[0] for each in there(cluster, namespace)} <= {"jobs", "pods", "events"},
+        "the release is gone",
+    )
+    cluster.client.call("PATCH", f"{jobs}/{name}", {"spec": {"ttlSecondsAfterFinished": 0}}, content_type=MERGE)
+    until_there(cluster, namespace, [])
 
 
 def checks(cluster: Kubernetes, namespace: str) -> list[str]:

@@ -238,17 +238,3 @@ names only what Kubernetes' client library has, where this group is not. */ -}}
 {{- define "job.hooks" -}}
 {{- if .Capabilities.APIVersions.Has "apiregistration.k8s.io/v1" }}true{{ end -}}
 {{- end -}}
-
-{{- /* The spec of a Job that makes no pod, and so ends at once. */ -}}
-{{- define "job.noPods" -}}
-completions: 0
-parallelism: 0
-ttlSecondsAfterFinished: 60
-template:
-  spec:
-    restartPolicy: Never
-    automountServiceAccountToken: false
-    containers:
-      - name: none
-        {{- include "job.base" (dict "root" . "devices" false "image" .Values.image) | nindent 8 }}
-{{- end -}}
