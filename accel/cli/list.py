@@ -6,7 +6,8 @@ Piped, a line for each job without a heading, and between tabs: id, name, state,
 Without a filter, only the jobs that are shown are read and polled.
 
 With --target, the target is also asked for the jobs that it knows and this machine does not, where its kind can list
-them: jobs of other machines and of `helm/accel-job`. They are shown and not kept here: `accel status JOB --target NAME`
+them: jobs of other machines and of `helm/accel-job`. A job that has ended is left out where the target has made another
+one under its id since. They are shown and not kept here: `accel status JOB --target NAME`
 makes one known here. Where the target cannot be asked, a line on stderr says so, and the jobs known here are shown; so
 too where accel.yaml has it no more. A target of which no job is known either is an error.
 
@@ -17,7 +18,7 @@ too where accel.yaml has it no more. A target of which no job is known either is
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from . import exit_status, job_args, option_values
@@ -80,7 +81,6 @@ def run(args: Namespace) -> int:
 def _shown(args: Namespace) -> tuple[list[Record | Damaged], int]:
     """The jobs to show, and how many older ones are left out."""
     from schedulers.jobs.handle import list_jobs
-    from schedulers.store.record import Damaged
     from schedulers.store.store import Store
 
     store = Store.default()
@@ -88,30 +88,32 @@ def _shown(args: Namespace) -> tuple[list[Record | Damaged], int]:
     if args.option and args.target is None:
         raise UsageError("accel list", "--option goes with --target NAME")
     if args.state or args.target is not None:
-        jobs = list_jobs(store=store)
-        known = any(not isinstance(job, Damaged) and job.target == args.target for job in jobs)
-        jobs = [job for job in [*_elsewhere(args, store, known=known), *jobs] if _wanted(job, args)]
+        known = {job.id: job for job in list_jobs(store=store)}
+        known |= {job.id: job for job in _elsewhere(args, store, known)}
+        jobs = [job for job in known.values() if _wanted(job, args)]
         jobs.sort(key=_made_at, reverse=True)
         return jobs[:most], len(jobs) - len(jobs[:most])
     ids = store.ids()
     return list_jobs(store=store, ids=ids[:most]), len(ids) - len(ids[:most])
 
 
-def _elsewhere(args: Namespace, store: Store, *, known: bool) -> list[Record]:
-    """The jobs that the target of --target knows and this machine does not. `known`: it knows others of that target.
+def _elsewhere(args: Namespace, store: Store, known: Mapping[str, Record | Damaged]) -> list[Record]:
+    """The jobs that the target of --target knows and this machine does not. `known`: those that it does, by id.
 
     Raises SpecError and ConfigError for wrong options, and where nothing is known of such a target at all.
     """
     from schedulers.errors import ConfigError, SchedulerError, SpecError
     from schedulers.jobs.attach import jobs_elsewhere
+    from schedulers.store.record import Damaged
 
     if args.target is None:
         return []
     options = job_args.options_of("accel list", args)
     try:
-        return jobs_elsewhere(args.target, store, set(store.ids()), options)
+        return jobs_elsewhere(args.target, store, known, options)
     except SchedulerError as error:
-        if isinstance(error, SpecError | ConfigError) and (args.option or not known):
+        targets = {job.target for job in known.values() if not isinstance(job, Damaged)}
+        if isinstance(error, SpecError | ConfigError) and (args.option or args.target not in targets):
             raise
         note(f"warning: jobs of other machines are left out: {error}")
         return []

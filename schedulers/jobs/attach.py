@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SchedulerError, SpecError, StoreError, UnknownJob
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
     from ..config.named_targets import ResolvedTarget
     from ..job import Status
-    from ..store.record import Record
+    from ..store.record import Damaged, Record
     from ..store.store import Store
-    from ..target import Listed
+    from ..target import Found, Listed
 
 
 def record_or_adopt(
@@ -66,7 +66,7 @@ def _adopted(
     if found is None:
         raise UnknownJob(f"no job {job_id}, here or on target {target}")
     if ended is not None:
-        if found.native_id == ended.native_id or (found.created_at or 0.0) <= ended.created_at:
+        if not _replaces(found, ended):
             return ended, None
         store.prune(ids=[job_id])
     try:
@@ -88,11 +88,20 @@ def _adopted(
     return record, resolved
 
 
+def _replaces(job: Found | Listed, record: Record | Damaged) -> bool:
+    """Return True if the target has made the job under the id of the record's job since, which is over."""
+    from ..store.record import Damaged
+
+    if isinstance(record, Damaged) or not record.adopted or not record.status.state.final:
+        return False
+    return job.native_id != record.native_id and (job.created_at or 0.0) > record.created_at
+
+
 def jobs_elsewhere(
-    target: str, store: Store, known: Collection[str], options: Mapping[str, Any] | None = None
+    target: str, store: Store, known: Mapping[str, Record | Damaged], options: Mapping[str, Any] | None = None
 ) -> list[Record]:
-    """The jobs that a target knows and this store does not (`known`: its ids), polled now: records of no file, to be
-    shown and not kept. None of a kind of target that cannot list its jobs.
+    """The jobs that a target has and this store has not (`known`: its records by id), polled now: records of no file,
+    to be shown and not kept. None of a kind of target that cannot list its jobs.
 
     Raises what making the target and a query raise.
     """
@@ -102,7 +111,8 @@ def jobs_elsewhere(
     resolved = resolve_target(target, store.jobs, overrides=options)
     if not isinstance(resolved.target, Lists):
         return []
-    others = [job for job in resolved.target.listed() if job.job_id not in known]
+    jobs = resolved.target.listed()
+    others = [job for job in jobs if job.job_id not in known or _replaces(job, known[job.job_id])]
     asked_at = time.time()
     statuses = resolved.target.poll([job.native_id for job in others]) if others else {}
     return [

@@ -155,6 +155,21 @@ def test_a_target_is_asked_for_jobs_that_are_not_known_here(
 
 
 @pytest.mark.usefixtures("shared")
+def test_a_target_is_asked_for_a_job_that_has_taken_the_place_of_one_that_ended(store: Store, listed: List) -> None:
+    """As `helm install` makes it under the same id after `helm uninstall`."""
+    spec, plan = JobSpec(argv=("a.py",), name="near"), Plan(target="shared", kind="shared", job_id="0aaaaaaaaaa")
+    more: dict[str, Any] = {"target": "shared", "kind": "shared", "native_id": "main/u-1", "made_at": 1e9}
+    record = store.create(plan.job_id, spec, plan, **more)
+    record.update(Status(state=State.SUCCEEDED))
+    later = Listed(job_id=plan.job_id, native_id="main/u-2", name="far", nodes=2, created_at=1e9 + 60)
+    for other, name in ((later, "far"), (dataclasses.replace(later, native_id="main/u-1"), "near"),
+                        (dataclasses.replace(later, created_at=1e9), "near")):  # fmt: skip
+        Shared.jobs = [other]
+        assert [job["name"] for job in listed("--target", "shared")["jobs"]] == [name]
+    assert [job["state"] for job in listed()["jobs"]] == ["succeeded"]  # a target that nobody names is not asked
+
+
+@pytest.mark.usefixtures("shared")
 def test_a_target_that_cannot_be_asked_hides_no_job_that_is_known_here(
     store: Store, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -159,7 +159,7 @@ def test_a_training_job_by_values(
     # accel finds it on any machine that has a target for the namespace.
     job_id = name.removeprefix(f"{NAME}-")
     store = Store.default()
-    (listed,) = jobs_elsewhere("kubernetes", store, store.ids())
+    (listed,) = jobs_elsewhere("kubernetes", store, {})
     assert (listed.id, listed.name, listed.nodes, listed.status.state) == (job_id, NAME, 2, State.SUCCEEDED)
     assert store.ids() == []
     job = schedulers.find(job_id, target="kubernetes")
