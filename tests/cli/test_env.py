@@ -20,12 +20,12 @@ BROKEN_TORCH = "import sys\nprint('noise')\nraise RuntimeError('libcudart is mis
 
 
 @pytest.fixture
-def no_torch(accel: Accel) -> dict[str, str]:
-    """Variables with which no torch is found: importing it takes ten times as long as all else that is shown."""
+def no_torch(accel: Accel) -> str:
+    """A PYTHONPATH with which no torch is found: importing it takes ten times as long as all else that is shown."""
     top = accel.here / "without"
     (top / "torch").mkdir(parents=True)
     (top / "torch/__init__.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')\n")
-    return {"PYTHONPATH": f"{top}:{ROOT}"}
+    return f"{top}:{ROOT}"
 
 
 def found(accel: Accel, *argv: str, **env: str) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def test_it_tells_of_all(accel: Accel) -> None:
     assert re.search(r"\ntargets\n(  .*\n)*  local +answers in", shown)
 
 
-def test_a_torch_that_is_broken_or_absent_is_one_line(accel: Accel, no_torch: dict[str, str]) -> None:
+def test_a_torch_that_is_broken_or_absent_is_one_line(accel: Accel, no_torch: str) -> None:
     top = accel.here / "broken"
     (top / "torch").mkdir(parents=True)
     (top / "torch/__init__.py").write_text(BROKEN_TORCH)
@@ -61,36 +61,34 @@ def test_a_torch_that_is_broken_or_absent_is_one_line(accel: Accel, no_torch: di
     assert told["torch"] == {"error": "cannot be imported: RuntimeError: libcudart is missing and more"}
     (top / "torch/__init__.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)\n")
     assert found(accel, PYTHONPATH=f"{top}:{ROOT}")["torch"] == {"error": "ended by signal 11"}
-    assert found(accel, **no_torch)["torch"] == {"error": "not installed"}
+    assert found(accel, PYTHONPATH=no_torch)["torch"] == {"error": "not installed"}
 
 
-def test_packages_that_cannot_be_imported_are_told_by_their_version(accel: Accel, no_torch: dict[str, str]) -> None:
+def test_packages_that_cannot_be_imported_are_told_by_their_version(accel: Accel, no_torch: str) -> None:
     top = accel.here / "broken"
     for name in ("transformers", "timm", "huggingface_hub", "deepspeed", "paramiko", "rich", "numpy"):
         (top / name).mkdir(parents=True)
         (top / name / "__init__.py").write_text("raise RuntimeError('needs another torch')\n")
-    told = found(accel, PYTHONPATH=f"{top}:{no_torch['PYTHONPATH']}")
+    told = found(accel, PYTHONPATH=f"{top}:{no_torch}")
     assert told["packages"]["rich"]
     assert told["machine"]["platform"]
 
 
-def test_the_driver_is_asked(
-    accel: Accel, no_torch: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_driver_is_asked(accel: Accel, no_torch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_gpus(tmp_path, monkeypatch, ["GPU-1", "GPU-2"])
-    told = found(accel, LD_LIBRARY_PATH=os.environ["LD_LIBRARY_PATH"], **no_torch)["nvidia"]
+    told = found(accel, LD_LIBRARY_PATH=os.environ["LD_LIBRARY_PATH"], PYTHONPATH=no_torch)["nvidia"]
     assert (told["driver"], told["cuda"]) == ("570.1", "12.8")
     assert [device["name"] for device in told["devices"]] == ["Stand-in", "Stand-in"]
     assert told["devices"][0]["memory"] is None  # the stand-in does not know
 
 
-def test_the_configuration_is_shown_without_its_secrets(accel: Accel, no_torch: dict[str, str]) -> None:
+def test_the_configuration_is_shown_without_its_secrets(accel: Accel, no_torch: str) -> None:
     file = accel.here / "a.yaml"
     file.write_text(
         "num_processes: 4\naws_secret_access_key: wJalrXUtnFEMI\ntpu_env: ['HF_TOKEN=hush', 'A=1']\nwhen: 2024-01-01\n"
     )
     for argv in (["--json"], []):
-        shown = accel("env", "--config_file", str(file), *argv, **no_torch)
+        shown = accel("env", "--config_file", str(file), *argv, PYTHONPATH=no_torch)
         assert "wJalr" not in shown
         assert "hush" not in shown
         assert "num_processes" in shown
@@ -118,28 +116,28 @@ def test_a_file_that_cannot_be_read_is_one_line(accel: Accel, text: str | None, 
     assert said in line
 
 
-def test_a_default_file_that_is_broken_hides_nothing_else(accel: Accel, no_torch: dict[str, str]) -> None:
+def test_a_default_file_that_is_broken_hides_nothing_else(accel: Accel, no_torch: str) -> None:
     folder = accel.home / "hf/accelerate"
     folder.mkdir(parents=True)
     (folder / "default_config.yaml").write_text("a: 2024-13-99")
-    told = found(accel, **no_torch)
+    told = found(accel, PYTHONPATH=no_torch)
     assert "default_config.yaml:1: a value cannot be read" in told["config"]["error"]
     (folder / "default_config.yaml").write_text("num_procesess: 3\n")
-    told = found(accel, **no_torch)
+    told = found(accel, PYTHONPATH=no_torch)
     assert told["config"]["settings"] == {"num_procesess": 3}
     assert "did you mean 'num_processes'" in told["config"]["error"]  # accel launch would refuse it
     assert told["targets"]
 
 
-def test_a_target_file_that_is_broken_hides_nothing_else(accel: Accel, no_torch: dict[str, str]) -> None:
+def test_a_target_file_that_is_broken_hides_nothing_else(accel: Accel, no_torch: str) -> None:
     (accel.here / "accel.yaml").write_text("targets: [1]\n")
-    told = found(accel, **no_torch)
+    told = found(accel, PYTHONPATH=no_torch)
     assert "expects a mapping of names" in told["targets_error"]
     assert told["machine"]
-    assert "expects a mapping of names" in accel("env", **no_torch)
+    assert "expects a mapping of names" in accel("env", PYTHONPATH=no_torch)
 
 
-def test_a_target_that_is_slow_or_broken_holds_nothing_up(accel: Accel, no_torch: dict[str, str]) -> None:
+def test_a_target_that_is_slow_or_broken_holds_nothing_up(accel: Accel, no_torch: str) -> None:
     """A plug-in whose `poll` sleeps, and one that fails in its own way, beside one that answers."""
     (accel.here / "odd.py").write_text(
         "import dataclasses, time\n"
@@ -153,7 +151,7 @@ def test_a_target_that_is_slow_or_broken_holds_nothing_up(accel: Accel, no_torch
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: odd\nVersion: 1\n")
     (info / "entry_points.txt").write_text("[accel.targets]\nslow = odd:Slow\nodd = odd:Odd\n")
     (accel.here / "accel.yaml").write_text("targets:\n  s: {kind: slow}\n  o: {kind: odd}\n")
-    env = {"PYTHONPATH": f"{accel.here}:{no_torch['PYTHONPATH']}"}
+    env = {"PYTHONPATH": f"{accel.here}:{no_torch}"}
     told = {target["name"]: target for target in found(accel, "--timeout", "20s", **env)["targets"]}
     assert (told["s"]["answers"], told["s"]["message"]) == (False, "no answer in 20 s")
     assert (told["o"]["answers"], told["o"]["message"]) == (False, "KeyError: 'http://…@host'")
@@ -226,7 +224,7 @@ def test_what_is_a_secret_here_is_hidden_everywhere() -> None:
     assert told == {"message": "refused …; '…' too; 1 of 2; /root"}
 
 
-def test_secrets_of_targets_and_of_the_environment_are_not_shown(accel: Accel, no_torch: dict[str, str]) -> None:
+def test_secrets_of_targets_and_of_the_environment_are_not_shown(accel: Accel, no_torch: str) -> None:
     """In options, in errors that repeat them, in the path of a file, and under a name that says nothing."""
     (accel.here / "accel.yaml").write_text(
         "targets:\n"
@@ -237,7 +235,7 @@ def test_secrets_of_targets_and_of_the_environment_are_not_shown(accel: Accel, n
     )
     env = {"KUBECONFIG": "/nowhere/hush5678/kubeconfig", "MY_TOKEN": "hush5678", "HF_ENDPOINT": "https://u:hush1234@h"}
     for argv in (["env"], ["env", "--json"], ["targets"], ["targets", "--json"]):
-        done = accel.finish(*argv, **env, **no_torch)
+        done = accel.finish(*argv, **env, PYTHONPATH=no_torch)
         shown = (done.stdout + done.stderr).decode()
         assert done.returncode == 0, shown
         assert "hush" not in shown
