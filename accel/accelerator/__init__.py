@@ -238,10 +238,7 @@ def _is_scheduler(item: Any) -> bool:
 
 
 def _is_quantised_in_place(model: torch.nn.Module, device: torch.device) -> bool:
-    """Return True for an 8-bit or 4-bit model with a device map. Raises `ArgumentError` if ``device`` cannot train it.
-
-    Only some releases of bitsandbytes train on the CPU.
-    """
+    """Return True for an 8-bit or 4-bit model with a device map. Raises `ArgumentError` where it cannot be trained."""
     quantised = getattr(model, "is_loaded_in_8bit", False) or getattr(model, "is_loaded_in_4bit", False)
     places = {str(place) for place in getattr(model, "hf_device_map", {}).values()} if quantised else set()
     if "disk" in places or ("cpu" in places and (is_xpu_available() or not is_bitsandbytes_multi_backend_available())):

@@ -43,12 +43,14 @@ def load_config_from_file(config_file: str | os.PathLike[str] | None) -> Configu
 
     Raises `ArgumentError` where there is none, or it cannot be read.
     """
+    import yaml
+
     path = Path(config_file or default_path())
     try:
         text = path.read_text()
     except OSError as error:
         raise ArgumentError(f"configuration file {path}: {error.strerror}") from None
-    values = json.loads(text) if path.suffix == ".json" else _yaml(text)
+    values = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     if not isinstance(values, dict):
         raise ArgumentError(f"configuration file {path} holds no names and values")
     return Configuration(values)
@@ -57,10 +59,7 @@ def load_config_from_file(config_file: str | os.PathLike[str] | None) -> Configu
 def write_basic_config(
     mixed_precision: str = "no", save_location: str | os.PathLike[str] = default_config_file
 ) -> Path | Literal[False]:
-    """Write what ``accel config default`` writes. Return the file's path, or False for one that exists, which is kept.
-
-    Raises `ArgumentError` for an unknown ``mixed_precision``.
-    """
+    """Write what ``accel config default`` writes. Return the file's path, or False where it exists and is kept."""
     path = Path(save_location)
     if path.exists():
         return False
@@ -70,12 +69,6 @@ def write_basic_config(
     except UsageError as error:
         raise ArgumentError(str(error)) from None
     return path
-
-
-def _yaml(text: str) -> Any:
-    import yaml
-
-    return yaml.safe_load(text)
 
 
 def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from importlib.metadata import Distribution, PackagePath
+from importlib.metadata import Distribution
 from os import PathLike
 from pathlib import Path
 
@@ -24,8 +24,3 @@ class Answered(Distribution):
     def locate_file(self, path: str | PathLike[str]) -> Path:
         """Where a file of the distribution would be."""
         return Path(__file__).parent / path
-
-    @property
-    def files(self) -> list[PackagePath] | None:
-        """None are listed."""
-        return None

@@ -10,14 +10,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from accel.big_models.device_names import dtype_named
+from accel.big_models.device_names import dtype_named as _get_proper_dtype  # noqa: F401 - diffusers' tests import it
 from accel.errors import CollectiveError
 from accel.parallel.unwrap import extract_model_from_parallel
 from accel.pytree import send_to_device
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 DistributedOperationException = CollectiveError
-_get_proper_dtype = dtype_named  # imported by the tests of diffusers
 
 
 class GatheredParameters(nullcontext[None]):

@@ -92,10 +92,6 @@ def _has_trackers() -> bool:
     return any(known) and not available.is_comet_ml_available()
 
 
-def _has_tensor_parallel() -> bool:
-    return available.is_transformers_available() and compare_versions("transformers", ">=", "4.52.0")
-
-
 # require_NAME -> when a test that needs it runs, and the reason of the skip otherwise.
 _NEEDS: dict[str, _Need] = {
     "cpu": _Need(lambda: torch_device == "cpu", "a machine without accelerators"),
@@ -117,7 +113,10 @@ _NEEDS: dict[str, _Need] = {
     "multi_gpu": _Need(lambda: torch.cuda.device_count() > 1, "several GPUs"),
     "multi_xpu": _Need(lambda: torch.xpu.device_count() > 1, "several XPUs"),
     "multi_gpu_or_xpu": _Need(lambda: torch_device in ("cuda", "xpu") and device_count > 1, "several GPUs or XPUs"),
-    "tp": _Need(_has_tensor_parallel, "transformers 4.52 or newer"),
+    "tp": _Need(
+        lambda: available.is_transformers_available() and compare_versions("transformers", ">=", "4.52.0"),
+        "transformers 4.52 or newer",
+    ),
     "trackers": _Need(_has_trackers, "a tracker, and no comet_ml"),
 } | {
     name: _Need(_packages(name), name)
@@ -141,9 +140,7 @@ def _unless(need: _Need, test: Test) -> Test:
     return unittest.skipUnless(need.met(), f"test requires {need.reason}")(test)  # type: ignore[type-var]
 
 
-def skip(test: Any) -> Any:
-    """Skip a test."""
-    return unittest.skip("Test was skipped")(test)
+skip = unittest.skip("Test was skipped")
 
 
 def slow(test: Any) -> Any:

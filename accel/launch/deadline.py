@@ -33,9 +33,10 @@ class Deadline:
     exit_code: int
     first_at: float = 0.0
 
-    def arm(self, passed: Callable[[], None]) -> None:
-        """Call `passed` when the limit has passed, between two steps of the main thread."""
-        signal.signal(signal.SIGALRM, lambda *_: passed())
+    def arm(self, passed: Callable[[], None] | None = None) -> None:
+        """Have SIGALRM sent to this process when the limit has passed; `passed`, where given, becomes its handler."""
+        if passed is not None:
+            signal.signal(signal.SIGALRM, lambda *_: passed())
         signal.setitimer(signal.ITIMER_REAL, max(0.001, self.first_at + self.limit_s - time.time()))
 
     @staticmethod

@@ -182,9 +182,8 @@ def say(text: str) -> None:
 
 
 def said_again(signum: int) -> bool:
-    """Whether a second signal to end says nothing new. Slurm tells every process of a step several times over, at the
-    beginning of a grace and at its end, and kills the step itself when its time is up."""
-    return signum == signal.SIGTERM and "SLURM_STEP_ID" in os.environ
+    """Return True for a second signal that must not cut the grace short: SIGALRM, or SIGTERM, which Slurm repeats."""
+    return signum == signal.SIGALRM or (signum == signal.SIGTERM and "SLURM_STEP_ID" in os.environ)
 
 
 def log_path(log_dir: str | None, rank: int, attempt: int) -> str | None:

@@ -36,18 +36,17 @@ def run_single(run: Launch, launch_id: str) -> int:
     tee = Tee(run.tee, run.log_dir)
     watch = _Watch(run.grace_s)
     if run.deadline is not None:
-        run.deadline.arm(watch.end_in_time)
+        run.deadline.arm()
     try:
         watch.program = _start(run, log)
         tee.follow([(0, 0, log)])
         code = watch.until_end()
     finally:
-        if run.deadline is not None:
-            run.deadline.disarm()
+        signal.setitimer(signal.ITIMER_REAL, 0)  # Python restores the default action, death, before it ends
         end_all(lambda: keeper.others(descendants(os.getpid())), grace_s=min(run.grace_s, _LEFTOVER_GRACE_S))
         tee.close()
         keeper.dismiss()
-    if watch.late and run.deadline is not None:
+    if watch.told == signal.SIGALRM and run.deadline is not None:
         return run.deadline.end(run.quiet)
     if watch.told is not None and code != REQUEUE:
         return 128 + watch.told
@@ -97,12 +96,11 @@ class _Watch:
         self._grace_s = grace_s
         self._deadline: float | None = None
         self._pending: list[int] = []
-        self.told: int | None = None
-        self.late = False  # told by the time limit
+        self.told: int | None = None  # SIGALRM by the time limit
         self._woken, waker = wake_pipe()
         signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGALRM):
             signal.signal(signum, self._on_end)
         for signum in WARNINGS:
             signal.signal(signum, lambda received, _: self._pending.append(received))
@@ -115,11 +113,6 @@ class _Watch:
         if self.told is None:
             self.told = signum
             self._pending.append(signal.SIGINT if signum == signal.SIGINT else signal.SIGTERM)
-
-    def end_in_time(self) -> None:
-        if self.told is None:
-            self.late = True
-            self._on_end(signal.SIGTERM, None)
 
     def until_end(self) -> int:
         while (code := self.program.poll()) is None:
