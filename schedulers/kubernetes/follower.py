@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from .client.api import Api
     from .native_id import Native
 
-
 logger = logging.getLogger(__name__)
 
 

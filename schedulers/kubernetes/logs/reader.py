@@ -81,9 +81,10 @@ class Reader:
 
     def cursor_at(self, native: Native, when: float, directory: Path | None) -> Cursor:
         """Where the logs that there are stood. Raises Unreachable."""
-        found = {source.name for source in sources.of(query.pods_of(self._api, native))}
+        found = {source.name for source in sources.of(_pods_of(self._api, native))}
         kept = archives.kept(directory) if directory is not None else {}
-        return Cursor(dict.fromkeys((*sorted(found), *sorted(kept)), str(Position.at(when))))
+        there = when + int(self._api.now() - time.time())  # by the cluster's clock, which is known to the second
+        return Cursor(dict.fromkeys((*sorted(found), *sorted(kept)), str(Position.at(there))))
 
     def close(self) -> None:
         with self._lock:
@@ -134,14 +135,13 @@ class _Pass:
             self._job.release(self)
 
     def _lines(self) -> Iterator[LogLine]:
-        self._look()
         self._check_tails()
-        pods = self._pods()
+        pods = self._look()
         found = sources.of(pods)
         missing = self._vanished(found)
         if missing and not self._over:
             # What is watched may be behind what has been seen otherwise.
-            pods = query.pods_of(self._api, self._native)
+            pods = _pods_of(self._api, self._native)
             found = sources.of(pods)
             missing = self._vanished(found)
         self._job.seen |= {source.name: source for source in found}
@@ -154,32 +154,27 @@ class _Pass:
         if self._gone and self._own_tails():
             yield from self._to_the_end(pods)
         if self._over and not found and not self._positions and not self._job.seen and not self._keeps:
-            text = "accel: it has no pods (any more), and nothing of what they wrote was kept\n"
-            yield self._line(LogLine(rank=None, stream="missing", text=text, source=_GONE, position="1"))
+            why = f": a later {self._native.kind} has its name" if query.replaced(self._api, self._native) else ""
+            text = f"it has no pods (any more), and nothing of what they wrote was kept{why}"
+            yield self._missing(_GONE, None, text, at="1")
         elif self._over or not self._job.followed:
             yield from self._unread(pods, found)
         if self._errors:
             raise Unreachable("; ".join(dict.fromkeys(map(str, self._errors))))
 
-    def _look(self) -> None:
-        """Whether the job is over, and whether it is gone altogether."""
+    def _look(self) -> list[dict[str, Any]]:
+        """Whether the job is over, and whether it is gone altogether; and its pods, exact for a job that is over: what
+        is read then is the last."""
         watcher = watch.running(self._api, self._native)
         seen = watcher.snapshot() if watcher is not None and not self._over else None
         workload = (seen and seen[0]) or query.workload_of(self._api, self._native)
         self._workload: Mapping[str, Any] = workload or {}
+        pods = seen[1] if seen is not None else _pods_of(self._api, self._native)  # which may still be ending
         if not self._over and (workload is None or job_states.status_of(workload).state.final):
-            pods = seen[1] if seen is not None else query.pods_of(self._api, self._native)  # which may still be ending
             self._over = job_states.is_over(self._native.kind, workload, pods, self._api.now())
         self._gone = workload is None and self._over
-
-    def _pods(self) -> list[dict[str, Any]]:
-        """Exact for a job that is over: what is read then is the last."""
-        if self._job.followed and not self._over:
-            watcher = watch.running(self._api, self._native)
-            seen = None if watcher is None else watcher.snapshot()
-            if seen is not None:
-                return seen[1]
-        return query.pods_of(self._api, self._native)
+        enough = seen is None or (self._job.followed and not self._over)
+        return pods if enough else _pods_of(self._api, self._native)
 
     def _position(self, source: str) -> Position | None:
         text = self._positions.get(source)
@@ -276,7 +271,8 @@ class _Pass:
         elif tail is not None:
             if tail.checked and not tail.doubtful:
                 yield from self._made(source, tail.take())
-            if tail.over and (tail.error is not None or self._is_running(source)):
+            # What is watched may be behind, and the last line of a log that has ended is in its stream.
+            if tail.over and (tail.error is not None or ((now := self._now(source)) is not None and not now.ended)):
                 self._note_end(tail)
         elif last or not self._job.followed:
             wanted.append(source)
@@ -334,7 +330,7 @@ class _Pass:
     def _check_tails(self) -> None:
         """Drops the streams that were opened when another run of the container had begun."""
         unsure = [tail for tail in self._job.all_tails() if tail.to_be_checked]
-        pods = query.pods_of(self._api, self._native) if unsure else []
+        pods = _pods_of(self._api, self._native) if unsure else []
         now = {source.name: source for source in sources.of(pods)}
         for tail in unsure:
             source = now.get(tail.source.name)
@@ -367,7 +363,7 @@ class _Pass:
             if not isinstance(answer.error, Unreachable):
                 raise answer.error
             if self._over:
-                query.pods_of(self._api, self._native)  # raises where it is the API server that is silent
+                _pods_of(self._api, self._native)  # raises where it is the API server that is silent
                 yield self._missing(source.name, source, f"what {source.who()} cannot be read: {answer.error}")
                 self._drop_ending(source)
             else:
@@ -393,7 +389,8 @@ class _Pass:
 
     def _rest_of(self, source: Source, tail: Tail) -> Iterator[LogLine]:
         """What is in the log after a stream of it that has ended."""
-        answer = self._fetched_now(source)
+        after, own = self._start(source)
+        answer = fetch(self._api, self._native, source, after, own=own, complete=source.ended)
         if answer.error is not None:
             self._errors.append(answer.error)
             return
@@ -401,10 +398,6 @@ class _Pass:
         # A log that was rotated after its last line is empty: nothing is missing to who has followed it closely.
         close = tail.over and tail.error is None and not tail.behind
         yield from self._ended_as(source, answer, untold=answer.untold and not close)
-
-    def _fetched_now(self, source: Source) -> Fetched:
-        after, own = self._start(source)
-        return fetch(self._api, self._native, source, after, own=own, complete=source.ended)
 
     def _ended_as(self, source: Source, answer: Fetched, *, untold: bool) -> Iterator[LogLine]:
         """What is to be said when all of a log was read, which nobody may write to any more."""
@@ -449,11 +442,6 @@ class _Pass:
         answer = fetch(self._api, self._native, source.of_current(), None, complete=False, most=_HEAD)
         with contextlib.closing(answer):
             return answer.begins
-
-    def _is_running(self, source: Source) -> bool:
-        """What is watched may be behind, and the last line of a log that has ended is in its stream."""
-        now = self._now(source)
-        return now is not None and not now.ended
 
     def _now(self, source: Source) -> Source | None:
         pod = query.pod_of(self._api, self._native, source.pod)
@@ -553,28 +541,23 @@ class _Pass:
         """A gap before what comes next, which moves the reader on."""
         if source.name in self._job.archives:
             self._job.archives[source.name].note_gap()
-        text = f"accel: some of what {source.who()} may be missing: its log was rotated before it was read\n"
+        text = f"some of what {source.who()} may be missing: its log was rotated before it was read"
         here = self._position(source.name) or Position.at(1)  # of an empty log: its beginning
-        position = str(dataclasses.replace(here, ungreeted=False))
-        return self._line(
-            LogLine(
-                rank=source.rank,
-                attempt=source.attempt,
-                stream="missing",
-                text=text,
-                source=source.name,
-                position=position,
-            )
-        )
+        return self._missing(source.name, source, text, at=str(dataclasses.replace(here, ungreeted=False)))
 
-    def _missing(self, name: str, source: Source | None, why: str) -> LogLine:
+    def _missing(self, name: str, source: Source | None, why: str, *, at: str = _LOST) -> LogLine:
         rank, attempt = (None, 0) if source is None else (source.rank, source.attempt)
         text = f"accel: {why}\n"
-        return self._line(LogLine(rank=rank, attempt=attempt, stream="missing", text=text, source=name, position=_LOST))
+        return self._line(LogLine(rank=rank, attempt=attempt, stream="missing", text=text, source=name, position=at))
 
     def _line(self, line: LogLine) -> LogLine:
         self._positions[line.source] = line.position
         return line
+
+
+def _pods_of(api: Api, native: Native) -> list[dict[str, Any]]:
+    """The job's pods now; none where a later object has its name, and so its label."""
+    return [] if query.replaced(api, native) else query.pods_of(api, native)
 
 
 __all__ = ["Reader"]

@@ -60,7 +60,10 @@ class Watcher:
         """The job's object (None: there is none) and its pods; None when that is not known now."""
         if not all(feed.live for feed in self._feeds):
             return None
-        return self._workloads.objects.get(self._native.name), list(self._pods.objects.values())
+        workload = self._workloads.objects.get(self._native.name)
+        if workload is not None and not self._native.owns(workload):
+            return None, []  # a later object of its name, and that one's pods
+        return workload, list(self._pods.objects.values())
 
     def deleted_pods(self) -> list[Object]:
         """Pods that are gone, as they were seen last: an operator that gives a job up deletes them at once."""
@@ -88,7 +91,7 @@ class Watcher:
 
     def _may_be_over(self) -> bool:
         workload = self._workloads.objects.get(self._native.name)
-        return workload is None or job_states.status_of(workload).state.final
+        return workload is None or not self._native.owns(workload) or job_states.status_of(workload).state.final
 
 
 def concerned(native: Native, pods: Sequence[Object]) -> list[str]:

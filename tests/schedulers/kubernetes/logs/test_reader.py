@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import email.utils
 import re
 import tempfile
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +18,7 @@ import pytest
 from schedulers import Cursor, JobSpec, LogLine, SchedulerError
 from schedulers.kubernetes.logs import archive, sources, streams
 from schedulers.kubernetes.logs import reader as readers
+from schedulers.kubernetes.logs.cursor import Position
 from schedulers.kubernetes.logs.followed_job import FollowedJob
 from schedulers.kubernetes.native_id import Native
 from schedulers.store.log_lines import MOST_BYTES
@@ -29,6 +33,7 @@ from ..shapes import condition, pod, running, terminated, workload
 _PODS = 40
 _NATIVE = Native("job", "team", "run1", "abc")
 _DONE = condition("Complete")
+_NO_PODS = "it has no pods (any more), and nothing of what they wrote was kept"
 
 
 def _answering(
@@ -40,9 +45,11 @@ def _answering(
     status: dict[str, Any] | None = None,
     nodes: int | None = None,
     gone: bool = False,
+    uid: str = "",
+    ahead_s: float = 0,
 ) -> Callable[[Any], None]:
     """An API server that has the pods of a job, each with one line, or this log, which may depend on the query. Of
-    `again` another run has begun since. `gone`: the job's object is not there."""
+    `again` another run has begun since. `gone`: the job's object is not there. `ahead_s`: of its clock."""
 
     nodes = pods if nodes is None else nodes
 
@@ -53,6 +60,7 @@ def _answering(
         return {**made, "spec": {"containers": [{"name": "pytorch", "command": ["accel", "launch", *flags, "--"]}]}}
 
     def answer(handler: Any) -> None:
+        handler.date_time_string = lambda: email.utils.formatdate(time.time() + ahead_s, usegmt=True)
         path, query = urlsplit(handler.path).path, dict(parse_qsl(urlsplit(handler.path).query))
         found = re.search(r"/pods/p-(\d+)(/log)?$", path)
         if found and found[2]:
@@ -65,7 +73,7 @@ def _answering(
         elif gone:
             handler.send_error(404)
         else:
-            reply(handler, workload("Job", *conditions, nodes=nodes, status=status))
+            reply(handler, workload("Job", *conditions, nodes=nodes, status=status, uid=uid))
 
     return answer
 
@@ -423,6 +431,36 @@ def test_what_a_follower_read_of_a_pod_is_there_when_the_pod_is_gone(make: MakeA
         reader = readers.Reader(make(server.url))
         assert list(reader.read(_NATIVE, None, tmp_path, over=True)) == lines
         assert list(reader.read(_NATIVE, _cursor(lines[:2]), tmp_path, over=True)) == lines[2:]
+
+
+@pytest.mark.parametrize("over", [True, False])
+def test_the_pods_of_a_later_object_of_the_same_name_are_not_the_job_s(
+    make: MakeApi, tmp_path: Path, over: bool
+) -> None:
+    native = dataclasses.replace(_NATIVE, uid="u-1")
+    with serving(_answering(_DONE, pods=1, log=b"2026-11-21T10:00:00Z old\n", uid="u-1")) as server:
+        reader = readers.Reader(make(server.url))
+        reader.followed(native)
+        assert [line.text for line in reader.read(native, None, tmp_path, over=True)] == ["old\n"]
+    with serving(_answering(pods=1, log=b"2026-11-21T11:00:00Z new\n", uid="u-2")) as server:
+        reader = readers.Reader(make(server.url))
+        archived = [line.text for line in reader.read(native, None, tmp_path, over=over)]
+        lines = list(reader.read(native, None, tmp_path / "elsewhere", over=over))
+        assert list(reader.read(native, _cursor(lines), tmp_path / "elsewhere", over=over)) == []
+        assert str(reader.cursor_at(native, 1e9, None)) == ""
+    assert archived == ["old\n"]
+    assert [(line.stream, line.text) for line in lines] == [
+        ("missing", f"accel: {_NO_PODS}: a later Job has its name\n")
+    ]
+
+
+@pytest.mark.parametrize("ahead_s", [-3600, 3600])
+def test_a_time_in_the_logs_is_one_of_the_cluster_s_clock(make: MakeApi, ahead_s: int) -> None:
+    """As the lines have it, whatever the clock of this machine says."""
+    with serving(_answering(pods=1, ahead_s=ahead_s)) as server:
+        when = time.time() - 60
+        place = str(readers.Reader(make(server.url)).cursor_at(_NATIVE, when, None))
+    assert abs(Position.parse(place.partition("=")[2]).seconds - when - ahead_s) < 30
 
 
 def test_what_a_follower_did_not_read_is_said_to_be_missing(make: MakeApi, tmp_path: Path) -> None:

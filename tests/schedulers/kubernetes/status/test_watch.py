@@ -244,6 +244,13 @@ def test_a_job_that_ends_or_is_deleted_wakes_who_waits_for_it_and_no_other(serve
     assert status(follower, other).state is State.QUEUED
 
 
+def test_a_later_object_of_the_same_name_is_not_the_job_that_is_watched(server: Server, follower: Follower) -> None:
+    native = dataclasses.replace(server.submit(), uid="u-1")
+    waited(follower, native)
+    assert watch.shared(server.admin, native).snapshot() == (None, [])
+    assert status(follower, native).reason is Reason.LOST
+
+
 @pytest.mark.parametrize("how", [{}, {"ttl_s": 60}, {"max_restarts": 1}], ids=str)
 def test_who_waits_is_told_once_that_the_logs_go_with_the_pods(
     server: Server, follower: Follower, caplog: pytest.LogCaptureFixture, how: dict[str, Any]
