@@ -30,12 +30,12 @@ from schedulers.processes import signal_name
 
 from .failure import Exit, Failure, diagnose, error_in_log, first, oom_kill_count
 from .fork_server import ForkServer, ServerGone
+from .peers import Peers
 from .rendezvous import GangRendezvous
 
 _PEER_CHECK_S = 0.5
 _KILL_ALLOWANCE_S = 5.0
 _ECHO_WAIT_S = 3.0
-_OTHERS_END_S = 300.0  # as torchrun
 
 
 class TimeLimitPassed(SignalException):
@@ -72,7 +72,7 @@ class GangAgent(SimpleElasticAgent):
         poll_s: float,
         meeting: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
-        super().__init__(spec, exit_barrier_timeout=_OTHERS_END_S)
+        super().__init__(spec)
         self._server = server
         self._settings = settings
         self._observe = observe
@@ -94,9 +94,14 @@ class GangAgent(SimpleElasticAgent):
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         with self._meeting():
             super()._rendezvous(worker_group)
-        handler = worker_group.spec.rdzv_handler
-        if isinstance(handler, GangRendezvous):
-            self._first_attempt = handler.first_attempt
+        if isinstance(self._peers, GangRendezvous):
+            self._first_attempt = self._peers.first_attempt
+
+    @property
+    def _peers(self) -> Peers:
+        handler = self._worker_group.spec.rdzv_handler
+        assert isinstance(handler, Peers)
+        return handler
 
     @property
     def _attempt(self) -> int:
@@ -149,7 +154,7 @@ class GangAgent(SimpleElasticAgent):
             return self._fail(self._end_after_failure())
         if not self._alive and not self._finished:
             self._finished = True
-            self._gang(GangRendezvous.announce_success)
+            self._gang(lambda peers: peers.announce_success())
         return self._ask_peers()
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
@@ -159,11 +164,7 @@ class GangAgent(SimpleElasticAgent):
         self._end_ranks(death_sig, self._settings.grace_s)
 
     def _exit_barrier(self) -> None:
-        """Ours reports success only once every node has succeeded. In torch's rendezvous a node waits for the others
-        here: with the one that keeps the store, those that still work would lose it."""
-        if not isinstance(self._worker_group.spec.rdzv_handler, GangRendezvous):
-            with self._meeting():
-                super()._exit_barrier()  # type: ignore[no-untyped-call]
+        """Nothing to wait for: success is reported only once every node has succeeded."""
 
     # How the gang stands.
 
@@ -172,11 +173,11 @@ class GangAgent(SimpleElasticAgent):
         if not self._finished and now < self._next_peer_check:
             return RunResult(WorkerState.HEALTHY)
         self._next_peer_check = now + _PEER_CHECK_S
-        self._gang(GangRendezvous.beat)
-        elsewhere = self._gang(GangRendezvous.failure_elsewhere) or self._lost_node()
+        self._gang(lambda peers: peers.beat())
+        elsewhere = self._gang(lambda peers: peers.failure_elsewhere()) or self._lost_node()
         if elsewhere:
             return self._fail(Failure.from_json(elsewhere))
-        if self._finished and (self._gang(GangRendezvous.all_succeeded) is not False):
+        if self._finished and (self._gang(lambda peers: peers.all_succeeded()) is not False):
             return RunResult(
                 WorkerState.SUCCEEDED, return_values={w.global_rank: None for w in self._worker_group.workers}
             )
@@ -184,26 +185,29 @@ class GangAgent(SimpleElasticAgent):
             time.sleep(self._poll_s)
         return RunResult(WorkerState.HEALTHY)
 
-    def _gang(self, ask: Callable[..., Any], *args: Any) -> Any:
-        """Asks the rendezvous, when it is ours; a node 0 that is gone has its say through the ranks' errors."""
-        handler = self._worker_group.spec.rdzv_handler
-        if not isinstance(handler, GangRendezvous):
-            return None
+    def _gang(self, ask: Callable[[Peers], Any]) -> Any:
+        """Asks the rendezvous; where node 0 is gone, that is the failure."""
         try:
-            return ask(handler, *args)
+            return ask(self._peers)
         except RuntimeError as error:  # DistStoreError and its kin
-            return self._launcher_failure(f"node 0 is gone: {error}").to_json()
+            return {**self._launcher_failure(f"node 0 is gone: {error}").to_json(), "final": not self._peers.may_shrink}
 
     def _fail(self, failure: Failure) -> RunResult:
-        agreed = self._gang(GangRendezvous.announce_failure, failure.to_json())
-        elsewhere = agreed is not None and (agreed["node"], agreed["rank"]) != (failure.node, failure.rank)
-        self.failure = Failure.from_json(agreed) if agreed and elsewhere else failure
-        if self.failure.rank is None:
-            self._remaining_restarts = 0  # a launcher has gone: nobody is there to start its ranks again
-        if self._settings.requeued and self.failure.reason == "preempted":
+        agreed = self._announce(failure)
+        elsewhere = (agreed["node"], agreed["rank"]) != (failure.node, failure.rank)
+        self.failure = Failure.from_json(agreed) if elsewhere else failure
+        if agreed["final"]:
             self._remaining_restarts = 0
         self._observe("failure", failure=self.failure, restarts_left=self._remaining_restarts)
         return RunResult(WorkerState.FAILED, failures=self._process_failures())
+
+    def _announce(self, failure: Failure) -> dict[str, Any]:
+        """Tells the other nodes of a failure, and whether it ends the gang. Returns the first that was told."""
+        alone = failure.rank is None and not self._peers.may_shrink  # nobody is there to start its ranks again
+        requeued = self._settings.requeued and failure.reason == "preempted"
+        final = self._remaining_restarts == 0 or alone or requeued or failure.reason == "time_limit"
+        told = {**failure.to_json(), "final": final}
+        return dict(self._gang(lambda peers: peers.announce_failure(told)))
 
     def _end_after_failure(self) -> Failure:
         """Ends this node's ranks because of one that failed, and tells the other nodes which.
@@ -213,10 +217,10 @@ class GangAgent(SimpleElasticAgent):
         """
         failure, echo = self._own_failure()
         if not echo:
-            self._gang(GangRendezvous.announce_failure, failure.to_json())
+            self._announce(failure)
         self._end_ranks(signal.SIGTERM, self._settings.grace_s)
         deadline = time.monotonic() + _ECHO_WAIT_S
-        while echo and not self._gang(GangRendezvous.failure_elsewhere) and time.monotonic() < deadline:
+        while echo and not self._gang(lambda peers: peers.failure_elsewhere()) and time.monotonic() < deadline:
             if self._worker_group.group_world_size in (None, 1):
                 break
             time.sleep(0.05)
@@ -246,7 +250,7 @@ class GangAgent(SimpleElasticAgent):
 
     def _lost_node(self) -> dict[str, Any] | None:
         """The failure of a node that has fallen silent, if there is one."""
-        lost = self._gang(GangRendezvous.silent)
+        lost = self._gang(lambda peers: peers.silent())
         if not lost:
             return None
         node, host, seconds = lost
@@ -261,12 +265,12 @@ class GangAgent(SimpleElasticAgent):
             self._interrupted()
         except TimeLimitPassed as limit:
             failure = self._launcher_failure("", how=str(limit), exit_code=TIME_LIMIT)
-            self._gang(GangRendezvous.announce_failure, dataclasses.replace(failure, reason="time_limit").to_json())
+            self._announce(dataclasses.replace(failure, reason="time_limit"))
             raise
         except SignalException as told:  # the other nodes' ranks would wait for ours, which are about to be ended
             name, code = signal_name(told.sigval), 128 + told.sigval
             failure = self._launcher_failure("", how=f"was told to end by {name}", exit_code=code)
-            self._gang(GangRendezvous.announce_failure, failure.to_json())
+            self._announce(failure)
             raise
 
     def _process_failures(self) -> dict[int, ProcessFailure]:
@@ -303,7 +307,7 @@ class GangAgent(SimpleElasticAgent):
                 events = self._server.events(self._poll_s)
                 for event in events:
                     self._note(event)
-                self._gang(GangRendezvous.beat)
+                self._gang(lambda peers: peers.beat())
                 if any(event["event"] == "ended" for event in events):
                     return
         except ServerGone:  # its ranks died with it; the launcher's own sweep ends the rest

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -14,18 +13,19 @@ from typing import Any
 
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler, RendezvousParameters
-from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
 
 from schedulers.processes import descendants, end_all, signal_name
 
 from . import failure as failures
 from . import watchdog
 from .agent import GangAgent, RankSettings, TimeLimitPassed
+from .elastic import ElasticRendezvous, is_this_machine
 from .errors import LaunchError, Refused, RendezvousFailed
 from .fork_server import ForkServer, ServerGone
+from .peers import LOST_AFTER_S, STAY_S, Peers
 from .preload import preload
-from .rendezvous import DEFAULT_TIMEOUT_S, LOST_AFTER_S, STAY_S, GangRendezvous, reach_node_0
+from .rendezvous import DEFAULT_TIMEOUT_S, GangRendezvous, reach_node_0
 from .run import Launch, log_path, recorder, said_again, say
 from .tee import Tee, parse
 from .worker import WARNINGS
@@ -153,10 +153,10 @@ def _settle(run: Launch) -> None:
         time.sleep(_SETTLE_S)
 
 
-def _leave(handler: RendezvousHandler | None) -> bool:
+def _leave(handler: Peers | None) -> bool:
     """Leave the gang. Return True if node 0 knows how it ended."""
     with contextlib.suppress(RuntimeError):
-        return isinstance(handler, GangRendezvous) and handler.leave()
+        return handler is not None and handler.leave()
     return False
 
 
@@ -189,7 +189,7 @@ def _quieten_torch() -> None:
             logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
-def _agent(run: Launch, handler: RendezvousHandler, server: ForkServer, signals: Signals, tee: Tee) -> GangAgent:
+def _agent(run: Launch, handler: Peers, server: ForkServer, signals: Signals, tee: Tee) -> GangAgent:
     spec = WorkerSpec(
         role=run.role,
         local_world_size=run.processes,
@@ -233,22 +233,21 @@ def _observer(run: Launch, tee: Tee) -> Callable[..., None]:
     return observe
 
 
-def _rendezvous(run: Launch, signals: Signals) -> RendezvousHandler:
+def _rendezvous(run: Launch, signals: Signals) -> Peers:
     timeout_s = _seconds(run, "timeout", _seconds(run, "join_timeout", DEFAULT_TIMEOUT_S))
+    common: dict[str, Any] = {
+        "lost_after_s": _seconds(run, "lost_after", LOST_AFTER_S),
+        "stay_s": _seconds(run, "stay", STAY_S),
+        "ending": lambda: signals.received is not None,
+    }
     if run.static:
         return GangRendezvous(
             address=run.address, port=run.port, node_rank=run.node_rank, nodes=run.nodes, run_id=run.run_id,
             names=run.node_names,
-            timeout_s=timeout_s, lost_after_s=_seconds(run, "lost_after", LOST_AFTER_S),
-            stay_s=_seconds(run, "stay", STAY_S), interrupted=signals.check,
-            ending=lambda: signals.received is not None, incarnation=run.incarnation,
+            timeout_s=timeout_s, interrupted=signals.check, incarnation=run.incarnation,
             service=run.service, own_address=run.own_address,
-            say=lambda text: None if run.quiet else say(f"accel launch: {text}"),
+            say=lambda text: None if run.quiet else say(f"accel launch: {text}"), **common,
         )  # fmt: skip
-    from torch.distributed.elastic.rendezvous import registry
-
-    # Shared, one store would serve all attempts, and the second would find the addresses of the first one's dead.
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     config = {"join_timeout": str(int(timeout_s)), **run.rdzv_conf}
     parameters = RendezvousParameters(
         backend="c10d",
@@ -258,14 +257,13 @@ def _rendezvous(run: Launch, signals: Signals) -> RendezvousHandler:
         max_nodes=run.max_nodes,
         **config,
     )
-    is_host = parameters.get_as_bool("is_host")
-    if is_host is None:  # a pod's name is not looked up: a name server asked too early keeps "no such name" for a while
-        own_names = (run.address, run.address.partition(".")[0])
-        is_host = socket.gethostname() in own_names or (not run.service and _matches_machine_hostname(run.address))
-    if not is_host:  # else torch would wait, in a call that takes no signal
+    found = parameters.get_as_bool("is_host") is None
+    if found:
+        parameters.config["is_host"] = str(is_this_machine(run.address, looked_up=not run.service))
+    if not parameters.get_as_bool("is_host"):  # else torch would wait, in a call that takes no signal
         deadline = time.monotonic() + timeout_s
         reach_node_0(lambda _: [run.service or run.address], run.address, run.port, timeout_s, deadline, signals.check)
-    return registry.get_rendezvous_handler(parameters)
+    return ElasticRendezvous(parameters, found=found, **common)
 
 
 def _elastic_failure(run: Launch, error: RendezvousError) -> RendezvousFailed:

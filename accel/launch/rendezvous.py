@@ -13,24 +13,19 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistNetworkError, DistStoreError
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
 
 from .errors import LaunchError, RendezvousFailed
 from .incarnation import Incarnation, latest
+from .peers import LOST_AFTER_S, STAY_S, Peers
 from .store_client import Patience, StoreSilent
-
-T = TypeVar("T")
 
 LOOPBACK = "127.0.0.1"
 DEFAULT_TIMEOUT_S = 300.0
-LOST_AFTER_S = 30.0
-STAY_S = 10.0
 _SLICE_S = 0.25
-_BEAT_S = 1.0
 _SERVICE_S = 30.0
 _REMEDY = "Is the launch running there, and the port open between the machines?"
 _STORE_TIMEOUT = timedelta(seconds=60)
@@ -38,15 +33,12 @@ _STORE_TIMEOUT = timedelta(seconds=60)
 _GONE = (DistStoreError, DistNetworkError, StoreSilent)
 
 
-class GangRendezvous(RendezvousHandler):
+class GangRendezvous(Peers):
     """The meeting of `nodes` agents at node 0's `address:port`; `port` 0 (one node only) takes any that is free. One
     node meets on its loopback address, which no other machine reaches: anybody who reaches a store may write to it.
 
-    lost_after_s: how long another node may be silent.
-    stay_s:      how long node 0, told to end, stays for the others to learn of it.
     interrupted: called between slices of waiting; raises to give up.
     names:       of the nodes, by rank, where they are known: for messages.
-    ending:      whether this node has been told to end.
     incarnation: this start of the launcher. A later one of the same node takes over its rank.
     say:         tells people something.
     service:     a name of node 0 that exists before node 0 does; `address` is looked up only if nobody answers there.
@@ -72,13 +64,13 @@ class GangRendezvous(RendezvousHandler):
         service: str = "",
         own_address: str = "",
     ) -> None:
+        super().__init__(lost_after_s=lost_after_s, stay_s=stay_s, ending=ending)
         self._address, self._port = address if nodes > 1 else LOOPBACK, port
         self._node_rank, self._nodes, self._run_id = node_rank, nodes, run_id
-        self._timeout_s, self._lost_after_s = timeout_s, lost_after_s
-        self._stay_s, self._ending = stay_s, ending
+        self._keeps_store = node_rank == 0
+        self._timeout_s = timeout_s
         self._interrupted = interrupted
         self._names = names
-        self._patience = Patience(lost_after_s, ending)
         self._refused = False  # another node has this one's rank: it has no say in what becomes of the gang
         self._say = say
         self._service, self._own_address = service, own_address
@@ -87,9 +79,6 @@ class GangRendezvous(RendezvousHandler):
         self._control: Store | None = None  # outlives the attempts
         self._served: list[TCPStore] = []  # held: a store lives as long as its object
         self._met = False  # in this attempt
-        self._next_beat = 0.0
-        self._heard: dict[int, tuple[int, float]] = {}  # node -> its beats, and when they last became more
-        self._lost: set[int] = set()
         self._address_for_ranks = self._address
         self.attempt = -1
 
@@ -138,83 +127,20 @@ class GangRendezvous(RendezvousHandler):
 
     # What the gang's agents tell each other.
 
-    def announce_failure(self, failure: dict[str, Any]) -> dict[str, Any]:
-        """Makes `failure` the gang's, unless another node was first. Returns the gang's."""
-        if self._nodes == 1:
-            return failure
-        store = self._store()
-        return dict(json.loads(self._ask(lambda: store.compare_set("failure", "", json.dumps(failure)))))
-
-    def announce_success(self) -> None:
-        if self._nodes > 1:
-            store = self._store()
-            self._ask(lambda: store.add("succeeded", 1))
-
-    def failure_elsewhere(self) -> dict[str, Any] | None:
-        """The gang's failure in this attempt, if any node has told of one."""
-        if self._nodes == 1:
-            return None
-        store = self._store()
-        told = self._ask(lambda: store.get("failure") if store.check(["failure"]) else None)
-        return dict(json.loads(told)) if told is not None else None
-
-    def all_succeeded(self) -> bool:
-        store = self._store()
-        return self._nodes == 1 or self._ask(lambda: store.add("succeeded", 0)) >= self._nodes
-
     def beat(self) -> None:
-        """Tells node 0 that this node lives. To be called often; it knows itself when to speak."""
-        now = time.monotonic()
-        if self._nodes == 1 or self._node_rank == 0 or self._control is None or now < self._next_beat:
-            return
-        self._next_beat = now + _BEAT_S
-        control = self._control
-        self._ask(lambda: control.add(f"beat/{self._node_rank}", 1))
-
-    def silent(self) -> tuple[int, str, float] | None:
-        """On node 0: a node that has not been heard of for too long, with its host and the seconds."""
-        if self._node_rank != 0 or self._control is None or (now := time.monotonic()) < self._next_beat:
-            return None
-        self._next_beat = now + _BEAT_S
-        for node in range(1, self._nodes):
-            beats = self._control.add(f"beat/{node}", 0)
-            before, since = self._heard.get(node, (-1, now))
-            if beats != before:
-                self._heard[node] = (beats, now)
-            elif now - since > self._lost_after_s:
-                self._lost.add(node)
-                return node, self._store().get(f"node/{node}").decode().split()[0], now - since
-        return None
+        if self._control is not None:
+            super().beat()
 
     def leave(self) -> bool:
-        """Leave the gang. Return True if node 0 knows how it ended. Raises RuntimeError where node 0 is gone.
-
-        Node 0 goes last: its agent serves the store from which the others learn how it ended.
-        """
         if self._nodes == 1 or self._control is None or self._refused:
             return self._node_rank == 0
         if not self._met:
             self._give_up(f"node {self._node_rank} was ended before all nodes had met")
-        control = self._control
-        self._ask(lambda: control.set(f"gone/{self._node_rank}", ""))
-        began = time.monotonic()
-        while self._node_rank == 0 and not control.check([f"gone/{rank}" for rank in self._present()]):
-            if time.monotonic() - began >= (self._stay_s if self._ending() else STAY_S):
-                break
-            time.sleep(0.02)
-        return True
-
-    def _present(self) -> list[int]:
-        """The nodes that came to this attempt: those that will want to know how it ended."""
-        return [rank for rank in set(range(self._nodes)) - self._lost if self._store().check([f"node/{rank}"])]
+        return super().leave()
 
     def _give_up(self, why: str) -> None:
         store = self._store()
         self._ask(lambda: store.compare_set("gave up", "", why))
-
-    def _ask(self, question: Callable[[], T]) -> T:
-        """Puts a question to node 0's store, which may be silent. Raises StoreSilent, and what the question raises."""
-        return question() if self._node_rank == 0 else self._patience.ask(question)
 
     # Meeting.
 
@@ -335,16 +261,15 @@ class GangRendezvous(RendezvousHandler):
         """End the attempt that this launcher's predecessor left, and wait until its store has gone."""
         failure = {
             "rank": None, "node": self._node_rank, "host": host, "attempt": None, "exit_code": 1,
-            "reason": "node_failure", "how": "was started again", "message": "", "time": time.time(),
+            "reason": "node_failure", "how": "was started again", "message": "", "time": time.time(), "final": True,
         }  # fmt: skip
-        store, control = self._ask(self._current), self._control
-        assert control is not None
+        store = self._ask(self._current)
         self._ask(lambda: store.compare_set("failure", "", json.dumps(failure)))
-        self._ask(lambda: control.set(f"gone/{self._node_rank}", ""))
+        self._ask(lambda: store.set(f"gone/{self._node_rank}", ""))
         self._say(f"node {self._node_rank} was started again, and waits for node 0 to end the attempt before")
         while time.monotonic() < deadline:
             self._interrupted()
-            self._ask(lambda: control.check(["gone/0"]))
+            self._ask(lambda: store.check(["gone/0"]))
             time.sleep(_SLICE_S)
         raise RendezvousFailed(
             f"node {self._node_rank} was started again, and node 0 at {self._address}:{self._port} has not "

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import signal
 import socket
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -462,6 +464,87 @@ def test_elastic_machines_end_together(launcher: Launcher) -> None:
     second = launcher.start(*flags, MACHINE="b")
     done = (second.wait(), first.wait())
     assert [one.code for one in done] == [0, 0], done
+
+
+GROWING = """
+import os, signal, sys
+open(os.environ["MACHINE"] + "-in-" + os.environ["TORCHELASTIC_RESTART_COUNT"], "w").close()
+while True:
+    if os.path.exists("fails-" + os.environ["MACHINE"]):
+        os.remove("fails-" + os.environ["MACHINE"])
+        sys.exit(3)
+    signal.sigtimedwait([], 0.02)
+"""
+
+
+def growing(launcher: Launcher, *flags: str, machines: str = "abc") -> tuple[dict[str, Run], Callable[[str], Run]]:
+    """Machines of a world that may grow, the first of which keeps the store, with a rank each that runs; and what
+    starts another one."""
+    port = str(free_port())
+    launcher.script(GROWING)
+
+    def start(name: str) -> Run:
+        return launcher.start(
+            "--num_machines", f"2:{len(machines)}", "--rdzv_backend", "c10d", "--main_process_ip", "localhost",
+            "--main_process_port", port, "--num_processes", "2", "--shutdown_timeout", "3",
+            "--rdzv_conf", f"is_host={int(name == 'a')},last_call_timeout=120,lost_after=2", *flags, "train.py",
+            MACHINE=name,
+        )  # fmt: skip
+
+    runs = {name: start(name) for name in machines[:1]}
+    accepts(port)
+    runs |= {name: start(name) for name in machines[1:]}
+    in_attempt(launcher, 0, machines)
+    return runs, start
+
+
+def in_attempt(launcher: Launcher, attempt: int, machines: str) -> None:
+    marks = [launcher.here / f"{name}-in-{attempt}" for name in machines]
+    until(f"all run attempt {attempt}", lambda: all(mark.exists() for mark in marks))
+
+
+@pytest.mark.parametrize("failing", ["a", "b"])
+def test_elastic_machines_end_when_a_rank_of_one_fails(launcher: Launcher, failing: str) -> None:
+    runs, _ = growing(launcher)
+    (launcher.here / f"fails-{failing}").touch()
+    done = [run.wait() for run in runs.values()]
+    assert [one.code for one in done] == [3, 3, 3], done
+    assert all("failed first, in attempt 0: exited with code 3\n" in one.err for one in done), done
+    launcher.nothing_left()
+
+
+def test_elastic_machines_end_when_one_falls_silent(launcher: Launcher) -> None:
+    runs, _ = growing(launcher)
+    gone = [runs["b"].child(guard=guard) for guard in (True, False)]
+    for pid in (*gone, runs["b"].pid):
+        os.kill(pid, signal.SIGKILL)
+    done = [runs[name].wait() for name in "ac"]
+    assert [one.code for one in done] == [1, 1], done
+    assert all("nothing has been heard from it for" in one.err for one in done), done
+
+
+def test_a_failure_costs_an_elastic_world_one_restart(launcher: Launcher) -> None:
+    """On whichever machine: the second failure is the last."""
+    runs, _ = growing(launcher, "--max_restarts", "1", machines="ab")
+    (launcher.here / "fails-b").touch()
+    in_attempt(launcher, 1, "ab")
+    (launcher.here / "fails-a").touch()
+    done = [run.wait() for run in runs.values()]
+    assert [one.code for one in done] == [3, 3], done
+    assert [one.err.count("starting all ranks again (1 of 1 restarts left)") for one in done] == [1, 1], done
+    launcher.nothing_left()
+
+
+def test_an_elastic_world_goes_on_with_another_machine_for_one_that_is_told_to_end(launcher: Launcher) -> None:
+    runs, start = growing(launcher, "--max_restarts", "1")
+    runs["c"].send(signal.SIGTERM)
+    assert runs["c"].wait().code == 143
+    runs["c"] = start("d")
+    in_attempt(launcher, 1, "ab")
+    in_attempt(launcher, 0, "d")
+    (launcher.here / "fails-b").touch()
+    done = [run.wait() for run in runs.values()]
+    assert [one.code for one in done] == [3, 3, 3], done
 
 
 def test_elastic_failure(launcher: Launcher) -> None:

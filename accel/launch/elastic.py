@@ -1,0 +1,99 @@
+"""torch's own rendezvous (c10d), for worlds that may grow: https://docs.pytorch.org/docs/stable/elastic/rendezvous.html"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+
+from torch._C._distributed_c10d import Store
+from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    registry,
+)
+from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname
+
+from .peers import Peers
+
+
+class ElasticRendezvous(Peers):
+    """Nodes meet as torch has them meet; a failure of one is told to the others, which start again or end with it.
+
+    found: whether `is_host` was found out, and may be true of several launchers of a machine.
+
+    Raises torch's RendezvousError where they do not meet.
+    """
+
+    may_shrink = True
+
+    def __init__(
+        self,
+        parameters: RendezvousParameters,
+        *,
+        found: bool,
+        lost_after_s: float,
+        stay_s: float,
+        ending: Callable[[], bool],
+    ) -> None:
+        super().__init__(lost_after_s=lost_after_s, stay_s=stay_s, ending=ending)
+        # Shared, one store would serve all attempts, and the second would find the addresses of the first one's dead.
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        self._keeps_store = bool(parameters.get_as_bool("is_host"))
+        try:
+            self._torchs: RendezvousHandler = registry.get_rendezvous_handler(parameters)
+        except RendezvousConnectionError:
+            if not (found and self._keeps_store):
+                raise
+            self._keeps_store, parameters.config["is_host"] = False, "0"  # another launcher here was the first
+            self._torchs = registry.get_rendezvous_handler(parameters)
+        self._attempt: Store | None = None
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        self._attempt, self._nodes = None, 1  # it is alone until it has met the others
+        info = self._torchs.next_rendezvous()
+        self._node_rank, self._nodes, self._attempt = info.rank, info.world_size, info.store
+        info.store.set(f"node/{info.rank}", socket.gethostname())
+        self._heard.clear()
+        self._lost.clear()
+        return info
+
+    def num_nodes_waiting(self) -> int:
+        """Of one that has told of a failure, and waits to start again, the failure is what counts."""
+        waiting = self._torchs.num_nodes_waiting()
+        return 0 if waiting and self.failure_elsewhere() is not None else waiting
+
+    def leave(self) -> bool:
+        return self._attempt is not None and super().leave()
+
+    def _store(self) -> Store:
+        assert self._attempt is not None
+        return self._attempt
+
+    def get_backend(self) -> str:
+        return self._torchs.get_backend()
+
+    @property
+    def use_agent_store(self) -> bool:
+        return self._torchs.use_agent_store
+
+    def is_closed(self) -> bool:
+        return self._torchs.is_closed()
+
+    def set_closed(self) -> None:
+        self._torchs.set_closed()  # type: ignore[no-untyped-call]
+
+    def get_run_id(self) -> str:
+        return self._torchs.get_run_id()
+
+    def shutdown(self) -> bool:
+        return self._torchs.shutdown()
+
+
+def is_this_machine(address: str, *, looked_up: bool) -> bool:
+    """Return True if node 0's address is this machine's. A pod's name is not looked up (`looked_up`): a name server
+    that is asked too early keeps "no such name" for a while."""
+    own_names = (address, address.partition(".")[0])
+    return socket.gethostname() in own_names or (looked_up and _matches_machine_hostname(address))
