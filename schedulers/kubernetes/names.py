@@ -16,6 +16,7 @@ JOB_ID = "accel.dev/job-id"
 NAME = "accel.dev/name"
 DIGEST = "accel.dev/digest"
 SPEC = "accel.dev/spec"
+END = "accel.dev/end"  # why the job failed, noted for when its pods are gone
 MANAGED_BY = "app.kubernetes.io/managed-by"
 KUEUE_QUEUE = "kueue.x-k8s.io/queue-name"
 KUEUE_PRIORITY = "kueue.x-k8s.io/priority-class"

@@ -11,6 +11,7 @@
     - get # the state of one job; a repeated submit compares what is there with what it would make
     - list # the states of all jobs, and a job that another machine submitted, in one request
     - watch # following: one watch for all jobs
+    - patch # why the job failed, noted on it for when its pods are gone; without it only that is lost
     - delete # cancel
 {{- end }}
 - apiGroups: [""]

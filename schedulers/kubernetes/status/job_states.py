@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -26,6 +28,7 @@ _SUCCEEDED: Mapping[str, str] = {
 _FAILED = "Failed"
 _FAILING = "FailureTarget"  # a Job's, until its pods have ended
 _LONGEST = 400
+_UNKNOWN = "its pods are gone: whether its time limit ended it cannot be told"
 
 
 def status_of(
@@ -53,14 +56,18 @@ def status_of(
                 state=State.FAILED, reason=Reason.TIME_LIMIT, attempt=attempt, message="its time limit passed",
                 native_state=native,
             )  # fmt: skip
-        return Status(state=State.SUCCEEDED, exit_code=0, attempt=attempt, native_state=native)
+        noted = _noted(workload)
+        if noted is not None:
+            return noted
+        message = _UNKNOWN if not pods and _may_be_out_of_time(workload) else ""
+        return Status(state=State.SUCCEEDED, exit_code=0, attempt=attempt, message=message, native_state=native)
     failed = conditions.get(_FAILED) or conditions.get(_FAILING)
     if failed is not None:
         if kind == "Job" and not _cut_short(failed, status, pods):
             attempt = max(0, _failures(pods) - 1)  # what has failed is counted, and nothing came after the last
         end = _failed(workload, failed, pods, attempt)
         if _FAILED in conditions and not _ending(failed, pods, now):
-            return end
+            return _noted(workload) or end
         message = _line(joined("it has failed, and its pods are ending", end.message))
         return dataclasses.replace(end, state=State.RUNNING, exit_code=None, message=message)
     if (workload.get("metadata") or {}).get("deletionTimestamp"):
@@ -308,6 +315,33 @@ def _out_of_time(pod: Object) -> bool:
         if container.get("name") in names.MAIN and report is not None and report.reason is Reason.TIME_LIMIT:
             return True
     return False
+
+
+def _noted(workload: Object) -> Status | None:
+    """Why the job failed, as the first accel noted that saw its pods at its end."""
+    text = ((workload.get("metadata") or {}).get("annotations") or {}).get(names.END)
+    with contextlib.suppress(ValueError, RecursionError):
+        status = Status.from_json(json.loads(str(text)))
+        return status if status.state is State.FAILED else None
+    return None
+
+
+def _may_be_out_of_time(workload: Object) -> bool:
+    """Return True if it lasted long enough for launchers that end with 0 at the time limit: only their pods would tell
+    that from success."""
+    specs = ((workload.get("spec") or {}).get("pytorchReplicaSpecs") or {}).values()
+    env = {
+        each.get("name"): each.get("value")
+        for replica in specs
+        for container in ((replica.get("template") or {}).get("spec") or {}).get("containers") or []
+        for each in container.get("env") or []
+    }
+    limit = str(env.get("ACCEL_TIME_LIMIT", ""))
+    if env.get("ACCEL_TIME_LIMIT_EXIT") != "0,0" or not limit.isdecimal():
+        return False
+    status = workload.get("status") or {}
+    began, ended = (pod_states.moment(status.get(key)) for key in ("startTime", "completionTime"))
+    return began is None or ended is None or ended - began >= int(limit)
 
 
 def _starts_again(kind: str, restarts: int, limit: int | None) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -10,7 +12,7 @@ from ...errors import Unreachable
 from ...job import State, Status
 from ...printable import one_line
 from .. import names
-from ..client.errors import Forbidden, NotFound
+from ..client.errors import ApiError, Forbidden, NotFound
 from ..native_id import Native
 from . import job_states, pod_states, watch
 
@@ -25,6 +27,7 @@ _NOT_OF_USE = ",reason!=FailedScheduling,reason!=BackOff,reason!=Failed,reason!=
 _FEW = 8  # objects whose warnings are asked for one by one; of more, those of the whole namespace are
 
 logger = logging.getLogger(__name__)
+_may_not_note: set[str] = set()  # identities of connections
 
 
 def statuses(api: Api, natives: Sequence[Native], *, ttl: bool = False) -> tuple[dict[str, Status], dict[str, str]]:
@@ -122,6 +125,8 @@ def _listed(api: Api, namespace: str, natives: Sequence[Native], *, ttl: bool) -
         pods.setdefault(((pod.get("metadata") or {}).get("labels") or {}).get(names.JOB_ID, ""), []).append(pod)
     mine = {native: pods.get(names.label_value(native.job_id), []) for native in natives}
     found = {native: _status(api, native, workloads[native.name], mine[native]) for native in there}
+    for native in there:
+        _note_end(api, native, workloads[native.name], found[native])
     found |= _with_warnings(api, namespace, {native: (workloads[native.name], mine[native]) for native in there}, found)
     for native in natives:
         if native not in found:
@@ -163,6 +168,23 @@ def _status(api: Api, native: Native, workload: Object, pods: list[Object]) -> S
     deleted = [pod for node, pod in last.items() if node not in there]
     known = job_states.status_of(workload, [*pods, *deleted], now=api.now())
     return known if known.state is State.FAILED else status
+
+
+def _note_end(api: Api, native: Native, workload: Object, status: Status) -> None:
+    """Keep with the job's object what only its pods say of a failure: they may be gone before it is. Not being allowed
+    to costs no more than that."""
+    of_itself = job_states.status_of(workload, now=api.now())
+    known = dataclasses.replace(of_itself, observed_at=status.observed_at) == status
+    if status.state is not State.FAILED or known or api.identity in _may_not_note:
+        return
+    note = json.dumps(status.to_json(), separators=(",", ":"))
+    body = {"metadata": {"uid": workload["metadata"].get("uid"), "annotations": {names.END: note}}}
+    path = api.path(native.api_version, native.plural, native.name, namespace=native.namespace)
+    try:
+        api.call("PATCH", path, body=body, content_type="application/merge-patch+json")
+    except (ApiError, Unreachable) as error:
+        logger.debug("the end of job %s is not noted: %s", native.job_id, error)
+        _may_not_note.add(api.identity)
 
 
 def _workloads(api: Api, namespace: str, natives: Sequence[Native]) -> dict[str, Object]:

@@ -9,6 +9,7 @@ import pytest
 
 from schedulers import Job, Reason, State, Status
 from schedulers.kubernetes.native_id import Native
+from schedulers.kubernetes.status.job_states import status_of
 from tests.clusters.kube.client import MERGE, Refused
 from tests.clusters.kubernetes import IMAGE, Kubernetes
 from tests.marks import long
@@ -235,9 +236,12 @@ def test_a_node_that_is_lost(kubernetes: Kubernetes, namespace: str, submit: Sub
     assert not waiting.is_alive()
 
 
-def test_a_time_limit_is_not_tried_again(submit: Submit) -> None:
-    """Of each kind; a PyTorchJob's restarts have a limit of their own. Nobody follows the last job, and its nodes' logs
-    stay."""
+_CANNOT_BE_TOLD = "its pods are gone: whether its time limit ended it cannot be told"
+
+
+def test_a_time_limit_is_not_tried_again(kubernetes: Kubernetes, namespace: str, submit: Submit) -> None:
+    """Of each kind; a PyTorchJob's restarts have a limit of their own, after which the operator calls it a success.
+    Nobody follows the last job, and its nodes' logs stay."""
     jobs = [
         submit(_RUNS, time_limit_s=2.0, max_restarts=3, options={"workload": workload})
         for workload in ("pytorchjob", "jobset", "job", "trainjob")
@@ -246,6 +250,15 @@ def test_a_time_limit_is_not_tried_again(submit: Submit) -> None:
     for job in jobs:
         status = job.wait(120)
         assert (status.state, status.reason, status.attempt) == (State.FAILED, Reason.TIME_LIMIT, 0), (job, status)
+    (pod,) = [each for each in kubernetes.pods(namespace) if jobs[0].id in each["metadata"]["name"]]
+    kubernetes.client.call("DELETE", f"/api/v1/namespaces/{namespace}/pods/{pod['metadata']['name']}")
+    native = Native.parse(jobs[0].native_id or "")
+    at = f"/apis/kubeflow.org/v1/namespaces/{namespace}/pytorchjobs/{native.name}"
+    made = kubernetes.client.call("GET", at)
+    assert (status_of(made).state, status_of(made).reason) == (State.FAILED, Reason.TIME_LIMIT), made
+    del made["metadata"]["annotations"]["accel.dev/end"]
+    without = status_of(made)
+    assert (without.state, without.message) == (State.SUCCEEDED, _CANNOT_BE_TOLD), made
     until(lambda: alone.status().state.final, "the last one is over")
     assert alone.status().reason is Reason.TIME_LIMIT
     lines = list(alone.logs())

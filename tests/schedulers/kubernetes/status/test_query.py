@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import email.utils
+import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -21,13 +22,13 @@ from tests.schedulers.kubernetes.shapes import condition, event, pod, running, t
 from tests.schedulers.kubernetes.support import least
 
 from ..conftest import MakeApi
-from ..servers import Answer, reply, serving
+from ..servers import reply, serving
 
 _NATIVE = Native("trainjob", "team", "run1-2mxaaaaaaaa", "2mxaaaaaaaa")
 _GONE = {"kind": "Status", "status": "Failure", "reason": "NotFound", "code": 404}
 
 
-def _cluster(objects: Mapping[str, Any], ahead_s: float = 0) -> Answer:
+def _cluster(objects: Mapping[str, Any], ahead_s: float = 0) -> Callable[[Any], None]:
     """A server that has these objects, by the last part of their path; nothing is there under any other name.
     `ahead_s`: of its clock."""
 
@@ -96,6 +97,52 @@ def test_times_of_the_cluster_are_compared_with_its_own_clock(make: MakeApi, ahe
         with serving(_cluster({"pods": [plain], "run1": failed, "events": []}, ahead_s)) as server:
             over = query.statuses(make(server.url), [native])[0][str(native)]
         assert over.state is (State.RUNNING if ends else State.FAILED)
+
+
+def test_why_a_job_failed_is_kept_when_its_pods_are_gone(make: MakeApi) -> None:
+    """By the first who sees it, with the job's object; whoever asks later has it from there."""
+    native = Native("job", "team", "run1", _NATIVE.job_id)
+    made = workload("Job", condition("Failed", "BackoffLimitExceeded"))
+    pods = [_labelled(pod(1, terminated(7, message="ValueError: no data\n"), phase="Failed"))]
+    noted: list[dict[str, Any]] = []
+
+    def patched(handler: Any) -> None:
+        body = json.loads(handler.asked)
+        noted.append(body)
+        made["metadata"]["annotations"] = body["metadata"]["annotations"]
+        reply(handler, made)
+
+    there = {"run1": made, "pods": pods, "events": []}
+
+    def answer(handler: Any) -> None:
+        (patched if handler.command == "PATCH" else _cluster(there))(handler)
+
+    with serving(answer) as server:
+        first = query.statuses(make(server.url), [native])[0][str(native)]
+        assert query.statuses(make(server.url), [native])[0][str(native)] == first
+        there["pods"] = []
+        later = query.statuses(make(server.url), [native])[0][str(native)]
+    assert len(noted) == 1
+    assert later == first
+    assert (later.exit_code, later.message) == (7, "node 1: ValueError: no data")
+
+
+def test_not_being_allowed_to_note_the_end_is_asked_once(make: MakeApi) -> None:
+    native = Native("job", "team", "run1", _NATIVE.job_id)
+    failed = workload("Job", condition("Failed", "BackoffLimitExceeded"))
+    there = {"run1": failed, "pods": [_labelled(pod(0, terminated(7), phase="Failed"))], "events": []}
+
+    def answer(handler: Any) -> None:
+        if handler.command == "PATCH":
+            handler.send_error(403)
+        else:
+            _cluster(there)(handler)
+
+    with serving(answer) as server:
+        api = make(server.url)
+        codes = [query.statuses(api, [native])[0][str(native)].exit_code for _ in range(3)]
+        assert [each.partition(" ")[0] for each in server.asked].count("PATCH") == 1
+    assert codes == [7, 7, 7]
 
 
 def test_a_later_object_of_the_same_name_is_not_the_job(make: MakeApi, tmp_path: Path) -> None:
