@@ -38,10 +38,6 @@ _KILL_ALLOWANCE_S = 5.0
 _ECHO_WAIT_S = 3.0
 
 
-class TimeLimitPassed(SignalException):
-    """The launcher ends since the job's time limit has passed."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class RankSettings:
     """What the agent must know to start one rank beside what the rendezvous says."""
@@ -161,7 +157,7 @@ class GangAgent(SimpleElasticAgent):
         self._end_ranks(signal.SIGTERM, self._settings.grace_s)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        self._end_ranks(death_sig, self._settings.grace_s)
+        self._end_ranks(signal.SIGTERM if death_sig == signal.SIGALRM else death_sig, self._settings.grace_s)
 
     def _exit_barrier(self) -> None:
         """Nothing to wait for: success is reported only once every node has succeeded."""
@@ -263,13 +259,12 @@ class GangAgent(SimpleElasticAgent):
     def _check_interrupted(self) -> None:
         try:
             self._interrupted()
-        except TimeLimitPassed as limit:
-            failure = self._launcher_failure("", how=str(limit), exit_code=TIME_LIMIT)
-            self._announce(dataclasses.replace(failure, reason="time_limit"))
-            raise
         except SignalException as told:  # the other nodes' ranks would wait for ours, which are about to be ended
             name, code = signal_name(told.sigval), 128 + told.sigval
             failure = self._launcher_failure("", how=f"was told to end by {name}", exit_code=code)
+            if told.sigval == signal.SIGALRM:
+                how = "has reached the time limit"
+                failure = dataclasses.replace(failure, how=how, exit_code=TIME_LIMIT, reason="time_limit")
             self._announce(failure)
             raise
 

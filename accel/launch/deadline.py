@@ -9,7 +9,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from schedulers.errors import SpecError
@@ -33,24 +33,13 @@ class Deadline:
     exit_code: int
     first_at: float = 0.0
 
-    def arm(self, passed: Callable[[], None] | None = None) -> None:
-        """Have SIGALRM sent to this process when the limit has passed; `passed`, where given, becomes its handler."""
-        if passed is not None:
-            signal.signal(signal.SIGALRM, lambda *_: passed())
+    def arm(self) -> None:
+        """Have SIGALRM sent to this process when the limit has passed."""
         signal.setitimer(signal.ITIMER_REAL, max(0.001, self.first_at + self.limit_s - time.time()))
-
-    @staticmethod
-    def disarm() -> None:
-        """Python gives up its handlers before it ends; then an alarm would kill the process."""
-        signal.setitimer(signal.ITIMER_REAL, 0)
-
-    @property
-    def text(self) -> str:
-        return f"the time limit of {self.limit_s} s is over"
 
     def end(self, quiet: bool) -> int:
         """Tell why this launcher ends. Return its exit code."""
-        line = f"accel launch: {self.text}; all ranks here have been ended"
+        line = f"accel launch: the time limit of {self.limit_s} s is over; all ranks here have been ended"
         if not quiet:
             from .run import say
 

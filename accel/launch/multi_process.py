@@ -19,7 +19,7 @@ from schedulers.processes import descendants, end_all, signal_name
 
 from . import failure as failures
 from . import watchdog
-from .agent import GangAgent, RankSettings, TimeLimitPassed
+from .agent import GangAgent, RankSettings
 from .elastic import ElasticRendezvous, is_this_machine
 from .errors import LaunchError, Refused, RendezvousFailed
 from .fork_server import ForkServer, ServerGone
@@ -31,7 +31,7 @@ from .tee import Tee, parse
 from .worker import WARNINGS
 
 _SETTLE_S = 5.0  # a kubelet looks after its containers every second, and may be busy
-_ENDING = {signal.SIGTERM: signal.SIGTERM, signal.SIGINT: signal.SIGINT, signal.SIGHUP: signal.SIGTERM}
+_ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGALRM)  # the last by the time limit
 
 
 class Signals:
@@ -46,7 +46,6 @@ class Signals:
         self.received: int | None = None
         self._acting = False
         self._raising = False
-        self.limit = ""  # the time limit that has passed, for people
         for signum in _ENDING:
             signal.signal(signum, self._on_end)
         for signum in WARNINGS:
@@ -60,11 +59,6 @@ class Signals:
         self.received = signum
         if self._raising:
             self.check()
-
-    def end_in_time(self, limit: str) -> None:
-        if self.received is None:
-            self.limit = limit
-            self._on_end(signal.SIGTERM, None)
 
     @contextlib.contextmanager
     def raising(self) -> Iterator[None]:
@@ -80,9 +74,8 @@ class Signals:
         """Raises SignalException, once, when this process has been told to end."""
         if self.received is not None and not self._acting:
             self._acting = True
-            if self.limit:
-                raise TimeLimitPassed(self.limit, signal.SIGTERM)
-            raise SignalException(f"received {signal_name(self.received)}", _ENDING[signal.Signals(self.received)])
+            signum = signal.SIGTERM if self.received == signal.SIGHUP else signal.Signals(self.received)
+            raise SignalException(f"received {signal_name(self.received)}", signum)
 
 
 def run_gang(run: Launch, launch_id: str) -> int:
@@ -93,15 +86,13 @@ def run_gang(run: Launch, launch_id: str) -> int:
     server = ForkServer.start(run.program, keeper.pipe, run.grace_s, run.job_lock)
     # From here on only the launcher itself: a rank has left through SystemExit, below this frame's feet.
     signals = Signals(server)
-    limit = run.deadline
-    if limit is not None:
-        limit.arm(lambda: signals.end_in_time(limit.text))
+    if run.deadline is not None:
+        run.deadline.arm()
     tee = Tee(run.tee, run.log_dir)
     try:
         return _run_agent(run, server, signals, tee)
     finally:
-        if limit is not None:
-            limit.disarm()
+        signal.setitimer(signal.ITIMER_REAL, 0)  # Python restores the default action, death, before it ends
         tee.close()
         server.close()
         end_all(lambda: keeper.others(descendants(os.getpid())), grace_s=run.grace_s)
@@ -115,9 +106,9 @@ def _run_agent(run: Launch, server: ForkServer, signals: Signals, tee: Tee) -> i
         handler = _rendezvous(run, signals)
         agent = _agent(run, handler, server, signals, tee)
         result = agent.run()
-    except TimeLimitPassed:
-        return _end_in_time(run, tee)
     except SignalException as error:
+        if error.sigval == signal.SIGALRM and run.deadline is not None:
+            return _end_in_time(run, tee)
         failure = agent.preempted() if agent else None
         if failure is not None:
             _observer(run, tee)("failure", failure=failure, restarts_left=0)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import signal
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+from torch.distributed.elastic.multiprocessing import SignalException
 
 from accel.exit_codes import TIME_LIMIT
 from accel.launch import deadline
 from accel.launch.errors import Refused
+from accel.launch.multi_process import Signals
 from schedulers.job import Reason
 from schedulers.kubernetes.manifests import pods
 from schedulers.kubernetes.status import failure_report
@@ -81,16 +84,12 @@ def test_the_limit_of_one_node_is_that_of_all(launcher: Launcher, tmp_path: Path
     launcher.nothing_left()
 
 
-def test_an_alarm_that_is_not_needed_any_more() -> None:
-    limit = deadline.Deadline(limit_s=1000, exit_code=86, first_at=time.time())
-    before = signal.getsignal(signal.SIGALRM)
+def test_an_alarm_is_set_for_what_is_left() -> None:
     try:
-        limit.arm(lambda: None)
-        assert 0 < signal.getitimer(signal.ITIMER_REAL)[0] <= 1000
-        limit.disarm()
-        assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+        deadline.Deadline(limit_s=1000, exit_code=86, first_at=time.time() - 400).arm()
+        assert 500 < signal.getitimer(signal.ITIMER_REAL)[0] <= 600
     finally:
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def test_a_signal_goes_before_the_limit(launcher: Launcher, tmp_path: Path) -> None:
@@ -99,6 +98,27 @@ def test_a_signal_goes_before_the_limit(launcher: Launcher, tmp_path: Path) -> N
     run.says("ready")
     run.send(signal.SIGTERM)
     assert run.wait().code == 143
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "hurried"),
+    [(signal.SIGTERM, signal.SIGALRM, 0), (signal.SIGALRM, signal.SIGTERM, 1), (signal.SIGTERM, signal.SIGINT, 1)],
+)
+def test_the_limit_cuts_no_grace_short(first: signal.Signals, second: signal.Signals, hurried: int) -> None:
+    server = Mock()
+    before = {signum: signal.getsignal(signum) for signum in signal.valid_signals()}
+    try:
+        signals = Signals(server)
+        for signum in (first, second):
+            signal.raise_signal(signum)
+        assert (signals.received, server.hurry.call_count) == (first, hurried)
+        with pytest.raises(SignalException) as told:
+            signals.check()
+        assert told.value.sigval == first
+    finally:
+        for signum, handler in before.items():
+            if signal.getsignal(signum) is not handler:
+                signal.signal(signum, handler)
 
 
 def test_limits_that_are_no_numbers() -> None:
