@@ -73,8 +73,7 @@ def _namespace(api: Api, report: _Report) -> None:
 
 
 def needed(options: KubernetesOptions) -> dict[tuple[str, str], tuple[str, ...]]:
-    """(API group, resource) -> the verbs that submitting, following and removing jobs of this target take; see also
-    `for_shell`."""
+    """(API group, resource) -> the verbs that submitting, following and removing jobs of this target take."""
     builder = BUILDERS[options.workload]
     made = ("create", "get", "list", "patch", "delete")
     found: dict[tuple[str, str], tuple[str, ...]] = {
@@ -97,9 +96,15 @@ def needed(options: KubernetesOptions) -> dict[tuple[str, str], tuple[str, ...]]
     return found
 
 
-def for_shell(options: KubernetesOptions) -> dict[tuple[str, str], tuple[str, ...]]:
-    """(API group, resource) -> the verbs that `accel shell` takes beside `needed`."""
-    return {} if ("", "pods/exec") in needed(options) else {("", "pods/exec"): _EXEC}
+def _optional(options: KubernetesOptions) -> dict[tuple[str, str], tuple[tuple[str, ...], str]]:
+    """(API group, resource) -> the verbs beside `needed` that something takes, and what that is."""
+    builder = BUILDERS[options.workload]
+    why = "Without it nobody knows why a job failed once its pods are gone"
+    found: dict[tuple[str, str], tuple[tuple[str, ...], str]]
+    found = {(_group(builder.API_VERSION), builder.PLURAL): (("patch",), why)}
+    if ("", "pods/exec") not in needed(options):
+        found["", "pods/exec"] = (_EXEC, "Only `accel shell` needs it")
+    return found
 
 
 def _group(api_version: str) -> str:
@@ -107,8 +112,8 @@ def _group(api_version: str) -> str:
 
 
 def _permissions(api: Api, options: KubernetesOptions, report: _Report) -> None:
-    optional = for_shell(options)
-    wanted = needed(options) | optional
+    required, optional = needed(options), _optional(options)
+    wanted = {key: (*required.get(key, ()), *optional.get(key, ((), ""))[0]) for key in required | optional}
     asked = [(group, resource, verb) for (group, resource), verbs in wanted.items() for verb in verbs]
 
     def allowed(one: tuple[str, str, str]) -> bool:
@@ -130,13 +135,13 @@ def _permissions(api: Api, options: KubernetesOptions, report: _Report) -> None:
         lacking = [verb for verb in verbs if not answers[group, resource, verb]]
         called = f"{resource}.{group}" if group else resource
         report.rows.append([f"may use {called}", f"not {', '.join(lacking)}" if lacking else ", ".join(verbs)])
-        if lacking:
-            what = f"{', '.join(lacking)} {called} in namespace {api.namespace}"
-            said = f"{api.where}: {api.access.who} may not {what}: no Role of it allows that"
-            if (group, resource) in optional:
-                report.warnings.append(f"{said}. Only `accel shell` needs it")
-            else:
-                report.failures.append(said)
+        soft, why = optional.get((group, resource), ((), ""))
+        where = f"{called} in namespace {api.namespace}"
+        said = f"{api.where}: {api.access.who} may not {{}} {where}: no Role of it allows that"
+        if hard := [verb for verb in lacking if verb not in soft]:
+            report.failures.append(said.format(", ".join(hard)))
+        if rest := [verb for verb in lacking if verb in soft]:
+            report.warnings.append(f"{said.format(', '.join(rest))}. {why}")
 
 
 def _claim(api: Api, options: KubernetesOptions, report: _Report) -> None:

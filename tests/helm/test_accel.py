@@ -25,7 +25,7 @@ def rules(role: helms.Manifest) -> dict[str, set[str]]:
 
 def test_the_role_is_the_least(helm: helms.Helm) -> None:
     role = helms.named(helm.render(CHART, {}), "Role")
-    job = {"create", "get", "list", "watch", "delete"}
+    job = {"create", "get", "list", "watch", "patch", "delete"}
     made = {"create", "get", "list", "patch", "delete"}
     assert rules(role) == {
         "kubeflow.org/pytorchjobs": job,

@@ -153,7 +153,7 @@ def test_check(kubernetes: Kubernetes, namespace: str, home: Path, monkeypatch: 
     assert rows["API server"] == f"{kubernetes.server}, as context test"
     assert rows["workloads"] == "pytorchjob, jobset, job, trainjob"
     assert rows[f"namespace {namespace}"] == "there"
-    assert rows["may use pytorchjobs.kubeflow.org"] == "create, get, list, watch, delete"
+    assert rows["may use pytorchjobs.kubeflow.org"] == "create, get, list, watch, delete, patch"
     assert rows["may use pods/exec"] == "get, create"
     assert rows["nodes"] == "2, of which 2 have GPUs"
     assert check(9).failures == ("target kubernetes: no node has 9 nvidia.com/gpu: the most is 8",)
@@ -168,7 +168,11 @@ def test_check(kubernetes: Kubernetes, namespace: str, home: Path, monkeypatch: 
     found = check()
     may_not = "target kubernetes: context test may not {} in namespace " + f"{namespace}: no Role of it allows that"
     assert found.failures == (may_not.format("list, watch pods"),)
-    assert found.warnings == (may_not.format("get, create pods/exec") + ". Only `accel shell` needs it",)
+    assert found.warnings == (
+        may_not.format("patch pytorchjobs.kubeflow.org")
+        + ". Without it nobody knows why a job failed once its pods are gone",
+        may_not.format("get, create pods/exec") + ". Only `accel shell` needs it",
+    )
 
 
 def test_a_quota_in_check(kubernetes: Kubernetes, namespace: str, home: Path) -> None:
