@@ -140,11 +140,12 @@ def place(
     *,
     python: Callable[[Remote], str] | None = None,
     same_slots: bool = False,
-) -> list[Placement]:
+) -> tuple[list[Placement], dict[str, NotPlaced]]:
     """Examines the hosts once, and spreads the jobs over those that can take part, by their free slots.
 
-    `queue` is what each job takes of each host. Hosts that are left out, and warnings, are logged. Raises NotPlaced,
-    with a line for each failure, when there are fewer than a job needs; with `same_slots`, also what `slots` raises.
+    Returns too why jobs were not placed: a host was lost meanwhile, or has no free port. `queue` is what each job takes
+    of each host. Hosts that are left out, and warnings, are logged. Raises NotPlaced, with a line for each failure,
+    when there are fewer than a job needs; with `same_slots`, also what `slots` raises.
     """
     together = nodes + options.spares > 1
     wanted = Wanted(gpus=queue["gpus"], leads=min(len(named), _MOST_LEADS) if together else 0)
@@ -154,8 +155,7 @@ def place(
     failures = [str(finding) for finding in report.findings if finding.severity == "fails"]
     facts = {row.host: row.seen.facts for row in report.rows if row.seen is not None}
     rooms: list[Room] = []
-    for host in report.usable:
-        found = room(queue, host, facts[host])
+    for found in [room(queue, host, facts[host]) for host in report.usable]:
         if isinstance(found, str):
             failures.append(found)
         else:
@@ -171,7 +171,7 @@ def place(
     jobs = {job_id: [*members, *spares] for job_id, (members, spares) in zip(job_ids, chosen, strict=True)}
     for its in jobs.values() if same_slots else ():
         slots(its)
-    ports = _prepared(hosts, options, name, jobs, report.port, claim)
+    ports, refused = _prepared(hosts, options, name, jobs, report.port, claim)
     _log(report, failures, {str(host) for members in jobs.values() for host in members})
 
     def node(job_id: str, host: Host) -> Node:
@@ -186,7 +186,8 @@ def place(
             claim=claim,
         )
         for job_id, (members, spares) in zip(job_ids, chosen, strict=True)
-    ]
+        if job_id not in refused
+    ], refused
 
 
 def _log(report: Report, failures: Sequence[str], used: set[str]) -> None:
@@ -212,9 +213,7 @@ def _addresses(hosts: Hosts, options: SshOptions, report: Report, facts: Mapping
         first = report.usable[0]
         interface = next((a.interface for a in facts[first].addresses if a.address == report.master), None)
     found = {host: report.leads[host] for host in report.usable if host in report.leads}
-    for host in report.usable:
-        if host in found:
-            continue
+    for host in [host for host in report.usable if host not in found]:
         same = [a.address for a in facts[host].addresses if a.interface == interface]
         kind = [address for address in same if (":" in address) == (":" in (report.master or ""))]
         ranked, _ = candidates(facts[host].addresses, hosts.pool.settings(host).hostname, options.interface)
@@ -229,8 +228,8 @@ def _prepared(
     jobs: Mapping[str, Sequence[Host]],
     master_port: int | None,
     claim: str,
-) -> dict[tuple[str, Host], int]:
-    """Lays each job's claim to its directory on each of its hosts. A free port there, for jobs with several hosts."""
+) -> tuple[dict[tuple[str, Host], int], dict[str, NotPlaced]]:
+    """Lays each job's claim to its directory on its hosts. Returns its ports there (0 if alone), or its error."""
     on: dict[Host, list[str]] = {}
     for job_id, its in jobs.items():
         for host in its:
@@ -242,23 +241,20 @@ def _prepared(
         for number, job_id in enumerate(ids):
             of_its_own = ports[number :: len(ids)]  # no two jobs are offered the same
             node = jobs[job_id].index(host)
-            asked[host] += [
-                {"op": "port", "ports": of_its_own if len(jobs[job_id]) > 1 else [0]},
-                {"op": "claim", "job": job_id, "node": node, "token": claim},
-            ]
+            asked[host].append({"op": "port", "ports": of_its_own if len(jobs[job_id]) > 1 else [0]})
+            asked[host].append({"op": "claim", "job": job_id, "node": node, "token": claim})
     found: dict[tuple[str, Host], int] = {}
-    problems = []
+    problems: dict[str, list[str]] = {}
     for host, outcome in hosts.ask(asked).items():
-        if outcome.value is None:
-            problems.append(str(outcome.error))
-            continue
-        for job_id, step, port in zip(on[host], asked[host][::2], outcome.value.done[::2], strict=True):
+        done = outcome.value.done[::2] if outcome.value is not None else [None] * len(on[host])
+        for job_id, step, port in zip(on[host], asked[host][::2], done, strict=True):
             if port is None:
                 taken = ", ".join(map(str, step["ports"]))
-                problems.append(f"{host}: none of its ports {taken} is free; name others (ports: in accel.yaml)")
-                break
-            found[job_id, host] = int(port) if len(jobs[job_id]) > 1 else 0
+                problem = f"{host}: none of its ports {taken} is free; name others (ports: in accel.yaml)"
+                problems.setdefault(job_id, []).append(str(outcome.error or problem))
+            else:
+                found[job_id, host] = int(port) if len(jobs[job_id]) > 1 else 0
     if problems:
-        remove(hosts, options, [f"jobs/{job_id}.claims" for job_id in jobs], list(asked))
-        raise NotPlaced(f"{'; '.join(problems)}; nothing was started")
-    return found
+        theirs = dict.fromkeys(host for job_id in problems for host in jobs[job_id])
+        remove(hosts, options, [f"jobs/{job_id}.claims" for job_id in problems], list(theirs))
+    return found, {key: NotPlaced(f"{'; '.join(lines)}; nothing was started") for key, lines in problems.items()}

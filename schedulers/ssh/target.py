@@ -121,9 +121,9 @@ class SshTarget:
         """Examines the hosts, puts everything on those that get the jobs and starts their supervisors.
 
         Which hosts they are is on this disk before any is started: a submit that is repeated asks those first. A host
-        that takes no code, or starts no supervisor, fails its own jobs. Raises SubmitError with a line for each host
-        that fails before, SpecError, ConfigError, and Unreachable when hosts that may run a job from an earlier submit
-        cannot be asked.
+        that fails after its examination fails its own jobs. Raises SubmitError with a line for each host that fails
+        before, SpecError, ConfigError, and Unreachable when hosts that may run a job from an earlier submit cannot be
+        asked.
         """
         earlier = {plan.job_id: self._earlier(plan.job_id) for plan in plans}
         answers: dict[str, str | SchedulerError] = {key: found for key, found in earlier.items() if found is not None}
@@ -146,7 +146,7 @@ class SshTarget:
         named = meaning.named_hosts(self._options, self.name, common["code"])
         placing.enough(named, common["nodes"], self._options.spares, self.name)
         code = Blob.of(snapshot.pack(Path(common["code"]), self._jobs.parent).path)
-        placements = placing.place(
+        placements, refused = placing.place(
             self._hosts, self._options, self.name, list(templates), named, common["nodes"],
             templates[plans[0].job_id]["queue"], python=environments.made if environments is not None else None,
             same_slots=any(template["procs_per_node"] is None for template in templates.values()),
@@ -155,7 +155,7 @@ class SshTarget:
             template = templates[placement.job_id]
             if template["procs_per_node"] is None:
                 template["procs_per_node"] = placing.slots([node.host for node in placement.nodes])
-        failed = submit.ship(self._hosts, self._options, templates, placements, code=code)
+        failed = refused | submit.ship(self._hosts, self._options, templates, placements, code=code)
         placements = [placement for placement in placements if placement.job_id not in failed]
         found = {placement.job_id: submit.native_id(placement) for placement in placements}
         for job_id, native_id in found.items():

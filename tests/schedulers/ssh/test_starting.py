@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import cast
@@ -11,14 +12,16 @@ import pytest
 
 from schedulers.errors import SchedulerError, Unreachable
 from schedulers.hosts.errors import HostUnreachable, RemoteError
-from schedulers.hosts.facts import Facts, Gpus
+from schedulers.hosts.facts import Facts, Gpus, Seen
 from schedulers.hosts.host_list import Host
+from schedulers.hosts.preflight import Report, Row
 from schedulers.hosts.remote_files import Blob
 from schedulers.hosts.transport import Outcome
 from schedulers.node import jobs
+from schedulers.ssh import placement
 from schedulers.ssh.native_id import Native
 from schedulers.ssh.options import SshOptions
-from schedulers.ssh.placement import Node, Placement
+from schedulers.ssh.placement import Node, NotPlaced, Placement, place
 from schedulers.ssh.status import Answer, Hosts
 from schedulers.ssh.submit import NotStarted, cancel, ship, start
 
@@ -31,7 +34,10 @@ LOST, REFUSED = HostUnreachable("b", "connection lost"), RemoteError("b", "port 
 
 
 class Answers:
-    """Hosts of which some fail to do anything, or to start one job. `shared`: what has the directory of a job."""
+    """Hosts of which some fail to do anything, or to start one job. `shared`: what has the directory of a job.
+
+    `taken`: the host whose first job finds no free port.
+    """
 
     root, python = "~/.accel", "python3"
 
@@ -41,18 +47,23 @@ class Answers:
         *,
         silent: str = "",
         shared: Mapping[str, list[int]] | None = None,
+        taken: str = "",
     ) -> None:
         self._errors = errors
-        self._silent, self._shared = silent, shared or {}
+        self._silent, self._shared, self._taken = silent, shared or {}, taken
         self.pool = self
         self.mapped: list[str] = []
 
     def ask(self, asked: Mapping[Host, Sequence[Mapping[str, object]]]) -> dict[Host, Outcome[Answer]]:
-        def done(steps: Sequence[Mapping[str, object]]) -> Answer:
-            return Answer([self._shared.get(str(step["job"]), []) for step in steps], b"")
+        def done(host: Host, number: int, step: Mapping[str, object]) -> object:
+            if step["op"] == "port":
+                return None if host.name == self._taken and number == 0 else 1
+            return self._shared.get(str(step["job"]), [])
 
         return {
-            host: Outcome(host, error=LOST) if host.name == self._silent else Outcome(host, value=done(steps))
+            host: Outcome(host, error=LOST)
+            if host.name == self._silent
+            else Outcome(host, value=Answer([done(host, number, step) for number, step in enumerate(steps)], b""))
             for host, steps in asked.items()
         }
 
@@ -128,6 +139,41 @@ def test_a_host_that_cannot_be_sent_anything_fails_its_own_jobs(
     answers = ship(cast(Hosts, hosts), SshOptions(), {}, SWEEP, code=CODE)
     assert {job_id: str(error) for job_id, error in answers.items()} == failed
     assert {type(error) for error in answers.values()} <= {NotStarted}
+    assert hosts.mapped == mapped
+
+
+SIZE = {"gpus": None, "cpus": None, "procs_per_node": 1, "cpu_only": True, "concurrency": 2}
+FULL = "d: none of its ports * is free; name others (ports: in accel.yaml); nothing was started"
+
+
+@pytest.mark.parametrize(
+    ("hosts", "nodes", "failed", "mapped"),
+    [
+        (Answers({}, silent="b"), 1, {"two": f"{LOST}; nothing was started"}, ["b"]),
+        (Answers({}, silent="b"), 2, dict.fromkeys(("one", "three"), f"{LOST}; nothing was started"), ["ab"]),
+        (Answers({}, taken="d"), 2, {"two": FULL}, ["cd"]),
+        (Answers({}), 2, {}, []),
+    ],
+)
+def test_a_host_that_is_lost_after_its_examination_fails_its_own_jobs(
+    hosts: Answers, nodes: int, failed: dict[str, str], mapped: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So does one without a free port. What was claimed for the failed jobs is removed."""
+    named = [Host(name=name) for name in "abcd"]
+    seen = Seen(facts=FACTS, asked_at=0.0, answered_at=0.0)
+    rows = tuple(Row(host=host, seen=seen, verdict="ok") for host in named)
+    report = Report(
+        rows=rows, findings=(), usable=tuple(named), master="a", port=29500, reach={},
+        leads={host: host.name for host in named},
+    )  # fmt: skip
+    monkeypatch.setattr(placement, "examined", lambda *_, **__: report)
+    job_ids = ["one", "two", "three", "four"]
+    placements, refused = place(cast(Hosts, hosts), SshOptions(), "ssh", job_ids, named, nodes, SIZE)
+    assert [placement.job_id for placement in placements] == [job_id for job_id in job_ids if job_id not in failed]
+    assert {
+        job_id: re.sub(r"ports [0-9, ]+ is", "ports * is", str(error)) for job_id, error in refused.items()
+    } == failed
+    assert {type(error) for error in refused.values()} <= {NotPlaced}
     assert hosts.mapped == mapped
 
 
