@@ -7,6 +7,8 @@ import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
+
 from . import warm
 
 PROGRAM = """
@@ -33,3 +35,10 @@ def test_threads_share_a_server_and_each_process_is_its_own(tmp_path: Path) -> N
             assert code == number
             assert out.decode() == f"['{number}', 'a b'] {tmp_path} this False True\n"
             assert sys.platform != "linux" or mark.encode() in err
+
+
+@pytest.mark.parametrize("name", warm._SET_BY_LIBRARIES)
+def test_what_a_library_sets_in_this_process_does_not_keep_others_from_the_server(name: str) -> None:
+    env = {**warm._SERVER_ENV, name: "set"}
+    assert warm.fits(env) is warm.fits(dict(warm._SERVER_ENV))
+    assert not warm.fits({**env, "PYTHONSAFEPATH": "1"})

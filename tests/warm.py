@@ -49,6 +49,8 @@ TORCH = ("torch._dynamo", "accel.accelerator", "accel.launch.multi_process", "ac
 
 # Read while the interpreter or a library is loaded: a process with another value needs a new interpreter.
 _READ_EARLY = tuple("PYTHON LD_ MKL_ KMP_ OPENBLAS_ MALLOC_ TORCH_ TORCHINDUCTOR_ ACCEL_COMPAT".split())
+# Set in os.environ by torch._inductor and sklearn in a process that uses them, not by who starts it.
+_SET_BY_LIBRARIES = ("TORCHINDUCTOR_CACHE_DIR", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK")
 _PLAIN_LOCALES = ("", "C", "POSIX", "C.UTF-8")
 
 
@@ -123,7 +125,8 @@ def _content(file: IO[bytes]) -> bytes:
 
 
 def _early(env: Mapping[str, str]) -> dict[str, str]:
-    return {name: env[name] for name in env if name.startswith(_READ_EARLY) and name != "PYTHONPATH"}
+    ignored = ("PYTHONPATH", *_SET_BY_LIBRARIES)
+    return {name: env[name] for name in env if name.startswith(_READ_EARLY) and name not in ignored}
 
 
 # As it is now: a test may change the variables of this process before the first one that needs the server.
