@@ -33,12 +33,6 @@ def test_every_check_runs_on_1_2_and_4_processes(accel: Accel) -> None:
     assert [line.split()[-2] for line in shown.splitlines()] == [count for count in "124" for _ in CHECKS]
 
 
-def test_a_line_of_json_a_check(accel: Accel) -> None:
-    lines = [json.loads(line) for line in accel("test", "--cpu", "--num-processes", "2", "--json").splitlines()]
-    assert [line["check"] for line in lines] == list(CHECKS)
-    assert all(line["ok"] and line["processes"] == 2 and line["seconds"] >= 0 for line in lines)
-
-
 # Put before accel by PYTHONPATH: a machine on which gathering gives another result.
 BROKEN = """
 import accel.collectives as broken
@@ -73,21 +67,36 @@ def test_a_launch_that_fails_is_named(accel: Accel) -> None:
     assert done.stderr.decode().splitlines()[-1].endswith("ended with code 1 after 'the start'")
 
 
-def test_the_settings_of_a_file_are_used(accel: Accel) -> None:
+def test_the_settings_of_a_file_are_used_and_a_line_of_json_a_check(accel: Accel) -> None:
     (accel.here / "accelerate.yaml").write_text("mixed_precision: bf16\nnum_processes: 2\nuse_cpu: true\n")
-    default = accel.here / "hf/accelerate/default_config.yaml"
-    default.parent.mkdir(parents=True)
+    done = accel.finish("test", "--config_file", "accelerate.yaml", "--json")
+    said = done.stderr.decode()
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [line["check"] for line in lines] == list(CHECKS), said
+    assert all(line["ok"] and line["processes"] == 2 and line["seconds"] >= 0 for line in lines)
+    assert said.splitlines()[-1] == (
+        "accel: test: all went well with the settings of accelerate.yaml: training works here"
+    )
+
+
+def test_the_default_file_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    default = tmp_path / "accelerate/default_config.yaml"
+    default.parent.mkdir()
     default.write_text("num_processes: 1\nuse_cpu: true\n")
-    for argv, named, count in (
-        (["--config_file", "accelerate.yaml"], "accelerate.yaml", "2 processes"),
-        ([], default.name, "1 process"),
-    ):
-        done = accel.finish("test", *argv, HF_HOME=str(accel.here / "hf"))
-        shown, said = done.stdout.decode(), done.stderr.decode()
-        assert checks(shown) == [("ok", name) for name in CHECKS], said
-        assert count in shown
-        assert said.splitlines()[-1].startswith("accel: test: all went well with the settings of ")
-        assert said.splitlines()[-1].endswith(f"{named}: training works here")
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    launched: list[list[str]] = []
+
+    def run_here(flags: list[str], *, as_json: bool) -> int:
+        launched.append(flags)
+        return exit_status.OK
+
+    monkeypatch.setattr("accel.cli.test._run_here", run_here)
+    assert main(["test"]) == exit_status.OK
+    assert launched == [[f"--config_file={default}"]]
+    said = capsys.readouterr().err
+    assert said == f"accel: test: all went well with the settings of {default}: training works here\n"
 
 
 def test_it_runs_as_a_job_on_a_target(accel: Accel) -> None:
