@@ -65,7 +65,9 @@ class Workshop:
         _copy_python(root)
         _put(root / _site(), "torch", torch)
         path = f"{sys.base_prefix}/bin:/usr/local/bin:/usr/bin:/bin"
-        (context / "Dockerfile").write_text(f"FROM scratch\nCOPY root/ /\nENV PATH={path}\n")
+        # Without a network, pip would try for seconds to find out whether it is the newest.
+        settings = f"PATH={path} PIP_DISABLE_PIP_VERSION_CHECK=1"
+        (context / "Dockerfile").write_text(f"FROM scratch\nCOPY root/ /\nENV {settings}\n")
         self.buildah("build", "--tag", "localhost/base", str(context))
         shutil.rmtree(context)
         return "localhost/base"
@@ -132,6 +134,9 @@ def _copy_python(root: Path) -> None:
         "idlelib",
         "tkinter",
         "lib2to3",
+        "ensurepip",
+        "pydoc_data",
+        "turtledemo",
         "config-*",
         "*.a",
         "site-packages",

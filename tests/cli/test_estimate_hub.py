@@ -4,18 +4,43 @@ from __future__ import annotations
 
 import http.server
 import json
+import os
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests import warm
 from tests.needs import package
 
 package("torch")
 package("transformers")
 
-from .models import CONFIGS, estimate  # noqa: E402
+from .conftest import ROOT  # noqa: E402
+from .models import CONFIGS  # noqa: E402
+
+# Runs `accel estimate-memory` once for each list of words, and prints each exit code, stdout and stderr. In one
+# process: the library that asks the Hub reads where it is when it is imported, which takes two seconds.
+ESTIMATES = """
+import contextlib, io, json, sys
+from accel.cli import main
+answers = []
+for words in json.loads(sys.argv[1]):
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        code = main(["estimate-memory", *words])
+    answers.append([code, out.getvalue(), err.getvalue()])
+print(json.dumps(answers))
+"""
+
+
+def estimates(*lines: list[str], **env: str) -> list[tuple[int, str, str]]:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_DISABLE_TELEMETRY": "1", **env}
+    env = {name: value for name, value in env.items() if name != "HF_HUB_OFFLINE"}
+    done = warm.run([sys.executable, "-c", ESTIMATES, json.dumps(lines)], cwd=None, env=env, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return [tuple(answer) for answer in json.loads(done.stdout)]
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
@@ -61,24 +86,22 @@ def hub() -> Iterator[tuple[str, list[str]]]:
 def test_a_name_on_the_hub(hub: tuple[str, list[str]], tmp_path: Path) -> None:
     where, asked = hub
     env = {"HF_ENDPOINT": where, "HF_HOME": str(tmp_path)}
-    done = estimate("me/llama", "--dtypes", "float32", "--json", **env)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["needs"][0]["activations"] > 0
+    llama = ["me/llama", "--dtypes", "float32", "--json"]
+    messages = {
+        "me/gated": "me/gated is gated",
+        "me/none": "me/none: no such file, directory or model on http",
+        "me/bare": "me/bare has no config.json",
+        "not a name!": "'not a name!' is no file or directory here, and no name",
+    }
+    (code, shown, said), *failed = estimates(llama, *([name] for name in messages), **env)
+    assert code == 0, said
+    assert json.loads(shown)["needs"][0]["activations"] > 0
     assert {path.rpartition("/")[2] for path in asked} == {"config.json"}
-    for name, message in (
-        ("me/gated", "me/gated is gated"),
-        ("me/none", "me/none: no such file, directory or model on http"),
-        ("me/bare", "me/bare has no config.json"),
-        ("not a name!", "'not a name!' is no file or directory here, and no name"),
-    ):
-        failed = estimate(name, **env)
-        assert (failed.returncode, failed.stdout) == (1, "")
-        (line,) = failed.stderr.splitlines()
-        assert message in line
     env["HF_ENDPOINT"] = "http://127.0.0.1:9"  # nobody listens
-    cached = estimate("me/llama", "--dtypes", "float32", "--json", **env)
-    assert json.loads(cached.stdout) == json.loads(done.stdout)
-    failed = estimate("me/other", **env)
-    assert failed.returncode == 1
-    (line,) = failed.stderr.splitlines()
-    assert "http://127.0.0.1:9 cannot be reached, and its config.json is not in the cache" in line
+    cached, unknown = estimates(llama, ["me/other"], **env)
+    assert json.loads(cached[1]) == json.loads(shown)
+    silent = "http://127.0.0.1:9 cannot be reached, and its config.json is not in the cache"
+    for answer, message in zip([*failed, unknown], [*messages.values(), silent], strict=True):
+        assert answer[:2] == (1, "")
+        (line,) = answer[2].splitlines()
+        assert message in line

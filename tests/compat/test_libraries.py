@@ -23,7 +23,6 @@ from tests.needs import missing
 pytestmark = pytest.mark.timeout(900)  # the first test of each number of processes waits for all of its training
 
 _PROGRAM = str(ROOT / "tests" / "compat" / "trainer_run.py")
-_ACCELERATE = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
 _ACCEL = ["-m", "accel", "launch", "--compat", "--cpu", "--num_processes"]
 
 _EVERYTHING = {
@@ -65,7 +64,8 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], dict[
         plans = [
             {**plan, "out": str(out / ("halves" if plan["arguments"] is _HALVES else plan["name"]))} for plan in PLANS
         ]
-        start = [*(_ACCEL if library == "accel" else _ACCELERATE), str(processes), _PROGRAM, json.dumps(plans)]
+        run_plans = [_PROGRAM, json.dumps(plans)]
+        start = [*_ACCEL, str(processes), *run_plans] if library == "accel" else [*run_plans, str(processes)]
         env = environment(ACCELERATE_USE_CPU="true", TOKENIZERS_PARALLELISM="false")
         done = warm.run([sys.executable, *start], env=env, cwd=out, timeout=420)
         if done.returncode:

@@ -2,7 +2,7 @@
 
 It imports `transformers`, `peft` and `trl` alone: whose `import accelerate` they get is for the caller to say. Its
 argument is a JSON list of objects with the fields of `Plan`, done one after the other in one process; each rank writes
-what it saw to ``OUT/NAME-R.json``.
+what it saw to ``OUT/NAME-R.json``. A second argument is a number of ranks that it forks itself, libraries loaded.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
+import socket
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+sys.modules["comet_ml"] = None  # type: ignore[assignment]  # transformers would import it: a second in each rank
 
-import torch
-import transformers
+import torch  # noqa: E402
+import transformers  # noqa: E402
 
 _SAMPLES = 24
 _ARGUMENTS: dict[str, Any] = {
@@ -194,5 +197,30 @@ def main(plans: list[dict[str, Any]]) -> None:
         torch.distributed.destroy_process_group()
 
 
+def fork_ranks(count: int) -> None:
+    """Import the libraries and return in each of ``count`` ranks; in their parent end, with 1 after a failure."""
+    for module, name in (("transformers", "Trainer"), ("peft", "LoraConfig"), ("trl", "SFTTrainer")):
+        getattr(import_module(module), name)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
+    ranks = set()
+    for rank in range(count):
+        if (pid := os.fork()) == 0:
+            os.environ.update(world, RANK=str(rank), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(count))
+            return
+        ranks.add(pid)
+    while ranks:
+        pid, status = os.wait()
+        ranks.remove(pid)
+        if status:
+            for other in ranks:
+                os.kill(other, signal.SIGKILL)
+            sys.exit(1)
+    sys.exit(0)
+
+
 if __name__ == "__main__":
+    if len(sys.argv) > 2:
+        fork_ranks(int(sys.argv[2]))
     main(json.loads(sys.argv[1]))

@@ -9,6 +9,7 @@ import socket
 
 import pytest
 
+from tests.marks import long
 from tests.needs import missing
 
 from .conftest import Launcher
@@ -80,11 +81,13 @@ def test_a_world_of_one(launcher: Launcher, flags: tuple[str, ...]) -> None:
     assert "OMP_NUM_THREADS" not in found
 
 
-PLAIN = """\
+WORLD = """\
 import os, torch, torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel as DDP
 dist.init_process_group("gloo")
 rank, size = dist.get_rank(), dist.get_world_size()
+"""
+DDP = """\
+from torch.nn.parallel import DistributedDataParallel as DDP
 torch.manual_seed(0)
 model = DDP(torch.nn.Linear(4, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -94,17 +97,24 @@ for step in range(3):
 sums = [torch.zeros(1) for _ in range(size)]
 dist.all_gather(sums, model.module.weight.sum().detach().reshape(1))
 assert torch.equal(sums[0], sums[-1]), sums
+"""
+TOTAL = """\
 total = torch.tensor([float(rank + 1)])
 dist.all_reduce(total)
 # One write a line: a spawned rank is unbuffered, as torchrun's are, and its prints may mix with another's.
 os.write(1, f"rank {rank} of {size} total {total.item()}\\n".encode())
 dist.destroy_process_group()
 """
+PLAIN = WORLD + DDP + TOTAL
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_a_plain_script_of_torch_distributed(launcher: Launcher, method: str) -> None:
-    done = launcher("--num_processes", "2", "--start_method", method, launcher.script(PLAIN))
+@pytest.mark.parametrize(
+    ("method", "script"),
+    [("fork", PLAIN), ("spawn", WORLD + TOTAL), *long(("spawn", PLAIN))],  # spawned ranks each load the optimizers
+    ids=["fork", "spawn", "spawn-DDP"],
+)
+def test_a_plain_script_of_torch_distributed(launcher: Launcher, method: str, script: str) -> None:
+    done = launcher("--num_processes", "2", "--start_method", method, launcher.script(script))
     assert sorted(done.out.splitlines()) == ["rank 0 of 2 total 3.0", "rank 1 of 2 total 3.0"]
 
 
