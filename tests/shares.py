@@ -28,6 +28,7 @@ SERVERS = {
         ("tests/schedulers/kubernetes", "tests/helm", "tests/clusters/test_kubernetes*.py"),
         r": (Kubernetes|Submit|Server|Run)\b",
     ),
+    "sagemaker": (("tests/schedulers/sagemaker", "tests/clusters/test_sagemaker.py"), r": SageMaker\b"),
     # Other hosts like those of "ssh", which take a second to start: together they would be what everybody waits for.
     "hosts": (("tests/schedulers/hosts", "tests/launch/test_cut.py"), r": (SshHosts|Submit|Pool)\b"),
 }

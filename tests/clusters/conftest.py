@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.clusters.fixtures import _cluster, _with_accounting, using
+from tests.clusters.fixtures import _cluster, _sagemaker, _with_accounting, sagemaker, using
 from tests.clusters.kubernetes import Kubernetes
 
-__all__ = ["_cluster", "_with_accounting"]
+__all__ = ["_cluster", "_sagemaker", "_with_accounting", "sagemaker"]
 
 
 @pytest.fixture

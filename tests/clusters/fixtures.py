@@ -7,6 +7,7 @@ kind to one worker, so that a run starts one cluster of each kind; that of Kuber
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
@@ -19,6 +20,8 @@ from .kubernetes import Kubernetes, joined
 from .kubernetes import claim as claim_kubernetes
 from .kubernetes import lacks as lacks_kubernetes
 from .netns import lacking
+from .sagemaker import SageMaker
+from .sagemaker import lacks as lacks_sagemaker
 from .sharing import Shared
 from .slurm import ACCOUNTING_PROGRAMS, LOGIN_PROGRAMS, Slurm
 from .slurm import PROGRAMS as SLURM_PROGRAMS
@@ -28,8 +31,8 @@ from .ssh import SshHosts
 from .ssh import claim as claim_hosts
 
 SSH_HOSTS, SLURM_NODES, KUBERNETES_NODES = 4, 4, 2
-Cluster = TypeVar("Cluster", SshHosts, Slurm, Kubernetes)
-_running: dict[str, SshHosts | Slurm | Kubernetes] = {}
+Cluster = TypeVar("Cluster", SshHosts, Slurm, Kubernetes, SageMaker)
+_running: dict[str, SshHosts | Slurm | Kubernetes | SageMaker] = {}
 
 
 def _shared(config: pytest.Config, kind: str, start: Callable[[], Iterator[Cluster]]) -> Cluster:
@@ -81,6 +84,33 @@ def _slurm(*, accounting: bool, gpus: int) -> Iterator[Slurm]:
     with claim_slurm() as cluster:
         cluster.start(SLURM_NODES, accounting=accounting, gpus=gpus, login=True)
         yield cluster
+
+
+@pytest.fixture(scope="session")
+def _sagemaker(pytestconfig: pytest.Config) -> SageMaker:
+    return _shared(pytestconfig, "sagemaker", _endpoint)
+
+
+def _endpoint() -> Iterator[SageMaker]:
+    absent = lacks_sagemaker()
+    if absent:
+        missing(*absent)
+    endpoint = SageMaker()
+    try:
+        yield endpoint
+    finally:
+        endpoint.end()
+
+
+@pytest.fixture
+def sagemaker(_sagemaker: SageMaker, monkeypatch: pytest.MonkeyPatch) -> SageMaker:
+    """A new AWS account, which this process's environment leads to."""
+    _sagemaker.reset()
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    for name, value in _sagemaker.env.items():
+        monkeypatch.setenv(name, value)
+    return _sagemaker
 
 
 @pytest.fixture(scope="session")
