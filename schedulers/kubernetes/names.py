@@ -5,11 +5,11 @@ https://kubernetes.io/docs/concepts/overview/working-with-objects/names/ and …
 
 from __future__ import annotations
 
-import hashlib
 import re
-import unicodedata
 from collections.abc import Iterable, Mapping
 from typing import Any
+
+from ..object_names import HASH, short_hash, slug
 
 OWN = "accel.dev/"
 JOB_ID = "accel.dev/job-id"
@@ -27,13 +27,8 @@ COMPLETION_INDEX = "batch.kubernetes.io/job-completion-index"
 # The container that trains, in the pods of one operator or another.
 MAIN = ("pytorch", "node")
 
-# Names of pods and Services are made of it: `NAME-worker-9999`, `NAME-node-0-9999-abcde`, and 63 is the end.
-MOST = 40
 _MOST_LABEL = 63
 _MOST_SUBDOMAIN = 253
-_HASH = 8
-# As the store makes them: no hyphen, so that the last one of a name is before the id.
-_PLAIN_ID = re.compile(r"[0-9a-z]{1,20}\Z")
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?\Z")
 _VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?\Z")
 _QUALIFIED = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?\Z")
@@ -59,22 +54,12 @@ def is_qualified(text: str) -> bool:
     return len(name) <= _MOST_LABEL and _QUALIFIED.match(name) is not None and (not slash or is_subdomain(prefix))
 
 
-def object_name(name: str, job_id: str) -> str:
-    """What the job's object is called: `train-2mxaaaaaaaa`, out of nothing but these two, and no other job's.
-
-    A DNS-1035 label of at most `MOST` characters: it begins with a letter, since Services are called after it.
-    """
-    tail = job_id if _PLAIN_ID.match(job_id) else f"{_slug(job_id)[:11].rstrip('-') or 'x'}-{_hash(job_id)}"
-    head = _slug(name).lstrip("0123456789-")[: MOST - len(tail) - 1].rstrip("-")
-    return f"{head or 'job'}-{tail}"
-
-
 def label_value(text: str) -> str:
     """The text as the value of a label: itself where it may be one, else a readable part of it and its hash."""
     if text and is_label_value(text):
         return text
-    slug = _slug(text)[: _MOST_LABEL - _HASH - 1].rstrip("-")
-    return f"{slug}-{_hash(text)}" if slug else _hash(text)
+    head = slug(text)[: _MOST_LABEL - HASH - 1].rstrip("-")
+    return f"{head}-{short_hash(text)}" if head else short_hash(text)
 
 
 def labels(name: str, job_id: str) -> dict[str, str]:
@@ -105,12 +90,3 @@ def node_of(pod: Mapping[str, Any]) -> int | None:
     # Workers of a world that cannot grow come after the master.
     alone = said.get(f"{OWN}elastic") == "true"
     return int(replica) + (1 if kind == "worker" and not alone else 0)
-
-
-def _slug(text: str) -> str:
-    plain = unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode().lower()
-    return re.sub(r"[^a-z0-9]+", "-", plain).strip("-")
-
-
-def _hash(text: str) -> str:
-    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:_HASH]

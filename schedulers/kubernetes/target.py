@@ -193,8 +193,9 @@ class KubernetesTarget:
 
     def _native(self, job_id: str, native_id: str | None) -> Native | None:
         """Of a job that was sent; also of one that was never confirmed."""
+        from .. import object_names
         from ..store.record import read_record
-        from . import cluster_ref, names
+        from . import cluster_ref
         from .native_id import Native
 
         if native_id is not None:
@@ -203,7 +204,7 @@ class KubernetesTarget:
         if placed is None:
             return None
         name = read_record(job_id, str(self._jobs / job_id)).name
-        return Native(self._options.workload, placed.namespace, names.object_name(name, job_id), job_id)
+        return Native(self._options.workload, placed.namespace, object_names.object_name(name, job_id), job_id)
 
     def _placed(self, native_id: str) -> tuple[Native, _Cluster]:
         from .native_id import Native

@@ -15,8 +15,8 @@ from .snapshot import alone
 
 _KEPT_S = 86400.0
 _CLOCKS_S = 3600.0
-# A snapshot, or what a process that died while it packed one left of it.
-_FILE = re.compile(r"[0-9a-f]{64}\.tar(\.[0-9a-f.]+)?\Z")
+# A snapshot, packed once more for a target, or what a process that died meanwhile left of it.
+_FILE = re.compile(r"[0-9a-f]{64}\.tar(\.gz)?(\.[0-9a-f.]+)?\Z")
 
 
 def prune_snapshots(home: Path, jobs: Iterable[Record | Damaged], *, dry_run: bool = False) -> list[str]:

@@ -16,7 +16,8 @@ import yaml
 
 from accel import __version__
 from accel.cli import exit_status
-from accel.cli.image import builders, config_entry, context, dockerfile, kaniko, wheel
+from accel.cli.image import builders, config_entry, context, dockerfile, kaniko
+from schedulers.store import own_wheel
 
 from ..helm import checking
 from ..needs import missing
@@ -289,10 +290,10 @@ def test_a_context_that_is_too_large_for_kaniko_is_a_line(tmp_path: Path) -> Non
 
 
 def test_the_wheel_is_one_that_pip_takes(tmp_path: Path) -> None:
-    made = wheel.write(tmp_path)
+    made = own_wheel.write(tmp_path)
     again = tmp_path / "again"
     again.mkdir()
-    assert wheel.write(again).read_bytes() == made.read_bytes()
+    assert own_wheel.write(again).read_bytes() == made.read_bytes()
     with zipfile.ZipFile(made) as archive:
         assert not [name for name in archive.namelist() if "__pycache__" in name]
     words = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", str(tmp_path / "to")]

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from schedulers import object_names
 from schedulers.errors import SpecError
 from schedulers.job import JobSpec, Resources, Retry
 from schedulers.kubernetes import names
@@ -253,7 +254,7 @@ def test_other_values_are_another_job(helm: helms.Helm) -> None:
 def test_the_name_comes_from_the_release(helm: helms.Helm, release: str, name: str) -> None:
     made = helms.objects(helm.render(CHART, LEAST, release))[0]
     assert made["metadata"]["name"] == f"{name}-{job_id([made])}"
-    assert len(made["metadata"]["name"]) <= names.MOST
+    assert len(made["metadata"]["name"]) <= object_names.MOST
 
 
 def test_kubectl_makes_the_runtime_before_the_train_job_and_runs_no_test(helm: helms.Helm) -> None:

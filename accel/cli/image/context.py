@@ -12,9 +12,10 @@ from pathlib import Path
 
 from schedulers.errors import ConfigError
 from schedulers.printable import without_password
+from schedulers.store import own_wheel
 from schedulers.store.source_files import list_code
 
-from . import dockerfile, wheel
+from . import dockerfile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +58,7 @@ def make(directory: Path, project: Project, epoch: int | None) -> list[str]:
     (directory / "Dockerfile").write_text(project.dockerfile())
     wheels = directory / dockerfile.WHEELS
     wheels.mkdir()
-    wheel.write(wheels)
+    own_wheel.write(wheels)
     (wheels / "constraints.txt").write_text(_torch() + "\n")
     if project.requirements is not None:
         (directory / dockerfile.REQUIREMENTS).write_text(project.requirements)

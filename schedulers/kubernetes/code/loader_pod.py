@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
+from ... import object_names
 from ...errors import SpecError
 from ...job import JobSpec
-from .. import names
 from ..manifests import build
 from ..options import KubernetesOptions
 from . import delivery
@@ -31,7 +31,7 @@ def loader(spec: JobSpec, options: KubernetesOptions, job_id: str, target: str) 
         cpus=None if wanted.cpus is None else min(_CPUS, wanted.cpus),
         memory_gb=None if wanted.memory_gb is None else min(_MEMORY_GB, wanted.memory_gb),
     )
-    name = names.object_name(spec.name, job_id)
+    name = object_names.object_name(spec.name, job_id)
     spec = dataclasses.replace(spec, resources=small)
     template = build.template(spec, options, name, job_id, delivery.Code(kind="pvc"), target)()
     metadata, inside = template["metadata"], template["spec"]

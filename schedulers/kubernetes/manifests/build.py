@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from ... import object_names
 from ...errors import SpecError
 from ...job import JobSpec
 from .. import names
@@ -69,7 +70,7 @@ def build(
     The user's patches are applied last. Raises SpecError for a job that cannot be one of this kind.
     """
     check(spec, options, target)
-    name = names.object_name(spec.name, job_id)
+    name = object_names.object_name(spec.name, job_id)
     labels = names.labels(spec.name, job_id)
     place = {"namespace": options.namespace} if options.namespace else {}
     pod = template(spec, options, name, job_id, code, target)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from schedulers import object_names
 from schedulers.kubernetes import names
 
 _IDS = st.from_regex(r"\A[0-9a-z][0-9a-z_-]{0,62}\Z")
@@ -17,9 +18,9 @@ _MADE = st.text("0123456789abcdefghjkmnpqrstvwxyz", min_size=11, max_size=11)
 @settings(deadline=None)
 @given(st.text(min_size=1, max_size=80), _IDS)
 def test_a_name_is_good_for_services_and_pods(name: str, job_id: str) -> None:
-    made = names.object_name(name, job_id)
+    made = object_names.object_name(name, job_id)
     assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", made)
-    assert len(made) <= names.MOST
+    assert len(made) <= object_names.MOST
     assert len(f"{made}-worker-9999") <= 63 >= len(f"{made}-node-0-9999-abcde")
     for value in names.labels(name, job_id).values():
         assert value != ""
@@ -29,12 +30,12 @@ def test_a_name_is_good_for_services_and_pods(name: str, job_id: str) -> None:
 @settings(deadline=None)
 @given(st.text(min_size=1), st.text(min_size=1), _MADE, _MADE)
 def test_two_jobs_have_two_names(one: str, other: str, first: str, second: str) -> None:
-    assert (names.object_name(one, first) == names.object_name(other, second)) <= (first == second)
+    assert (object_names.object_name(one, first) == object_names.object_name(other, second)) <= (first == second)
 
 
 def test_ids_of_other_shapes_do_not_collide() -> None:
-    assert names.object_name("a", "b-c") != names.object_name("a-b", "c")
-    assert names.object_name("a", "b_c") != names.object_name("a", "b-c")
+    assert object_names.object_name("a", "b-c") != object_names.object_name("a-b", "c")
+    assert object_names.object_name("a", "b_c") != object_names.object_name("a", "b-c")
     assert names.label_value("a-") != names.label_value("a")
 
 
@@ -48,7 +49,7 @@ def test_ids_of_other_shapes_do_not_collide() -> None:
     ],
 )
 def test_names_can_be_read(name: str, made: str) -> None:
-    assert names.object_name(name, "2mxaaaaaaaa") == made
+    assert object_names.object_name(name, "2mxaaaaaaaa") == made
 
 
 def test_the_node_of_a_pod() -> None:

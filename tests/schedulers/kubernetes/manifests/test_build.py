@@ -13,7 +13,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schedulers import JobSpec, Resources, Retry, SpecError
+from schedulers import JobSpec, Resources, Retry, SpecError, object_names
 from schedulers.kubernetes import names
 from schedulers.kubernetes.code import delivery
 from schedulers.kubernetes.code.delivery import Code
@@ -134,7 +134,7 @@ def test_everything_is_found_by_the_job_id(kind: str) -> None:
     assert sum(each["kind"] == "ConfigMap" for each in made) == 2 == code.parts
     for each in made:
         assert each["metadata"]["labels"][names.JOB_ID] == JOB_ID
-        assert each["metadata"]["name"].startswith(names.object_name("job", JOB_ID))
+        assert each["metadata"]["name"].startswith(object_names.object_name("job", JOB_ID))
         for _, template in validate.templates(each):
             assert template["metadata"]["labels"][names.JOB_ID] == JOB_ID
 

@@ -10,7 +10,7 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from schedulers.errors import ConfigError
+from ..errors import ConfigError
 
 _NAME, _PACKAGES = "accel-launch", ("accel", "schedulers")
 _LICENCE = "licenses/LICENSE"
