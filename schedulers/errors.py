@@ -46,6 +46,10 @@ class SubmitError(SchedulerError):
     native_id: str | None = None
 
 
+class NotReady(SchedulerError):
+    """What is asked of a job is not there, or not there yet."""
+
+
 class Unreachable(SchedulerError):
     """The backend, or a part of it, could not be asked. Says nothing about the jobs that it could not be asked about.
 

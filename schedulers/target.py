@@ -23,6 +23,7 @@ BUILT_IN: Mapping[str, str] = {
     "ssh": "schedulers.ssh.target:SshTarget",
     "slurm": "schedulers.slurm.target:SlurmTarget",
     "kubernetes": "schedulers.kubernetes.target:KubernetesTarget",
+    "sagemaker": "schedulers.sagemaker.target:SageMakerTarget",
 }
 
 
@@ -290,6 +291,15 @@ class Shells(Protocol):
 
         Raises SubmitError when the node does not run, Unreachable when it cannot be asked or falls silent.
         """
+
+
+@runtime_checkable
+class Fetches(Protocol):
+    """A target that keeps what its jobs leave as their results."""
+
+    def fetch(self, native_id: str, directory: Path) -> list[str]:
+        """Makes the directory out of what the job left, whole or not at all; returns the names in it. Raises NotReady
+        where there is nothing yet, or the directory is there, and Unreachable."""
 
 
 @runtime_checkable

@@ -29,6 +29,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "describe": ("accel.cli.describe", "Show all that is known about a job: spec, plan, events"),
     "logs": ("accel.cli.logs", "Print or follow what a job's ranks wrote"),
     "wait": ("accel.cli.wait", "Wait for jobs to end and exit with their code"),
+    "fetch": ("accel.cli.fetch", "Download what a job has left as its results"),
     "shell": ("accel.cli.shell", "Open a shell where a rank runs, or run a command there"),
     "cancel": ("accel.cli.cancel", "End jobs in order: SIGTERM, the grace, SIGKILL"),
     "targets": ("accel.cli.targets", "List the places where jobs can run"),
@@ -45,7 +46,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 _GROUPS = {
     "Run": ("submit", "launch", "test"),
-    "Look": ("list", "status", "describe", "logs", "wait", "shell"),
+    "Look": ("list", "status", "describe", "logs", "wait", "fetch", "shell"),
     "Manage": ("cancel", "targets", "prune"),
     "Set up": ("config", "to-fsdp2", "image", "env", "tpu-config", "completion"),
     "Models": ("estimate-memory", "merge-weights"),
@@ -119,7 +120,7 @@ _TASKS = (
     ("train here", "accel launch train.py"),
     ("train elsewhere, as a job", "accel submit --target NAME train.py"),
     ("see where it can run", "accel targets"),
-    ("follow a job", "accel list; accel status, logs -f, wait, describe @last"),
+    ("follow a job", "accel list; accel status, logs -f, wait, describe, fetch @last"),
     ("look around where it runs", "accel shell @last"),
     ("end and clear away jobs", "accel cancel JOB; accel prune --older-than 30d"),
     ("know what memory it takes", "accel estimate-memory MODEL"),

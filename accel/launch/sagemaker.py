@@ -23,8 +23,7 @@ def submit(options: Mapping[str, Any], program: Program) -> int:
         from sagemaker.huggingface import HuggingFace
     except ImportError:  # version 3 has other classes
         raise LaunchError(
-            "compute_environment: AMAZON_SAGEMAKER needs version 2 of the SageMaker SDK: "
-            "pip install 'accel-launch[sagemaker]'"
+            "compute_environment: AMAZON_SAGEMAKER needs version 2 of the SageMaker SDK: pip install 'sagemaker<3'"
         ) from None
 
     estimator = HuggingFace(**arguments)

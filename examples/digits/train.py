@@ -34,6 +34,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--stop-after", type=int, metavar="EPOCHS", help="stop early, as if the machine were taken away"
     )
+    parser.add_argument("--save-model", type=Path, metavar="DIR", help="write the trained weights here")
     parser.add_argument("--losses", type=Path, help="write the loss of every step, as JSON, to this file")
     return parser.parse_args()
 
@@ -123,6 +124,8 @@ def main() -> None:
         if args.stop_after == log.epoch:
             break
 
+    if args.save_model is not None:
+        accelerator.save_model(model, args.save_model)
     if args.losses is not None and accelerator.is_main_process:
         args.losses.write_text(json.dumps(log.losses))
     if accelerator.is_main_process:

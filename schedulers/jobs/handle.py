@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ConfigError, SpecError, SubmitError, Unreachable
+from ..errors import ConfigError, NotReady, SpecError, SubmitError, Unreachable
 from ..job import Cursor, JobSpec, LogLine, Resources, Retry, State, Status
 from ..store.store import Damaged, Record, Store
 from .follow import Pause, follow, read_once
@@ -419,6 +419,24 @@ class Job:
             if pause.over:
                 raise TimeoutError(f"job {self.id} is not over: it is {status.state.value}")
             pause.until_news(self.waiting_target(), self.native_id)
+
+    def fetch(self, directory: str | os.PathLike[str]) -> list[str]:
+        """Makes the directory out of what the job has left as its results; returns the names in it.
+
+        Raises NotReady where the job runs, has left nothing, or the directory is there; SpecError for a kind of target
+        that keeps no results; Unreachable.
+        """
+        from pathlib import Path
+
+        from ..target import Fetches, kinds_with
+
+        target = self._target()
+        if not isinstance(target, Fetches):
+            kinds = kinds_with("fetch")
+            raise SpecError(f"job {self.id} left its results where it ran: {self.target} keeps none (kinds: {kinds})")
+        if self.native_id is None:
+            raise NotReady(f"job {self.id} is not known to have reached {self.target}")
+        return target.fetch(self.native_id, Path(directory))
 
     def waiting_target(self) -> Target | None:
         """The target, when there is something that it could be asked about."""

@@ -34,6 +34,7 @@ RIGHT: dict[str, list[str]] = {
     "to-fsdp2": ["--config_file", "nowhere.yaml", "--overwrite"],
     "tpu-config": ["--command", "true"],
     "completion": ["bash"],
+    "fetch": ["@last"],
     "shell": ["@last"],
     "image": ["build", "--tag", "x", "--print"],
 }

@@ -246,7 +246,7 @@ def test_a_newer_sdk_of_sagemaker(machine: Machine) -> None:
     (machine.here / "inputs.tsv").write_text("channel_name\tdata_location\n")
     done = machine.launch("--config_file", "c.yaml", "train.py", "--lr", "1")
     assert done.returncode == 1
-    assert done.stderr.endswith("needs version 2 of the SageMaker SDK: pip install 'accel-launch[sagemaker]'\n")
+    assert done.stderr.endswith("needs version 2 of the SageMaker SDK: pip install 'sagemaker<3'\n")
     assert done.stderr.count("\n") == 1
 
 

@@ -1,0 +1,41 @@
+"""`accel fetch`: download what a job has left as its results.
+
+--json   {"id", "directory", "artefacts"}
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from . import exit_status, job_args
+from .output import note, print_json, progress
+
+if TYPE_CHECKING:
+    from .parser import Parser
+
+EXAMPLES = """\
+  accel fetch @last
+  accel fetch --output model-3 2myc3whqncn"""
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.add_argument("job", metavar="JOB", help="an id, a unique prefix of one, or @last")
+    parser.add_argument("--output", metavar="DIR", help="where to (default: ./NAME-ID); it must not be there yet")
+    parser.add_argument("--json", action="store_true", help="answer in JSON")
+    job_args.add_arguments(parser)
+
+
+def run(args: Namespace) -> int:
+    """Raises NotReady, NotSupported, and what asking the target raises."""
+    job = job_args.find("accel fetch", args.job, args)
+    directory = Path(args.output or f"{job.name}-{job.id}")
+    with progress():
+        found = job.fetch(directory)
+    if args.json:
+        print_json({"id": job.id, "directory": str(directory), "artefacts": found})
+    else:
+        print(directory)
+    note(f"job {job.id}: {' and '.join(found)} in {directory}")
+    return exit_status.OK

@@ -1,0 +1,235 @@
+"""The first program in a container of a training job: it puts the code and accel in place and runs `accel launch`.
+
+It is sent as this one file, and needs no package: Python 3.8 or later tells why it cannot go on. It reads the files
+beside it (`/opt/ml/input/data/code`), and writes the job's first error to `/opt/ml/output/failure`.
+https://docs.aws.amazon.com/sagemaker/latest/dg/your-algorithms-training-algo.html
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tarfile
+import threading
+import traceback
+import zipfile
+from typing import Any
+
+_NEEDS = {"torch": (2, 6), "numpy": (1, 26), "safetensors": (0, 4)}
+_PYTHON = (3, 10)
+_LAST_WORDS_S = 5.0  # of a launcher that has ended
+_MOST_FAILURE = 1024  # characters, of which AWS keeps no more
+_EFA = ("p3dn.", "p4d.", "p4de.", "p5.", "p5e.", "p5en.", "p6-", "trn1.", "trn1n.", "g5.48", "g6.48", "g6e.48")
+
+
+class Failed(Exception):
+    """Why the job cannot go on, in one line."""
+
+
+def main() -> int:
+    root = os.environ.get("ACCEL_SM_ROOT") or "/opt/ml"
+    brought = os.path.dirname(os.path.abspath(__file__))
+    work = "/tmp/accel"
+    try:
+        with open(os.path.join(brought, "job.json"), encoding="utf-8") as file:
+            settings = json.load(file)
+        os.makedirs(work, exist_ok=True)
+        place(brought, work, settings)
+        env = environment(root, work, settings)
+        check()
+        prepare(os.path.join(work, "code", settings["workdir"]), settings, env)
+        code = run(root, work, settings, env)
+    except Failed as error:
+        print(f"accel: {error}", flush=True)
+        tell(root, str(error))
+        code = 1
+    except Exception as error:
+        traceback.print_exc()
+        tell(root, f"{type(error).__name__}: {error}")
+        code = 1
+    return code
+
+
+def place(brought: str, work: str, settings: dict[str, Any]) -> None:
+    """The code directory, and accel beside it."""
+    for name, digest in settings["files"].items():
+        if digest_of(os.path.join(brought, name)) != digest:
+            raise Failed(f"{name} is not what was submitted: its sha256 is another")
+    code, accel = os.path.join(work, "code"), os.path.join(work, "accel")
+    for path in (code, accel, os.path.join(work, "logs")):
+        shutil.rmtree(path, ignore_errors=True)
+        os.makedirs(path)
+    with tarfile.open(os.path.join(brought, "code.tar.gz"), "r:gz", encoding="utf-8", errors="surrogateescape") as tar:
+        if hasattr(tarfile, "data_filter"):
+            tar.extractall(code, filter="data")
+        else:
+            tar.extractall(code)
+    with zipfile.ZipFile(os.path.join(brought, settings["wheel"])) as wheel:
+        wheel.extractall(accel)
+
+
+def digest_of(path: str) -> str:
+    whole = hashlib.sha256()
+    with open(path, "rb") as file:
+        for data in iter(lambda: file.read(1 << 20), b""):
+            whole.update(data)
+    return whole.hexdigest()
+
+
+def environment(root: str, work: str, settings: dict[str, Any]) -> dict[str, str]:
+    """What the ranks are given: what SageMaker's toolkit sets too, and the job's own variables."""
+    env = dict(os.environ)
+    env["PYTHONPATH"] = os.pathsep.join([os.path.join(work, "accel"), *filter(None, [env.get("PYTHONPATH")])])
+    env.setdefault("SM_MODEL_DIR", os.path.join(root, "model"))
+    env.setdefault("SM_OUTPUT_DATA_DIR", os.path.join(root, "output", "data"))
+    data = os.path.join(root, "input", "data")
+    for channel in sorted(os.listdir(data)):
+        env.setdefault(f"SM_CHANNEL_{channel.upper()}", os.path.join(data, channel))
+    said = resources(root)
+    interface = said.get("network_interface_name")
+    if interface in {name for _, name in socket.if_nameindex()}:
+        env.setdefault("NCCL_SOCKET_IFNAME", interface)
+        env.setdefault("GLOO_SOCKET_IFNAME", interface)
+    if str(said.get("current_instance_type") or "").replace("ml.", "", 1).startswith(_EFA):
+        env.setdefault("FI_PROVIDER", "efa")
+        env.setdefault("FI_EFA_USE_DEVICE_RDMA", "1")
+    for path in (env["SM_MODEL_DIR"], env["SM_OUTPUT_DATA_DIR"]):
+        os.makedirs(path, exist_ok=True)
+    env.update(settings["environment"])
+    env.update(secrets(settings["secrets"], env))
+    return env
+
+
+def resources(root: str) -> dict[str, Any]:
+    try:
+        with open(os.path.join(root, "input", "config", "resourceconfig.json"), encoding="utf-8") as file:
+            return dict(json.load(file))
+    except (OSError, ValueError, TypeError) as error:
+        raise Failed(f"input/config/resourceconfig.json cannot be read: {error}") from None
+
+
+def secrets(references: dict[str, str], env: dict[str, str]) -> dict[str, str]:
+    """The values of `secretsmanager:ID[#KEY]` and `ssm:NAME`, read here and kept nowhere."""
+    if not references:
+        return {}
+    try:
+        import boto3
+    except ImportError:
+        raise Failed("--secret needs the package boto3 in the image") from None
+    region = env.get("AWS_REGION") or env.get("AWS_DEFAULT_REGION")
+    found: dict[str, str] = {}
+    for name, reference in references.items():
+        kind, _, where = reference.partition(":")
+        try:
+            if kind == "ssm":
+                client = boto3.client("ssm", region_name=region)
+                found[name] = client.get_parameter(Name=where, WithDecryption=True)["Parameter"]["Value"]
+            else:
+                where, _, key = where.partition("#")
+                text = boto3.client("secretsmanager", region_name=region).get_secret_value(SecretId=where)[
+                    "SecretString"
+                ]
+                found[name] = str(json.loads(text)[key]) if key else text
+        except Exception as error:  # botocore's are of many kinds; none of them holds a value
+            raise Failed(f"secret {name}: {reference}: {' '.join(str(error).split())}") from None
+    env["ACCEL_SECRETS"] = ",".join(found)
+    return found
+
+
+def check() -> None:
+    """Raises Failed, naming all that lacks, where the image cannot run accel."""
+    if sys.version_info[:2] < _PYTHON:
+        major, minor = sys.version_info[:2]
+        raise Failed(f"the image has Python {major}.{minor}, and accel needs {_PYTHON[0]}.{_PYTHON[1]}")
+    from importlib import metadata
+
+    lacks = []
+    for name, least in _NEEDS.items():
+        try:
+            version = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            lacks.append(f"{name} is not there")
+            continue
+        numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
+        if numbers < least:
+            lacks.append(f"{name} is {version}, and {'.'.join(map(str, least))} is needed")
+    if lacks:
+        raise Failed(f"the image cannot run accel: {'; '.join(lacks)}")
+
+
+def prepare(here: str, settings: dict[str, Any], env: dict[str, str]) -> None:
+    """Installs what the job asks for."""
+    wanted = settings["requirements"]
+    steps = list(settings["setup"])
+    if wanted:
+        steps.insert(0, [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "-r", wanted])
+    for argv in steps:
+        try:
+            code = subprocess.call(argv, cwd=here, env=env)
+        except OSError as error:
+            raise Failed(f"setup: {argv[0]}: {error.strerror}") from None
+        if code:
+            raise Failed(f"setup: {' '.join(argv)} ended with code {code}")
+
+
+def run(root: str, work: str, settings: dict[str, Any], env: dict[str, str]) -> int:
+    """Runs the launcher to its end, and says how it ended."""
+    logs = os.path.join(work, "logs")
+    argv = [sys.executable, "-m", "accel", "launch", "--log_dir", logs, *settings["launch"]]
+    here = os.path.join(work, "code", settings["workdir"])
+    launcher = subprocess.Popen(argv, cwd=here, env=env, stderr=subprocess.PIPE)
+    assert launcher.stderr is not None
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, lambda received, _: launcher.send_signal(received))
+    last: list[bytes] = [b""]
+    copying = threading.Thread(target=copy, args=(launcher.stderr.fileno(), last), daemon=True)
+    copying.start()
+    code = launcher.wait()
+    code = code if code >= 0 else 128 - code
+    copying.join(_LAST_WORDS_S)
+    if code:
+        lines = last[0].decode(errors="replace").strip().splitlines()
+        tell(root, report(logs) or (lines[-1] if lines else f"the launcher ended with code {code}"))
+    return code
+
+
+def copy(reading: int, last: list[bytes]) -> None:
+    """Hands on what the launcher says, and keeps the end of it."""
+    while True:
+        data = os.read(reading, 65_536)
+        if not data:
+            return
+        os.write(2, data)
+        last[0] = (last[0] + data)[-_MOST_FAILURE:]
+
+
+def report(logs: str) -> str | None:
+    """The gang's failure, as the launcher has recorded it: the same on all hosts."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        with open(os.path.join(logs, "launch.jsonl"), encoding="utf-8") as file:
+            found = [json.loads(line) for line in file if '"failure"' in line]
+        failure = [each["failure"] for each in found if each.get("failure")][-1]
+        who = "the launcher" if failure["rank"] is None else f"rank {failure['rank']}"
+        said = failure["message"] or failure["how"]
+        cause = f" ({failure['cause']})" if failure.get("cause") else ""
+        return f"{who} on node {failure['node']}: {said}{cause} [accel {failure['reason']}]"
+    return None
+
+
+def tell(root: str, text: str) -> None:
+    path = os.path.join(root, "output", "failure")
+    with contextlib.suppress(OSError):
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text[:_MOST_FAILURE])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

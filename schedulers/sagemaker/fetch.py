@@ -1,0 +1,105 @@
+"""A job's artefacts, out of S3 into a directory: whole, or not at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tarfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..errors import NotReady, SchedulerError
+from .aws import Aws, Refused, split
+from .native_id import Native
+from .status import describe
+
+_ARTEFACTS = ("model", "output")
+_FINAL = ("Completed", "Failed", "Stopped")
+
+
+def fetch(aws: Aws, native: Native, directory: Path) -> list[str]:
+    """Makes `directory/model` and `directory/output` out of what the job left, as far as it did; returns their names.
+
+    Raises NotReady where the job runs, has left nothing, or `directory` is there; SchedulerError for a damaged archive.
+    """
+    if os.path.lexists(directory):
+        raise NotReady(f"{directory} is there already: name another one (--output), or remove it")
+    made = describe(aws, native)
+    if made is None:
+        raise NotReady(f"job {native.job_id}: AWS has no such training job")
+    if made["TrainingJobStatus"] not in _FINAL:
+        raise NotReady(f"job {native.job_id} still runs ({made['SecondaryStatus']}): its artefacts come at its end")
+    partial = directory.with_name(f".{directory.name}.{os.getpid()}")
+    found = []
+    try:
+        for name in _ARTEFACTS:
+            if _one(aws, _uri(made, name), partial, name):
+                found.append(name)
+        if not found:
+            raise NotReady(f"job {native.job_id} left nothing in SM_MODEL_DIR and SM_OUTPUT_DATA_DIR")
+        os.rename(partial, directory)
+    except OSError as error:
+        raise SchedulerError(f"cannot write {directory}: {error.strerror or error}") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return found
+
+
+def _uri(made: Mapping[str, Any], name: str) -> str:
+    """Where an artefact is: an archive, or where it is not compressed the beginning of its files' keys."""
+    root = str(made["OutputDataConfig"]["S3OutputPath"]).rstrip("/")
+    plain = made["OutputDataConfig"].get("CompressionType") == "NONE"
+    return f"{root}/{made['TrainingJobName']}/output/{name}{'/' if plain else '.tar.gz'}"
+
+
+def _one(aws: Aws, uri: str, partial: Path, name: str) -> bool:
+    if uri.endswith("/"):
+        return _files(aws, uri, partial / name)
+    bucket, key = split(uri)
+    try:
+        head = aws.call("s3", "head_object", Bucket=bucket, Key=key)
+    except Refused as error:
+        if error.code in ("404", "NoSuchKey"):
+            return False
+        raise
+    os.makedirs(partial / name)
+    archive = partial / f"{name}.tar.gz"
+    _download(aws, bucket, key, archive, int(head["ContentLength"]))
+    try:
+        with tarfile.open(archive, "r:gz") as tar:
+            tar.extractall(partial / name, filter="data")
+    except (tarfile.TarError, EOFError, OSError) as error:
+        raise SchedulerError(f"{uri} cannot be unpacked: {error}") from None
+    os.unlink(archive)
+    return True
+
+
+def _files(aws: Aws, uri: str, directory: Path) -> bool:
+    bucket, prefix = split(uri)
+    found = False
+    for key, size in _keys(aws, bucket, prefix):
+        inside = os.path.normpath(key[len(prefix) :])
+        if inside.startswith(("..", "/")) or key.endswith("/"):
+            continue
+        path = directory / inside
+        os.makedirs(path.parent, exist_ok=True)
+        _download(aws, bucket, key, path, size)
+        found = True
+    return found
+
+
+def _keys(aws: Aws, bucket: str, prefix: str) -> Iterator[tuple[str, int]]:
+    client = aws.client("s3")
+    with aws.asked("s3:ListBucket"):
+        for page in client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix):
+            yield from ((str(each["Key"]), int(each["Size"])) for each in page.get("Contents") or [])
+
+
+def _download(aws: Aws, bucket: str, key: str, path: Path, size: int) -> None:
+    """boto3 compares the checksum where S3 has one. Raises SchedulerError for a file of another length."""
+    client = aws.client("s3")
+    with aws.asked("s3:GetObject"):
+        client.download_file(bucket, key, str(path))
+    if path.stat().st_size != size:
+        raise SchedulerError(f"s3://{bucket}/{key} came with {path.stat().st_size} bytes, and has {size}")

@@ -1,0 +1,129 @@
+"""What may be said of a sagemaker target, and what of a job it cannot run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ..errors import SpecError
+from ..job import JobSpec
+from . import images
+
+_MOST_GRACE_S = 120.0  # then SageMaker kills
+_PREFIXES = ("secretsmanager:", "ssm:")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SageMakerOptions:
+    """What `accel.yaml` may say of a sagemaker target. The names are boto3's, in snake case.
+
+    profile, region:  of AWS's configuration files; without them, what boto3 finds.
+    role:             the execution role, by its ARN or its name.
+    image:            a URI, or `pytorch:VERSION`: AWS's image of that version. A job's --image comes first.
+    instance_type:    such as `ml.g5.12xlarge`; each node is one instance.
+    s3_output_path:   where artefacts, and what accel brings, are kept; without it, the account's default bucket for
+                      SageMaker, which must be there.
+    input_data_config: further channels, with boto3's keys in snake case.
+    metric_definitions: `{name, regex}` of lines of the log.
+    requirements:     a file for pip in the code directory, installed in the container before the ranks start.
+    setup:            argvs run once in every container before the ranks start, before those of the job.
+    python:           the interpreter in the image.
+    cpu:              train on the CPU even where there are GPUs.
+    start_timeout_s:  how long the containers wait for each other.
+    patch:            a JSON merge patch on the request, applied last.
+    """
+
+    profile: str | None = None
+    region: str | None = None
+    role: str
+    image: str | None = None
+    instance_type: str
+    volume_size_in_gb: int = 30
+    volume_kms_key_id: str | None = None
+    keep_alive_period_in_seconds: int | None = None
+    training_plan_arn: str | None = None
+    subnets: tuple[str, ...] = ()
+    security_group_ids: tuple[str, ...] = ()
+    enable_network_isolation: bool = False
+    enable_inter_container_traffic_encryption: bool = False
+    enable_managed_spot_training: bool = False
+    max_wait_time_in_seconds: int | None = None
+    max_pending_time_in_seconds: int | None = None
+    maximum_retry_attempts: int | None = None
+    checkpoint_s3_uri: str | None = None
+    checkpoint_local_path: str = "/opt/ml/checkpoints"
+    s3_output_path: str | None = None
+    output_kms_key_id: str | None = None
+    output_compression_type: Literal["GZIP", "NONE"] | None = None
+    input_data_config: tuple[Mapping[str, Any], ...] = ()
+    metric_definitions: tuple[Mapping[str, str], ...] = ()
+    tags: Mapping[str, str] = field(default_factory=dict)
+    enable_remote_debug: bool = False
+    requirements: str | None = None
+    setup: tuple[tuple[str, ...], ...] = ()
+    python: str = "python3"
+    cpu: bool = False
+    start_timeout_s: float = 1800.0
+    patch: Mapping[str, Any] = field(default_factory=dict)
+
+
+def check(spec: JobSpec, options: SageMakerOptions, target: str) -> None:
+    """Raises SpecError for a job that SageMaker cannot run as it is described."""
+    for problem in _problems(spec, options):
+        raise SpecError(f"target {target}: {problem}")
+
+
+def processes(spec: JobSpec, options: SageMakerOptions) -> int:
+    """The ranks of a node: those that are asked for, else one for each GPU, else one."""
+    if spec.procs_per_node is not None:
+        return spec.procs_per_node
+    return 1 if options.cpu else spec.resources.gpus or images.gpus(options.instance_type) or 1
+
+
+def _problems(spec: JobSpec, options: SageMakerOptions) -> Iterator[str]:
+    wanted = spec.resources
+    if not (spec.image or options.image):
+        newest = f"pytorch:{images.NEWEST}"
+        yield f"no image: say --image, or image: in accel.yaml (a URI, or {newest})"
+    if spec.after:
+        yield "--after: SageMaker starts a job at once; submit this one when the others have ended"
+    for flag, value in (("--cpus", wanted.cpus), ("--memory", wanted.memory_gb), ("--shm", wanted.shm_gb)):
+        if value is not None:
+            yield f"{flag}: an instance has what its type has ({options.instance_type}); choose another instance_type"
+    if wanted.accelerator is not None:
+        yield f"--accelerator {wanted.accelerator}: the instance_type says which ({options.instance_type})"
+    if spec.grace_s > _MOST_GRACE_S:
+        yield f"--grace {spec.grace_s:g}: SageMaker kills 120 s after SIGTERM; give 120 or less"
+    known = images.gpus(options.instance_type)
+    if wanted.gpus and known is not None and wanted.gpus != known:
+        yield f"--gpus {wanted.gpus}: an {options.instance_type} has {known}"
+    if known is None and not wanted.gpus and spec.procs_per_node is None and not options.cpu:
+        yield f"how many GPUs an {options.instance_type} has is not known here: say --gpus or --procs-per-node"
+    if options.enable_network_isolation:
+        if options.requirements is not None:
+            yield "requirements: pip reaches nothing under enable_network_isolation; put them into the image"
+        if spec.secrets and not options.subnets:
+            yield "--secret: nothing is reached under enable_network_isolation without subnets"
+    for name, reference in spec.secrets.items():
+        if not reference.startswith(_PREFIXES):
+            yield (
+                f"--secret {name}: {reference.partition(':')[0]}: is read here, and the container needs it: keep the "
+                "value in AWS, and give secretsmanager:ID[#KEY] or ssm:NAME"
+            )
+    if bool(options.subnets) != bool(options.security_group_ids):
+        yield "subnets and security_group_ids go together"
+    if options.enable_managed_spot_training:
+        if options.keep_alive_period_in_seconds is not None:
+            yield "keep_alive_period_in_seconds: there are no warm pools of spot instances"
+        if options.max_wait_time_in_seconds is None:
+            yield "enable_managed_spot_training: say max_wait_time_in_seconds, for the wait and the run together"
+    elif options.max_wait_time_in_seconds is not None:
+        yield "max_wait_time_in_seconds: only spot instances are waited for (enable_managed_spot_training: true)"
+
+
+def warnings(spec: JobSpec, options: SageMakerOptions) -> Iterator[str]:
+    if spec.time_limit_s is None:
+        yield "without --time-limit SageMaker stops the job after one day"
+    if options.enable_managed_spot_training and options.checkpoint_s3_uri is None:
+        yield "spot instances without checkpoint_s3_uri: a job that is interrupted begins again"

@@ -1,0 +1,201 @@
+"""The CreateTrainingJob request of a job, and what the containers read beside it: pure, from the spec and the options.
+
+https://docs.aws.amazon.com/sagemaker/latest/APIReference/API_CreateTrainingJob.html
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..job import JobSpec
+from ..object_names import object_name
+from . import images
+from .options import SageMakerOptions, processes
+
+JOB_ID, DIGEST = "accel.dev/job-id", "accel.dev/digest"
+CHANNEL = "code"
+DIRECTORY = f"/opt/ml/input/data/{CHANNEL}"
+ENTRY, SETTINGS, CODE = "entry.py", "job.json", "code.tar.gz"
+_DAY_S = 86_400
+# Option -> where in the request its value stands as it is.
+FIELDS: Mapping[str, tuple[str, ...]] = {
+    "instance_type": ("ResourceConfig", "InstanceType"),
+    "volume_size_in_gb": ("ResourceConfig", "VolumeSizeInGB"),
+    "volume_kms_key_id": ("ResourceConfig", "VolumeKmsKeyId"),
+    "keep_alive_period_in_seconds": ("ResourceConfig", "KeepAlivePeriodInSeconds"),
+    "training_plan_arn": ("ResourceConfig", "TrainingPlanArn"),
+    "max_wait_time_in_seconds": ("StoppingCondition", "MaxWaitTimeInSeconds"),
+    "max_pending_time_in_seconds": ("StoppingCondition", "MaxPendingTimeInSeconds"),
+    "output_kms_key_id": ("OutputDataConfig", "KmsKeyId"),
+    "output_compression_type": ("OutputDataConfig", "CompressionType"),
+    "subnets": ("VpcConfig", "Subnets"),
+    "security_group_ids": ("VpcConfig", "SecurityGroupIds"),
+    "enable_network_isolation": ("EnableNetworkIsolation",),
+    "enable_inter_container_traffic_encryption": ("EnableInterContainerTrafficEncryption",),
+    "enable_managed_spot_training": ("EnableManagedSpotTraining",),
+    "maximum_retry_attempts": ("RetryStrategy", "MaximumRetryAttempts"),
+    "enable_remote_debug": ("RemoteDebugConfig", "EnableRemoteDebug"),
+    "checkpoint_s3_uri": ("CheckpointConfig", "S3Uri"),
+}
+# The rest of the request -> what gave it, for messages.
+GIVEN: Mapping[tuple[str, ...], str] = {
+    **{path: name for name, path in FIELDS.items()},
+    ("TrainingJobName",): "--name",
+    ("RoleArn",): "role",
+    ("AlgorithmSpecification", "TrainingImage"): "image",
+    ("AlgorithmSpecification", "ContainerEntrypoint"): "python",
+    ("AlgorithmSpecification", "MetricDefinitions"): "metric_definitions",
+    ("ResourceConfig", "InstanceCount"): "--nodes",
+    ("StoppingCondition", "MaxRuntimeInSeconds"): "--time-limit",
+    ("OutputDataConfig", "S3OutputPath"): "s3_output_path",
+    ("CheckpointConfig", "LocalPath"): "checkpoint_local_path",
+    ("InputDataConfig",): "input_data_config",
+    ("Tags",): "tags",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Account:
+    """What only AWS can tell; until then, what stands for it."""
+
+    account: str = "{account}"
+    region: str = "{region}"
+    partition: str = "{partition}"
+    role_arn: str | None = None
+
+
+def planned(options: SageMakerOptions) -> Account:
+    """What the options tell."""
+    return Account(region=options.region or Account.region)
+
+
+def root(options: SageMakerOptions, account: Account) -> str:
+    """Where in S3 everything of the target's jobs is."""
+    given = options.s3_output_path
+    return given.rstrip("/") if given else f"s3://sagemaker-{account.region}-{account.account}"
+
+
+def brought(options: SageMakerOptions, account: Account, job_id: str) -> str:
+    """Where in S3 the files are that a job's containers read; they are only its own."""
+    return f"{root(options, account)}/accel/jobs/{job_id}/code/"
+
+
+def build(spec: JobSpec, options: SageMakerOptions, job_id: str, account: Account, target: str) -> dict[str, Any]:
+    """The request, without its tag that tells it from others. Raises SpecError."""
+    image = str(spec.image or options.image)
+    if account.region != Account.region or not images.is_named(image):
+        image = images.address(image, account.region, options.instance_type, f"target {target}")
+    made: dict[str, Any] = {
+        "TrainingJobName": object_name(spec.name, job_id),
+        "RoleArn": account.role_arn or _role(options.role, account),
+        "AlgorithmSpecification": {
+            "TrainingImage": image,
+            "TrainingInputMode": "File",
+            "ContainerEntrypoint": [options.python, f"{DIRECTORY}/{ENTRY}"],
+            **({"MetricDefinitions": [_camel(each) for each in options.metric_definitions]}
+               if options.metric_definitions else {}),
+        },
+        "InputDataConfig": [_code_channel(options, account, job_id), *map(_camel, options.input_data_config)],
+        "OutputDataConfig": {"S3OutputPath": root(options, account)},
+        "ResourceConfig": {"InstanceCount": spec.nodes},
+        "StoppingCondition": {"MaxRuntimeInSeconds": math.ceil(spec.time_limit_s or _DAY_S)},
+        "Tags": [{"Key": key, "Value": value} for key, value in {**options.tags, JOB_ID: job_id}.items()],
+    }  # fmt: skip
+    for name, path in FIELDS.items():
+        value = getattr(options, name)
+        if value not in (None, False, ()):
+            place = made
+            for key in path[:-1]:
+                place = place.setdefault(key, {})
+            place[path[-1]] = list(value) if isinstance(value, tuple) else value
+    if options.checkpoint_s3_uri is not None:
+        made["CheckpointConfig"]["LocalPath"] = options.checkpoint_local_path
+    return dict(_merged(made, options.patch))
+
+
+def stamped(request: Mapping[str, Any], settings: str, code: str) -> dict[str, Any]:
+    """The request with the tag by which a submit that is repeated knows its own: of it and of what the containers read
+    (`code`: the digest of the code directory)."""
+    text = json.dumps([request, settings, code], sort_keys=True)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return {**request, "Tags": [*request["Tags"], {"Key": DIGEST, "Value": digest}]}
+
+
+def digest_of(tags: Sequence[Mapping[str, str]]) -> str | None:
+    return next((tag["Value"] for tag in tags if tag.get("Key") == DIGEST), None)
+
+
+def settings(spec: JobSpec, options: SageMakerOptions, job_id: str) -> dict[str, Any]:
+    """What the program in the container does: see `entry.py`. Arguments and variables go this way, since the API
+    limits and changes them."""
+    return {
+        "schema": 1,
+        "job_id": job_id,
+        "spec": spec.to_json(),
+        "launch": _launch(spec, options),
+        "setup": [list(argv) for argv in (*options.setup, *spec.setup)],
+        "requirements": options.requirements,
+        "environment": {"ACCEL_JOB_ID": job_id, **spec.env},
+        "secrets": dict(spec.secrets),
+        "workdir": spec.workdir,
+        "grace_s": spec.grace_s,
+    }
+
+
+def _launch(spec: JobSpec, options: SageMakerOptions) -> list[str]:
+    count = processes(spec, options)
+    words = ["--num_processes", str(count * spec.nodes)]
+    if spec.nodes > 1:
+        words += ["--rdzv_conf", f"timeout={options.start_timeout_s:g}"]
+    words += ["--cpu"] if options.cpu or images.gpus(options.instance_type) == 0 else []
+    if spec.retry.max_restarts:
+        words += ["--max_restarts", str(spec.retry.max_restarts)]
+    words += ["--shutdown_timeout", f"{spec.grace_s:g}", "--tee", "3"]
+    words += {"script": [], "module": ["-m"], "command": ["--no_python"]}[spec.entry]
+    return [*words, "--", *spec.argv]
+
+
+def _code_channel(options: SageMakerOptions, account: Account, job_id: str) -> dict[str, Any]:
+    source = {
+        "S3DataType": "S3Prefix",
+        "S3Uri": brought(options, account, job_id),
+        "S3DataDistributionType": "FullyReplicated",
+    }
+    return {"ChannelName": CHANNEL, "DataSource": {"S3DataSource": source}, "InputMode": "File"}
+
+
+def _role(role: str, account: Account) -> str:
+    return role if role.startswith("arn:") else f"arn:{account.partition}:iam::{account.account}:role/{role}"
+
+
+def _camel(value: Any) -> Any:
+    """boto3's keys out of those in snake case: `s3_data_source` is `S3DataSource`."""
+    if isinstance(value, Mapping):
+        return {
+            "".join(word[:1].upper() + word[1:] for word in key.split("_")): _camel(each) for key, each in value.items()
+        }
+    return [_camel(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+
+def _merged(value: Any, patch: Any) -> Any:
+    """A JSON merge patch: https://www.rfc-editor.org/rfc/rfc7396"""
+    if not isinstance(patch, Mapping):
+        return patch
+    made = dict(value) if isinstance(value, Mapping) else {}
+    for key, each in patch.items():
+        if each is None:
+            made.pop(key, None)
+        else:
+            made[key] = _merged(made.get(key), each)
+    return made
+
+
+def places(request: Mapping[str, Any]) -> Iterator[str]:
+    """What of the request is still open."""
+    text = json.dumps(request)
+    yield from (word for word in ("{account}", "{region}", "{partition}") if word in text)

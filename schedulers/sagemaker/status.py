@@ -1,0 +1,148 @@
+"""Where training jobs are, by what the API says of them."""
+
+from __future__ import annotations
+
+import datetime
+import re
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..errors import Unreachable
+from ..job import Reason, State, Status
+from ..printable import one_line
+from .aws import Aws, Refused
+from .native_id import Native
+
+_PAGE = 100
+# What AWS says of a job that is not over, by its secondary status -> state, reason, words.
+_GOING: Mapping[str, tuple[State, Reason, str]] = {
+    "Starting": (State.QUEUED, Reason.NONE, "its instances are being prepared"),
+    "Pending": (State.QUEUED, Reason.NO_CAPACITY, "it waits for instances"),
+    "Downloading": (State.QUEUED, Reason.NONE, "its input is being downloaded"),
+    "Training": (State.RUNNING, Reason.NONE, ""),
+    "Updating": (State.RUNNING, Reason.NONE, ""),
+    "Uploading": (State.RUNNING, Reason.NONE, "its artefacts are being uploaded"),
+    "Stopping": (State.RUNNING, Reason.NONE, "it is being stopped"),
+    "Interrupted": (State.QUEUED, Reason.PREEMPTED, "its spot instances were taken away; it waits for others"),
+    "Restarting": (State.QUEUED, Reason.NODE_FAILURE, "AWS starts it again after an error of its own"),
+}
+# Why a job was stopped.
+_STOPPED: Mapping[str, tuple[State, Reason, str]] = {
+    "MaxRuntimeExceeded": (State.FAILED, Reason.TIME_LIMIT, "its time limit passed"),
+    "MaxWaitTimeExceeded": (State.FAILED, Reason.NO_CAPACITY, "max_wait_time_in_seconds passed"),
+    "MaxPendingTimeExceeded": (State.FAILED, Reason.NO_CAPACITY, "max_pending_time_in_seconds passed"),
+}
+_AGAIN = ("Interrupted", "Restarting")
+_CODE = re.compile(r",? *exit code: (\d+)\s*\Z", re.IGNORECASE)
+_OURS = re.compile(r" \[accel (\w+)\]")
+_KINDS: Mapping[str, Reason] = {
+    "InternalServerError": Reason.NODE_FAILURE,
+    "CapacityError": Reason.NO_CAPACITY,
+    "ClientError": Reason.SETUP,
+}
+
+
+def of(made: Mapping[str, Any]) -> Status:
+    """The status of a job that DescribeTrainingJob describes."""
+    status, second = str(made.get("TrainingJobStatus")), str(made.get("SecondaryStatus") or "")
+    passed = [str(each.get("Status")) for each in made.get("SecondaryStatusTransitions") or []]
+    attempt = sum(each in _AGAIN for each in passed)
+    native = f"{status}: {second}" if second and second != status else status
+    said: dict[str, Any] = {"attempt": attempt, "native_state": native}
+    if status == "Completed":
+        return Status(state=State.SUCCEEDED, exit_code=0, **said)
+    if status == "Failed":
+        return _failed(str(made.get("FailureReason") or ""), said)
+    if status == "Stopped":
+        state, reason, message = _STOPPED.get(second, (State.CANCELLED, Reason.USER, ""))
+        return Status(state=state, reason=reason, message=message, **said)
+    state, reason, message = _GOING.get(second, (State.QUEUED, Reason.NONE, second))
+    last = (made.get("SecondaryStatusTransitions") or [{}])[-1].get("StatusMessage") or ""
+    if state is State.QUEUED and last and reason is Reason.NONE:
+        message = one_line(str(last))
+    return Status(state=state, reason=reason, message=message, **said)
+
+
+def _failed(text: str, said: Mapping[str, Any]) -> Status:
+    kind, _, rest = text.partition(": ")
+    code = _CODE.search(text)
+    reason = _KINDS.get(kind, Reason.EXIT_CODE)
+    rest = _CODE.sub("", rest if kind in (*_KINDS, "AlgorithmError") else text)
+    ours = _OURS.search(rest)
+    if ours is not None and ours[1] in {each.value for each in Reason}:
+        reason = Reason(ours[1])
+    message = one_line(_OURS.sub("", rest)).strip(" ,") or one_line(text)
+    return Status(
+        state=State.FAILED, reason=reason, exit_code=int(code[1]) if code else None, message=message, **said
+    )  # fmt: skip
+
+
+class Poller:
+    """Asks about jobs, and describes only those whose list entry has changed since the last time."""
+
+    def __init__(self, aws: Aws) -> None:
+        self._aws = aws
+        self._seen: dict[str, tuple[object, Status]] = {}
+        self._lock = threading.Lock()
+
+    def statuses(self, natives: Sequence[Native]) -> dict[str, Status]:
+        """The status of each job; of one that AWS does not know, that it is lost. Raises Unreachable, Refused."""
+        if len(natives) == 1:
+            return {str(natives[0]): self._described(natives[0])}
+        wanted = {native.name: native for native in natives}
+        found: dict[str, Status] = {}
+        for summary in self._listed(min(native.created_at for native in natives), set(wanted)):
+            native = wanted.pop(str(summary["TrainingJobName"]))
+            changed = summary.get("LastModifiedTime")
+            with self._lock:
+                known = self._seen.get(native.name)
+            if known is None or changed is None or known[0] != changed:
+                known = changed, self._described(native)
+                with self._lock:
+                    self._seen[native.name] = known
+            found[str(native)] = known[1]
+        return found | {str(native): self._described(native) for native in wanted.values()}
+
+    def _listed(self, since: int, wanted: set[str]) -> list[dict[str, Any]]:
+        """The list's entries of these jobs, from the oldest on, as far as they are needed."""
+        after = datetime.datetime.fromtimestamp(since - 1, datetime.timezone.utc)
+        asked: dict[str, Any] = {
+            "CreationTimeAfter": after, "SortBy": "CreationTime", "SortOrder": "Ascending", "MaxResults": _PAGE
+        }  # fmt: skip
+        found: list[dict[str, Any]] = []
+        while len(found) < len(wanted):
+            answer = self._aws.call("sagemaker", "list_training_jobs", **asked)
+            found += [each for each in answer["TrainingJobSummaries"] if each["TrainingJobName"] in wanted]
+            if not answer.get("NextToken"):
+                break
+            asked["NextToken"] = answer["NextToken"]
+        return found
+
+    def _described(self, native: Native) -> Status:
+        made = describe(self._aws, native)
+        if made is None:
+            return Status(state=State.FAILED, reason=Reason.LOST, native_state="", message="AWS has no such job")
+        return of(made)
+
+
+def describe(aws: Aws, native: Native) -> dict[str, Any] | None:
+    """The job; None where there is none."""
+    if native.region != aws.region:
+        raise Unreachable(f"{aws.where}: job {native.job_id} is in {native.region}, and the target in {aws.region}")
+    try:
+        return aws.call("sagemaker", "describe_training_job", TrainingJobName=native.name)
+    except Refused as error:
+        if error.code == "ValidationException" and "not found" in error.said:
+            return None
+        raise
+
+
+def stop(aws: Aws, native: Native) -> None:
+    """Asks AWS to stop the job: SIGTERM, 120 s, SIGKILL. Nothing is done to one that is over."""
+    try:
+        aws.call("sagemaker", "stop_training_job", TrainingJobName=native.name)
+    except Refused:
+        made = describe(aws, native)
+        if made is not None and made["TrainingJobStatus"] in ("InProgress",):
+            raise

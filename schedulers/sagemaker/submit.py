@@ -1,0 +1,140 @@
+"""A job on its way to SageMaker: its files in S3, then one call; and how a job that is there is found again."""
+
+from __future__ import annotations
+
+import importlib.resources
+import json
+import logging
+import re
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..errors import SchedulerError, SpecError, SubmitError, UnknownJob
+from ..job import JobSpec
+from ..printable import one_line
+from ..store import own_wheel, snapshot
+from ..target import Found, Listed, Plan
+from . import limits, request, upload
+from .aws import Aws, Refused, split
+from .native_id import Native
+from .options import SageMakerOptions
+
+KIND = "sagemaker"
+_SETTINGS = "sagemaker/job.json"
+_ID = re.compile(r"[0-9a-z]{8,20}\Z")
+progress = logging.getLogger("schedulers.progress")
+
+
+def submit(aws: Aws, spec: JobSpec, options: SageMakerOptions, job_id: str, home: Path) -> Native:
+    """Has the training job, once. Raises SubmitError, SpecError, ConfigError; Unreachable when it may be there."""
+    account = aws.resolved()
+    made = request.build(spec, options, job_id, account, aws.where.removeprefix("target "))
+    limits.check(made, aws.where.removeprefix("target "))
+    root, brought = request.root(options, account), request.brought(options, account, job_id)
+    upload.check_bucket(aws, root, given=options.s3_output_path is not None)
+    found = snapshot.pack(Path(spec.code), home)
+    settings = {**request.settings(spec, options, job_id), **_bring(aws, root, brought, found.path)}
+    text = json.dumps(settings, indent=2) + "\n"
+    entry = importlib.resources.files(__package__).joinpath(request.ENTRY).read_bytes()
+    upload.put(aws, brought + request.ENTRY, entry)
+    upload.put(aws, brought + request.SETTINGS, text.encode())
+    stamped = request.stamped(made, text, found.digest)
+    try:
+        aws.call("sagemaker", "create_training_job", **stamped)
+    except Refused as error:
+        if error.code == "ResourceInUse":
+            _is_ours(aws, stamped)
+        else:
+            raise SubmitError(str(error)) from None
+    return native(aws, str(stamped["TrainingJobName"]), job_id)
+
+
+def native(aws: Aws, name: str, job_id: str) -> Native:
+    made = aws.call("sagemaker", "describe_training_job", TrainingJobName=name)
+    return Native(region=aws.region, name=name, job_id=job_id, created_at=int(made["CreationTime"].timestamp()))
+
+
+def _bring(aws: Aws, root: str, brought: str, tar: Path) -> dict[str, Any]:
+    """The files of the code channel but for the small ones, in S3; returns what the container compares them by."""
+    with tempfile.TemporaryDirectory() as directory:
+        wheel = own_wheel.write(Path(directory))
+        digests = {}
+        for path, name in ((upload.packed(tar), request.CODE), (wheel, wheel.name)):
+            digests[name] = upload.digest_of(path)
+            key = upload.put_content(aws, root, path, digests[name], _told)
+            upload.copy(aws, root, key, brought + name)
+    return {"files": digests, "wheel": wheel.name}
+
+
+def _told(sent: int, size: int) -> None:
+    progress.info("sending the code: %.0f of %.0f MB", sent / 1e6, size / 1e6)
+
+
+def _is_ours(aws: Aws, stamped: Mapping[str, Any]) -> None:
+    """Raises SubmitError where the job of that name is another's."""
+    name = stamped["TrainingJobName"]
+    made = aws.call("sagemaker", "describe_training_job", TrainingJobName=name)
+    tags = aws.call("sagemaker", "list_tags", ResourceArn=made["TrainingJobArn"])["Tags"]
+    if request.digest_of(tags) != request.digest_of(stamped["Tags"]):
+        raise SubmitError(f"{aws.where}: there is a training job {name} already, and it is not this one; it stays")
+
+
+def find(aws: Aws, job_id: str) -> Found | None:
+    """A job that some machine submitted. Raises Unreachable, UnknownJob."""
+    for each in _named(aws, job_id):
+        made = aws.call("sagemaker", "describe_training_job", TrainingJobName=each["TrainingJobName"])
+        tags = aws.call("sagemaker", "list_tags", ResourceArn=made["TrainingJobArn"])["Tags"]
+        if {"Key": request.JOB_ID, "Value": job_id} in tags:
+            return _found(aws, made, job_id)
+    return None
+
+
+def _named(aws: Aws, job_id: str) -> list[dict[str, Any]]:
+    tail = re.sub(r"[^a-z0-9]+", "-", job_id)
+    answer = aws.call("sagemaker", "list_training_jobs", NameContains=tail, MaxResults=10)
+    return list(answer["TrainingJobSummaries"])
+
+
+def _found(aws: Aws, made: Mapping[str, Any], job_id: str) -> Found:
+    channel = next((each for each in made["InputDataConfig"] if each["ChannelName"] == request.CHANNEL), None)
+    if channel is None:
+        raise UnknownJob(f"{aws.where}: training job {made['TrainingJobName']} has no channel {request.CHANNEL}")
+    bucket, prefix = split(channel["DataSource"]["S3DataSource"]["S3Uri"])
+    answer = aws.call("s3", "get_object", Bucket=bucket, Key=prefix + request.SETTINGS)
+    with aws.asked("s3:GetObject"):
+        text = answer["Body"].read()
+    try:
+        said = json.loads(text)["spec"]
+        spec = JobSpec.from_json(said)
+    except (ValueError, KeyError, TypeError, SpecError) as error:
+        raise SchedulerError(f"another version of accel submitted job {job_id}: {one_line(str(error))}") from None
+    plan = Plan(
+        target=aws.where.removeprefix("target "), kind=KIND, job_id=job_id,
+        files={_SETTINGS: json.dumps(said, indent=2) + "\n"}, settings={"spec": said},
+        warnings=("submitted by another machine: this is what it asked for",),
+    )  # fmt: skip
+    created = made["CreationTime"].timestamp()
+    where = Native(region=aws.region, name=str(made["TrainingJobName"]), job_id=job_id, created_at=int(created))
+    return Found(native_id=str(where), spec=spec, plan=plan, created_at=created)
+
+
+def listed(aws: Aws) -> list[Listed]:
+    """All training jobs of accel in the region. Raises Unreachable."""
+    found = []
+    client = aws.client("sagemaker")
+    with aws.asked("sagemaker:ListTrainingJobs"):
+        for page in client.get_paginator("list_training_jobs").paginate(PaginationConfig={"PageSize": 100}):
+            found += page["TrainingJobSummaries"]
+    jobs = []
+    for each in found:
+        head, _, job_id = str(each["TrainingJobName"]).rpartition("-")
+        created = each["CreationTime"].timestamp()
+        if not _ID.match(job_id):
+            continue
+        tags = aws.call("sagemaker", "list_tags", ResourceArn=each["TrainingJobArn"])["Tags"]
+        if {"Key": request.JOB_ID, "Value": job_id} in tags:
+            where = Native(region=aws.region, name=each["TrainingJobName"], job_id=job_id, created_at=int(created))
+            jobs.append(Listed(job_id=job_id, native_id=str(where), name=head, nodes=1, created_at=created))
+    return jobs

@@ -1,0 +1,150 @@
+"""The sagemaker target: a training job of SageMaker's for each job, each of whose instances runs `accel launch`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ..errors import SchedulerError, Unreachable
+from ..job import Cursor, JobSpec, LogLine, Status
+from ..target import Found, Listed, Plan, TargetContext, parse_ids
+from . import limits, request
+from . import options as meaning
+from .native_id import Native
+from .options import SageMakerOptions
+
+if TYPE_CHECKING:
+    from .aws import Aws
+    from .status import Poller
+
+KIND = "sagemaker"
+
+
+class SageMakerTarget:
+    """Runs each job as a training job. A job's native id is `region/training job/job id/created`."""
+
+    Options: ClassVar[type] = SageMakerOptions
+
+    def __init__(self, context: TargetContext) -> None:
+        self.name = context.name
+        self._options: SageMakerOptions = context.options
+        self._jobs = context.jobs
+        self._made: Aws | None = None
+        self._asks: Poller | None = None
+
+    @property
+    def _aws(self) -> Aws:
+        if self._made is None:
+            from .aws import Aws
+
+            self._made = Aws(self._options, self.name)
+        return self._made
+
+    @property
+    def _poller(self) -> Poller:
+        if self._asks is None:
+            from .status import Poller
+
+            self._asks = Poller(self._aws)
+        return self._asks
+
+    @staticmethod
+    def asked_with(options: Mapping[str, Any]) -> list[object]:
+        """The account, by its profile, and the region."""
+        return [options.get("profile"), options.get("region")]
+
+    def plan(self, spec: JobSpec, job_id: str) -> Plan:
+        """The request, and what the containers read; what only AWS can tell is left open. Raises SpecError."""
+        options = self._options
+        meaning.check(spec, options, self.name)
+        account = request.planned(options)
+        made = request.build(spec, options, job_id, account, self.name)
+        limits.check(made, self.name)
+        settings = request.settings(spec, options, job_id)
+        unknown = limits.unknown_type(options.instance_type)
+        return Plan(
+            target=self.name,
+            kind=KIND,
+            job_id=job_id,
+            files={
+                "sagemaker/request.json": json.dumps(made, indent=2) + "\n",
+                "sagemaker/job.json": json.dumps(settings, indent=2) + "\n",
+            },
+            actions=(
+                ("send", spec.code, "to", request.brought(options, account, job_id)),
+                ("sagemaker:CreateTrainingJob", made["TrainingJobName"]),
+            ),
+            settings={"spec": spec.to_json()},
+            warnings=(*meaning.warnings(spec, options), *([unknown] if unknown else [])),
+        )
+
+    def submit(self, plan: Plan) -> str:
+        """Has the training job, once, with all that its containers read. Raises SubmitError, SpecError, ConfigError;
+        Unreachable when it cannot be told whether AWS has the job."""
+        from .submit import submit
+
+        spec = JobSpec.from_json(plan.settings["spec"])
+        return str(submit(self._aws, spec, self._options, plan.job_id, self._jobs.parent))
+
+    def poll(self, native_ids: Sequence[str]) -> Mapping[str, Status]:
+        natives, silent = parse_ids(Native.parse, native_ids)
+        found = self._poller.statuses(list(natives.values())) if natives else {}
+        if silent:
+            raise Unreachable("; ".join(dict.fromkeys(silent.values())), answers=found, silent=silent)
+        return found
+
+    def logs(self, native_id: str, since: Cursor | None = None) -> Iterator[LogLine]:
+        from . import logs
+
+        yield from logs.lines(self._aws, Native.parse(native_id), since)
+
+    def cursor_at(self, native_id: str, when: float) -> Cursor:
+        from . import logs
+
+        return logs.cursor_at(self._aws, Native.parse(native_id), when)
+
+    def cancel(self, native_id: str) -> None:
+        """SIGTERM, 120 s, SIGKILL. Raises Unreachable, Refused."""
+        from .status import stop
+
+        stop(self._aws, Native.parse(native_id))
+
+    def fetch(self, native_id: str, directory: Path) -> list[str]:
+        from .fetch import fetch
+
+        return fetch(self._aws, Native.parse(native_id), directory)
+
+    def review(self, plan: Plan) -> list[str]:
+        """Finds out what the plan leaves open. Raises Unreachable, ConfigError."""
+        from . import upload
+
+        spec = JobSpec.from_json(plan.settings["spec"])
+        try:
+            account = self._aws.resolved()
+            made = request.build(spec, self._options, plan.job_id, account, self.name)
+            limits.check(made, self.name)
+            root = request.root(self._options, account)
+            upload.check_bucket(self._aws, root, given=self._options.s3_output_path is not None)
+        except Unreachable:
+            raise
+        except SchedulerError as error:
+            return [str(error)]
+        return []
+
+    def find(self, job_id: str) -> Found | None:
+        from .submit import find
+
+        return find(self._aws, job_id)
+
+    def listed(self) -> list[Listed]:
+        from .submit import listed
+
+        return listed(self._aws)
+
+    def clear(self, jobs: Mapping[str, str | None]) -> list[str]:
+        """Removes what the containers of these jobs read; what they left stays. AWS keeps the jobs themselves."""
+        from . import upload
+
+        return upload.remove(self._aws, self._options, list(jobs))

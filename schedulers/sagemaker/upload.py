@@ -1,0 +1,172 @@
+"""What a job's containers read, on its way to S3: large files by their content, so that none is sent twice."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import hashlib
+import os
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from ..errors import SchedulerError, SubmitError
+from ..store import atomic_files
+from . import request
+from .aws import Aws, Refused, split
+from .options import SageMakerOptions
+
+_PART = 16 << 20
+_THREADS = 4
+_KEPT = "accel/content"
+_ORPHAN_S = 7 * 86_400.0
+
+
+def packed(tar: Path) -> Path:
+    """A snapshot as it travels, beside it; the same bytes for the same snapshot. Raises StoreError."""
+    path = tar.with_name(f"{tar.name}.gz")
+    if path.exists():
+        return path
+    partial = f"{path}.{os.getpid()}"
+    try:
+        with (
+            open(tar, "rb") as source,
+            open(partial, "wb") as out,
+            gzip.GzipFile(filename="", fileobj=out, mode="wb", mtime=0, compresslevel=6) as file,
+        ):
+            shutil.copyfileobj(source, file, 1 << 20)
+        os.replace(partial, path)
+    except OSError as error:
+        raise atomic_files.refusal(error, str(path), "write") from error
+    return path
+
+
+def digest_of(path: Path) -> str:
+    whole = hashlib.sha256()
+    with open(path, "rb") as file:
+        for data in iter(lambda: file.read(1 << 20), b""):
+            whole.update(data)
+    return whole.hexdigest()
+
+
+def put_content(aws: Aws, root: str, path: Path, digest: str, told: Callable[[int, int], None]) -> str:
+    """Has the file in S3 by its content, and returns its key. What an earlier submit, which was killed, has sent of it
+    is not sent again. `told` is called with the bytes that are there and those there will be."""
+    bucket, prefix = split(root)
+    key = "/".join(filter(None, (prefix, _KEPT, digest)))
+    size = path.stat().st_size
+    if _there(aws, bucket, key, size):
+        return key
+    if size <= _PART:
+        aws.call("s3", "put_object", Bucket=bucket, Key=key, Body=path.read_bytes())
+        return key
+    _put_parts(aws, bucket, key, path, size, told)
+    return key
+
+
+def _there(aws: Aws, bucket: str, key: str, size: int) -> bool:
+    try:
+        return bool(aws.call("s3", "head_object", Bucket=bucket, Key=key)["ContentLength"] == size)
+    except Refused as error:
+        # Who may write and not list is told 403 of what is not there: the PUT says whether that was all.
+        if error.code in ("404", "403", "NoSuchKey"):
+            return False
+        raise
+
+
+def _put_parts(aws: Aws, bucket: str, key: str, path: Path, size: int, told: Callable[[int, int], None]) -> None:
+    upload, etags = _begun(aws, bucket, key, size)
+    where = {"Bucket": bucket, "Key": key, "UploadId": upload}
+    count = -(-size // _PART)
+    sent = [min(_PART, size - (number - 1) * _PART) for number in etags]
+    told(sum(sent), size)
+
+    def put(number: int) -> None:
+        with open(path, "rb") as file:
+            file.seek((number - 1) * _PART)
+            data = file.read(_PART)
+        etags[number] = aws.call("s3", "upload_part", **where, PartNumber=number, Body=data)["ETag"]
+        sent.append(len(data))
+        told(sum(sent), size)
+
+    with ThreadPoolExecutor(max_workers=_THREADS, thread_name_prefix="upload") as pool:
+        list(pool.map(put, [number for number in range(1, count + 1) if number not in etags]))
+    parts = [{"PartNumber": number, "ETag": etags[number]} for number in sorted(etags)]
+    aws.call("s3", "complete_multipart_upload", **where, MultipartUpload={"Parts": parts})
+
+
+def _begun(aws: Aws, bucket: str, key: str, size: int) -> tuple[str, dict[int, str]]:
+    """An upload of this content that was cut off, and the parts that it has; a new one where there is none."""
+    uploads = aws.call("s3", "list_multipart_uploads", Bucket=bucket, Prefix=key).get("Uploads") or []
+    for upload in uploads:
+        if upload["Key"] == key:
+            return str(upload["UploadId"]), _parts(aws, bucket, key, str(upload["UploadId"]), size)
+    return str(aws.call("s3", "create_multipart_upload", Bucket=bucket, Key=key)["UploadId"]), {}
+
+
+def _parts(aws: Aws, bucket: str, key: str, upload: str, size: int) -> dict[int, str]:
+    found: dict[int, str] = {}
+    after = 0
+    while True:
+        answer = aws.call("s3", "list_parts", Bucket=bucket, Key=key, UploadId=upload, PartNumberMarker=after)
+        for part in answer.get("Parts") or []:
+            number = int(part["PartNumber"])
+            if part["Size"] == min(_PART, size - (number - 1) * _PART):
+                found[number] = str(part["ETag"])
+        if not answer.get("IsTruncated"):
+            return found
+        after = int(answer["NextPartNumberMarker"])
+
+
+def copy(aws: Aws, root: str, key: str, to: str) -> None:
+    """Copies an object within the bucket, without its bytes coming here."""
+    bucket, _ = split(root)
+    client: Any = aws.client("s3")
+    with aws.asked("s3:CopyObject"):
+        client.copy({"Bucket": bucket, "Key": key}, *split(to))
+
+
+def put(aws: Aws, uri: str, data: bytes) -> None:
+    bucket, key = split(uri)
+    aws.call("s3", "put_object", Bucket=bucket, Key=key, Body=data)
+
+
+def check_bucket(aws: Aws, root: str, given: bool) -> None:
+    """Raises SubmitError where the bucket is not there."""
+    bucket, _ = split(root)
+    try:
+        aws.call("s3", "head_bucket", Bucket=bucket)
+    except Refused as error:
+        if error.code in ("404", "NoSuchBucket"):
+            make = f"aws s3 mb s3://{bucket}"
+            why = "s3_output_path" if given else "the account's default one for SageMaker"
+            raise SubmitError(f"{aws.where}: there is no bucket {bucket} ({why}); make it: {make}") from None
+        raise SubmitError(str(error)) from None
+
+
+def remove(aws: Aws, options: SageMakerOptions, job_ids: Sequence[str]) -> list[str]:
+    """Removes what these jobs' containers read, and uploads of code that were cut off a week ago. Returns a line for
+    each thing that stays."""
+    lines: list[str] = []
+    account = aws.resolved()
+    bucket, prefix = split(request.root(options, account))
+    client = aws.client("s3")
+    for job_id in job_ids:
+        _, mine = split(request.brought(options, account, job_id))
+        try:
+            with aws.asked("s3:DeleteObject"):
+                for page in client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=mine):
+                    for each in page.get("Contents") or []:
+                        client.delete_object(Bucket=bucket, Key=each["Key"])
+        except SchedulerError as error:
+            lines.append(f"job {job_id}: {error}")
+    kept = "/".join(filter(None, (prefix, _KEPT)))
+    with contextlib.suppress(Refused):
+        for each in aws.call("s3", "list_multipart_uploads", Bucket=bucket, Prefix=kept).get("Uploads") or []:
+            if time.time() - each["Initiated"].timestamp() > _ORPHAN_S:
+                asked = {"Bucket": bucket, "Key": each["Key"], "UploadId": each["UploadId"]}
+                aws.call("s3", "abort_multipart_upload", **asked)
+    return lines

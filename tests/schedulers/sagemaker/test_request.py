@@ -1,0 +1,208 @@
+"""The request of a job: exactly what is sent, what is refused before, and by which words."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+
+from schedulers import Resources, Retry, SpecError
+from schedulers.sagemaker import images, limits, request
+from schedulers.sagemaker import options as meaning
+from schedulers.sagemaker.options import SageMakerOptions
+from tests.needs import package
+
+from .support import JOB_ID, ROLE, options, spec
+
+EVERYTHING: dict[str, Any] = {
+    "volume_size_in_gb": 200, "volume_kms_key_id": "key-1", "subnets": ("subnet-1",), "security_group_ids": ("sg-1",),
+    "enable_network_isolation": True, "enable_inter_container_traffic_encryption": True,
+    "enable_managed_spot_training": True, "max_wait_time_in_seconds": 7200, "max_pending_time_in_seconds": 7200,
+    "maximum_retry_attempts": 3, "checkpoint_s3_uri": "s3://results/checkpoints", "output_kms_key_id": "key-2",
+    "training_plan_arn": "arn:aws:sagemaker:us-east-1:123456789012:training-plan/plan-1",
+    "input_data_config": (
+        {"channel_name": "train",
+         "data_source": {"s3_data_source": {"s3_uri": "s3://data/x", "s3_data_type": "S3Prefix"}}},
+        {"channel_name": "shared", "data_source": {"file_system_data_source": {
+            "file_system_id": "fs-0123456789a", "file_system_access_mode": "ro", "file_system_type": "FSxLustre",
+            "directory_path": "/fsx"}}},
+    ),
+    "metric_definitions": ({"name": "loss", "regex": "loss=([0-9.]+)"},), "tags": {"team": "vision"},
+    "output_compression_type": "NONE", "enable_remote_debug": True,
+    "patch": {"InfraCheckConfig": {"EnableInfraCheck": True}, "RetryStrategy": None},
+}  # fmt: skip
+
+
+def build(given: SageMakerOptions, **wanted: Any) -> dict[str, Any]:
+    return request.build(spec(**wanted), given, JOB_ID, request.planned(given), "aws")
+
+
+def test_the_least_request() -> None:
+    made = build(options())
+    assert made == {
+        "TrainingJobName": "train-2mxaaaaaaaa",
+        "RoleArn": ROLE,
+        "AlgorithmSpecification": {
+            "TrainingImage": "763104351884.dkr.ecr.us-east-1.amazonaws.com/pytorch-training:2.8.0-cpu-py312",
+            "TrainingInputMode": "File",
+            "ContainerEntrypoint": ["python3", "/opt/ml/input/data/code/entry.py"],
+        },
+        "InputDataConfig": [
+            {
+                "ChannelName": "code",
+                "DataSource": {
+                    "S3DataSource": {
+                        "S3DataType": "S3Prefix",
+                        "S3Uri": "s3://results/team/accel/jobs/2mxaaaaaaaa/code/",
+                        "S3DataDistributionType": "FullyReplicated",
+                    }
+                },
+                "InputMode": "File",
+            }
+        ],
+        "OutputDataConfig": {"S3OutputPath": "s3://results/team"},
+        "ResourceConfig": {"InstanceCount": 1, "InstanceType": "ml.m5.xlarge", "VolumeSizeInGB": 30},
+        "StoppingCondition": {"MaxRuntimeInSeconds": 3600},
+        "Tags": [{"Key": "accel.dev/job-id", "Value": "2mxaaaaaaaa"}],
+    }
+
+
+def test_each_option_reaches_the_request() -> None:
+    """An option that is forgotten changes nothing."""
+    package("botocore")
+    whole = build(options(**EVERYTHING), nodes=4)
+    limits.check(whole, "aws")
+    assert whole["InputDataConfig"][2]["DataSource"]["FileSystemDataSource"]["FileSystemId"] == "fs-0123456789a"
+    assert whole["AlgorithmSpecification"]["MetricDefinitions"] == [{"Name": "loss", "Regex": "loss=([0-9.]+)"}]
+    assert "RetryStrategy" not in whole
+    assert whole["InfraCheckConfig"] == {"EnableInfraCheck": True}
+    for field in dataclasses.fields(SageMakerOptions):
+        if field.name in EVERYTHING and field.name not in ("patch", "maximum_retry_attempts"):
+            rest = {key: value for key, value in EVERYTHING.items() if key != field.name}
+            assert build(options(**rest), nodes=4) != whole, field.name
+
+
+def test_what_only_aws_can_tell_is_open() -> None:
+    made = build(options(region=None, s3_output_path=None, role="train"))
+    assert made["OutputDataConfig"]["S3OutputPath"] == "s3://sagemaker-{region}-{account}"
+    assert made["RoleArn"] == "arn:{partition}:iam::{account}:role/train"
+    assert made["AlgorithmSpecification"]["TrainingImage"] == "pytorch:2.8"
+    known = request.Account(account="1" * 12, region="cn-north-1", partition="aws-cn", role_arn=ROLE)
+    found = request.build(spec(), options(region=None, s3_output_path=None), JOB_ID, known, "aws")
+    assert not any(word in json.dumps(found) for word in ("{account}", "{region}", "{partition}"))
+    assert found["AlgorithmSpecification"]["TrainingImage"].startswith(
+        "727897471807.dkr.ecr.cn-north-1.amazonaws.com.cn/"
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted", "said"),
+    [
+        ({"image": None}, {}, "no image: say --image, or image: in accel.yaml (a URI, or pytorch:2.8.0)"),
+        ({}, {"after": ("2mxb",)}, "--after: SageMaker starts a job at once"),
+        ({}, {"resources": Resources(cpus=4)}, "--cpus: an instance has what its type has (ml.m5.xlarge)"),
+        ({}, {"resources": Resources(memory_gb=4)}, "--memory: an instance has what its type has"),
+        ({}, {"resources": Resources(accelerator="a100")}, "--accelerator a100: the instance_type says which"),
+        ({}, {"grace_s": 121.0}, "--grace 121: SageMaker kills 120 s after SIGTERM"),
+        ({"instance_type": "ml.g5.12xlarge"}, {"resources": Resources(gpus=8)}, "--gpus 8: an ml.g5.12xlarge has 4"),
+        ({"instance_type": "ml.p9.48xlarge"}, {}, "how many GPUs an ml.p9.48xlarge has is not known here"),
+        ({}, {"secrets": {"T": "env:HF_TOKEN"}}, "--secret T: env: is read here, and the container needs it"),
+        ({"enable_network_isolation": True}, {"secrets": {"T": "ssm:token"}}, "--secret: nothing is reached"),
+        ({"enable_network_isolation": True, "requirements": "r.txt"}, {}, "requirements: pip reaches nothing"),
+        ({"subnets": ("subnet-1",)}, {}, "subnets and security_group_ids go together"),
+        ({"enable_managed_spot_training": True}, {}, "enable_managed_spot_training: say max_wait"),
+        ({"max_wait_time_in_seconds": 5}, {}, "max_wait_time_in_seconds: only spot instances"),
+    ],
+)  # fmt: skip
+def test_what_sagemaker_cannot_run(given: dict[str, Any], wanted: dict[str, Any], said: str) -> None:
+    with pytest.raises(SpecError) as raised:
+        meaning.check(spec(**wanted), options(**given), "aws")
+    assert f"target aws: {said}" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"volume_size_in_gb": -1}, "volume_size_in_gb: expects 0 or more, not -1"),
+        ({"maximum_retry_attempts": 31}, "maximum_retry_attempts: expects 1 to 30, not 31"),
+        ({"tags": {"a€": "b"}}, "tags: 0: Key: AWS takes what matches"),
+        ({"tags": {f"k{n}": "v" for n in range(60)}}, "tags: takes 50 or less of them, not 61"),
+        ({"s3_output_path": "results"}, "AWS takes what matches (https|s3)"),
+        ({"input_data_config": ({"channel_name": "a b"},)}, "input_data_config: 1: ChannelName: AWS takes what"),
+        ({"input_data_config": ({"chanel_name": "a"},)}, "there is no such key; did you mean 'ChannelName'?"),
+        ({"checkpoint_s3_uri": "s3://a", "checkpoint_local_path": "/x" * 3000}, "takes 4096 or less characters"),
+        ({"patch": {"StopingCondition": {}}}, "patch: StopingCondition: there is no such key"),
+        ({"metric_definitions": ({"name": "loss"},)}, "Regex is lacking"),
+        ({"patch": {"ResourceConfig": {"InstanceCount": "two"}}}, "--nodes: expects a whole number, not 'two'"),
+    ],
+)  # fmt: skip
+def test_the_limits_of_the_api_are_named_by_what_broke_them(given: dict[str, Any], said: str) -> None:
+    package("botocore")
+    with pytest.raises(SpecError) as raised:
+        limits.check(build(options(**given)), "aws")
+    assert said in str(raised.value)
+
+
+def test_an_instance_type_that_is_newer_than_botocore_is_a_warning() -> None:
+    package("botocore")
+    limits.check(build(options(instance_type="ml.m5.xlargee")), "aws")
+    assert limits.unknown_type("ml.m5.xlarge") is None
+    said = limits.unknown_type("ml.m5.xlargee")
+    assert said == "instance_type: botocore lists no ml.m5.xlargee; did you mean 'ml.m5.xlarge'?"
+
+
+def test_a_repeated_request_has_the_same_digest_and_another_has_not() -> None:
+    made = build(options())
+    one = request.digest_of(request.stamped(made, "settings", "code")["Tags"])
+    assert one == request.digest_of(request.stamped(build(options()), "settings", "code")["Tags"])
+    others = [
+        request.stamped(build(options(volume_size_in_gb=31)), "settings", "code"),
+        request.stamped(made, "other", "code"),
+        request.stamped(made, "settings", "other"),
+    ]
+    assert one not in {request.digest_of(each["Tags"]) for each in others}
+
+
+def test_arguments_and_variables_go_through_the_channel() -> None:
+    """Which changes nothing of them: hyperparameters would."""
+    words = ("train.py", "007", "1.10", "-1", "", "a b", "a\nb", "--x", "--x", "$HOME", "é\udcff")
+    made = request.settings(spec(*words, env={"LONG": "x" * 5000}, retry=Retry(max_restarts=2)), options(), JOB_ID)
+    again = json.loads(json.dumps(made))
+    launch = again["launch"]
+    assert launch[launch.index("--") + 1 :] == list(words)
+    assert launch[: launch.index("--")] == [
+        "--num_processes", "1", "--cpu", "--max_restarts", "2", "--shutdown_timeout", "30", "--tee", "3",
+    ]  # fmt: skip
+    assert again["environment"] == {"ACCEL_JOB_ID": JOB_ID, "LONG": "x" * 5000}
+
+
+@pytest.mark.parametrize(
+    ("instance_type", "count"),
+    [
+        ("ml.m5.xlarge", 0), ("ml.p4d.24xlarge", 8), ("ml.g5.12xlarge", 4), ("ml.g4dn.xlarge", 1), ("ml.p5.4xlarge", 1),
+        ("ml.p9.48xlarge", None), ("ml.g7e.2xlarge", None), ("local", None),
+    ],
+)  # fmt: skip
+def test_gpus_of_an_instance(instance_type: str, count: int | None) -> None:
+    assert images.gpus(instance_type) == count
+
+
+@pytest.mark.parametrize(
+    ("image", "region", "instance_type", "address"),
+    [
+        ("team/x:1", "us-east-1", "ml.m5.large", "team/x:1"),
+        ("pytorch:2.7.1", "eu-west-1", "ml.g5.xlarge",
+         "763104351884.dkr.ecr.eu-west-1.amazonaws.com/pytorch-training:2.7.1-gpu-py312"),
+        ("pytorch:2.6", "us-gov-west-1", "ml.m5.large",
+         "442386744353.dkr.ecr.us-gov-west-1.amazonaws.com/pytorch-training:2.6.0-cpu-py312"),
+    ],
+)  # fmt: skip
+def test_the_address_of_an_image(image: str, region: str, instance_type: str, address: str) -> None:
+    assert images.address(image, region, instance_type, "target aws") == address
+
+
+def test_a_version_that_is_not_known() -> None:
+    with pytest.raises(SpecError, match=r"pytorch:1.10: no such version is known \(2.6.0, 2.7.1, 2.8.0\)"):
+        images.address("pytorch:1.10", "us-east-1", "ml.m5.large", "target aws")

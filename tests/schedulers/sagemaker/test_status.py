@@ -1,0 +1,64 @@
+"""What AWS says of a training job, and what it means."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from schedulers import Reason, State
+from schedulers.sagemaker import status
+
+
+def made(overall: str, second: str = "", *passed: str, why: str | None = None) -> dict[str, Any]:
+    transitions = [{"Status": each, "StatusMessage": ""} for each in (*passed, second)]
+    found: dict[str, Any] = {"TrainingJobStatus": overall, "SecondaryStatus": second or overall}
+    found["SecondaryStatusTransitions"] = transitions
+    return found | ({} if why is None else {"FailureReason": why})
+
+
+@pytest.mark.parametrize(
+    ("described", "state", "reason", "attempt"),
+    [
+        (made("InProgress", "Starting"), State.QUEUED, Reason.NONE, 0),
+        (made("InProgress", "Pending"), State.QUEUED, Reason.NO_CAPACITY, 0),
+        (made("InProgress", "Downloading"), State.QUEUED, Reason.NONE, 0),
+        (made("InProgress", "Training"), State.RUNNING, Reason.NONE, 0),
+        (made("InProgress", "Uploading"), State.RUNNING, Reason.NONE, 0),
+        (made("Stopping", "Stopping"), State.RUNNING, Reason.NONE, 0),
+        (made("InProgress", "Interrupted", "Training"), State.QUEUED, Reason.PREEMPTED, 1),
+        (made("InProgress", "Training", "Training", "Interrupted", "Starting"), State.RUNNING, Reason.NONE, 1),
+        (made("InProgress", "Restarting", "Training", "Interrupted", "Training"), State.QUEUED, Reason.NODE_FAILURE, 2),
+        (made("Stopped", "MaxRuntimeExceeded"), State.FAILED, Reason.TIME_LIMIT, 0),
+        (made("Stopped", "MaxWaitTimeExceeded", "Interrupted"), State.FAILED, Reason.NO_CAPACITY, 1),
+        (made("Stopped", "Stopped"), State.CANCELLED, Reason.USER, 0),
+        (made("Completed"), State.SUCCEEDED, Reason.NONE, 0),
+        (made("InProgress", "SomethingNew"), State.QUEUED, Reason.NONE, 0),
+    ],
+)
+def test_states(described: dict[str, Any], state: State, reason: Reason, attempt: int) -> None:
+    found = status.of(described)
+    assert (found.state, found.reason, found.attempt) == (state, reason, attempt)
+
+
+@pytest.mark.parametrize(
+    ("why", "reason", "code", "message"),
+    [
+        ("AlgorithmError: rank 3 on node 1: ValueError: no data [accel exit_code], exit code: 3",
+         Reason.EXIT_CODE, 3, "rank 3 on node 1: ValueError: no data"),
+        ("AlgorithmError: rank 0 on node 0: CUDA out of memory [accel out_of_memory], exit code: 1",
+         Reason.OUT_OF_MEMORY, 1, "rank 0 on node 0: CUDA out of memory"),
+        ("AlgorithmError: the image cannot run accel: torch is not there, exit code: 1",
+         Reason.EXIT_CODE, 1, "the image cannot run accel: torch is not there"),
+        ("AlgorithmError: , exit code: 137", Reason.EXIT_CODE, 137, "AlgorithmError: , exit code: 137"),
+        ("InternalServerError: We encountered an internal error.", Reason.NODE_FAILURE, None,
+         "We encountered an internal error."),
+        ("CapacityError: Unable to provision requested ML compute capacity.", Reason.NO_CAPACITY, None,
+         "Unable to provision requested ML compute capacity."),
+        ("ClientError: Data download failed: no bucket", Reason.SETUP, None, "Data download failed: no bucket"),
+        ("", Reason.EXIT_CODE, None, ""),
+    ],
+)  # fmt: skip
+def test_why_a_job_failed(why: str, reason: Reason, code: int | None, message: str) -> None:
+    found = status.of(made("Failed", why=why))
+    assert (found.state, found.reason, found.exit_code, found.message) == (State.FAILED, reason, code, message)

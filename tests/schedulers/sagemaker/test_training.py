@@ -1,0 +1,233 @@
+"""Jobs from the submit to the fetched model, on instances that are namespaces with a container's /opt/ml."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import schedulers
+from schedulers import Job, Reason, State
+from schedulers.errors import ConfigError, NotReady, SubmitError
+from schedulers.store.store import Store
+from tests.clusters.sagemaker import SageMaker
+from tests.waiting import until
+
+from .conftest import Submit, target_options
+
+ROOT = Path(__file__).parents[3]
+
+
+def runs(job: Job, text: str) -> None:
+    """Waits until a rank has written this line."""
+
+    def said() -> bool:
+        found = [each for _, _, each in printed(job)]
+        assert text in found or not job.status().state.final, (job.status(), found)
+        return text in found
+
+    until(said, f"a rank writes {text!r}")
+
+
+def printed(job: Job) -> list[tuple[int | None, int, str]]:
+    return [(line.rank, line.attempt, line.text) for line in job.logs() if line.rank is not None]
+
+
+def test_digits_from_the_submit_to_the_fetched_model(sagemaker: SageMaker, home: Path, tmp_path: Path) -> None:
+    job = schedulers.submit(
+        "train.py", ["--epochs", "2", "--save-model", "/opt/ml/model"],
+        target="sagemaker", nodes=2, procs_per_node=2, time_limit_s=600.0, code=ROOT / "examples/digits",
+        cwd=ROOT / "examples/digits", options=target_options(sagemaker),
+    )  # fmt: skip
+    status = job.wait(240)
+    assert status.state is State.SUCCEEDED, (status, list(job.logs()), sagemaker.diagnose())
+    lines = list(job.logs())
+    assert any("accuracy" in line.text for line in lines if line.rank == 0), lines
+    assert job.fetch(tmp_path / "fetched") == ["model"]
+    assert list((tmp_path / "fetched/model").rglob("*.safetensors"))
+    with pytest.raises(NotReady, match="is there already"):
+        job.fetch(tmp_path / "fetched")
+
+
+def test_what_a_rank_is_given(sagemaker: SageMaker, submit: Submit) -> None:
+    """Arguments and variables byte for byte, and what SageMaker's toolkit sets."""
+    words = ("007", "1.10", "-1", "", "a b", "a\nb", "--x", "--x", "$HOME", "*")
+    text = """\
+python3 -c 'import json, os, sys; print(json.dumps([sys.argv[1:], os.environ["LONG"], os.getcwd()]))' "$@"
+for name in RANK WORLD_SIZE SM_MODEL_DIR SM_OUTPUT_DATA_DIR SM_CHANNEL_CODE ACCEL_JOB_ID; do
+    eval "echo $name=\\$$name"
+done
+"""
+    job = submit(text, *words, nodes=2, env={"LONG": "x" * 2000})
+    assert job.wait(120).state is State.SUCCEEDED, sagemaker.diagnose()
+    for rank in (0, 1):
+        mine = [text for each, _, text in printed(job) if each == rank]
+        argv, long, here = json.loads(mine[0])
+        assert (argv, long) == (list(words), "x" * 2000)
+        assert here.endswith("/code")
+        assert mine[1:] == [
+            f"RANK={rank}\n", "WORLD_SIZE=2\n", "SM_MODEL_DIR=/opt/ml/model\n",
+            "SM_OUTPUT_DATA_DIR=/opt/ml/output/data\n", "SM_CHANNEL_CODE=/opt/ml/input/data/code\n",
+            f"ACCEL_JOB_ID={job.id}\n",
+        ]  # fmt: skip
+
+
+def test_the_first_error_is_the_job_s(sagemaker: SageMaker, submit: Submit) -> None:
+    job = submit('[ "$RANK" = 1 ] || sleep 600; echo "ValueError: no data" >&2; exit 3', nodes=2)
+    status = job.wait(120)
+    assert (status.state, status.reason, status.exit_code) == (State.FAILED, Reason.EXIT_CODE, 3), sagemaker.diagnose()
+    assert status.message.startswith("rank 1 on node 1: "), status
+    with pytest.raises(NotReady, match="left nothing"):
+        job.fetch("fetched")
+
+
+def test_an_image_that_cannot_run_accel(sagemaker: SageMaker, submit: Submit) -> None:
+    job = submit("true", options={"setup": [["no-such-command"]]})
+    status = job.wait(120)
+    assert (status.state, status.exit_code) == (State.FAILED, 1), sagemaker.diagnose()
+    assert status.message == "setup: no-such-command: No such file or directory"
+
+
+def test_cancel_and_the_time_limit(sagemaker: SageMaker, submit: Submit) -> None:
+    text = "trap 'echo warned; exit 0' TERM; echo up; while true; do sleep 0.1; done"
+    cancelled, late = submit(text), submit(text, time_limit_s=2.0)
+    runs(cancelled, "up\n")
+    assert cancelled.status().state is State.RUNNING
+    with pytest.raises(NotReady, match=r"still runs \(Training\)"):
+        cancelled.fetch("fetched")
+    assert cancelled.cancel().state is State.CANCELLED
+    assert "warned\n" in [text for _, _, text in printed(cancelled)]
+    ended = late.wait(120)
+    assert (ended.state, ended.reason) == (State.FAILED, Reason.TIME_LIMIT)
+    cancelled.cancel()  # what is over stays as it is
+
+
+def test_an_interruption_is_another_attempt(sagemaker: SageMaker, submit: Submit) -> None:
+    options = {"enable_managed_spot_training": True, "max_wait_time_in_seconds": 600}
+    job = submit(
+        "f=$SM_MODEL_DIR/../checkpoints/seen; [ -e $f ] && { echo again; exit 0; }; echo first; touch $f; sleep 600",
+        options={**options, "checkpoint_s3_uri": f"s3://{sagemaker.bucket}/checkpoints"},
+    )
+    runs(job, "first\n")
+    cursor = job.cursor(None)
+    for line in job.logs():
+        cursor.advance(line)
+    sagemaker.interrupt(str(job.native_id).split("/")[1])
+    status = job.wait(120)
+    assert (status.state, status.attempt) == (State.SUCCEEDED, 1), sagemaker.diagnose()
+    assert printed(job) == [(0, 0, "first\n"), (0, 1, "again\n")]
+    later = [line.text for line in job.logs(since=str(cursor)) if line.rank is not None]
+    assert later == ["again\n"]
+
+
+def test_a_submit_that_is_repeated_makes_one_job(sagemaker: SageMaker, submit: Submit, home: Path) -> None:
+    job = submit("sleep 600")
+    target = job.waiting_target()
+    assert target is not None
+    assert target.submit(job.record.plan()) == job.native_id
+    assert len(sagemaker.client("sagemaker").list_training_jobs()["TrainingJobSummaries"]) == 1
+    project = Path(job.spec.code)
+    (project / "job.sh").write_text("something else\n")
+    with pytest.raises(SubmitError, match=r"there is a training job .* already, and it is not this one"):
+        target.submit(job.record.plan())
+    job.cancel()
+
+
+def test_another_machine_finds_the_job(
+    sagemaker: SageMaker, submit: Submit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = submit("echo hello")
+    assert job.wait(120).state is State.SUCCEEDED
+    monkeypatch.setenv("ACCEL_HOME", str(tmp_path / "elsewhere"))
+    found = schedulers.find(job.id, Store.default(), target="sagemaker", options=target_options(sagemaker))
+    assert found.spec.argv == ("sh", "job.sh")
+    assert found.status().state is State.SUCCEEDED
+    assert [text for _, _, text in printed(found)] == ["hello\n"]
+
+
+def test_many_jobs_are_one_question(sagemaker: SageMaker, submit: Submit) -> None:
+    jobs = [submit("sleep 600") for _ in range(3)]
+    target = jobs[0].waiting_target()
+    assert target is not None
+    natives = [str(job.native_id) for job in jobs]
+    until(lambda: {each.state for each in target.poll(natives).values()} == {State.RUNNING}, "all run")
+    before = len(sagemaker.calls("sagemaker"))
+    target.poll(natives)
+    asked = [call.operation for call in sagemaker.calls("sagemaker")[before:]]
+    assert asked == ["ListTrainingJobs"]
+    for job in jobs:
+        job.cancel(wait=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "broken", "said"),
+    [
+        ({"role": "nobody"}, None, "role: there is no role nobody; deploy/sagemaker"),
+        ({"s3_output_path": "s3://no-such-bucket"}, None, "there is no bucket no-such-bucket (s3_output_path)"),
+        ({}, ("quota",), "ask for a higher quota"),
+        ({}, ("CreateTrainingJob", "AccessDeniedException", "not authorized"), "AWS does not allow sagemaker:CreateT"),
+    ],
+)
+def test_what_aws_refuses_is_one_line(
+    options: dict[str, Any], broken: tuple[str, ...] | None, said: str, sagemaker: SageMaker, submit: Submit
+) -> None:
+    if broken == ("quota",):
+        sagemaker.quota("ml.m5.xlarge", 0)
+    elif broken:
+        sagemaker.fail(f"sagemaker:{broken[0]}", broken[1], broken[2])
+    with pytest.raises(SubmitError) as raised:
+        submit("true", options=options)
+    assert said in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_no_credentials(sagemaker: SageMaker, submit: Submit, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    with pytest.raises(ConfigError, match=r"no credentials of AWS: .*aws sso login"):
+        submit("true")
+
+
+_CUT = """\
+import os, signal, sys
+import schedulers
+from schedulers.sagemaker.aws import Aws
+real, left = Aws.call, [2]
+def call(self, service, operation, **asked):
+    answer = real(self, service, operation, **asked)
+    if operation == "upload_part":
+        left[0] -= 1
+        if not left[0]:
+            os.kill(os.getpid(), signal.SIGKILL)
+    return answer
+Aws.call = call
+schedulers.submit("sh", ["-c", "sha256sum data.bin"], entry="command", target="sagemaker", procs_per_node=1,
+                  options=eval(sys.argv[1]), time_limit_s=600.0)
+"""
+
+
+def test_no_part_is_sent_twice(sagemaker: SageMaker, home: Path, project: Path) -> None:
+    """By a client that was killed, and the one after it."""
+    import random
+
+    (project / "data.bin").write_bytes(random.Random(3).randbytes(50 << 20))
+    argv = [sys.executable, "-c", _CUT, repr(target_options(sagemaker))]
+    assert subprocess.run(argv, cwd=project, timeout=120).returncode == -9
+    first = sagemaker.calls("s3", "UploadPart")
+    assert first
+    job = schedulers.submit(
+        "sh", ["-c", "sha256sum data.bin"], entry="command", target="sagemaker", procs_per_node=1, cwd=project,
+        options=target_options(sagemaker), time_limit_s=600.0,
+    )  # fmt: skip
+    assert 4 <= len(sagemaker.calls("s3", "UploadPart")) <= 5  # one may have been on its way
+    assert job.wait(120).state is State.SUCCEEDED, sagemaker.diagnose()
+    again = schedulers.submit(
+        "sh", ["-c", "true"], entry="command", target="sagemaker", procs_per_node=1, cwd=project,
+        options=target_options(sagemaker), time_limit_s=600.0,
+    )  # fmt: skip
+    assert len(sagemaker.calls("s3", "UploadPart")) <= 5
+    assert again.wait(120).state is State.SUCCEEDED
