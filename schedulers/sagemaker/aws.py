@@ -53,12 +53,13 @@ class Aws:
 
     @functools.cache  # noqa: B019 - as long as the target
     def client(self, service: str) -> Any:
+        session = self._session
         from botocore.config import Config
 
         retries = {"mode": "adaptive", "max_attempts": 6}
         config = Config(retries=retries, connect_timeout=10, read_timeout=60, max_pool_connections=16)
         with self.asked(f"use {service}"):
-            return self._session.client(service, region_name=self.region, config=config)
+            return session.client(service, region_name=self.region, config=config)
 
     def call(self, service: str, operation: str, **asked: Any) -> dict[str, Any]:
         """The answer. Raises Refused, Unreachable, ConfigError."""

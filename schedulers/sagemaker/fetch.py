@@ -25,7 +25,7 @@ def fetch(aws: Aws, native: Native, directory: Path) -> list[str]:
     """
     if os.path.lexists(directory):
         raise NotReady(f"{directory} is there already: name another one (--output), or remove it")
-    made = describe(aws, native)
+    made = describe(aws, native.name)
     if made is None:
         raise NotReady(f"job {native.job_id}: AWS has no such training job")
     if made["TrainingJobStatus"] not in _FINAL:

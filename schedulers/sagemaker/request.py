@@ -118,10 +118,9 @@ def build(spec: JobSpec, options: SageMakerOptions, job_id: str, account: Accoun
     return dict(_merged(made, options.patch))
 
 
-def stamped(request: Mapping[str, Any], settings: str, code: str) -> dict[str, Any]:
-    """The request with the tag by which a submit that is repeated knows its own: of it and of what the containers read
-    (`code`: the digest of the code directory)."""
-    text = json.dumps([request, settings, code], sort_keys=True)
+def stamped(request: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The request with the tag by which a submit that is repeated knows its own, whatever its code has become."""
+    text = json.dumps([request, settings], sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()
     return {**request, "Tags": [*request["Tags"], {"Key": DIGEST, "Value": digest}]}
 

@@ -120,18 +120,19 @@ class Poller:
         return found
 
     def _described(self, native: Native) -> Status:
-        made = describe(self._aws, native)
+        if native.region != self._aws.region:
+            here = f"{self._aws.where}: job {native.job_id} is in {native.region}"
+            raise Unreachable(f"{here}, and the target in {self._aws.region}")
+        made = describe(self._aws, native.name)
         if made is None:
             return Status(state=State.FAILED, reason=Reason.LOST, native_state="", message="AWS has no such job")
         return of(made)
 
 
-def describe(aws: Aws, native: Native) -> dict[str, Any] | None:
-    """The job; None where there is none."""
-    if native.region != aws.region:
-        raise Unreachable(f"{aws.where}: job {native.job_id} is in {native.region}, and the target in {aws.region}")
+def describe(aws: Aws, name: str) -> dict[str, Any] | None:
+    """The training job; None where there is none."""
     try:
-        return aws.call("sagemaker", "describe_training_job", TrainingJobName=native.name)
+        return aws.call("sagemaker", "describe_training_job", TrainingJobName=name)
     except Refused as error:
         if error.code == "ValidationException" and "not found" in error.said:
             return None
@@ -143,6 +144,6 @@ def stop(aws: Aws, native: Native) -> None:
     try:
         aws.call("sagemaker", "stop_training_job", TrainingJobName=native.name)
     except Refused:
-        made = describe(aws, native)
+        made = describe(aws, native.name)
         if made is not None and made["TrainingJobStatus"] in ("InProgress",):
             raise

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..errors import SchedulerError, SpecError, SubmitError, UnknownJob
+from ..errors import SchedulerError, SpecError, SubmitError, UnknownJob, Unreachable
 from ..job import JobSpec
 from ..printable import one_line
 from ..store import own_wheel, snapshot
@@ -20,6 +20,7 @@ from . import limits, request, upload
 from .aws import Aws, Refused, split
 from .native_id import Native
 from .options import SageMakerOptions
+from .status import describe
 
 KIND = "sagemaker"
 _SETTINGS = "sagemaker/job.json"
@@ -32,32 +33,33 @@ def submit(aws: Aws, spec: JobSpec, options: SageMakerOptions, job_id: str, home
     account = aws.resolved()
     made = request.build(spec, options, job_id, account, aws.where.removeprefix("target "))
     limits.check(made, aws.where.removeprefix("target "))
+    settings = request.settings(spec, options, job_id)
+    stamped = request.stamped(made, settings)
+    found = _earlier(aws, stamped)
+    if found is None:
+        _bring(aws, options, account, job_id, snapshot.pack(Path(spec.code), home).path, settings)
+        try:
+            aws.call("sagemaker", "create_training_job", **stamped)
+        except Refused as error:
+            if error.code != "ResourceInUse":
+                raise SubmitError(str(error)) from None
+        found = _earlier(aws, stamped)
+    if found is None:
+        raise Unreachable(f"{aws.where}: AWS has taken training job {stamped['TrainingJobName']}, and does not show it")
+    return _native(aws, found, job_id)
+
+
+def _native(aws: Aws, made: Mapping[str, Any], job_id: str) -> Native:
+    created = int(made["CreationTime"].timestamp())
+    return Native(region=aws.region, name=str(made["TrainingJobName"]), job_id=job_id, created_at=created)
+
+
+def _bring(
+    aws: Aws, options: SageMakerOptions, account: request.Account, job_id: str, tar: Path, settings: Mapping[str, Any]
+) -> None:
+    """Has the files of the code channel in S3."""
     root, brought = request.root(options, account), request.brought(options, account, job_id)
     upload.check_bucket(aws, root, given=options.s3_output_path is not None)
-    found = snapshot.pack(Path(spec.code), home)
-    settings = {**request.settings(spec, options, job_id), **_bring(aws, root, brought, found.path)}
-    text = json.dumps(settings, indent=2) + "\n"
-    entry = importlib.resources.files(__package__).joinpath(request.ENTRY).read_bytes()
-    upload.put(aws, brought + request.ENTRY, entry)
-    upload.put(aws, brought + request.SETTINGS, text.encode())
-    stamped = request.stamped(made, text, found.digest)
-    try:
-        aws.call("sagemaker", "create_training_job", **stamped)
-    except Refused as error:
-        if error.code == "ResourceInUse":
-            _is_ours(aws, stamped)
-        else:
-            raise SubmitError(str(error)) from None
-    return native(aws, str(stamped["TrainingJobName"]), job_id)
-
-
-def native(aws: Aws, name: str, job_id: str) -> Native:
-    made = aws.call("sagemaker", "describe_training_job", TrainingJobName=name)
-    return Native(region=aws.region, name=name, job_id=job_id, created_at=int(made["CreationTime"].timestamp()))
-
-
-def _bring(aws: Aws, root: str, brought: str, tar: Path) -> dict[str, Any]:
-    """The files of the code channel but for the small ones, in S3; returns what the container compares them by."""
     with tempfile.TemporaryDirectory() as directory:
         wheel = own_wheel.write(Path(directory))
         digests = {}
@@ -65,20 +67,26 @@ def _bring(aws: Aws, root: str, brought: str, tar: Path) -> dict[str, Any]:
             digests[name] = upload.digest_of(path)
             key = upload.put_content(aws, root, path, digests[name], _told)
             upload.copy(aws, root, key, brought + name)
-    return {"files": digests, "wheel": wheel.name}
+    entry = importlib.resources.files(__package__).joinpath(request.ENTRY).read_bytes()
+    upload.put(aws, brought + request.ENTRY, entry)
+    text = json.dumps({**settings, "files": digests, "wheel": wheel.name}, indent=2)
+    upload.put(aws, brought + request.SETTINGS, text.encode())
 
 
 def _told(sent: int, size: int) -> None:
     progress.info("sending the code: %.0f of %.0f MB", sent / 1e6, size / 1e6)
 
 
-def _is_ours(aws: Aws, stamped: Mapping[str, Any]) -> None:
-    """Raises SubmitError where the job of that name is another's."""
+def _earlier(aws: Aws, stamped: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The job, where an earlier submit has made it. Raises SubmitError where the one of that name is another's."""
     name = stamped["TrainingJobName"]
-    made = aws.call("sagemaker", "describe_training_job", TrainingJobName=name)
+    made = describe(aws, str(name))
+    if made is None:
+        return None
     tags = aws.call("sagemaker", "list_tags", ResourceArn=made["TrainingJobArn"])["Tags"]
     if request.digest_of(tags) != request.digest_of(stamped["Tags"]):
         raise SubmitError(f"{aws.where}: there is a training job {name} already, and it is not this one; it stays")
+    return made
 
 
 def find(aws: Aws, job_id: str) -> Found | None:
@@ -116,8 +124,7 @@ def _found(aws: Aws, made: Mapping[str, Any], job_id: str) -> Found:
         warnings=("submitted by another machine: this is what it asked for",),
     )  # fmt: skip
     created = made["CreationTime"].timestamp()
-    where = Native(region=aws.region, name=str(made["TrainingJobName"]), job_id=job_id, created_at=int(created))
-    return Found(native_id=str(where), spec=spec, plan=plan, created_at=created)
+    return Found(native_id=str(_native(aws, made, job_id)), spec=spec, plan=plan, created_at=created)
 
 
 def listed(aws: Aws) -> list[Listed]:
@@ -135,6 +142,6 @@ def listed(aws: Aws) -> list[Listed]:
             continue
         tags = aws.call("sagemaker", "list_tags", ResourceArn=each["TrainingJobArn"])["Tags"]
         if {"Key": request.JOB_ID, "Value": job_id} in tags:
-            where = Native(region=aws.region, name=each["TrainingJobName"], job_id=job_id, created_at=int(created))
-            jobs.append(Listed(job_id=job_id, native_id=str(where), name=head, nodes=1, created_at=created))
+            native = str(_native(aws, each, job_id))
+            jobs.append(Listed(job_id=job_id, native_id=native, name=head, nodes=1, created_at=created))
     return jobs

@@ -155,12 +155,12 @@ def test_an_instance_type_that_is_newer_than_botocore_is_a_warning() -> None:
 
 def test_a_repeated_request_has_the_same_digest_and_another_has_not() -> None:
     made = build(options())
-    one = request.digest_of(request.stamped(made, "settings", "code")["Tags"])
-    assert one == request.digest_of(request.stamped(build(options()), "settings", "code")["Tags"])
+    said = request.settings(spec(), options(), JOB_ID)
+    one = request.digest_of(request.stamped(made, said)["Tags"])
+    assert one == request.digest_of(request.stamped(build(options()), said)["Tags"])
     others = [
-        request.stamped(build(options(volume_size_in_gb=31)), "settings", "code"),
-        request.stamped(made, "other", "code"),
-        request.stamped(made, "settings", "other"),
+        request.stamped(build(options(volume_size_in_gb=31)), said),
+        request.stamped(made, request.settings(spec("train.py", "--lr", "1"), options(), JOB_ID)),
     ]
     assert one not in {request.digest_of(each["Tags"]) for each in others}
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
 
 from schedulers import Reason, State
+from schedulers.errors import ConfigError
 from schedulers.sagemaker import status
+from schedulers.sagemaker.aws import Aws
+
+from .support import options
 
 
 def made(overall: str, second: str = "", *passed: str, why: str | None = None) -> dict[str, Any]:
@@ -62,3 +67,10 @@ def test_states(described: dict[str, Any], state: State, reason: Reason, attempt
 def test_why_a_job_failed(why: str, reason: Reason, code: int | None, message: str) -> None:
     found = status.of(made("Failed", why=why))
     assert (found.state, found.reason, found.exit_code, found.message) == (State.FAILED, reason, code, message)
+
+
+def test_without_boto3_a_submit_says_what_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("boto3", "botocore", "botocore.config"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ConfigError, match=r"target aws: the package boto3 is not installed: pip install 'accel-launch"):
+        Aws(options(), "aws").call("sts", "get_caller_identity")

@@ -12,6 +12,7 @@ import pytest
 
 import schedulers
 from schedulers import Job, Reason, State
+from schedulers.config.named_targets import load_target
 from schedulers.errors import ConfigError, NotReady, SubmitError
 from schedulers.store.store import Store
 from tests.clusters.sagemaker import SageMaker
@@ -130,10 +131,13 @@ def test_a_submit_that_is_repeated_makes_one_job(sagemaker: SageMaker, submit: S
     assert target is not None
     assert target.submit(job.record.plan()) == job.native_id
     assert len(sagemaker.client("sagemaker").list_training_jobs()["TrainingJobSummaries"]) == 1
-    project = Path(job.spec.code)
-    (project / "job.sh").write_text("something else\n")
+    sent = len(sagemaker.calls("s3"))
+    (Path(job.spec.code) / "job.sh").write_text("something else\n")
+    assert target.submit(job.record.plan()) == job.native_id
+    assert len(sagemaker.calls("s3")) == sent  # what the job's containers read stays as it was
+    another = load_target("sagemaker", home / "jobs", overrides=target_options(sagemaker, volume_size_in_gb=31))
     with pytest.raises(SubmitError, match=r"there is a training job .* already, and it is not this one"):
-        target.submit(job.record.plan())
+        another.submit(job.record.plan())
     job.cancel()
 
 
