@@ -71,7 +71,7 @@ EFFECTS = {
     "tpu-config --install_accelerate": "tests.cli.test_tpu_config:test_versions",
     "tpu-config --accelerate_version": "tests.cli.test_tpu_config:test_versions",
     "tpu-config --debug": "tests.cli.test_tpu_config:test_debug_shows_and_does_nothing",
-    "test --config_file": "tests.cli.test_selftest:test_the_settings_of_a_file_are_used",
+    "test --config_file": "tests.cli.test_selftest:test_the_settings_of_a_file_are_used_and_a_line_of_json_a_check",
     "to-fsdp2 --config_file": "tests.cli.test_fsdp2:test_it_is_rewritten",
     "to-fsdp2 --overwrite": "tests.cli.test_fsdp2:test_in_place_and_json",
     "to-fsdp2 --output_file": "tests.cli.test_fsdp2:test_it_is_rewritten",
