@@ -22,7 +22,7 @@ from .peers import Peers
 class ElasticRendezvous(Peers):
     """Nodes meet as torch has them meet; a failure of one is told to the others, which start again or end with it.
 
-    found: whether `is_host` was found out, and may be true of several launchers of a machine.
+    guessed: whether `is_host` was not given, and may be true of several launchers of a machine.
 
     Raises torch's RendezvousError where they do not meet.
     """
@@ -33,7 +33,7 @@ class ElasticRendezvous(Peers):
         self,
         parameters: RendezvousParameters,
         *,
-        found: bool,
+        guessed: bool,
         lost_after_s: float,
         stay_s: float,
         ending: Callable[[], bool],
@@ -45,7 +45,7 @@ class ElasticRendezvous(Peers):
         try:
             self._torchs: RendezvousHandler = registry.get_rendezvous_handler(parameters)
         except RendezvousConnectionError:
-            if not (found and self._keeps_store):
+            if not (guessed and self._keeps_store):
                 raise
             self._keeps_store, parameters.config["is_host"] = False, "0"  # another launcher here was the first
             self._torchs = registry.get_rendezvous_handler(parameters)

@@ -248,13 +248,13 @@ def _rendezvous(run: Launch, signals: Signals) -> Peers:
         max_nodes=run.max_nodes,
         **config,
     )
-    found = parameters.get_as_bool("is_host") is None
-    if found:
+    guessed = parameters.get_as_bool("is_host") is None
+    if guessed:
         parameters.config["is_host"] = str(is_this_machine(run.address, looked_up=not run.service))
     if not parameters.get_as_bool("is_host"):  # else torch would wait, in a call that takes no signal
         deadline = time.monotonic() + timeout_s
         reach_node_0(lambda _: [run.service or run.address], run.address, run.port, timeout_s, deadline, signals.check)
-    return ElasticRendezvous(parameters, found=found, **common)
+    return ElasticRendezvous(parameters, guessed=guessed, **common)
 
 
 def _elastic_failure(run: Launch, error: RendezvousError) -> RendezvousFailed:

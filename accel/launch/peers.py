@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import json
 import time
 from collections.abc import Callable
@@ -38,9 +39,9 @@ class Peers(RendezvousHandler):
         self._heard: dict[int, tuple[int, float]] = {}  # node -> its beats, and when they last became more
         self._lost: set[int] = set()
 
+    @abc.abstractmethod
     def _store(self) -> Store:
         """The attempt's, where each node has `node/RANK`, which begins with its host's name."""
-        raise NotImplementedError
 
     def announce_failure(self, failure: dict[str, Any]) -> dict[str, Any]:
         """Makes `failure` the gang's, unless another node was first. Returns the gang's."""

@@ -115,7 +115,7 @@ class Aws:
                 role = str(self.call("iam", "get_role", RoleName=role.rpartition("/")[2])["Role"]["Arn"])
             except Refused as error:
                 lacks = f"there is no role {role}" if error.code == "NoSuchEntity" else str(error)
-                raise SubmitError(f"{self.where}: role: {lacks}; deploy/sagemaker has what makes one") from None
+                raise SubmitError(f"{self.where}: role: {lacks}; give the ARN of an execution role") from None
         return Account(account=str(identity["Account"]), region=self.region, partition=partition, role_arn=role)
 
 

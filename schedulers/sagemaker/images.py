@@ -45,7 +45,7 @@ _GPUS: dict[str, dict[str, int]] = {
     "g6": {"12xlarge": 4, "24xlarge": 4, "48xlarge": 8, "": 1},
     "g6e": {"12xlarge": 4, "24xlarge": 4, "48xlarge": 8, "": 1},
 }
-_WITH_GPUS = re.compile(r"(p|g)\d")
+_ACCELERATED = re.compile(r"(p|g|trn|inf|dl)\d")  # GPUs, or AWS's and Habana's chips
 
 
 def is_named(image: str) -> bool:
@@ -69,14 +69,14 @@ def address(image: str, region: str, instance_type: str, where: str) -> str:
 
 
 def gpus(instance_type: str) -> int | None:
-    """How many GPUs an instance of the type has; None where that is not known."""
+    """How many GPUs an instance of the type has; None where that is not known, or it has accelerators that are none."""
     match = _INSTANCE.match(instance_type)
     if match is None:
         return None
     sizes = _GPUS.get(match["family"])
     if sizes is not None:
         return sizes.get(match["size"], sizes.get(""))
-    return None if _WITH_GPUS.match(match["family"]) else 0
+    return None if _ACCELERATED.match(match["family"]) else 0
 
 
 def has_gpus(instance_type: str) -> bool:

@@ -83,7 +83,7 @@ def _lines_of(aws: Aws, native: Native, stream: Stream, position: str | None) ->
                 continue
             yield _line(stream, str(event["message"]), f"{moment}.{seen}")
         token = answer.get("nextForwardToken")
-        if not answer.get("events") or token == asked.get("nextToken"):
+        if token is None or token == asked.get("nextToken"):  # a page without events is not yet the end
             return
         asked["nextToken"] = token
 

@@ -73,9 +73,8 @@ def _failed(text: str, said: Mapping[str, Any]) -> Status:
     if ours is not None and ours[1] in {each.value for each in Reason}:
         reason = Reason(ours[1])
     message = one_line(_OURS.sub("", rest)).strip(" ,") or one_line(text)
-    return Status(
-        state=State.FAILED, reason=reason, exit_code=int(code[1]) if code else None, message=message, **said
-    )  # fmt: skip
+    exit_code = int(code[1]) if code else None
+    return Status(state=State.FAILED, reason=reason, exit_code=exit_code, message=message, **said)
 
 
 class Poller:
@@ -145,5 +144,5 @@ def stop(aws: Aws, native: Native) -> None:
         aws.call("sagemaker", "stop_training_job", TrainingJobName=native.name)
     except Refused:
         made = describe(aws, native.name)
-        if made is not None and made["TrainingJobStatus"] in ("InProgress",):
+        if made is not None and made["TrainingJobStatus"] == "InProgress":
             raise

@@ -18,6 +18,7 @@ from ..store import own_wheel, snapshot
 from ..target import Found, Listed, Plan
 from . import limits, request, upload
 from .aws import Aws, Refused, split
+from .entry import digest_of
 from .native_id import Native
 from .options import SageMakerOptions
 from .status import describe
@@ -64,7 +65,7 @@ def _bring(
         wheel = own_wheel.write(Path(directory))
         digests = {}
         for path, name in ((upload.packed(tar), request.CODE), (wheel, wheel.name)):
-            digests[name] = upload.digest_of(path)
+            digests[name] = digest_of(str(path))
             key = upload.put_content(aws, root, path, digests[name], _told)
             upload.copy(aws, root, key, brought + name)
     entry = importlib.resources.files(__package__).joinpath(request.ENTRY).read_bytes()
@@ -141,7 +142,8 @@ def listed(aws: Aws) -> list[Listed]:
         if not _ID.match(job_id):
             continue
         tags = aws.call("sagemaker", "list_tags", ResourceArn=each["TrainingJobArn"])["Tags"]
-        if {"Key": request.JOB_ID, "Value": job_id} in tags:
-            native = str(_native(aws, each, job_id))
-            jobs.append(Listed(job_id=job_id, native_id=native, name=head, nodes=1, created_at=created))
+        made = describe(aws, each["TrainingJobName"])
+        if made is not None and {"Key": request.JOB_ID, "Value": job_id} in tags:
+            native, nodes = str(_native(aws, made, job_id)), int(made["ResourceConfig"].get("InstanceCount") or 1)
+            jobs.append(Listed(job_id=job_id, native_id=native, name=head, nodes=nodes, created_at=created))
     return jobs

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gzip
-import hashlib
 import os
 import shutil
 import time
@@ -42,14 +41,6 @@ def packed(tar: Path) -> Path:
     except OSError as error:
         raise atomic_files.refusal(error, str(path), "write") from error
     return path
-
-
-def digest_of(path: Path) -> str:
-    whole = hashlib.sha256()
-    with open(path, "rb") as file:
-        for data in iter(lambda: file.read(1 << 20), b""):
-            whole.update(data)
-    return whole.hexdigest()
 
 
 def put_content(aws: Aws, root: str, path: Path, digest: str, told: Callable[[int, int], None]) -> str:

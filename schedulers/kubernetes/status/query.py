@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -173,9 +172,9 @@ def _status(api: Api, native: Native, workload: Object, pods: list[Object]) -> S
 def _note_end(api: Api, native: Native, workload: Object, status: Status) -> None:
     """Keep with the job's object what only its pods say of a failure: they may be gone before it is. Not being allowed
     to costs no more than that."""
-    of_itself = job_states.status_of(workload, now=api.now())
-    known = dataclasses.replace(of_itself, observed_at=status.observed_at) == status
-    if status.state is not State.FAILED or known or api.identity in _may_not_note:
+    if status.state is not State.FAILED or api.identity in _may_not_note:
+        return
+    if job_states.status_of(workload, now=api.now()) == status:
         return
     note = json.dumps(status.to_json(), separators=(",", ":"))
     body = {"metadata": {"uid": workload["metadata"].get("uid"), "annotations": {names.END: note}}}

@@ -182,7 +182,7 @@ def test_arguments_and_variables_go_through_the_channel() -> None:
     ("instance_type", "count"),
     [
         ("ml.m5.xlarge", 0), ("ml.p4d.24xlarge", 8), ("ml.g5.12xlarge", 4), ("ml.g4dn.xlarge", 1), ("ml.p5.4xlarge", 1),
-        ("ml.p9.48xlarge", None), ("ml.g7e.2xlarge", None), ("local", None),
+        ("ml.p9.48xlarge", None), ("ml.g7e.2xlarge", None), ("ml.trn1.32xlarge", None), ("local", None),
     ],
 )  # fmt: skip
 def test_gpus_of_an_instance(instance_type: str, count: int | None) -> None:

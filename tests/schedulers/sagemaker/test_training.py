@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,8 @@ import schedulers
 from schedulers import Job, Reason, State
 from schedulers.config.named_targets import load_target
 from schedulers.errors import ConfigError, NotReady, SubmitError
+from schedulers.jobs.prune import prune
+from schedulers.sagemaker import upload
 from schedulers.store.store import Store
 from tests.clusters.sagemaker import SageMaker
 from tests.waiting import until
@@ -56,7 +59,9 @@ def test_digits_from_the_submit_to_the_fetched_model(sagemaker: SageMaker, home:
 
 def test_what_a_rank_is_given(sagemaker: SageMaker, submit: Submit) -> None:
     """Arguments and variables byte for byte, and what SageMaker's toolkit sets."""
-    words = ("007", "1.10", "-1", "", "a b", "a\nb", "--x", "--x", "$HOME", "*")
+    letters = random.Random(5)
+    strange = ["".join(letters.choices("ab-=$`'\"\\ \t\n\r;&|<>*?[]{}()!#~%é€\x01\x7f", k=12)) for _ in range(90)]
+    words = ("007", "1.10", "-1", "", "a b", "a\nb", "--x", "--x", "$HOME", "*", *strange)
     text = """\
 python3 -c 'import json, os, sys; print(json.dumps([sys.argv[1:], os.environ["LONG"], os.getcwd()]))' "$@"
 for name in RANK WORLD_SIZE SM_MODEL_DIR SM_OUTPUT_DATA_DIR SM_CHANNEL_CODE ACCEL_JOB_ID; do
@@ -75,6 +80,35 @@ done
             "SM_OUTPUT_DATA_DIR=/opt/ml/output/data\n", "SM_CHANNEL_CODE=/opt/ml/input/data/code\n",
             f"ACCEL_JOB_ID={job.id}\n",
         ]  # fmt: skip
+
+
+def test_secrets_are_read_in_the_container(sagemaker: SageMaker, submit: Submit) -> None:
+    """And are in no file that is sent, in no log and in no record."""
+    sagemaker.client("secretsmanager").create_secret(Name="login", SecretString='{"token": "hush-1"}')
+    sagemaker.client("ssm").put_parameter(Name="/team/key", Value="hush-2", Type="SecureString")
+    secrets = {"TOKEN": "secretsmanager:login#token", "KEY": "ssm:/team/key"}
+    job = submit('[ "$TOKEN $KEY" = "hush-1 hush-2" ] && echo right', secrets=secrets)
+    assert job.wait(120).state is State.SUCCEEDED, sagemaker.diagnose()
+    assert [text for _, _, text in printed(job)] == ["right\n"]
+    lacking = submit("true", secrets={"TOKEN": "ssm:/team/no-such"})
+    status = lacking.wait(120)
+    assert status.message.startswith("secret TOKEN: ssm:/team/no-such: "), status
+
+
+def test_prune_removes_what_only_the_job_needed(
+    sagemaker: SageMaker, submit: Submit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And uploads that nobody goes on with; what the job has left stays."""
+    job = submit("echo 1 > $SM_MODEL_DIR/weights")
+    assert job.wait(120).state is State.SUCCEEDED, sagemaker.diagnose()
+    s3 = sagemaker.client("s3")
+    s3.create_multipart_upload(Bucket=sagemaker.bucket, Key="team/accel/content/abc")
+    monkeypatch.setattr(upload, "_ORPHAN_S", -1.0)
+    assert prune(Store.default(), ids=[job.id]).left == ()
+    keys = [each["Key"] for each in s3.list_objects_v2(Bucket=sagemaker.bucket)["Contents"]]
+    assert not [key for key in keys if "/jobs/" in key]
+    assert [key for key in keys if key.endswith("/output/model.tar.gz")]
+    assert "Uploads" not in s3.list_multipart_uploads(Bucket=sagemaker.bucket)
 
 
 def test_the_first_error_is_the_job_s(sagemaker: SageMaker, submit: Submit) -> None:
@@ -170,7 +204,7 @@ def test_many_jobs_are_one_question(sagemaker: SageMaker, submit: Submit) -> Non
 @pytest.mark.parametrize(
     ("options", "broken", "said"),
     [
-        ({"role": "nobody"}, None, "role: there is no role nobody; deploy/sagemaker"),
+        ({"role": "nobody"}, None, "role: there is no role nobody; give the ARN of an execution role"),
         ({"s3_output_path": "s3://no-such-bucket"}, None, "there is no bucket no-such-bucket (s3_output_path)"),
         ({}, ("quota",), "ask for a higher quota"),
         ({}, ("CreateTrainingJob", "AccessDeniedException", "not authorized"), "AWS does not allow sagemaker:CreateT"),
@@ -216,8 +250,6 @@ schedulers.submit("sh", ["-c", "sha256sum data.bin"], entry="command", target="s
 
 def test_no_part_is_sent_twice(sagemaker: SageMaker, home: Path, project: Path) -> None:
     """By a client that was killed, and the one after it."""
-    import random
-
     (project / "data.bin").write_bytes(random.Random(3).randbytes(50 << 20))
     argv = [sys.executable, "-c", _CUT, repr(target_options(sagemaker))]
     assert subprocess.run(argv, cwd=project, timeout=120).returncode == -9
