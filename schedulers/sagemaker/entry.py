@@ -37,6 +37,8 @@ def main() -> int:
     root = os.environ.get("ACCEL_SM_ROOT") or "/opt/ml"
     brought = os.path.dirname(os.path.abspath(__file__))
     work = "/tmp/accel"
+    # The first process of a container ignores SIGTERM unless it handles it.
+    signal.signal(signal.SIGTERM, lambda received, _: sys.exit(128 + received))
     try:
         with open(os.path.join(brought, "job.json"), encoding="utf-8") as file:
             settings = json.load(file)

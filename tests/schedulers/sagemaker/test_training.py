@@ -141,6 +141,17 @@ def test_cancel_and_the_time_limit(sagemaker: SageMaker, submit: Submit) -> None
     cancelled.cancel()  # what is over stays as it is
 
 
+def test_a_job_that_is_still_being_set_up_is_stopped(sagemaker: SageMaker, submit: Submit) -> None:
+    """The first process of a container ignores SIGTERM unless it handles it."""
+    job = submit("true", options={"setup": [["sh", "-c", "echo setting up; sleep 600"]]})
+
+    def is_set_up() -> bool:
+        return "setting up\n" in [line.text for line in job.logs()]
+
+    until(is_set_up, "the setup has begun")
+    assert job.cancel().state is State.CANCELLED
+
+
 def test_an_interruption_is_another_attempt(sagemaker: SageMaker, submit: Submit) -> None:
     options = {"enable_managed_spot_training": True, "max_wait_time_in_seconds": 600}
     job = submit(
