@@ -13,6 +13,7 @@ from accel.errors import ArgumentError, one_of
 from accel.kwargs import KwargsHandler as KwargsHandler
 from accel.training.compile import TorchDynamoPlugin as TorchDynamoPlugin
 from accel.training.profiling import ProfileKwargs as ProfileKwargs
+from accel.world.project_root import under_root
 
 if TYPE_CHECKING:
     from accel.fp8_recipes import AORecipeKwargs as AORecipeKwargs
@@ -155,7 +156,8 @@ class ProjectConfiguration:
 
     With ``automatic_checkpoint_naming``, ``save_state()`` writes ``project_dir/checkpoints/checkpoint_<iteration>`` and
     keeps the newest ``total_limit`` of them. ``save_on_each_node``: the nodes share no file system, so that each one
-    keeps a whole copy.
+    keeps a whole copy. Where the environment variable ``ACCEL_PROJECT_ROOT`` is set, that is so for checkpoints, and
+    relative directories lie under it.
     """
 
     project_dir: str | None = None
@@ -172,9 +174,8 @@ class ProjectConfiguration:
 
     def set_directories(self, project_dir: str | None = None) -> None:
         """Set ``project_dir``, and ``logging_dir`` too where none was given."""
-        self.project_dir = project_dir
-        if self.logging_dir is None:
-            self.logging_dir = project_dir
+        self.project_dir = under_root(project_dir)
+        self.logging_dir = self.project_dir if self.logging_dir is None else under_root(self.logging_dir)
 
     @property
     def checkpoints(self) -> Path:

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from accel.checkpoint.all_ranks import together
 from accel.checkpoint.contents import Contents, Piece
 from accel.checkpoint.full_disk import reporting_full_disk
-from accel.checkpoint.save_load import save
+from accel.checkpoint.save_load import keeps, save
 from accel.checkpoint.weights import refuse_unsavable, save_weights
 from accel.checkpoint.writer import Checkpoints, logger
 from accel.errors import ArgumentError, CheckpointError, one_of
@@ -228,7 +228,7 @@ class CheckpointControl:
             if folder.is_file():
                 raise ArgumentError(f"save_model: {folder} is a file, and must be a directory")
             refuse_unsavable(state, max_shard_size, safe_serialization)
-            if self._checkpoints.keeper:
+            if keeps(self.state, self.project_configuration.save_on_each_node):
                 save_weights(state, folder, max_shard_size, safe_serialization)
 
         try:

@@ -22,9 +22,10 @@ _READERS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a checkpoint consists of, and how many processes wrote it."""
+    """What a checkpoint consists of, how many processes wrote it, and a word that all copies of one save have."""
 
     num_processes: int
+    save: str | None = None
     files: dict[str, Digest] = field(default_factory=dict)
 
 
@@ -33,6 +34,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     document: dict[str, Any] = {
         "schema": SCHEMA,
         "num_processes": manifest.num_processes,
+        "save": manifest.save,
         "files": {name: {"bytes": d.length, "crc32": d.crc32} for name, d in sorted(manifest.files.items())},
     }
     document["manifest_crc32"] = _own_checksum(document)
@@ -60,7 +62,7 @@ def read_manifest(folder: Path) -> Manifest | None:
         if document["manifest_crc32"] != _own_checksum(document):
             raise ValueError("its checksum differs")
         files = {name: Digest(entry["bytes"], entry["crc32"]) for name, entry in document["files"].items()}
-        return Manifest(num_processes=document["num_processes"], files=files)
+        return Manifest(num_processes=document["num_processes"], save=document.get("save"), files=files)
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -16,6 +16,11 @@ from accel.errors import ArgumentError, CheckpointError
 from accel.state import PartialState
 
 
+def keeps(state: PartialState, save_on_each_node: bool) -> bool:
+    """Whether this process writes what all have in common: one in the world, or one a node."""
+    return state.is_local_main_process if save_on_each_node else state.is_main_process
+
+
 def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
     """Write ``obj`` to the file ``f`` on the main process, with ``save_on_each_node`` on that of every node.
 
@@ -23,8 +28,7 @@ def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: 
     safetensors file, with a warning for names that share memory, of which it holds the first; else it is what
     `torch.save` makes of it. ``f`` may be an open file, which the latter writes to.
     """
-    state = PartialState()
-    if not (state.is_local_main_process if save_on_each_node else state.is_main_process):
+    if not keeps(PartialState(), save_on_each_node):
         return
     if hasattr(f, "write"):
         if safe_serialization:

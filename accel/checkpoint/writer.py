@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from accel.checkpoint import fence
 from accel.checkpoint.all_ranks import Result, side_group, together
@@ -15,14 +16,19 @@ from accel.checkpoint.directory import delete_given_up, leftovers, numbered, pub
 from accel.checkpoint.durable import Digest, fsync_directory, settle
 from accel.checkpoint.file_names import CHECKPOINT_PREFIX, MANIFEST, random_states_name
 from accel.checkpoint.full_disk import reporting_full_disk
-from accel.checkpoint.manifest import Manifest, damage, read_manifest, write_manifest
+from accel.checkpoint.manifest import Manifest, read_manifest, write_manifest
+from accel.checkpoint.node_copies import Copy, verified
+from accel.checkpoint.save_load import keeps
 from accel.checkpoint.staging import Staging
 from accel.errors import CheckpointError
 from accel.logging import get_logger
 from accel.plugins import ProjectConfiguration
 from accel.state import PartialState
+from accel.world import project_root
 
 logger = get_logger(__name__)
+
+_Publish: TypeAlias = Callable[[dict[str, Digest]], None]
 
 
 class Checkpoints:
@@ -35,16 +41,17 @@ class Checkpoints:
         self._staging: Staging | None = None
         self._group: Any = None
         self._last: Path | None = None  # the last checkpoint that this run has saved or loaded
+        self._passed_over: set[Path] = set()
 
     @property
     def keeper(self) -> bool:
         """Whether this process writes what all have in common: one in the world, or one a node."""
-        return self.state.is_local_main_process if self.config.save_on_each_node else self.state.is_main_process
+        return keeps(self.state, self.config.save_on_each_node or project_root.root() is not None)
 
     def next_place(self) -> Path:
         """Where the next automatically named checkpoint goes. Raises `CheckpointError` if something is there."""
         place = self.config.checkpoints / f"{CHECKPOINT_PREFIX}{self.config.iteration}"
-        if place.exists():
+        if project_root.own(place).exists() and place not in self._passed_over:
             raise CheckpointError(f"{place} exists: load_state() first to go on from it, or set save_iteration")
         return place
 
@@ -69,12 +76,14 @@ class Checkpoints:
         writers left of older ones.
         """
         self.wait()
-        place = place.resolve()
-        draft = Path(self._own(self._saving(place, lambda: self._start(place))))
+        place = project_root.own(place.resolve())
+        drafts = self._saving(place, lambda: self._start(place))
+        draft = Path(self._own(drafts))
+        publish = partial(self._publish, draft, place, str(drafts[0])[-8:], prune)
         if beside:
-            self._save_beside(draft, place, collect, prune)
+            self._save_beside(draft, place, collect, publish)
         else:
-            self._finish(draft, place, lambda: collect(draft), prune, None)
+            self._finish(draft, place, lambda: collect(draft), publish, None)
 
     def _saving(self, place: Path, action: Callable[[], Result], group: Any = None) -> list[Result]:
         """`together`, for a step of saving a checkpoint in ``place``."""
@@ -87,7 +96,9 @@ class Checkpoints:
         fence.check()  # before it deletes what looks like drafts that were given up
         return str(start_draft(place))
 
-    def _save_beside(self, draft: Path, place: Path, collect: Callable[[Path], Sequence[Piece]], prune: bool) -> None:
+    def _save_beside(
+        self, draft: Path, place: Path, collect: Callable[[Path], Sequence[Piece]], publish: _Publish
+    ) -> None:
         if self._group is None:
             self._group = side_group()
         if self._staging is None:
@@ -98,21 +109,23 @@ class Checkpoints:
         except BaseException:
             self._abandon(draft)
             raise
-        self._background.start(lambda: self._finish(draft, place, lambda: staged, prune, self._group))
+        self._background.start(lambda: self._finish(draft, place, lambda: staged, publish, self._group))
 
     def _copied(self, pieces: Sequence[Piece]) -> list[Piece]:
         assert self._staging is not None
         values = self._staging.copy([piece.value for piece in pieces])
         return [Piece(piece.name, piece.kind, value) for piece, value in zip(pieces, values, strict=True)]
 
-    def _finish(self, draft: Path, place: Path, pieces: Callable[[], Sequence[Piece]], prune: bool, group: Any) -> None:
+    def _finish(
+        self, draft: Path, place: Path, pieces: Callable[[], Sequence[Piece]], publish: _Publish, group: Any
+    ) -> None:
         """Write the files, agree that all are written, publish."""
         try:
             digests: dict[str, Digest] = {}
-            everyones = self._saving(place, lambda: {p.name: p.write(draft) for p in pieces()}, group)
+            everyones = self._saving(place, lambda: _written(draft, pieces), group)
             for written in (*everyones, everyones[self.state.process_index]):
                 digests.update(written)  # its own last: a node without the others' disks has files of its own
-            self._saving(place, lambda: self._publish(draft, place, digests, prune), group)
+            self._saving(place, lambda: publish(digests), group)
             self._last = place
         except BaseException:
             self._abandon(draft)
@@ -122,11 +135,11 @@ class Checkpoints:
         if self.keeper:
             shutil.rmtree(draft, ignore_errors=True)
 
-    def _own(self, drafts: list[str | None]) -> str:
-        """The draft of this process's node: that of the last keeper up to this rank."""
-        return next(draft for draft in reversed(drafts[: self.state.process_index + 1]) if draft is not None)
+    def _own(self, keepers: list[Result | None]) -> Result:
+        """What the keeper of this process's node said: the last keeper up to this rank."""
+        return next(said for said in reversed(keepers[: self.state.process_index + 1]) if said is not None)
 
-    def _publish(self, draft: Path, place: Path, digests: dict[str, Digest], prune: bool) -> None:
+    def _publish(self, draft: Path, place: Path, save: str, prune: bool, digests: dict[str, Digest]) -> None:
         if not self.keeper:
             return
         present = sorted(draft.rglob("*"))
@@ -135,7 +148,7 @@ class Checkpoints:
         for folder in present:
             if folder.is_dir():
                 fsync_directory(folder)
-        write_manifest(draft, Manifest(num_processes=self.state.num_processes, files=files))
+        write_manifest(draft, Manifest(num_processes=self.state.num_processes, save=save, files=files))
         fence.check()
         publish(draft, place)
         if not prune:
@@ -152,39 +165,54 @@ class Checkpoints:
         Raises `CheckpointError` naming the file that is missing or damaged.
         """
         self.wait()
-        found = together("loading a checkpoint", lambda: str(self._find(asked)) if self.keeper else None)
-        return Path(self._own(found))
-
-    def _find(self, asked: Path | None) -> Path:
         if asked is None:
             return self._newest()
-        place = asked.resolve()
+        copies = self._copies(lambda: self._find(asked))
+        problem = _disagreement(copies)
+        if problem is not None:
+            raise CheckpointError(f"loading a checkpoint: {problem}")
+        return Path(self._own(copies).folder)
+
+    def _copies(self, find: Callable[[], Result]) -> list[Result | None]:
+        """What ``find`` returns on each keeper, and None of the other processes, in rank order."""
+        return together("loading a checkpoint", lambda: find() if self.keeper else None)
+
+    def _find(self, asked: Path) -> Copy:
+        place = project_root.own(asked.resolve())
         done = recover(place)
         if done is not None:
             logger.warning(done)
-        if not place.is_dir():
+        copy = verified(asked.resolve(), self.state.num_processes)
+        folder = Path(copy.folder)
+        if not folder.is_dir():
             waiting = leftovers(place, "draft") + leftovers(place, "old")
             more = f" (only {waiting[0].name}, which is not whole)" if waiting else ""
-            raise CheckpointError(f"{asked} is not there{more}")
-        if read_manifest(place) is None:
-            logger.warning(f"{place} has no {MANIFEST}: it was not written by accel and cannot be verified")
-            return place
-        problem = damage(place)
-        if problem is not None:
-            raise CheckpointError(problem)
-        return place
+            raise CheckpointError(f"{asked if folder == asked.resolve() else folder} is not there{more}")
+        if copy.problem is not None and (folder / MANIFEST).exists():
+            raise CheckpointError(copy.problem)
+        if copy.problem is not None:
+            logger.warning(f"{folder} has no {MANIFEST}: it was not written by accel and cannot be verified")
+        return Copy(folder=copy.folder, save=copy.save)
 
     def _newest(self) -> Path:
+        """The newest checkpoint of which every node has a whole copy, of one save."""
+        checkpoints = self.config.checkpoints.resolve()
+        held = self._copies(
+            lambda: [number for number, _ in numbered(project_root.own(checkpoints), CHECKPOINT_PREFIX)]
+        )
         problems: list[str] = []
-        for _, folder in reversed(numbered(self.config.checkpoints, CHECKPOINT_PREFIX)):
-            problem = damage(folder)
+        for number in sorted({number for numbers in held for number in numbers or ()}, reverse=True):
+            place = self.config.checkpoints / f"{CHECKPOINT_PREFIX}{number}"
+            copies = self._copies(partial(verified, place.resolve(), self.state.num_processes))
+            problem = _disagreement(copies)
             if problem is None:
                 for told in problems:
                     logger.warning(f"passed over: {told}")
-                return folder
+                return Path(self._own(copies).folder)
             problems.append(problem)
+            self._passed_over.add(place)
         why = f": {'; '.join(problems)}" if problems else ""
-        raise CheckpointError(f"{self.config.checkpoints} holds no whole checkpoint{why}")
+        raise CheckpointError(f"loading a checkpoint: {self.config.checkpoints} holds no whole checkpoint{why}")
 
     def load(self, folder: Path, contents: Contents, **load_model_kwargs: Any) -> int:
         """Put back what ``folder`` holds; returns the step of the accumulation window.
@@ -204,6 +232,25 @@ class Checkpoints:
                 "random numbers, and what each process sees of an interrupted epoch, are not those of the saved run"
             )
         return steps[self.state.process_index] or steps[0]
+
+
+def _disagreement(copies: Sequence[Copy | None]) -> str | None:
+    """Why the nodes' copies are not one whole checkpoint, in one line; None where they are."""
+    found = [copy for copy in copies if copy is not None]
+    problem = next((copy.problem for copy in found if copy.problem is not None), None)
+    other = next((copy.folder for copy in found if copy.save != found[0].save), None)
+    if problem is None and other is not None:
+        problem = f"{other} and {found[0].folder} are of different saves"
+    return problem
+
+
+def _written(draft: Path, pieces: Callable[[], Sequence[Piece]]) -> dict[str, Digest]:
+    if not draft.is_dir():
+        raise CheckpointError(
+            f"{draft.parent} is not, on this node, the directory that it is for process 0: with "
+            "ProjectConfiguration(save_on_each_node=True) each node keeps a whole copy"
+        )
+    return {piece.name: piece.write(draft) for piece in pieces()}
 
 
 def _writers(folder: Path) -> int:

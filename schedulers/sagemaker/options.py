@@ -24,6 +24,8 @@ class SageMakerOptions:
     instance_type:    such as `ml.g5.12xlarge`; each node is one instance.
     s3_output_path:   where artefacts, and what accel brings, are kept; without it, the account's default bucket for
                       SageMaker, which must be there.
+    checkpoint_s3_uri: where AWS copies checkpoint_local_path to, and takes it from when the job starts; `{id}` in it is
+                      the job's id, and without it jobs go on from each other's checkpoints.
     input_data_config: further channels, with boto3's keys in snake case.
     metric_definitions: `{name, regex}` of lines of the log.
     requirements:     a file for pip in the code directory, installed in the container before the ranks start.

@@ -114,7 +114,9 @@ def build(spec: JobSpec, options: SageMakerOptions, job_id: str, account: Accoun
                 place = place.setdefault(key, {})
             place[path[-1]] = list(value) if isinstance(value, tuple) else value
     if options.checkpoint_s3_uri is not None:
-        made["CheckpointConfig"]["LocalPath"] = options.checkpoint_local_path
+        made["CheckpointConfig"] = {
+            "S3Uri": options.checkpoint_s3_uri.replace("{id}", job_id), "LocalPath": options.checkpoint_local_path
+        }  # fmt: skip
     return dict(_merged(made, options.patch))
 
 
@@ -139,7 +141,7 @@ def settings(spec: JobSpec, options: SageMakerOptions, job_id: str) -> dict[str,
         "launch": _launch(spec, options),
         "setup": [list(argv) for argv in (*options.setup, *spec.setup)],
         "requirements": options.requirements,
-        "environment": {"ACCEL_JOB_ID": job_id, **spec.env},
+        "environment": {"ACCEL_JOB_ID": job_id, "ACCEL_PROJECT_ROOT": options.checkpoint_local_path, **spec.env},
         "secrets": dict(spec.secrets),
         "workdir": spec.workdir,
         "grace_s": spec.grace_s,

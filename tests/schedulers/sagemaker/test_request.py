@@ -175,7 +175,8 @@ def test_arguments_and_variables_go_through_the_channel() -> None:
     assert launch[: launch.index("--")] == [
         "--num_processes", "1", "--cpu", "--max_restarts", "2", "--shutdown_timeout", "30", "--tee", "3",
     ]  # fmt: skip
-    assert again["environment"] == {"ACCEL_JOB_ID": JOB_ID, "LONG": "x" * 5000}
+    root = {"ACCEL_PROJECT_ROOT": "/opt/ml/checkpoints"}
+    assert again["environment"] == {"ACCEL_JOB_ID": JOB_ID, "LONG": "x" * 5000, **root}
 
 
 @pytest.mark.parametrize(
