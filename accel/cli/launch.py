@@ -65,6 +65,8 @@ def _launch(given: Mapping[str, Any], found: Mapping[str, Value], words: list[st
     if not options["quiet"]:
         for line in without_effect(given, options):
             say(f"accel launch: {line}")
+    if options["compute_environment"] == "AMAZON_SAGEMAKER":
+        return _on_sagemaker(found, options, words)
     try:
         return launch(options, Program.of(words, module=options["module"], command=options["no_python"]))
     except LaunchError as error:
@@ -72,6 +74,24 @@ def _launch(given: Mapping[str, Any], found: Mapping[str, Value], words: list[st
         if isinstance(error, CannotRun):
             return error.exit_code
         return exit_status.USAGE if isinstance(error, Refused) else exit_status.ERROR
+
+
+def _on_sagemaker(found: Mapping[str, Value], options: Mapping[str, Any], words: list[str]) -> int:
+    """Submits the job that the file describes, and follows it to its end. Returns its exit code."""
+    from . import sagemaker_file, submit
+    from .argv import UsageError
+    from .output import note
+
+    entry = ["-m"] if options["module"] else ["--no-python"] if options["no_python"] else []
+    settings, warnings = sagemaker_file.use_keys(found)
+    carried = sagemaker_file.carry(_COMMAND, settings, "" if entry else words[0])
+    for line in (*warnings, *carried.notes):
+        note(line)
+    restarts = ["--max-restarts", str(options["max_restarts"] or 0)]
+    try:
+        return submit.run_argv(["--follow", *restarts, *entry, "--", *words], carried)
+    except UsageError as error:
+        raise UsageError(_COMMAND, str(error)) from None
 
 
 def _located(message: str, found: Mapping[str, Value]) -> str:
@@ -102,7 +122,7 @@ def resolved(
 
     file = _file(given, command)
     try:
-        found = resolve(given, env, file.entries, file.where, _nodes(env))
+        found = resolve(given, env, file.entries, file.where, None if _is_for_sagemaker(file) else _nodes(env))
     except BadValue as error:
         raise UsageError(command, str(error)) from None
     entry = file.entries.get("num_processes")
@@ -123,6 +143,12 @@ def _file(given: Mapping[str, Any], command: str) -> Any:
     if path is None and (given.get("cpu") or not os.path.isfile(default_path())):
         return nothing(command)
     return read_file(command, path or default_path())
+
+
+def _is_for_sagemaker(file: Any) -> bool:
+    """Return True for a file whose machines are SageMaker's, whatever scheduler has placed this process."""
+    place = file.entries.get("compute_environment")
+    return place is not None and place.value == "AMAZON_SAGEMAKER"
 
 
 def _nodes(env: Mapping[str, str]) -> Nodes | None:

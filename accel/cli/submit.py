@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from schedulers.jobs.handle import Job
     from schedulers.target import Plan
 
+    from .submit_settings import Carried
+
 USAGE = """accel submit [OPTIONS] SCRIPT [ARGUMENTS]
        accel submit [OPTIONS] -m MODULE [ARGUMENTS]
        accel submit [OPTIONS] --no-python COMMAND [ARGUMENTS]"""
@@ -43,8 +45,11 @@ All that follows the script belongs to the script. --follow exits with the job's
 DRY_RUN_ID = "dry-run"
 
 
-def run_argv(argv: Sequence[str]) -> int:
-    """Reads the options before the script, and does what they say with the rest of the line."""
+def run_argv(argv: Sequence[str], carried: Carried | None = None) -> int:
+    """Reads the options before the script, and does what they say with the rest of the line.
+
+    carried: what `accel launch` has read from a configuration file.
+    """
     from . import COMMANDS
     from .parser import Parser
     from .submit_options import add_arguments
@@ -55,7 +60,7 @@ def run_argv(argv: Sequence[str]) -> int:
     args, program = parser.read_before_script(argv)
     if args.dry_run and args.follow:
         raise UsageError(parser.prog, "--dry-run runs nothing that --follow could follow: keep one")
-    spec = build_spec(args, program)
+    spec = build_spec(args, program, carried)
     jobs = build_sweep(args, spec)
     if jobs:
         return _show_plans(jobs, args) if args.dry_run else _submit_sweep(jobs, args)

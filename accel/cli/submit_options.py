@@ -41,7 +41,7 @@ def _what_to_run(group: Group) -> None:
 
 
 def _where(group: Group) -> None:
-    group.add_argument("--target", default="local", help="a name in accel.yaml, or a kind of target (default: local)")
+    group.add_argument("--target", help="a name in accel.yaml, or a kind of target (default: local)")
     nodes = "machines (default: 1, or as --hosts, --hostfile or --config_file says); 2:8 for a world that may grow"
     group.add_argument("--nodes", type=option_values.nodes, metavar="N", help=nodes)
     group.add_argument("--procs-per-node", **_COUNT, help="processes on each (default: one per GPU, or one)")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .argv import UsageError
@@ -23,6 +24,7 @@ class Carried(NamedTuple):
     nodes:                how many there are: at least, and at most if that is another number.
     procs_per_node, gpus: of each node.
     notes:                what the job does not take from it, a line each.
+    kind:                 the one kind of target that it is for, and what else that is given.
     """
 
     env: dict[str, str]
@@ -30,10 +32,17 @@ class Carried(NamedTuple):
     procs_per_node: int | None = None
     gpus: int | None = None
     notes: tuple[str, ...] = ()
+    kind: str | None = None
+    name: str | None = None
+    time_limit_s: float | None = None
+    options: Mapping[str, Any] = MappingProxyType({})
 
 
-def of_file(path: str) -> Carried:
-    """Raises UsageError for a file that is wrong, and for one of which a job can make nothing."""
+def of_file(path: str, script: str = "") -> Carried:
+    """The settings of a file; `script` is the program.
+
+    Raises UsageError for a file that is wrong, and for one of which a job can make nothing.
+    """
     from accel.settings.contradictions import contradictions
     from accel.settings.precedence import resolve
 
@@ -46,22 +55,24 @@ def of_file(path: str) -> Carried:
     if wrong:
         raise UsageError(_COMMAND, wrong)
     if options["compute_environment"] != "LOCAL_MACHINE":
-        raise UsageError(_COMMAND, f"{path} is for SageMaker: accel launch --config_file {path} SCRIPT starts it there")
+        from .sagemaker_file import carry
+
+        return carry(_COMMAND, found, script)
     for name, what in _ELSEWHERE.items():
         if options[name]:
             raise UsageError(_COMMAND, f"{path} is for {what}: accel launch --config_file {path} SCRIPT starts it")
-    low, high = _machines(path, options)
-    processes = _processes(path, options, low)
+    low, high = machines(path, options)
+    per_node = processes(path, options, low)
     return Carried(
-        env=_variables(options),
+        env=launch_variables(options),
         nodes=(low, high if high != low else None) if found["num_machines"].layer == "file" else None,
-        procs_per_node=processes,
-        gpus=processes if options["multi_gpu"] else None,
+        procs_per_node=per_node,
+        gpus=per_node if options["multi_gpu"] else None,
         notes=tuple(_left_out(found)),
     )
 
 
-def _variables(options: Mapping[str, Any]) -> dict[str, str]:
+def launch_variables(options: Mapping[str, Any]) -> dict[str, str]:
     """Those of a worker, in the form in which a launch reads them."""
     from accel.settings import BY_NAME
     from accel.settings.env_variables import variables
@@ -77,23 +88,23 @@ def _variables(options: Mapping[str, Any]) -> dict[str, str]:
     return env
 
 
-def _machines(path: str, options: Mapping[str, Any]) -> tuple[int, int]:
+def machines(path: str, options: Mapping[str, Any], command: str = _COMMAND) -> tuple[int, int]:
     from accel.launch.errors import Refused
     from accel.launch.machines import machine_range
 
     try:
         return machine_range(str(options["num_machines"] or 1))
     except Refused as error:
-        raise UsageError(_COMMAND, f"{path}: {error}") from None
+        raise UsageError(command, f"{path}: {error}") from None
 
 
-def _processes(path: str, options: Mapping[str, Any], machines: int) -> int | None:
+def processes(path: str, options: Mapping[str, Any], nodes: int, command: str = _COMMAND) -> int | None:
     total = options["num_processes"]
     if not total:
         return None
-    if total % machines:
-        raise UsageError(_COMMAND, f"{path}: num_processes ({total}) is not divisible by num_machines ({machines})")
-    return int(total) // machines
+    if total % nodes:
+        raise UsageError(command, f"{path}: num_processes ({total}) is not divisible by num_machines ({nodes})")
+    return int(total) // nodes
 
 
 def _left_out(found: Mapping[str, Value]) -> Iterator[str]:

@@ -17,8 +17,11 @@ if TYPE_CHECKING:
     from .submit_settings import Carried
 
 
-def build_spec(args: Namespace, program: Sequence[str]) -> JobSpec:
-    """The job that the command line describes. Raises UsageError or SpecError; looks at files, changes none."""
+def build_spec(args: Namespace, program: Sequence[str], carried: Carried | None = None) -> JobSpec:
+    """The job that the command line describes, with what a configuration file says. Sets `args.target`.
+
+    Raises UsageError or SpecError; looks at files, changes none.
+    """
     from schedulers.job import JobSpec, Resources, Retry
     from schedulers.jobs.submit import default_name, places
 
@@ -30,13 +33,15 @@ def build_spec(args: Namespace, program: Sequence[str]) -> JobSpec:
         raise UsageError("accel submit", f"--code: no directory {code}")
     if entry == "script":
         _check_script(program[0], os.path.join(code, workdir))
-    carried = _carried(args)
+    if carried is None:
+        carried = _carried(args, program[0] if entry == "script" and args.code is None else "")
+    args.target = _target(args, carried)
     nodes = _nodes(args, carried)
     gpus = carried.gpus if args.gpus is None else args.gpus
     return JobSpec(
         argv=tuple(program),
         entry=entry,
-        name=default_name(program[0], entry) if args.name is None else args.name,
+        name=(carried.name or default_name(program[0], entry)) if args.name is None else args.name,
         nodes=nodes[0],
         max_nodes=nodes[1],
         procs_per_node=args.procs_per_node or carried.procs_per_node,
@@ -47,24 +52,37 @@ def build_spec(args: Namespace, program: Sequence[str]) -> JobSpec:
         code=code,
         workdir=workdir,
         setup=tuple(args.setup),
-        time_limit_s=args.time_limit,
+        time_limit_s=carried.time_limit_s if args.time_limit is None else args.time_limit,
         grace_s=args.grace,
         retry=Retry(max_restarts=args.max_restarts),
         after=tuple(args.after),
-        options=_target_options(args),
+        options={**carried.options, **_target_options(args)},
     )
 
 
-def _carried(args: Namespace) -> Carried:
+def _carried(args: Namespace, script: str) -> Carried:
     from . import submit_settings
     from .output import note
 
     if args.config_file is None:
         return submit_settings.Carried({})
-    carried = submit_settings.of_file(args.config_file)
+    carried = submit_settings.of_file(args.config_file, script)
     for line in carried.notes:
         note(line)
     return carried
+
+
+def _target(args: Namespace, carried: Carried) -> str:
+    """The target's name: the one given, else the kind that the file is for. Raises UsageError where they differ."""
+    if args.target is None or carried.kind is None:
+        return str(args.target or carried.kind or "local")
+    from schedulers.config.named_targets import known_targets
+
+    kind = next((one.kind for one in known_targets() if one.name == args.target), carried.kind)
+    if kind != carried.kind:
+        problem = f"is for a {carried.kind} target, and {args.target} is of kind {kind}"
+        raise UsageError("accel submit", f"--config_file {args.config_file} {problem}")
+    return str(args.target)
 
 
 def build_sweep(args: Namespace, spec: JobSpec) -> list[JobSpec]:

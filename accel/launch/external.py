@@ -1,4 +1,4 @@
-"""Launches that another program makes: DeepSpeed's launcher, mpirun, a TPU's runtime, SageMaker.
+"""Launches that another program makes: DeepSpeed's launcher, mpirun, a TPU's runtime.
 
 Each becomes a program of its own, with the environment and the command line that Accelerate would give it; the scripts
 are Accelerate's (or `--compat`'s), whose runtime reads that environment. What has no launcher of its own (FSDP,
@@ -44,10 +44,6 @@ def launch(options: Mapping[str, Any], program: Program) -> int:
     if _is_for_pod(options):
         return _run_on_pod(options, program)
     refuse_missing(options)
-    if _is_for_sagemaker(options):
-        from .sagemaker import submit
-
-        return submit(options, program)
     run = planned(options, program)
     if options["use_deepspeed"] and _has_own_launcher(options, run):
         return _run_deepspeed(options, program, run)
@@ -58,15 +54,11 @@ def launch(options: Mapping[str, Any], program: Program) -> int:
 
 def starts_here(options: Mapping[str, Any]) -> bool:
     """Whether the launch begins on this machine, and not on a pod's hosts or SageMaker's."""
-    return not (_is_for_pod(options) or _is_for_sagemaker(options))
+    return not (_is_for_pod(options) or options["compute_environment"] == "AMAZON_SAGEMAKER")
 
 
 def _is_for_pod(options: Mapping[str, Any]) -> bool:
     return bool(options["tpu"] and options["tpu_use_cluster"] and not options["no_tpu_cluster"])
-
-
-def _is_for_sagemaker(options: Mapping[str, Any]) -> bool:
-    return bool(options["compute_environment"] == "AMAZON_SAGEMAKER")
 
 
 def planned(options: Mapping[str, Any], program: Program, env: Mapping[str, str] = os.environ) -> Launch:
@@ -109,8 +101,6 @@ def refuse_missing(options: Mapping[str, Any]) -> None:
     for name, (package, shown, remedy) in _NEEDS.items():
         if options[name]:
             _need(package, f"--{name}", shown, remedy)
-    if _is_for_sagemaker(options):
-        _need("sagemaker", "compute_environment: AMAZON_SAGEMAKER", "the SageMaker SDK", _EXTRA.format("sagemaker"))
 
 
 def _need(package: str, asked: str, shown: str, remedy: str) -> None:

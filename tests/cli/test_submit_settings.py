@@ -53,7 +53,6 @@ def test_a_launch_reads_back_what_the_file_says(text: str, tmp_path: Path) -> No
     [
         ("num_proceses: 1", "c.yaml:1: unknown setting 'num_proceses'; did you mean 'num_processes'?"),
         ("use_cpu: true\ndistributed_type: MULTI_GPU", "--cpu (c.yaml:1) and --multi_gpu (c.yaml:2) contradict"),
-        ("{compute_environment: AMAZON_SAGEMAKER, ec2_instance_type: t, iam_role_name: r}", "c.yaml is for SageMaker"),
         ("{distributed_type: XLA, num_processes: 8}", "c.yaml is for a TPU: accel launch --config_file c.yaml"),
         ("{num_machines: two}", "c.yaml: --num_machines 'two': it must be a number from 1 on, or MIN:MAX"),
         (

@@ -21,7 +21,6 @@ _ONLY_SET = (
     ),
     "accel/cli/submit_settings.py",
     "accel/launch/external.py",
-    "accel/launch/sagemaker.py",
 )
 _SOURCES = [
     path

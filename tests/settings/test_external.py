@@ -240,75 +240,7 @@ def test_a_pod_that_cannot_be_reached(machine: Machine, text: str, code: int, sa
     assert f"accel launch: {said}" in done.stderr
 
 
-def test_a_newer_sdk_of_sagemaker(machine: Machine) -> None:
-    machine.package("sagemaker")
-    (machine.here / "c.yaml").write_text(SAGEMAKER)
-    (machine.here / "inputs.tsv").write_text("channel_name\tdata_location\n")
-    done = machine.launch("--config_file", "c.yaml", "train.py", "--lr", "1")
-    assert done.returncode == 1
-    assert done.stderr.endswith("needs version 2 of the SageMaker SDK: pip install 'sagemaker<3'\n")
-    assert done.stderr.count("\n") == 1
-
-
-ESTIMATOR = """
-import json, os
-class HuggingFace:
-    model_data = "s3://model"
-    def __init__(self, **given):
-        self.given = given
-    def fit(self, inputs):
-        print(json.dumps([self.given, inputs, os.environ["AWS_PROFILE"], os.environ["AWS_DEFAULT_REGION"]]))
-"""
-SAGEMAKER = """
-compute_environment: AMAZON_SAGEMAKER
-distributed_type: DATA_PARALLEL
-ec2_instance_type: ml.p4d.24xlarge
-iam_role_name: role
-mixed_precision: fp16
-num_machines: 2
-profile: me
-region: eu-west-1
-sagemaker_inputs_file: inputs.tsv
-additional_args: {max_run: 60}
-"""
-
-
-def test_sagemaker(machine: Machine) -> None:
-    machine.package("sagemaker.huggingface", ESTIMATOR)
-    (machine.here / "c.yaml").write_text(SAGEMAKER)
-    (machine.here / "inputs.tsv").write_text("channel_name\tdata_location\ntrain\ts3://data\n")
-    done = machine.launch("--config_file", "c.yaml", "train.py", "--lr", "1e-3", "--epochs=2", "--fast", "True")
-    assert done.returncode == 0, done.stderr
-    given, inputs, profile, region = json.loads(done.stdout.splitlines()[0])
-    assert (inputs, profile, region) == ({"train": "s3://data"}, "me", "eu-west-1")
-    assert given["hyperparameters"] == {"lr": 0.001, "epochs": 2, "fast": True}
-    assert given["distribution"] == {"smdistributed": {"dataparallel": {"enabled": True}}}
-    assert (given["instance_count"], given["max_run"], given["entry_point"]) == (2, 60, "train.py")
-    assert given["environment"]["ACCELERATE_USE_SAGEMAKER"] == "true"
-    assert given["environment"]["ACCELERATE_MIXED_PRECISION"] == "fp16"
-
-
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("train.py --fast", "SageMaker takes no option without a value: --fast"),
-        ("train.py x", "SageMaker takes --name value, not 'x'"),
-        ("-m train", "SageMaker runs a Python script, not 'train'"),
-    ],
-)
-def test_what_sagemaker_cannot_run(machine: Machine, line: str, said: str) -> None:
-    machine.package("sagemaker.huggingface", ESTIMATOR)
-    (machine.here / "c.yaml").write_text(SAGEMAKER)
-    done = machine.launch("--config_file", "c.yaml", *line.split())
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
-    assert said in done.stderr
-
-
 def test_a_package_that_is_missing(machine: Machine) -> None:
     done = machine.launch("--use_deepspeed", "train.py")
     assert done.returncode == 1
     assert "pip install 'accel-launch[deepspeed]'" in done.stderr
-    (machine.here / "c.yaml").write_text(SAGEMAKER)
-    done = machine.launch("--config_file", "c.yaml", "train.py")
-    assert "compute_environment: AMAZON_SAGEMAKER: the SageMaker SDK is not installed" in done.stderr

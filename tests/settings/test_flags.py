@@ -12,7 +12,6 @@ import pytest
 import accel.launch.run
 from accel.launch import external
 from accel.launch.devices import only_cpu
-from accel.launch.sagemaker import credentials
 from accel.launch.worker import Program
 
 from .lines import SCRIPT, options, planned
@@ -250,12 +249,3 @@ def test_accelerates_launcher_makes_no_cpu_of_fsdp(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(accel.launch.run, "find", lambda env: only_cpu())
     assert "ACCELERATE_USE_CPU" not in planned("--use_fsdp").env
     assert planned("--use_fsdp").env["FSDP_VERSION"] == "1"
-
-
-def test_the_keys_of_aws_go_to_its_sdk() -> None:
-    found = options("--aws_access_key_id", "A", "--aws_secret_access_key", "S")
-    assert credentials(found) == {
-        "AWS_ACCESS_KEY_ID": "A",
-        "AWS_SECRET_ACCESS_KEY": "S",
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }

@@ -1,0 +1,187 @@
+"""Accelerate's configuration file for SageMaker, as a job of a `sagemaker` target."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from .argv import UsageError
+
+if TYPE_CHECKING:
+    from accel.settings.precedence import Value
+
+    from .submit_settings import Carried
+
+_KEYS = ("aws_access_key_id", "aws_secret_access_key")
+# Arguments of SDK 2's estimators -> the settings of the file that they overrule.
+_SETTINGS = {
+    "base_job_name": "base_job_name", "image_uri": "image_uri", "instance_count": "num_machines",
+    "instance_type": "ec2_instance_type", "py_version": "py_version", "pytorch_version": "pytorch_version",
+    "role": "iam_role_name", "transformers_version": "transformers_version",
+}  # fmt: skip
+# -> options of the target.
+_OPTIONS = {
+    "checkpoint_local_path": "checkpoint_local_path",
+    "checkpoint_s3_uri": "checkpoint_s3_uri",
+    "enable_network_isolation": "enable_network_isolation",
+    "enable_remote_debug": "enable_remote_debug",
+    "encrypt_inter_container_traffic": "enable_inter_container_traffic_encryption",
+    "keep_alive_period_in_seconds": "keep_alive_period_in_seconds",
+    "max_retry_attempts": "maximum_retry_attempts",
+    "max_wait": "max_wait_time_in_seconds",
+    "output_kms_key": "output_kms_key_id",
+    "output_path": "s3_output_path",
+    "security_group_ids": "security_group_ids",
+    "subnets": "subnets",
+    "training_plan": "training_plan_arn",
+    "use_spot_instances": "enable_managed_spot_training",
+    "volume_kms_key": "volume_kms_key_id",
+    "volume_size": "volume_size_in_gb",
+}
+# -> options, or fields of `Carried`, whose values have another form.
+_CONVERTED: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
+    "disable_output_compression": ("output_compression_type", lambda value: "NONE" if value else "GZIP"),
+    "environment": ("env", lambda value: {str(name): str(text) for name, text in value.items()}),
+    "max_run": ("time_limit_s", float),
+    "metric_definitions": ("metric_definitions", lambda value: [_metric(one["Name"], one["Regex"]) for one in value]),
+    "tags": ("tags", lambda value: value if isinstance(value, dict) else {one["Key"]: one["Value"] for one in value}),
+}
+
+
+def carry(command: str, found: Mapping[str, Value], script: str = "") -> Carried:
+    """The job that the settings of a SageMaker file describe: its options lie over those of the target.
+
+    script: the program, where a requirements.txt beside it is installed, as SageMaker's estimators do.
+
+    Raises UsageError, which names the line of the file.
+    """
+    from . import submit_settings
+
+    values = {name: value.value for name, value in found.items()}
+    made = _from_arguments(command, found, values)
+    for name in ("ec2_instance_type", "iam_role_name"):
+        if not values[name]:
+            raise UsageError(command, f"{found['compute_environment'].source}: SageMaker needs {name} in this file")
+    kind, where = values["distributed_type"] or "NO", found["distributed_type"].source
+    if kind == "MODEL_PARALLEL":
+        raise UsageError(command, f"{where}: distributed_type MODEL_PARALLEL: SageMaker's library is not supported: "
+                         "give DATA_PARALLEL, or shard with FSDP (accel submit --target NAME)")  # fmt: skip
+    notes = []
+    if kind == "DATA_PARALLEL":
+        notes.append(f"warning: {where}: distributed_type DATA_PARALLEL runs as DDP, without SageMaker's own library")
+    image, older = _image(found, values)
+    env, time_limit_s = made.pop("env", {}), made.pop("time_limit_s", None)
+    made["metric_definitions"] = made.get("metric_definitions", []) + [
+        _metric(*row) for _, row in _rows(command, values["sagemaker_metrics_file"], found["sagemaker_metrics_file"])
+    ]
+    made["input_data_config"] = _channels(command, values["sagemaker_inputs_file"], found["sagemaker_inputs_file"])
+    requirements = os.path.join(os.path.dirname(script), "requirements.txt")
+    if script and not os.path.isabs(script) and os.path.isfile(requirements):
+        made["requirements"] = requirements
+    given = {"role": values["iam_role_name"], "instance_type": values["ec2_instance_type"], "image": image}
+    given |= {"profile": values["profile"], "region": values["region"], "cpu": values["cpu"] or None}
+    low, high = submit_settings.machines(found["compute_environment"].source, values, command)
+    processes = submit_settings.processes(found["compute_environment"].source, values, low, command)
+    return submit_settings.Carried(
+        env=submit_settings.launch_variables(values) | env,
+        nodes=(low, high if high != low else None),
+        procs_per_node=1 if kind == "NO" and not processes else processes,
+        notes=(*notes, *older),
+        kind="sagemaker",
+        name=values["base_job_name"],
+        time_limit_s=time_limit_s,
+        options={name: value for name, value in {**given, **made}.items() if value not in (None, [])},
+    )
+
+
+def use_keys(found: Mapping[str, Value]) -> tuple[dict[str, Value], list[str]]:
+    """Put keys that the command line gives into this process's environment, and there only: they go before a profile.
+
+    Returns the settings without that profile, and a warning.
+    """
+    given = [name for name in _KEYS if found[name].layer == "flag"]
+    if not given:
+        return dict(found), []
+    os.environ.update({name.upper(): str(found[name].value) for name in given})
+    warning = (
+        f"warning: --{given[0]}: other users see it in the list of processes, and it holds for this process only: "
+        "leave keys to AWS's credential chain (aws configure, aws sso login, AWS_PROFILE, AWS_ACCESS_KEY_ID)"
+    )
+    return {**found, "profile": found["profile"]._replace(value=None)}, [warning]
+
+
+def _from_arguments(command: str, found: Mapping[str, Value], values: dict[str, Any]) -> dict[str, Any]:
+    """The options out of `additional_args`; those that are settings of the file are changed in `values`."""
+    made: dict[str, Any] = {}
+    for name, value in (values["additional_args"] or {}).items():
+        where = f"{found['additional_args'].source}: additional_args: {name}"
+        if name in _SETTINGS:
+            values[_SETTINGS[name]] = value
+        elif name in _OPTIONS:
+            made[_OPTIONS[name]] = value
+        elif name in _CONVERTED:
+            option, convert = _CONVERTED[name]
+            try:
+                made[option] = convert(value)
+            except (AttributeError, KeyError, TypeError, ValueError):
+                raise UsageError(command, f"{where}: not a value of SageMaker's estimators: {value!r}") from None
+        else:
+            from accel.errors import nearest
+
+            known = sorted({**_SETTINGS, **_OPTIONS, **_CONVERTED})
+            problem = f"not taken over{nearest(str(name), known)} (taken over: {', '.join(known)})"
+            raise UsageError(command, f"{where}: {problem}")
+    return made
+
+
+def _image(found: Mapping[str, Value], values: Mapping[str, Any]) -> tuple[str, list[str]]:
+    """The image, and a warning where it is not of the version that the file names."""
+    from schedulers.sagemaker import images
+
+    version = str(values["pytorch_version"])
+    if values["image_uri"]:
+        return str(values["image_uri"]), []
+    if any(known in (version, f"{version}.0") or known.rpartition(".")[0] == version for known in images.VERSIONS):
+        return f"pytorch:{version}", []
+    asked = f"pytorch_version {version}, py_version {values['py_version']}"
+    runs = f"pytorch:{images.NEWEST} ({images.VERSIONS[images.NEWEST]})"
+    remedy = "name packages in requirements.txt, or give image_uri"
+    warning = f"warning: {found['pytorch_version'].source}: {asked}: not an image that accel runs on; it is {runs}"
+    return f"pytorch:{images.NEWEST}", [f"{warning}, without Transformers: {remedy}"]
+
+
+def _metric(name: Any, regex: Any) -> dict[str, str]:
+    return {"name": str(name), "regex": str(regex)}
+
+
+def _channels(command: str, path: str | None, value: Value) -> list[dict[str, Any]]:
+    channels = []
+    for where, (name, uri) in _rows(command, path, value):
+        if name == "code" or not uri.startswith("s3://"):
+            problem = "accel's own channel: take another name" if name == "code" else f"not an s3:// location: {uri!r}"
+            raise UsageError(command, f"{where}: channel {name}: {problem}")
+        source = {"s3_data_type": "S3Prefix", "s3_uri": uri, "s3_data_distribution_type": "FullyReplicated"}
+        channels.append({"channel_name": name, "data_source": {"s3_data_source": source}})
+    return channels
+
+
+def _rows(command: str, path: str | None, value: Value) -> list[tuple[str, tuple[str, str]]]:
+    """The rows of a file of two columns with a tab between them, after its heading, each with its place."""
+    if not path:
+        return []
+    try:
+        with open(path, encoding="utf-8") as file:
+            lines = file.read().splitlines()[1:]
+    except (OSError, ValueError) as error:
+        problem = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise UsageError(command, f"{value.source}: cannot read {path}: {problem}") from None
+    rows = []
+    for number, line in enumerate(lines, start=2):
+        name, tab, rest = line.partition("\t")
+        if not line.strip():
+            continue
+        if not (tab and name.strip() and rest.strip()):
+            raise UsageError(command, f"{path}:{number}: expects two columns with a tab between them, not {line!r}")
+        rows.append((f"{path}:{number}", (name.strip(), rest.strip())))
+    return rows
