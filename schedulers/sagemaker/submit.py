@@ -38,8 +38,8 @@ def submit(aws: Aws, spec: JobSpec, options: SageMakerOptions, job_id: str, home
     stamped = request.stamped(made, settings)
     found = _earlier(aws, stamped)
     if found is None:
-        _bring(aws, options, account, job_id, snapshot.pack(Path(spec.code), home).path, settings)
         try:
+            _bring(aws, options, account, job_id, snapshot.pack(Path(spec.code), home).path, settings)
             aws.call("sagemaker", "create_training_job", **stamped)
         except Refused as error:
             if error.code != "ResourceInUse":

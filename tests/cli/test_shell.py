@@ -51,7 +51,7 @@ def test_a_target_without_shells_names_those_that_have_them(accel: Accel) -> Non
         time.sleep(0.05)
     done = accel.finish("shell", job)
     assert (done.returncode, done.stdout) == (exit_status.USAGE, b"")
-    assert done.stderr == b"accel shell: target local (local) opens no shells (kinds that do: kubernetes)\n"
+    assert done.stderr == b"accel shell: target local (local) opens no shells (kinds that do: kubernetes, sagemaker)\n"
     accel("cancel", job)
     done = accel.finish("shell", job, "--", "ls", "-l")
     assert done.stderr.decode() == f"accel shell: job {job} has ended (cancelled); a shell needs a running job\n"

@@ -211,6 +211,8 @@ class Endpoint:
                 raise failures.pop(0)
             if call.service == "sagemaker":
                 return _reply(start_response, 200, _JSON, json.dumps(self._sagemaker(call)).encode())
+            if call.operation == "StartSession":
+                return _reply(start_response, 200, _JSON, json.dumps(self._start_session(call)).encode())
             if call.operation == "SimulatePrincipalPolicy":
                 return _reply(start_response, 200, "text/xml", self._simulate(call).encode())
         except Refused as error:
@@ -235,6 +237,21 @@ class Endpoint:
         decisions = {action: "implicitDeny" if action in self._denied else "allowed" for action in actions}
         results = [_DECISION.format(action=action, decision=decision) for action, decision in decisions.items()]
         return _SIMULATED.format(results="".join(results))
+
+    def _start_session(self, call: Call) -> dict[str, Any]:
+        """A session in a container. Refused, in Session Manager's words, where no agent runs."""
+        check_request(call.operation, call.request, "ssm")
+        kind, _, place = call.request["Target"].partition(":")
+        name, _, host = place.rpartition("_")
+        job = self.jobs.get((call.region, name))
+        hosts = [instance.host for instance in job.instances] if job is not None and job.secondary == "Training" else []
+        debugged = job is not None and job.request.get("RemoteDebugConfig", {}).get("EnableRemoteDebug")
+        if kind != "sagemaker-training-job" or not debugged or host not in hosts:
+            raise Refused("TargetNotConnected", f"{call.request['Target']} is not connected.")
+        stream = f"wss://ssmmessages.{call.region}.amazonaws.com/v1/data-channel/launcher-1?role=publish_subscribe"
+        reply = {"SessionId": "launcher-1", "TokenValue": "a-token", "StreamUrl": stream}
+        check_reply(call.operation, reply, "ssm")
+        return reply
 
     # SageMaker.
 

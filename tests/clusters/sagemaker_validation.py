@@ -33,9 +33,9 @@ def service_model(service: str) -> Any:
     return package("botocore.session").get_session().get_service_model(service)
 
 
-def check_request(operation: str, request: Mapping[str, Any]) -> None:
+def check_request(operation: str, request: Mapping[str, Any], service: str = "sagemaker") -> None:
     """Raise Refused where a parameter breaks the model, or two of them do not go together."""
-    shape = service_model("sagemaker").operation_model(operation).input_shape
+    shape = service_model(service).operation_model(operation).input_shape
     problems = list(_problems(shape, request, ""))
     if problems:
         count = "1 validation error" if len(problems) == 1 else f"{len(problems)} validation errors"
@@ -48,9 +48,9 @@ def check_request(operation: str, request: Mapping[str, Any]) -> None:
             raise not_valid(message)
 
 
-def check_reply(operation: str, reply: Mapping[str, Any]) -> None:
+def check_reply(operation: str, reply: Mapping[str, Any], service: str = "sagemaker") -> None:
     """Raise AssertionError for a reply that the service would not send."""
-    shape = service_model("sagemaker").operation_model(operation).output_shape
+    shape = service_model(service).operation_model(operation).output_shape
     if shape is not None:
         report = package("botocore.validate").ParamValidator().validate(reply, shape)
         assert not report.has_errors(), report.generate_report()

@@ -1,4 +1,4 @@
-"""The text of the Dockerfiles: the one in deploy/kubernetes, and the one of a project's image. Pure.
+"""The text of the Dockerfiles: those in deploy/, and the one of a project's image. Pure.
 
 They are made of the same stages. Docker, podman, buildah and kaniko build them; nothing needs BuildKit.
 """
@@ -21,6 +21,15 @@ _REPOSITORY = """\
 #
 # The context is the root of the repository. README.md beside this file names every argument. `accel image build` has
 # the same stages, and puts a project on top. Made from accel/cli/image/dockerfile.py: make golden
+
+"""
+_SAGEMAKER = """\
+# What the containers of SageMaker's training jobs need: Python, torch, numpy, safetensors, and boto3 for secrets.
+#
+#   docker build --file deploy/sagemaker/Dockerfile --build-arg VARIANT=cuda --tag accel:cuda .
+#
+# The context is the root of the repository. The arguments are those of deploy/kubernetes/README.md. The user is root,
+# who alone may write to /opt/ml. Made from accel/cli/image/dockerfile.py: make golden
 
 """
 _PROJECT = """\
@@ -67,7 +76,7 @@ RUN wheel="$(ls /wheels/*.whl)" \\
     && pip install --no-cache-dir --constraint /wheels/constraints.txt "${{wheel}}[$EXTRAS]" \\
     && accel --version
 """
-_RUNTIME = """\
+_SYSTEM = """\
 FROM ${PYTHON_IMAGE} AS runtime
 ARG VARIANT=cuda
 ARG REVISION=unknown
@@ -83,11 +92,15 @@ RUN if [ -n "$APT_PACKAGES" ]; then \\
         && apt-get install --yes --no-install-recommends $APT_PACKAGES \\
         && rm -rf /var/lib/apt/lists/*; \\
     fi
+"""
+_ACCOUNT = """\
 ARG UID=1000
 ARG GID=1000
 RUN groupadd --gid "$GID" accel \\
     && useradd --uid "$UID" --gid "$GID" --create-home accel \\
     && install --directory --owner "$UID" --group "$GID" /workspace
+"""
+_INSTALLED = """\
 COPY --from=packages /opt/venv /opt/venv
 # NVIDIA's container runtime shows what is named here.
 ENV PATH=/opt/venv/bin:$PATH \\
@@ -95,10 +108,15 @@ ENV PATH=/opt/venv/bin:$PATH \\
     NVIDIA_VISIBLE_DEVICES=all \\
     NVIDIA_DRIVER_CAPABILITIES=compute,utility
 WORKDIR /workspace
+"""
+_END = """\
 # By number: the kubelet cannot tell that a name is not root.
 USER ${UID}:${GID}
+"""
+_COMMAND = """\
 CMD ["accel", "--help"]
 """
+_RUNTIME = _SYSTEM + _ACCOUNT + _INSTALLED + _END + _COMMAND
 # A base may be Debian's Python, which lets pip install nothing unless it is told to.
 _ON_BASE = f"""\
 FROM ${{BASE}} AS project
@@ -134,16 +152,19 @@ WORKDIR /workspace
 _CODED = f"""\
 COPY --chown=${{UID}}:${{GID}} {CODE} /workspace
 """
-_END = """\
-# By number: the kubelet cannot tell that a name is not root.
-USER ${UID}:${GID}
-"""
 
 
 def of_repository() -> str:
     """deploy/kubernetes/Dockerfile: accel and torch, out of this repository."""
     stages = [_FROM_SOURCES, _PACKAGES, _RUNTIME]
     return _REPOSITORY + "ARG PYTHON_IMAGE=python:3.12-slim\n\n" + "\n".join(stages)
+
+
+def of_sagemaker() -> str:
+    """deploy/sagemaker/Dockerfile: the same with boto3, and as root."""
+    packages = _PACKAGES.replace("ARG EXTRAS=train\n", "ARG EXTRAS=train,sagemaker\n")
+    stages = [_FROM_SOURCES, packages, _SYSTEM + _INSTALLED + _COMMAND]
+    return _SAGEMAKER + "ARG PYTHON_IMAGE=python:3.12-slim\n\n" + "\n".join(stages)
 
 
 def of_project(*, on_base: bool, requirements: bool, code: bool) -> str:
