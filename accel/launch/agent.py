@@ -260,6 +260,8 @@ class GangAgent(SimpleElasticAgent):
         try:
             self._interrupted()
         except SignalException as told:  # the other nodes' ranks would wait for ours, which are about to be ended
+            if self._finished and self._gang(lambda peers: peers.all_succeeded()) is True:
+                return  # the node that was the first to leave is why this one is told
             name, code = signal_name(told.sigval), 128 + told.sigval
             failure = self._launcher_failure("", how=f"was told to end by {name}", exit_code=code)
             if told.sigval == signal.SIGALRM:

@@ -92,11 +92,12 @@ def run_gang(run: Launch, launch_id: str) -> int:
     try:
         return _run_agent(run, server, signals, tee)
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)  # Python restores the default action, death, before it ends
         tee.close()
         server.close()
         end_all(lambda: keeper.others(descendants(os.getpid())), grace_s=run.grace_s)
         keeper.dismiss()
+        for signum in _ENDING:  # Python restores the default action, death, before it ends: the code would be another
+            signal.signal(signum, signal.SIG_IGN)
 
 
 def _run_agent(run: Launch, server: ForkServer, signals: Signals, tee: Tee) -> int:

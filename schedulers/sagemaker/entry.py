@@ -26,7 +26,8 @@ _NEEDS = {"torch": (2, 6), "numpy": (1, 26), "safetensors": (0, 4)}
 _PYTHON = (3, 10)
 _LAST_WORDS_S = 5.0  # of a launcher that has ended
 _MOST_FAILURE = 1024  # characters, of which AWS keeps no more
-_EFA = ("p3dn.", "p4d.", "p4de.", "p5.", "p5e.", "p5en.", "p6-", "trn1.", "trn1n.", "g5.48", "g6.48", "g6e.48")
+_EFA = "/sys/class/infiniband"  # SageMaker's instances have no other adapters of that class
+_RDMA = ("ml.p4d", "ml.p5", "ml.p6", "ml.trn1")  # on older EFA the variable ends the program
 
 
 class Failed(Exception):
@@ -47,16 +48,14 @@ def main() -> int:
         env = environment(root, work, settings)
         check()
         prepare(os.path.join(work, "code", settings["workdir"]), settings, env)
-        code = run(root, work, settings, env)
+        return run(root, work, settings, env)
     except Failed as error:
         print(f"accel: {error}", flush=True)
         tell(root, str(error))
-        code = 1
     except Exception as error:
         traceback.print_exc()
         tell(root, f"{type(error).__name__}: {error}")
-        code = 1
-    return code
+    return 1
 
 
 def place(brought: str, work: str, settings: dict[str, Any]) -> None:
@@ -69,10 +68,8 @@ def place(brought: str, work: str, settings: dict[str, Any]) -> None:
         shutil.rmtree(path, ignore_errors=True)
         os.makedirs(path)
     with tarfile.open(os.path.join(brought, "code.tar.gz"), "r:gz", encoding="utf-8", errors="surrogateescape") as tar:
-        if hasattr(tarfile, "data_filter"):
-            tar.extractall(code, filter="data")
-        else:
-            tar.extractall(code)
+        safely: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
+        tar.extractall(code, **safely)
     with zipfile.ZipFile(os.path.join(brought, settings["wheel"])) as wheel:
         wheel.extractall(accel)
 
@@ -99,9 +96,10 @@ def environment(root: str, work: str, settings: dict[str, Any]) -> dict[str, str
     if interface in {name for _, name in socket.if_nameindex()}:
         env.setdefault("NCCL_SOCKET_IFNAME", interface)
         env.setdefault("GLOO_SOCKET_IFNAME", interface)
-    if str(said.get("current_instance_type") or "").replace("ml.", "", 1).startswith(_EFA):
+    if os.path.isdir(_EFA) and os.listdir(_EFA):
         env.setdefault("FI_PROVIDER", "efa")
-        env.setdefault("FI_EFA_USE_DEVICE_RDMA", "1")
+        if str(said.get("current_instance_type")).startswith(_RDMA):
+            env.setdefault("FI_EFA_USE_DEVICE_RDMA", "1")
     for path in (env["SM_MODEL_DIR"], env["SM_OUTPUT_DATA_DIR"]):
         os.makedirs(path, exist_ok=True)
     env.update(settings["environment"])
@@ -130,14 +128,12 @@ def secrets(references: dict[str, str], env: dict[str, str]) -> dict[str, str]:
     for name, reference in references.items():
         kind, _, where = reference.partition(":")
         try:
+            client = boto3.client(kind, region_name=region)
             if kind == "ssm":
-                client = boto3.client("ssm", region_name=region)
                 found[name] = client.get_parameter(Name=where, WithDecryption=True)["Parameter"]["Value"]
             else:
                 where, _, key = where.partition("#")
-                text = boto3.client("secretsmanager", region_name=region).get_secret_value(SecretId=where)[
-                    "SecretString"
-                ]
+                text = client.get_secret_value(SecretId=where)["SecretString"]
                 found[name] = str(json.loads(text)[key]) if key else text
         except Exception as error:  # botocore's are of many kinds; none of them holds a value
             raise Failed(f"secret {name}: {reference}: {' '.join(str(error).split())}") from None
@@ -148,8 +144,7 @@ def secrets(references: dict[str, str], env: dict[str, str]) -> dict[str, str]:
 def check() -> None:
     """Raises Failed, naming all that lacks, where the image cannot run accel."""
     if sys.version_info[:2] < _PYTHON:
-        major, minor = sys.version_info[:2]
-        raise Failed(f"the image has Python {major}.{minor}, and accel needs {_PYTHON[0]}.{_PYTHON[1]}")
+        raise Failed(f"the image has Python {sys.version.split()[0]}, and accel needs {'.'.join(map(str, _PYTHON))}")
     from importlib import metadata
 
     lacks = []
@@ -168,11 +163,8 @@ def check() -> None:
 
 def prepare(here: str, settings: dict[str, Any], env: dict[str, str]) -> None:
     """Installs what the job asks for."""
-    wanted = settings["requirements"]
-    steps = list(settings["setup"])
-    if wanted:
-        steps.insert(0, [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "-r", wanted])
-    for argv in steps:
+    pip = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "-r", settings["requirements"]]
+    for argv in [*([pip] if pip[-1] else []), *settings["setup"]]:
         try:
             code = subprocess.call(argv, cwd=here, env=env)
         except OSError as error:
@@ -185,8 +177,8 @@ def run(root: str, work: str, settings: dict[str, Any], env: dict[str, str]) -> 
     """Runs the launcher to its end, and says how it ended."""
     logs = os.path.join(work, "logs")
     argv = [sys.executable, "-m", "accel", "launch", "--log_dir", logs, *settings["launch"]]
-    here = os.path.join(work, "code", settings["workdir"])
-    launcher = subprocess.Popen(argv, cwd=here, env=env, stderr=subprocess.PIPE)
+    cwd = os.path.join(work, "code", settings["workdir"])
+    launcher = subprocess.Popen(argv, cwd=cwd, env=env, stderr=subprocess.PIPE)
     assert launcher.stderr is not None
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, lambda received, _: launcher.send_signal(received))
@@ -195,6 +187,7 @@ def run(root: str, work: str, settings: dict[str, Any], env: dict[str, str]) -> 
     copying.start()
     code = launcher.wait()
     code = code if code >= 0 else 128 - code
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the first host to end has the others ended
     copying.join(_LAST_WORDS_S)
     if code:
         lines = last[0].decode(errors="replace").strip().splitlines()
@@ -214,14 +207,13 @@ def copy(reading: int, last: list[bytes]) -> None:
 
 def report(logs: str) -> str | None:
     """The gang's failure, as the launcher has recorded it: the same on all hosts."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
         with open(os.path.join(logs, "launch.jsonl"), encoding="utf-8") as file:
             found = [json.loads(line) for line in file if '"failure"' in line]
-        failure = [each["failure"] for each in found if each.get("failure")][-1]
-        who = "the launcher" if failure["rank"] is None else f"rank {failure['rank']}"
-        said = failure["message"] or failure["how"]
-        cause = f" ({failure['cause']})" if failure.get("cause") else ""
-        return f"{who} on node {failure['node']}: {said}{cause} [accel {failure['reason']}]"
+        told = [each["failure"] for each in found if each.get("failure")][-1]
+        who = "the launcher" if told["rank"] is None else f"rank {told['rank']}"
+        cause = f" ({told['cause']})" if told.get("cause") else ""
+        return f"{who} on node {told['node']}: {told['message'] or told['how']}{cause} [accel {told['reason']}]"
     return None
 
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from ..cached import directory
 from .conftest import ROOT, Accel
 from .test_local import (
     Gate,
@@ -56,16 +54,7 @@ def python(request: pytest.FixtureRequest) -> str:
         # In CI too: Debian has one version of Python, and the others are no packages of it.
         pytest.skip(f"python{version} is missing: put one into the PATH (pyenv install {version})")
     packages = _packages()
-    known = hashlib.sha256(repr((base, packages)).encode()).hexdigest()[:12]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "accel-tests")
-    environment = cache / f"python-{version}-{known}"
-    cache.mkdir(parents=True, exist_ok=True)
-    with open(cache / f"python-{version}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (environment / "whole").exists():
-            shutil.rmtree(environment, ignore_errors=True)
-            _make(environment, base, packages)
-            (environment / "whole").touch()
+    environment = directory(f"python-{version}", (base, packages), lambda place: _make(place, base, packages))
     return str(environment / "bin/python")
 
 

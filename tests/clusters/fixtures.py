@@ -15,7 +15,9 @@ import pytest
 
 from tests.needs import missing
 
+from . import docker as docker_daemon
 from . import existing
+from .docker import Docker
 from .kubernetes import Kubernetes, joined
 from .kubernetes import claim as claim_kubernetes
 from .kubernetes import lacks as lacks_kubernetes
@@ -31,8 +33,8 @@ from .ssh import SshHosts
 from .ssh import claim as claim_hosts
 
 SSH_HOSTS, SLURM_NODES, KUBERNETES_NODES = 4, 4, 2
-Cluster = TypeVar("Cluster", SshHosts, Slurm, Kubernetes, SageMaker)
-_running: dict[str, SshHosts | Slurm | Kubernetes | SageMaker] = {}
+Cluster = TypeVar("Cluster", SshHosts, Slurm, Kubernetes, SageMaker, Docker)
+_running: dict[str, SshHosts | Slurm | Kubernetes | SageMaker | Docker] = {}
 
 
 def _shared(config: pytest.Config, kind: str, start: Callable[[], Iterator[Cluster]]) -> Cluster:
@@ -111,6 +113,25 @@ def sagemaker(_sagemaker: SageMaker, monkeypatch: pytest.MonkeyPatch) -> SageMak
     for name, value in _sagemaker.env.items():
         monkeypatch.setenv(name, value)
     return _sagemaker
+
+
+@pytest.fixture(scope="session")
+def docker(pytestconfig: pytest.Config) -> Docker:
+    """A Docker daemon, without containers and with the image `host:1`."""
+    return _shared(pytestconfig, "docker", _daemon)
+
+
+def _daemon() -> Iterator[Docker]:
+    absent = docker_daemon.lacks()
+    if absent:
+        missing(*absent)
+    made = docker_daemon.claim()
+    try:
+        made.start()
+        yield made
+    finally:
+        made.stop()
+        made.slot.release()
 
 
 @pytest.fixture(scope="session")

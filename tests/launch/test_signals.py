@@ -221,3 +221,19 @@ while os.path.exists(f"/proc/{orphan}"):  # a zombie stays there until it is rea
 sys.exit(7)
 """
     launcher(launcher.script(text), code=7, command=as_first_process())
+
+
+def test_a_signal_while_the_interpreter_is_taken_down_changes_no_exit_code(launcher: Launcher) -> None:
+    """The node that is the first to leave has the scheduler end the others, which are leaving too."""
+    program = """\
+import os, signal, sys
+from accel.cli import main
+class Last:
+    def __init__(self): self.kill, self.getpid, self.pid, self.signum = os.kill, os.getpid, os.getpid(), signal.SIGTERM
+    def __del__(self): self.getpid() == self.pid and self.kill(self.pid, self.signum)
+last = Last()
+sys.exit(main(["launch", "--num_processes", "2", "--cpu", "--no_python", sys.argv[1]]))
+"""
+    for word, code in (("true", 0), ("false", 1)):
+        argv = [sys.executable, "-c", program, word]
+        assert subprocess.run(argv, timeout=60, stderr=subprocess.DEVNULL).returncode == code

@@ -36,9 +36,9 @@ _FILES = {
 }
 
 
-def mounts() -> list[str]:
+def mounts(*, with_accel: bool = True) -> list[str]:
     """What containers see of this computer: programs, the interpreter, its packages, and accel itself."""
-    wanted = ["/usr", "/etc/alternatives", sys.base_prefix, sys.prefix, str(ROOT)]
+    wanted = ["/usr", "/etc/alternatives", sys.base_prefix, sys.prefix, *([str(ROOT)] if with_accel else [])]
     found = [path for path in dict.fromkeys(wanted) if Path(path).is_dir()]
     return [path for path in found if not any(Path(path).is_relative_to(each) for each in found if each != path)]
 
@@ -66,6 +66,11 @@ def write(directory: Path) -> list[Path]:
         _add(tar, "pause", program.read_bytes(), mode=0o755)
     _archive(sandbox, SANDBOX, layer.getvalue(), {"Entrypoint": ["/pause"]})
     return [train, sandbox]
+
+
+def write_host(path: Path, name: str, env: Sequence[str]) -> None:
+    """One archive for containers of root's, with these variables."""
+    _archive(path, name, _layer(), {"WorkingDir": "/workspace", "Env": list(env)})
 
 
 def _layer() -> bytes:

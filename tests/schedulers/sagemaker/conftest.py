@@ -10,10 +10,10 @@ import pytest
 
 import schedulers
 from schedulers import Job
-from tests.clusters.fixtures import _sagemaker, sagemaker
+from tests.clusters.fixtures import _sagemaker, docker, sagemaker
 from tests.clusters.sagemaker import SageMaker
 
-__all__ = ["_sagemaker", "sagemaker"]
+__all__ = ["_sagemaker", "docker", "sagemaker"]
 
 Submit = Callable[..., Job]
 

@@ -64,7 +64,7 @@ def test_what_a_rank_is_given(sagemaker: SageMaker, submit: Submit) -> None:
     words = ("007", "1.10", "-1", "", "a b", "a\nb", "--x", "--x", "$HOME", "*", *strange)
     text = """\
 python3 -c 'import json, os, sys; print(json.dumps([sys.argv[1:], os.environ["LONG"], os.getcwd()]))' "$@"
-for name in RANK WORLD_SIZE SM_MODEL_DIR SM_OUTPUT_DATA_DIR SM_CHANNEL_CODE ACCEL_JOB_ID; do
+for name in RANK WORLD_SIZE SM_MODEL_DIR SM_OUTPUT_DATA_DIR SM_CHANNEL_CODE NCCL_SOCKET_IFNAME ACCEL_JOB_ID; do
     eval "echo $name=\\$$name"
 done
 """
@@ -78,7 +78,7 @@ done
         assert mine[1:] == [
             f"RANK={rank}\n", "WORLD_SIZE=2\n", "SM_MODEL_DIR=/opt/ml/model\n",
             "SM_OUTPUT_DATA_DIR=/opt/ml/output/data\n", "SM_CHANNEL_CODE=/opt/ml/input/data/code\n",
-            f"ACCEL_JOB_ID={job.id}\n",
+            "NCCL_SOCKET_IFNAME=eth0\n", f"ACCEL_JOB_ID={job.id}\n",
         ]  # fmt: skip
 
 
@@ -120,11 +120,20 @@ def test_the_first_error_is_the_job_s(sagemaker: SageMaker, submit: Submit) -> N
         job.fetch("fetched")
 
 
-def test_an_image_that_cannot_run_accel(sagemaker: SageMaker, submit: Submit) -> None:
-    job = submit("true", options={"setup": [["no-such-command"]]})
-    status = job.wait(120)
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"python": "/usr/bin/python3"}, "the image cannot run accel: torch is not there"),
+        ({"setup": [["no-such-command"]]}, "setup: no-such-command: No such file or directory"),
+        ({"requirements": "none.txt"}, "-m pip install --disable-pip-version-check -r none.txt ended with code 1"),
+    ],
+)
+def test_an_image_that_cannot_run_accel(
+    options: dict[str, Any], said: str, sagemaker: SageMaker, submit: Submit
+) -> None:
+    status = submit("true", options=options).wait(120)
     assert (status.state, status.exit_code) == (State.FAILED, 1), sagemaker.diagnose()
-    assert status.message == "setup: no-such-command: No such file or directory"
+    assert said in status.message
 
 
 def test_cancel_and_the_time_limit(sagemaker: SageMaker, submit: Submit) -> None:
