@@ -11,6 +11,7 @@ from .kubernetes import kubernetes_follow, kubernetes_state, kubernetes_submit
 from .kubernetes_jobs import kubernetes_jobs, kubernetes_traffic
 from .launch import gang, restart, single
 from .runtime import checkpoints, collectives, ddp_steps, dispatch, imports, loaders, samplers, steps
+from .sagemaker import sagemaker_submit
 from .slurm import slurm_end, slurm_launch, slurm_list, slurm_requeue, slurm_submit
 from .ssh import ssh_client, ssh_cut, ssh_fan_out, ssh_launch
 from .startup import startup
@@ -45,6 +46,7 @@ ALL = {
     "kubernetes_follow": (kubernetes_follow, 3),
     "kubernetes_jobs": (kubernetes_jobs, 5),
     "kubernetes_traffic": (kubernetes_traffic, 3),
+    "sagemaker_submit": (sagemaker_submit, 20),
 }
 
 

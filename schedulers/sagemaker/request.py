@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -194,9 +194,3 @@ def _merged(value: Any, patch: Any) -> Any:
         else:
             made[key] = _merged(made.get(key), each)
     return made
-
-
-def places(request: Mapping[str, Any]) -> Iterator[str]:
-    """What of the request is still open."""
-    text = json.dumps(request)
-    yield from (word for word in ("{account}", "{region}", "{partition}") if word in text)
