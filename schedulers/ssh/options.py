@@ -7,111 +7,30 @@ from dataclasses import dataclass, replace
 
 from ..errors import SpecError
 from ..hosts.host_list import Host, parse_hosts, read_hostfile
-from ..hosts.remote_files import ROOT
+from ..hosts.jobs import options as common
+from ..hosts.jobs.options import HostOptions
 
-_LEAST_HEARTBEAT_S = 5.0
-_LAST_PORT = 65535
-_LEAST_PORTS = 2  # node 0 has one for the ranks' rendezvous and one for its supervisor
-_LEAST_UNUSED_DAYS = 1.0
 _SHOWN = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class SshOptions:
-    """What `accel.yaml` may say of an ssh target.
+class SshOptions(HostOptions):
+    """What `accel.yaml` may say of an ssh target, beside `HostOptions`.
 
     hosts:           `a,b`, `user@host:port`, `gpu[01-16]`, or patterns of ~/.ssh/config such as `gpu*`.
     hostfile:        a file with a host a line (Open MPI's, DeepSpeed's or MPICH's syntax), instead of `hosts`; a
                      relative path is looked for from the code directory.
-    user, port:      of the SSH servers, where a host does not say.
-    interface:       the network interface (a name or its beginning) over which the hosts, and their ranks, talk to each
-                     other.
-    ports:           from which ports on the hosts may be taken, as `29500-29599`.
-    concurrency:     how many jobs may run at once on each host; without it, as many as its GPUs and processors allow.
-    spares:          so many of the hosts, beyond those the job asks for, stand in for bad ones.
-    python:          the interpreter on the hosts that has accel and torch; `venv` is a virtual environment with one.
-    requirements:    a requirements file of pip: a virtual environment is made of it on each host, once for the same
-                     content, out of that interpreter, whose packages it sees; looked for from the code directory.
-    setup:           argvs run once on every host before the ranks start, before those of the job.
-    cpu:             train on the CPU even where there are GPUs.
-    heartbeat_s:     after so many seconds of silence a host counts as lost.
-    start_timeout_s: how long the hosts wait for each other; when one does not come, none runs.
-    fan_out:         from 16 hosts on, code of which they need 16 MB together is sent to one of them, and the hosts pass
-                     it on to each other, unencrypted; without it, each gets it from here.
-    disk_gb:         what must be free on every host.
-    unused_days:     contents and environments on a host that were not used for so long may be removed there.
-    root:            where everything of ours is on the hosts.
-    ssh_config:      the configuration file for SSH, as `ssh -F` takes it, instead of ~/.ssh/config.
     """
 
     hosts: str | tuple[str, ...] | None = None
     hostfile: str | None = None
-    user: str | None = None
-    port: int | None = None
-    interface: str | None = None
-    ports: str | None = None
-    concurrency: int | None = None
-    spares: int = 0
-    python: str | None = None
-    venv: str | None = None
-    requirements: str | None = None
-    setup: tuple[tuple[str, ...], ...] = ()
-    cpu: bool = False
-    heartbeat_s: float = 30.0
-    start_timeout_s: float = 300.0
-    fan_out: bool = True
-    disk_gb: float = 1.0
-    unused_days: float = 30.0
-    root: str = ROOT
-    ssh_config: str | None = None
 
 
 def check(options: SshOptions, name: str) -> None:
     """Raises SpecError, naming the key, for what cannot be meant."""
-    where = f"target {name}"
     if options.hosts is not None and options.hostfile is not None:
-        raise SpecError(f"{where}: hosts and hostfile are both given: keep one (--hosts replaces hosts only)")
-    if options.heartbeat_s < _LEAST_HEARTBEAT_S or options.heartbeat_s == float("inf"):
-        raise SpecError(f"{where}: heartbeat_s must be {_LEAST_HEARTBEAT_S:g} or more, not {options.heartbeat_s:g}")
-    for key in ("start_timeout_s", "disk_gb"):
-        if not 0 < getattr(options, key) < float("inf"):
-            raise SpecError(f"{where}: {key} must be more than 0, not {getattr(options, key):g}")
-    if not options.unused_days >= _LEAST_UNUSED_DAYS:
-        raise SpecError(f"{where}: unused_days must be {_LEAST_UNUSED_DAYS:g} or more, not {options.unused_days:g}")
-    if options.concurrency is not None and options.concurrency < 1:
-        raise SpecError(f"{where}: concurrency must be 1 or more, not {options.concurrency}")
-    if options.spares < 0:
-        raise SpecError(f"{where}: spares must be 0 or more, not {options.spares}")
-    if options.port is not None and not 0 < options.port <= _LAST_PORT:
-        raise SpecError(f"{where}: port must be 1 to {_LAST_PORT}, not {options.port}")
-    if options.python is not None and options.venv is not None:
-        raise SpecError(f"{where}: python and venv are both given: keep one")
-    if options.requirements is not None and not options.requirements.strip():
-        raise SpecError(f"{where}: requirements must be the name of a file")
-    if any(not argv or not argv[0] for argv in options.setup):
-        raise SpecError(f"{where}: setup: a command has no program")
-    if not (options.root == "~" or options.root.startswith(("~/", "/"))):
-        raise SpecError(f"{where}: root must begin with / or ~/, not {options.root!r}")
-    port_range(options, name)
-
-
-def port_range(options: SshOptions, name: str) -> range:
-    """The ports that may be taken. Where nothing is said, those below the ones that systems give out by themselves."""
-    if options.ports is None:
-        return range(20000, 32768)
-    first, dash, last = options.ports.partition("-")
-    if first.isdecimal() and (last.isdecimal() or not dash):
-        found = range(int(first), int(last or first) + 1)
-        if len(found) >= _LEAST_PORTS and found[0] > 0 and found[-1] <= _LAST_PORT:
-            return found
-    raise SpecError(
-        f"target {name}: ports must be a range of {_LEAST_PORTS} or more, such as 29500-29599, not {options.ports!r}"
-    )
-
-
-def python_of(options: SshOptions) -> str:
-    """The interpreter on the hosts; one in the home directory (~/) is made absolute when the home is known."""
-    return options.python or (f"{options.venv.rstrip('/')}/bin/python" if options.venv else "python3")
+        raise SpecError(f"target {name}: hosts and hostfile are both given: keep one (--hosts replaces hosts only)")
+    common.check(options, name)
 
 
 def hosts_text(options: SshOptions) -> str | None:
@@ -157,15 +76,3 @@ def _aliases(options: SshOptions, text: str) -> list[str]:
     from ..hosts.ssh_config import aliases
 
     return list(aliases(options.ssh_config))
-
-
-__all__ = [
-    "SshOptions",
-    "candidates",
-    "check",
-    "hosts_text",
-    "known_hosts_count",
-    "named_hosts",
-    "port_range",
-    "python_of",
-]

@@ -218,7 +218,7 @@ SLURM: dict[str, Any] = {"done": [{"jobs": [JOB], "unreachable": None, "accounti
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Home, dict[str, Record]]]:
     home = Home(Store(tmp_path_factory.mktemp("hosts") / "home"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("schedulers.ssh.status.Pool", Told)
+        patch.setattr("schedulers.hosts.jobs.status.Pool", Told)
         patch.setattr("schedulers.hosts.transport.Pool", Told)
         yield home, {}
 

@@ -16,11 +16,11 @@ from typing import IO, Any
 import pytest
 
 from schedulers.hosts.errors import RemoteError
+from schedulers.hosts.jobs.cleanup import clear
+from schedulers.hosts.jobs.status import Hosts
 from schedulers.hosts.transport import Pool
 from schedulers.job import Reason, State, Status
-from schedulers.ssh.cleanup import clear
 from schedulers.ssh.options import SshOptions
-from schedulers.ssh.status import Hosts
 from tests.clusters.ssh import SshHosts
 from tests.marks import long
 

@@ -310,7 +310,9 @@ def test_attempts_do_not_overlap(make: Make) -> None:
 
 
 def test_a_restart_within_the_allocation(make: Make) -> None:
-    script = 'echo "$TORCHELASTIC_RESTART_COUNT"; [ "$TORCHELASTIC_RESTART_COUNT" = 1 ] || exit 3'
+    # Each rank has written before one fails: the launcher ends the others at once, however late they began.
+    both = "touch up-$RANK; until [ -e up-0 ] && [ -e up-1 ]; do sleep 0.05; done"
+    script = f'echo "$TORCHELASTIC_RESTART_COUNT"; [ "$TORCHELASTIC_RESTART_COUNT" = 1 ] || {{ {both}; exit 3; }}'
     job = make(script, nodes=2, max_restarts=1).submit()
     end = job.exit()
     assert (end["state"], end["attempt"]) == ("succeeded", 1)

@@ -15,13 +15,13 @@ import pytest
 
 from schedulers import Job, SpecError, State, find, list_jobs
 from schedulers.hosts.host_list import parse_hosts
+from schedulers.hosts.jobs.cleanup import clear, clear_jobs
+from schedulers.hosts.jobs.native_id import Native
+from schedulers.hosts.jobs.status import Hosts
 from schedulers.hosts.remote_files import Blob, Files
 from schedulers.hosts.transport import Pool
 from schedulers.jobs.prune import prune
-from schedulers.ssh.cleanup import clear, clear_jobs
-from schedulers.ssh.native_id import Native
 from schedulers.ssh.options import SshOptions
-from schedulers.ssh.status import Hosts
 from schedulers.store.store import Store
 from tests.clusters.ssh import SshHosts
 from tests.waiting import until

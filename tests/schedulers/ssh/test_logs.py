@@ -14,13 +14,13 @@ import pytest
 
 from schedulers import Cursor, LogLine
 from schedulers.hosts.host_list import Host
+from schedulers.hosts.jobs import logs
+from schedulers.hosts.jobs.native_id import Native
+from schedulers.hosts.jobs.status import Answer
 from schedulers.hosts.transport import Outcome
 from schedulers.node import jobs
 from schedulers.slurm import logs as slurm_reading
 from schedulers.slurm.login import job_ops
-from schedulers.ssh import logs
-from schedulers.ssh.native_id import Native
-from schedulers.ssh.status import Answer
 from schedulers.store import log_lines
 
 _HOSTS = [Host(name="one"), Host(name="two")]

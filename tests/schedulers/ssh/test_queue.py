@@ -13,9 +13,9 @@ import pytest
 import schedulers
 from schedulers import Job, JobSpec, Reason, State
 from schedulers.hosts.host_list import Host
+from schedulers.hosts.jobs import placement
+from schedulers.hosts.jobs.native_id import Native
 from schedulers.hosts.preflight import examine
-from schedulers.ssh import placement
-from schedulers.ssh.native_id import Native
 from schedulers.store.store import Store
 from schedulers.sweeps import submit_sweep
 from tests.clusters.ssh import SshHosts

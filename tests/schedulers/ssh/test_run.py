@@ -16,8 +16,8 @@ import pytest
 
 from schedulers import Reason, State, SubmitError, find, list_jobs
 from schedulers.errors import SpecError
+from schedulers.hosts.jobs import submit as submits
 from schedulers.jobs.poll import restore
-from schedulers.ssh import submit as submits
 from schedulers.target import Checks, Clears
 from tests import macos
 from tests.clusters.ssh import SshHosts

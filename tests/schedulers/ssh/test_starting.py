@@ -14,16 +14,16 @@ from schedulers.errors import SchedulerError, Unreachable
 from schedulers.hosts.errors import HostUnreachable, RemoteError
 from schedulers.hosts.facts import Facts, Gpus, Seen
 from schedulers.hosts.host_list import Host
+from schedulers.hosts.jobs import placement
+from schedulers.hosts.jobs.native_id import Native
+from schedulers.hosts.jobs.placement import Node, NotPlaced, Placement, place
+from schedulers.hosts.jobs.status import Answer, Hosts
+from schedulers.hosts.jobs.submit import NotStarted, cancel, ship, start
 from schedulers.hosts.preflight import Report, Row
 from schedulers.hosts.remote_files import Blob
 from schedulers.hosts.transport import Outcome
 from schedulers.node import jobs
-from schedulers.ssh import placement
-from schedulers.ssh.native_id import Native
 from schedulers.ssh.options import SshOptions
-from schedulers.ssh.placement import Node, NotPlaced, Placement, place
-from schedulers.ssh.status import Answer, Hosts
-from schedulers.ssh.submit import NotStarted, cancel, ship, start
 
 FACTS = Facts(
     name="h", machine="m", user="me", home="/home/me", python="3.12.0", executable="/usr/bin/python3", packages={},

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from schedulers import Cursor, LogLine, Reason, State, Unreachable
-from schedulers.ssh.native_id import Native
+from schedulers.hosts.jobs.native_id import Native
+from schedulers.hosts.jobs.status import tell_all
 from schedulers.ssh.options import SshOptions
-from schedulers.ssh.status import tell_all
 from schedulers.ssh.target import SshTarget
 from schedulers.target import TargetContext
 from tests.clusters.ssh import SshHosts

@@ -18,10 +18,10 @@ from schedulers import JobSpec, SpecError, State, SubmitError
 from schedulers.config.named_targets import load_target
 from schedulers.errors import ConfigError
 from schedulers.hosts.errors import RemoteError
+from schedulers.hosts.jobs.venvs import Environments, Requirements, read
 from schedulers.hosts.transport import Pool
 from schedulers.ssh.options import SshOptions
 from schedulers.ssh.target import SshTarget
-from schedulers.ssh.venvs import Environments, Requirements, read
 from schedulers.target import Checks, TargetContext
 from tests.clusters.ssh import SshHosts
 from tests.waiting import until

@@ -6,21 +6,21 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ..hosts import replies
-from ..hosts.host_list import Host
-from ..hosts.remote_files import Files, host_program, program_loader
-from ..hosts.transport import Remote
+from .. import replies
+from ..host_list import Host
+from ..remote_files import Files, host_program, program_loader
+from ..transport import Remote
 from .native_id import Native
 
 if TYPE_CHECKING:
-    from .options import SshOptions
+    from .options import HostOptions
     from .status import Hosts
 
 _CLEARING_S = 600.0
 _DAY_S = 86400.0
 
 
-def unused_s(options: SshOptions) -> float:
+def unused_s(options: HostOptions) -> float:
     return options.unused_days * _DAY_S
 
 
@@ -36,7 +36,7 @@ def clear(remote: Remote, *, root: str, python: str, unused_s: float, jobs: Sequ
     return replies.decode(said.stdout, replies.Kept, remote.name, said.stderr)["kept"]
 
 
-def clear_jobs(hosts: Hosts, options: SshOptions, jobs: Sequence[Native]) -> list[str]:
+def clear_jobs(hosts: Hosts, options: HostOptions, jobs: Sequence[Native]) -> list[str]:
     """Removes the jobs from their hosts, each host in one conversation; a line for each host that keeps something."""
     on: dict[Host, list[str]] = {}
     for native in jobs:
@@ -58,7 +58,7 @@ def clear_jobs(hosts: Hosts, options: SshOptions, jobs: Sequence[Native]) -> lis
     return lines
 
 
-def remove(hosts: Hosts, options: SshOptions, paths: Sequence[str], of: Sequence[Host]) -> None:
+def remove(hosts: Hosts, options: HostOptions, paths: Sequence[str], of: Sequence[Host]) -> None:
     """Removes what is at these paths, below `root`, from the hosts that can be reached."""
     hosts.pool.map(lambda remote: Files(remote, root=options.root, python=hosts.python).remove(*paths), of)
 

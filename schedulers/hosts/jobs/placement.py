@@ -11,17 +11,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..errors import SpecError, SubmitError
-from ..hosts.addresses import candidates
-from ..hosts.facts import Facts, Wanted
-from ..hosts.host_list import Host
-from ..hosts.preflight import Report, examine
-from ..hosts.transport import Remote
-from ..job import Reason
-from ..printable import one_line
+from ...errors import SpecError, SubmitError
+from ...job import Reason
+from ...printable import one_line
+from ..addresses import candidates
+from ..facts import Facts, Wanted
+from ..host_list import Host
+from ..preflight import Report, examine
+from ..transport import Remote
 from .cleanup import remove
 from .free_slots import Room, choose, room
-from .options import SshOptions, port_range
+from .options import HostOptions, port_range
 from .status import Hosts, Step
 
 _PORTS_TRIED = 16
@@ -73,7 +73,7 @@ class Placement:
 
 def examined(
     hosts: Hosts,
-    options: SshOptions,
+    options: HostOptions,
     name: str,
     chosen: Sequence[Host],
     wanted: Wanted,
@@ -131,7 +131,7 @@ def slots(chosen: Sequence[Host]) -> int | None:
 
 def place(
     hosts: Hosts,
-    options: SshOptions,
+    options: HostOptions,
     name: str,
     job_ids: Sequence[str],
     named: Sequence[Host],
@@ -198,13 +198,13 @@ def _log(report: Report, failures: Sequence[str], used: set[str]) -> None:
             logger.warning("%s", one_line(str(finding)))
 
 
-def _some_ports(options: SshOptions, name: str, jobs: int) -> tuple[int, ...]:
+def _some_ports(options: HostOptions, name: str, jobs: int) -> tuple[int, ...]:
     """By chance, so that two submits at once do not both take the first that is free."""
     ports = port_range(options, name)
     return tuple(random.sample(ports, min(_PORTS_TRIED * jobs, len(ports))))
 
 
-def _addresses(hosts: Hosts, options: SshOptions, report: Report, facts: Mapping[Host, Facts]) -> dict[Host, str]:
+def _addresses(hosts: Hosts, options: HostOptions, report: Report, facts: Mapping[Host, Facts]) -> dict[Host, str]:
     """Those that all others reached, where they were tried. The others' are on the interface of the same name as node
     0's, if there is one. They matter when another host has to take the lead.
     """
@@ -223,7 +223,7 @@ def _addresses(hosts: Hosts, options: SshOptions, report: Report, facts: Mapping
 
 def _prepared(
     hosts: Hosts,
-    options: SshOptions,
+    options: HostOptions,
     name: str,
     jobs: Mapping[str, Sequence[Host]],
     master_port: int | None,

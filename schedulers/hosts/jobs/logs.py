@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from ..errors import SchedulerError, Unreachable
-from ..hosts.host_list import Host
-from ..job import Cursor, LogLine
-from ..node.logs import order
-from ..store import log_lines
+from ...errors import SchedulerError, Unreachable
+from ...job import Cursor, LogLine
+from ...node.logs import order
+from ...store import log_lines
+from ..host_list import Host
 from .native_id import Native
 from .status import Hosts
 

@@ -6,11 +6,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..errors import SpecError, UnknownJob, Unreachable
-from ..hosts.errors import RemoteError
-from ..hosts.host_list import Host, parse_hosts
-from ..job import JobSpec
-from ..target import Found, Plan
+from ...errors import SpecError, UnknownJob, Unreachable
+from ...job import JobSpec
+from ...target import Found, Plan
+from ..errors import RemoteError
+from ..host_list import Host, parse_hosts
 from .native_id import Native
 from .status import Hosts, tell_all
 

@@ -11,12 +11,12 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ..errors import ConfigError
-from ..hosts import replies
-from ..hosts.errors import RemoteError, one_line
-from ..hosts.host_list import Host
-from ..hosts.remote_files import host_program, program_loader
-from ..hosts.transport import Pool, Remote
+from ...errors import ConfigError
+from .. import replies
+from ..errors import RemoteError, one_line
+from ..host_list import Host
+from ..remote_files import host_program, program_loader
+from ..transport import Pool, Remote
 from .cleanup import clear
 
 MAIN = "requirements.txt"

@@ -8,11 +8,11 @@ import threading
 import time
 from dataclasses import dataclass, field
 
-from ..errors import SchedulerError
-from ..hosts.errors import RemoteError
-from ..hosts.host_list import Host
-from ..hosts.remote_files import host_programs, program_loader
-from ..hosts.session import Session
+from ...errors import SchedulerError
+from ..errors import RemoteError
+from ..host_list import Host
+from ..remote_files import host_programs, program_loader
+from ..session import Session
 from .native_id import Native
 from .status import Hosts
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ..errors import SpecError
-from ..hosts.host_list import Host, parse_hosts
+from ...errors import SpecError
+from ..host_list import Host, parse_hosts
 
 
 @dataclass(frozen=True, kw_only=True)

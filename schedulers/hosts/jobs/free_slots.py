@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..hosts.facts import Facts
-from ..hosts.host_list import Host
-from ..hosts.supervisor.slots import wanted
+from ..facts import Facts
+from ..host_list import Host
+from ..supervisor.slots import wanted
 
 
 @dataclass(kw_only=True)

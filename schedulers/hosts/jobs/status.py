@@ -10,15 +10,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from ..errors import SchedulerError
-from ..hosts import replies as answers
-from ..hosts.errors import HostUnreachable, RemoteError, one_line
-from ..hosts.host_list import Host
-from ..hosts.remote_files import host_programs, program_loader
-from ..hosts.transport import Outcome, Pool, Remote
-from ..job import Reason, State, Status
+from ...errors import SchedulerError
+from ...job import Reason, State, Status
+from .. import replies as answers
+from ..errors import HostUnreachable, RemoteError, one_line
+from ..host_list import Host
+from ..remote_files import host_programs, program_loader
+from ..transport import Outcome, Pool, Remote
 from .native_id import Native
-from .options import SshOptions, python_of
+from .options import HostOptions, python_of
 
 _ANSWER_S = 60.0
 _SOON_S = 1.0  # so long a host is waited for alone
@@ -48,7 +48,7 @@ class Answer:
 class Hosts:
     """The hosts of a target, as they are asked. Connections are kept and shared; safe to use from several threads."""
 
-    def __init__(self, options: SshOptions) -> None:
+    def __init__(self, options: HostOptions) -> None:
         self._options = options
         self._lock = threading.Lock()
         self._pool: Pool | None = None

@@ -8,17 +8,17 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from ..errors import SchedulerError, SubmitError, Unreachable
-from ..hosts import bundle, fanout
-from ..hosts.errors import HostUnreachable, RemoteError
-from ..hosts.host_list import Host
-from ..hosts.remote_files import Blob, Files
-from ..hosts.transport import Remote
-from ..job import Reason
+from ...errors import SchedulerError, SubmitError, Unreachable
+from ...job import Reason
+from .. import bundle, fanout
+from ..errors import HostUnreachable, RemoteError
+from ..host_list import Host
+from ..remote_files import Blob, Files
+from ..transport import Remote
 from .cleanup import remove, unused_s
 from .free_slots import queue_settings
 from .native_id import Native
-from .options import SshOptions, port_range
+from .options import HostOptions, port_range
 from .placement import Placement, progress
 from .status import Hosts, tell_all
 
@@ -52,7 +52,7 @@ def settings_of(template: Mapping[str, Any], placement: Placement, number: int, 
 
 def ship(
     hosts: Hosts,
-    options: SshOptions,
+    options: HostOptions,
     templates: Mapping[str, Mapping[str, Any]],
     placements: Sequence[Placement],
     *,
@@ -102,7 +102,7 @@ def _by_host(placements: Sequence[Placement]) -> OnHost:
     return on
 
 
-def _pass_on(hosts: Hosts, options: SshOptions, on: OnHost, code: Blob) -> None:
+def _pass_on(hosts: Hosts, options: HostOptions, on: OnHost, code: Blob) -> None:
     """Has the code on as many of the hosts as get it from each other, on ports that their supervisors do not want."""
     some = random.sample(ports := port_range(options, ""), min(_PORTS_TRIED, len(ports)))
     taken = {
@@ -119,7 +119,7 @@ def _pass_on(hosts: Hosts, options: SshOptions, on: OnHost, code: Blob) -> None:
     )
 
 
-def _cleared(hosts: Hosts, options: SshOptions, on: OnHost) -> Problems:
+def _cleared(hosts: Hosts, options: HostOptions, on: OnHost) -> Problems:
     """Makes room for the jobs on every host. Returns what is wrong, as when hosts have one directory between them."""
     asked = {
         host: [{"op": "clear", "job": p.job_id, "token": p.claim, "node": number} for p, number in jobs]
@@ -150,7 +150,7 @@ def _on_each(hosts: Hosts, on: OnHost, act: Callable[[Remote], Mapping[str, Remo
 
 
 def start(
-    hosts: Hosts, options: SshOptions, placements: Sequence[Placement], *, secrets: Mapping[str, str]
+    hosts: Hosts, options: HostOptions, placements: Sequence[Placement], *, secrets: Mapping[str, str]
 ) -> dict[str, SchedulerError]:
     """Starts the supervisors, all at once, and sends each the secrets, which are written nowhere.
 

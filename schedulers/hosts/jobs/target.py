@@ -1,0 +1,388 @@
+"""A target whose jobs run on hosts that share nothing: `accel launch` on each, under supervisors that need nobody but
+each other."""
+
+from __future__ import annotations
+
+import abc
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from ...config import secrets
+from ...convert import as_text, as_whole
+from ...errors import SchedulerError, SpecError, StoreError, Unreachable
+from ...job import Cursor, JobSpec, LogLine, Status
+from ...store import atomic_files
+from ...target import Checked, Found, Plan, TargetContext, parse_ids
+from ..bundle import PROGRAM
+from . import options as meaning
+from .options import HostOptions
+
+if TYPE_CHECKING:
+    from ..host_list import Host
+    from ..preflight import Report
+    from .status import Hosts
+    from .venvs import Environments
+    from .watch import Watch
+
+SCHEMA = 1
+_SETTINGS = "settings.json"
+_UNKNOWN = "{when the hosts have been examined}"
+# Whatever a program's directory holds, `accel` is the installed package.
+_ACCEL = "import sys; sys.path[:] = [p for p in sys.path if p]; from accel.cli import main; sys.exit(main())"
+
+
+class HostsTarget(abc.ABC):
+    """Runs each job on hosts that share nothing, which a kind of target names. A job's native id is
+    `host,host,…/job id`."""
+
+    kind: ClassVar[str]
+    a_target: ClassVar[str]  # how messages name the kind
+    Options: ClassVar[type] = HostOptions
+
+    def __init__(self, context: TargetContext) -> None:
+        self.name = context.name
+        self._options: HostOptions = context.options
+        self._jobs = context.jobs
+        self._asked: Hosts | None = None
+        self._watch: Watch | None = None
+        meaning.check(self._options, self.name)
+
+    @abc.abstractmethod
+    def _named(self, code: str) -> list[Host]:
+        """The hosts that a job of the code directory may run on, in their order. Raises SpecError, ConfigError."""
+
+    @abc.abstractmethod
+    def _candidates(self) -> str:
+        """The same for people, as far as it can be told without asking or reading anything. Raises SpecError."""
+
+    @property
+    def _hosts(self) -> Hosts:
+        if self._asked is None:
+            from .status import Hosts
+
+            self._asked = Hosts(self._options)
+        return self._asked
+
+    def plan(self, spec: JobSpec, job_id: str) -> Plan:
+        """What every host gets, and what is done, with what only the hosts can tell left open. Raises SpecError."""
+        options = self._options
+        self._check(spec)
+        command = self._command(spec)
+        ports = meaning.port_range(options, self.name)
+        settings = {
+            "schema": SCHEMA,
+            "job_id": job_id,
+            "token": "{32 random bytes}",
+            "node": "{0 … nodes - 1, then spares}",
+            "nodes": _UNKNOWN,
+            "spares": _UNKNOWN,
+            "procs_per_node": spec.procs_per_node or spec.resources.gpus or None,
+            "command": command,
+            "workdir": _join(options.root, "jobs", job_id, "code", spec.workdir),
+            "env": dict(spec.env),
+            "secrets": list(spec.secrets),
+            "setup": [list(argv) for argv in (*options.setup, *spec.setup)],
+            "grace_s": spec.grace_s,
+            "time_limit_s": spec.time_limit_s,
+            "heartbeat_s": options.heartbeat_s,
+            "start_timeout_s": options.start_timeout_s,
+            "max_restarts": spec.retry.max_restarts,
+            "master_port": _UNKNOWN,
+            "ports": [ports[0], ports[-1]],
+            "queue": {
+                "gpus": spec.resources.gpus,
+                "cpus": spec.resources.cpus,
+                "procs_per_node": spec.procs_per_node,
+                "cpu_only": options.cpu,
+                "concurrency": options.concurrency,
+            },
+            "spec": spec.to_json(),  # for machines that did not submit the job, and follow it
+        }
+        return Plan(
+            target=self.name,
+            kind=self.kind,
+            job_id=job_id,
+            files={_SETTINGS: json.dumps(settings, indent=2) + "\n"},
+            actions=self._actions(spec, job_id, command),
+            settings={
+                "nodes": spec.nodes,
+                "gpus": spec.resources.gpus,
+                "code": spec.code,
+                "secrets": dict(spec.secrets),
+            },
+            warnings=self._warnings(spec),
+        )
+
+    def admit(self, spec: JobSpec) -> None:
+        """Refuses secrets that are not set here, where they are read."""
+        secrets.values(spec.secrets)
+
+    def plan_many(self, specs: Sequence[JobSpec], job_ids: Sequence[str]) -> list[Plan]:
+        """A plan for each. Raises SpecError."""
+        return [self.plan(spec, job_id) for spec, job_id in zip(specs, job_ids, strict=True)]
+
+    def submit(self, plan: Plan) -> str:
+        """Raises what `submit_many` raises or returns."""
+        answer = self.submit_many([plan])[0]
+        if isinstance(answer, SchedulerError):
+            raise answer
+        return answer
+
+    def submit_many(self, plans: Sequence[Plan]) -> list[str | SchedulerError]:
+        """Examines the hosts, puts everything on those that get the jobs and starts their supervisors.
+
+        Which hosts they are is on this disk before any is started: a submit that is repeated asks those first. A host
+        that fails after its examination fails its own jobs. Raises SubmitError with a line for each host that fails
+        before, SpecError, ConfigError, and Unreachable when hosts that may run a job from an earlier submit cannot be
+        asked.
+        """
+        earlier = {plan.job_id: self._earlier(plan.job_id) for plan in plans}
+        answers: dict[str, str | SchedulerError] = {key: found for key, found in earlier.items() if found is not None}
+        fresh = [plan for plan in plans if plan.job_id not in answers]
+        if fresh:
+            answers |= self._submit(fresh)
+        return [answers[plan.job_id] for plan in plans]
+
+    def _submit(self, plans: Sequence[Plan]) -> dict[str, str | SchedulerError]:
+        """Native ids, or errors, of jobs that differ in their arguments and names only."""
+        from ...store import snapshot
+        from ..remote_files import Blob
+        from . import placement as placing
+        from . import submit
+
+        common = plans[0].settings
+        values = secrets.values(common["secrets"])
+        environments = self._environments(common["code"])
+        templates = {plan.job_id: json.loads(plan.files[_SETTINGS]) for plan in plans}
+        named = self._named(common["code"])
+        placing.enough(named, common["nodes"], self._options.spares, self.name)
+        code = Blob.of(snapshot.pack(Path(common["code"]), self._jobs.parent).path)
+        placements, refused = placing.place(
+            self._hosts, self._options, self.name, list(templates), named, common["nodes"],
+            templates[plans[0].job_id]["queue"], python=environments.made if environments is not None else None,
+            same_slots=any(template["procs_per_node"] is None for template in templates.values()),
+        )  # fmt: skip
+        for placement in placements:
+            template = templates[placement.job_id]
+            if template["procs_per_node"] is None:
+                template["procs_per_node"] = placing.slots([node.host for node in placement.nodes])
+        failed = refused | submit.ship(self._hosts, self._options, templates, placements, code=code)
+        placements = [placement for placement in placements if placement.job_id not in failed]
+        found = {placement.job_id: submit.native_id(placement) for placement in placements}
+        for job_id, native_id in found.items():
+            atomic_files.write_document(self._placed(job_id), {"native_id": native_id, "nodes": common["nodes"]})
+        return found | failed | submit.start(self._hosts, self._options, placements, secrets=values)
+
+    def poll(self, native_ids: Sequence[str]) -> Mapping[str, Status]:
+        """Asks the jobs' hosts, each once, until one tells of each job. A job that none of its hosts knows is missing.
+
+        Raises Unreachable, which has the answers that there were, when none of a job's hosts could tell.
+        """
+        from .native_id import Native
+        from .status import statuses
+
+        natives, refused = parse_ids(Native.parse, native_ids)
+        found, silent = statuses(self._hosts, natives)
+        silent |= refused
+        if silent:
+            raise Unreachable("; ".join(dict.fromkeys(silent.values())), answers=found, silent=silent)
+        return found
+
+    def logs(self, native_id: str, since: Cursor | None = None) -> Iterator[LogLine]:
+        from . import logs
+        from .native_id import Native
+
+        yield from logs.read(self._hosts, Native.parse(native_id), since)
+
+    def cursor_at(self, native_id: str, when: float) -> Cursor:
+        from . import logs
+        from .native_id import Native
+
+        return logs.cursor_at(self._hosts, Native.parse(native_id), when)
+
+    def tail_at(self, native_id: str, since: Cursor, count: int) -> Cursor:
+        from . import logs
+        from .native_id import Native
+
+        return logs.tail_at(self._hosts, Native.parse(native_id), since, count)
+
+    def cancel(self, native_id: str) -> None:
+        """Asks on all hosts at once for an orderly end; the one that leads hears of it from any other.
+
+        Raises Unreachable when no host that has the job could be asked.
+        """
+        from . import submit
+        from .native_id import Native
+
+        submit.cancel(self._hosts, Native.parse(native_id))
+
+    def wait(self, native_id: str, timeout_s: float) -> bool:
+        """Listens to two of the job's hosts, and to others when these go away."""
+        from .native_id import Native
+        from .watch import Watch
+
+        if self._watch is None:
+            self._watch = Watch(self._hosts)
+        return self._watch.wait(Native.parse(native_id), timeout_s)
+
+    def find(self, job_id: str) -> Found | None:
+        """Looks for a job on the hosts where this machine has placed it; for one that another machine submitted, on all
+        hosts of the target, at once.
+
+        Raises Unreachable when only hosts that cannot be asked may have it, SpecError when there are none to ask.
+        """
+        from . import find
+
+        placed = self._placed_as(job_id)
+        if placed is not None:
+            from .native_id import Native
+
+            return find.find(self._hosts, Native.parse(placed).hosts, job_id, self.name)
+        if os.path.isdir(os.path.dirname(self._placed(job_id))):
+            return None  # this machine submits it, and has started nothing
+        named = self._named(".")
+        return find.find(self._hosts, named, job_id, self.name)
+
+    def clear(self, jobs: Mapping[str, str | None]) -> list[str]:
+        """Removes the jobs' directories from their hosts, and what nobody has used there for `unused_days`."""
+        from . import cleanup
+        from .native_id import Native
+
+        known = {job_id: native_id or self._placed_as(job_id) for job_id, native_id in jobs.items()}
+        natives = [Native.parse(native_id) for native_id in known.values() if native_id is not None]
+        return cleanup.clear_jobs(self._hosts, self._options, natives)
+
+    def check(self, gpus: int = 0) -> Checked:
+        """Examines all hosts of the target, as a submit of a job with so many GPUs on each node would.
+
+        Raises SchedulerError when there are none to ask.
+        """
+        from ..facts import Wanted
+        from . import placement as placing
+
+        named = self._named(".")
+        environments = self._environments(".")
+        lacking = environments.lacking(self._hosts.pool, named) if environments is not None else []
+        wanted = Wanted(gpus=gpus, packages={}) if lacking else Wanted(gpus=gpus)
+        report: Report = placing.examined(
+            self._hosts, self._options, self.name, named, wanted,
+            python=environments.made if environments is not None and not lacking else None,
+        )  # fmt: skip
+        lines = {
+            severity: [str(f) for f in report.findings if f.severity == severity] for severity in ("fails", "warns")
+        }
+        later = f"the environment for {self._options.requirements} is not there yet: the first submit makes it"
+        warnings = (*lines["warns"], *(f"{host}: {later}" for host in lacking))
+        return Checked(table=report.table(), failures=tuple(lines["fails"]), warnings=warnings)
+
+    def close(self) -> None:
+        """Ends the connections; they are made anew when they are needed."""
+        if self._asked is not None:
+            self._asked.close()
+
+    def _environments(self, code: str) -> Environments | None:
+        """What makes the environments on the hosts, when there are to be any. Raises ConfigError."""
+        options = self._options
+        if options.requirements is None:
+            return None
+        from .cleanup import unused_s
+        from .venvs import Environments, read
+
+        found = read(options.requirements, code)
+        return Environments(found, root=options.root, python=self._hosts.python, unused_s=unused_s(options))
+
+    def _placed(self, job_id: str) -> str:
+        return str(Path(self._jobs) / job_id / "placed.json")
+
+    def _placed_as(self, job_id: str) -> str | None:
+        placed = self._read_placed(job_id)
+        return None if placed is None else placed[0]
+
+    def _read_placed(self, job_id: str) -> tuple[str, int] | None:
+        """The native id under which the job was started, and its number of nodes. Raises StoreError."""
+        path = self._placed(job_id)
+        document = atomic_files.read_document(path)
+        if document is None:
+            return None
+        try:
+            return as_text(document.get("native_id"), "native_id"), as_whole(document.get("nodes"), "nodes", least=1)
+        except ValueError as error:
+            raise StoreError(f"{path} is damaged: {error}") from None
+
+    def _earlier(self, job_id: str) -> str | None:
+        """The native id under which an earlier submit started this job, on at least one host."""
+        placed = self._read_placed(job_id)
+        if placed is None:
+            return None
+        from .native_id import Native
+        from .status import tell_all
+
+        native = Native.parse(placed[0])
+        told = tell_all(self._hosts, native.hosts, {"op": "status", "job": job_id})
+        if any(answer is not None and (answer["state"] or answer["exit"]) for _, answer, _ in told):
+            return str(native)
+        problems = [str(error) for _, _, error in told if error is not None]
+        # It runs on as many hosts as it asked for, or on none.
+        if len(problems) >= placed[1]:
+            raise Unreachable("; ".join(problems))
+        return None
+
+    def _command(self, spec: JobSpec) -> list[str]:
+        """The supervisors add what follows from the other settings: processes, grace, and what an attempt is about."""
+        command = [self._python(), "-c", _ACCEL, "launch"]
+        if self._options.cpu:
+            command += ["--cpu"]
+        command += {"script": [], "module": ["-m"], "command": ["--no_python"]}[spec.entry]
+        return [*command, "--", *spec.argv]
+
+    def _python(self) -> str:
+        if self._options.requirements is None:
+            return meaning.python_of(self._options)
+        return _join(self._options.root, "envs", f"{{digest of {self._options.requirements}}}", "bin/python")
+
+    def _check(self, spec: JobSpec) -> None:
+        options = self._options
+        if spec.image is not None:
+            raise SpecError(f"target {self.name}: hosts run the job as they are; --image needs another kind of target")
+        if spec.after:
+            raise SpecError(f"target {self.name}: hosts know no other jobs; submit it when those of --after have ended")
+        if spec.resources.accelerator is not None:
+            raise SpecError(f"target {self.name}: --accelerator needs a kind of target that can choose machines")
+        if options.cpu and spec.resources.gpus:
+            raise SpecError(f"target {self.name} trains on the CPU (cpu: true), and the job asks for GPUs: drop one")
+        secrets.check(spec.secrets, self.a_target)
+
+    def _actions(self, spec: JobSpec, job_id: str, command: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+        options = self._options
+        count = spec.nodes + options.spares
+        job = _join(options.root, "jobs", job_id)
+        return (
+            *(
+                [("make", _join(options.root, "envs"), "from", options.requirements, "where it is lacking")]
+                if options.requirements
+                else []
+            ),
+            ("examine", self._candidates()),
+            ("take", f"the {'one' if count == 1 else count} of them with the most free slots"),
+            ("send", spec.code, "to", f"{job}/code", "where it is lacking"),
+            ("put", f"{job}/settings.json", f"{job}/{PROGRAM}"),
+            (
+                "start",
+                meaning.python_of(options),
+                f"{job}/{PROGRAM}",
+                "on each, in its queue",
+                *(["with the secrets on its standard input"] if spec.secrets else []),
+            ),
+            tuple(command),
+        )
+
+    def _warnings(self, spec: JobSpec) -> tuple[str, ...]:
+        unkept = [name for name in ("memory_gb", "shm_gb") if getattr(spec.resources, name) is not None]
+        return tuple(f"{name} is not enforced on {self.a_target}" for name in unkept)
+
+
+def _join(root: str, *parts: str) -> str:
+    return "/".join([root.rstrip("/"), *(part for part in parts if part != ".")])
