@@ -18,7 +18,11 @@ _SCHEMAS = {
     "ssh": ("schedulers.ssh.options", "SshOptions"),
     "slurm": ("schedulers.slurm.options", "SlurmOptions"),
     "kubernetes": ("schedulers.kubernetes.options", "KubernetesOptions"),
+    "sagemaker": ("schedulers.sagemaker.options", "SageMakerOptions"),
 }
+
+# Options that must be given, while they are still to be asked for.
+_ASKED_LATER = {"sagemaker": {"role": "it", "instance_type": "ml.m5.xlarge"}}
 
 
 class Written(NamedTuple):
@@ -57,7 +61,7 @@ def check(question: Question, answer: Any, answers: Mapping[str, Any]) -> None:
         _check_name(str(answer), str(answers["place"]))
     elif question.target is not None:
         made = entry_of({"target": "it", **answers, question.name: answer})
-        problem = None if made is None else _problem(*made)
+        problem = None if made is None else _problem(made[0], {**_ASKED_LATER.get(made[1]["kind"], {}), **made[1]})
         if problem:
             raise BadValue(problem)
 
@@ -96,7 +100,7 @@ def _asked(answers: Mapping[str, Any]) -> set[str]:
     from accel.settings.target_prompts import TARGET_QUESTIONS
 
     spoken = {q.target[1] for q in TARGET_QUESTIONS if q.target is not None and q.name in answers}
-    return {"kind", "cpu", *spoken, *(("hostfile",) if "hosts" in spoken else ())}
+    return {"kind", *(("cpu",) if "device" in answers else ()), *spoken, *(("hostfile",) if "hosts" in spoken else ())}
 
 
 def _read(path: str, name: str) -> tuple[str, dict[str, Any]]:
@@ -139,12 +143,23 @@ def _problem(name: str, entry: Mapping[str, Any]) -> str:
     given = {key: value for key, value in entry.items() if key != "kind"}
     try:
         options, _ = make_options(schema, given, {}, lambda path, of_key: f"target {name}")
-        module.check(options, name)
+        if entry["kind"] == "sagemaker":
+            _check_sagemaker(options, name)
+        else:
+            module.check(options, name)
         if entry["kind"] == "ssh":
             module.known_hosts_count(options, f"target {name}: hosts")
     except SchedulerError as error:
         return str(error).removeprefix(f"target {name}: ")
     return ""
+
+
+def _check_sagemaker(options: Any, name: str) -> None:
+    """Raises SpecError for options that no request of the API can have."""
+    from schedulers.job import JobSpec
+    from schedulers.sagemaker import request
+
+    request.build(JobSpec(argv=("it",)), options, "it", request.planned(options), name)
 
 
 def _known() -> dict[str, dict[str, Any]]:

@@ -7,7 +7,7 @@ from typing import Any
 from .prompt import Answers, Condition, Machine, Question, answered, ask, both
 from .setting import Setting
 
-KINDS = ("ssh", "slurm", "kubernetes")
+KINDS = ("ssh", "slurm", "kubernetes", "sagemaker")
 _FILES = (
     ("project", "the project's accel.yaml, which others who check it out have too"),
     ("user", "your own, for all projects"),
@@ -93,5 +93,18 @@ TARGET_QUESTIONS: tuple[Question, ...] = (
     _option("kubernetes", "image", "The container image with accel and torch (empty: each job names its own)?"),
     _option("kubernetes", "code_claim", "A PersistentVolumeClaim for code of more than 1 MiB (empty: none)?"),
     _option("kubernetes", "queue", "Kueue's queue (empty: none)?"),
+    *(
+        ask(name, text, answered("place", "sagemaker"), target=("sagemaker", option), **rest)
+        for name, option, text, rest in (
+            ("profile", "profile", "The AWS profile with the credentials (empty: those of the environment)?",
+             {"offer": "default", "may_be_empty": True}),
+            ("region", "region", "The AWS region?", {}),
+            ("iam_role_name", "role", "The IAM role that the job runs as?", {}),
+            ("ec2_instance_type", "instance_type", "The machines' type?", {"offer": "ml.p3.2xlarge"}),
+            ("image_uri", "image", "A container image: a URI, or pytorch:VERSION (empty: each job names its own)?",
+             {"may_be_empty": True}),
+        )
+    ),
+    _option("sagemaker", "s3_output_path", "Where in S3, s3://BUCKET/PREFIX (empty: SageMaker's default bucket)?"),
     ask("target_file", "Where is it to be written?", _HERE, options=_FILES, default=_file),
 )  # fmt: skip

@@ -24,6 +24,8 @@ _PLACES = (
     ("tpu", "a TPU host or pod"),
     ("sagemaker", "Amazon SageMaker"),
 )
+# SageMaker's file says neither processes nor devices.
+_LAUNCHED = tuple(kind for kind in KINDS if kind != "sagemaker")
 _DEVICES = (("gpu", "GPUs"), ("cpu", "the CPU"))
 _PRECISIONS = (("no", "no (float32)"), ("bf16", "bf16"), ("fp16", "fp16"), ("fp8", "fp8"))
 _WAYS = (
@@ -54,7 +56,7 @@ def values_of(answers: Answers, machine: Machine) -> dict[str, Any]:
     values["compute_environment"] = "AMAZON_SAGEMAKER" if answers["place"] == "sagemaker" else "LOCAL_MACHINE"
     values.setdefault("distributed_type", _type(answers, machine))
     values["cpu"] = answers.get("device") == "cpu"
-    if answers["place"] in ("this", "several", *KINDS):
+    if answers["place"] in ("this", "several", *_LAUNCHED):
         values.setdefault("num_processes", 1)
     return values
 
@@ -98,7 +100,7 @@ def _count(answers: Answers, machine: Machine) -> int:
     return each * int(answers.get("num_machines") or 1)
 
 
-_GANG = answered("place", "this", "several", *KINDS)
+_GANG = answered("place", "this", "several", *_LAUNCHED)
 _SEVERAL = answered("place", "several")
 _GPU = answered("device", "gpu")
 _FSDP = answered("way", "fsdp")
@@ -197,7 +199,7 @@ QUESTIONS: tuple[Question, ...] = (
     # processes
     ask("num_processes", "How many processes?", answered("place", "this", "tpu"), default=_count),
     ask("num_processes", "How many processes, over all machines?", _SEVERAL, default=_count),
-    ask("num_processes", "How many processes on each machine?", answered("place", *KINDS), default=_count),
+    ask("num_processes", "How many processes on each machine?", answered("place", *_LAUNCHED), default=_count),
     ask("gpu_ids", "Which GPUs of this machine, such as 0,2?",
         both(answered("place", "this", "several"), both(_GPU, answered("way", "none"))), offer="all"),
     ask("enable_cpu_affinity", "Bind each process to the processors near its GPU (NUMA)?",
@@ -215,14 +217,8 @@ QUESTIONS: tuple[Question, ...] = (
     ask("vm", "A host by its name, if they are no instance group (empty: they are)?", _POD, may_be_empty=True),
     ask("env", "A variable for the hosts, NAME=VALUE (empty: none)?", _POD, may_be_empty=True),
     # SageMaker
-    ask("profile", "The AWS profile with the credentials (empty: those of the environment)?", _AWS, offer="default",
-        may_be_empty=True),
-    ask("region", "The AWS region?", _AWS),
-    ask("iam_role_name", "The IAM role that the job runs as?", _AWS),
-    ask("ec2_instance_type", "The machines' type?", _AWS, offer="ml.p3.2xlarge"),
     ask("distributed_type", "How is the work spread?", _AWS,
         options=(("NO", "not at all"), ("DATA_PARALLEL", "SageMaker's data parallelism")), offer="NO"),
-    ask("image_uri", "A container image (empty: a published one)?", _AWS, may_be_empty=True),
     ask("sagemaker_inputs_file", "A file with the input channels (empty: none)?", _AWS, may_be_empty=True),
     ask("sagemaker_metrics_file", "A file with the metrics (empty: none)?", _AWS, may_be_empty=True),
     # how to compute

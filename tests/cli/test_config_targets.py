@@ -61,6 +61,12 @@ def targets(path: str) -> Any:
          "slurm", {"kind": "slurm", "login": "me@head", "python": "python3", "container": "pyxis"}),
         ("{place: kubernetes, device: gpu, kubernetes_namespace: train, kubernetes_queue: gpus}",
          "kubernetes", {"kind": "kubernetes", "namespace": "train", "workload": "pytorchjob", "queue": "gpus"}),
+        ("{place: sagemaker, iam_role_name: train, ec2_instance_type: ml.g5.xlarge, image_uri: 'pytorch:2.8'}",
+         "sagemaker", {"kind": "sagemaker", "profile": "default", "region": "us-east-1", "role": "train",
+                       "instance_type": "ml.g5.xlarge", "image": "pytorch:2.8"}),
+        ("{place: sagemaker, iam_role_name: r, profile: '', target: aws, sagemaker_s3_output_path: 's3://b/team'}",
+         "aws", {"kind": "sagemaker", "region": "us-east-1", "role": "r", "instance_type": "ml.p3.2xlarge",
+                 "s3_output_path": "s3://b/team"}),
     ],
 )  # fmt: skip
 def test_answers_make_a_target(
@@ -156,6 +162,7 @@ def test_a_link_and_its_mode_stay(somewhere: Path) -> None:
         ("place: kubernetes\nkubernetes_namespace: A b", ":2: kubernetes_namespace: namespace must be small letters"),
         ("place: kubernetes\nkubernetes_workload: pod", ":2: kubernetes_workload: 'pod' is not one of pytorchjob"),
         ("place: kubernetes\nkubernetes_image: ' x'", ":2: kubernetes_image: image must be one word, not ' x'"),
+        ("place: sagemaker\niam_role_name: r\nimage_uri: pytorch:9", ":3: image_uri: pytorch:9: no such version"),
         ("place: slurm\nssh_hosts: a", ":2: ssh_hosts is not asked for after the other answers"),
         ("place: this\ntarget: lab", ":2: target is not asked for after the other answers"),
         ("place: k8s", ":1: place: 'k8s' is not one of this, several, ssh, slurm, kubernetes, tpu, sagemaker"),

@@ -177,7 +177,8 @@ BRANCHES: dict[str, dict[str, Any]] = {
     "tpu pod": {"place": "tpu", "num_processes": 8, "tpu_use_cluster": True, "tpu_name": "pod", "tpu_zone": "z",
                 "commands": ["pip list", "ls /data"], "env": ["A=1"], "tpu_use_sudo": True},
     "sagemaker": {"place": "sagemaker", "iam_role_name": "role", "region": "eu-west-1", "num_machines": "2",
-                  "distributed_type": "DATA_PARALLEL", "ec2_instance_type": "ml.p4d.24xlarge"},
+                  "distributed_type": "DATA_PARALLEL", "ec2_instance_type": "ml.p4d.24xlarge",
+                  "target": "aws", "image_uri": "pytorch:2.8"},
 }  # fmt: skip
 
 
