@@ -166,6 +166,7 @@ class Status:
     attempt:     0 for the first run, one more for every restart.
     message:     one line for people: the first error of the first failing rank, or what is being waited for.
     observed_at: seconds since the epoch; a backend that cannot be asked leaves the last status, and this, as it was.
+    details:     what only some targets know, by name; a target's document lists them.
     """
 
     state: State
@@ -175,16 +176,21 @@ class Status:
     message: str = ""
     native_state: str = ""
     observed_at: float = 0.0
+    details: Mapping[str, str | float | None] = field(default_factory=dict, hash=False)
 
     def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self) | {"state": self.state.value, "reason": self.reason.value}
+        """Plain values; `details` only where there are any."""
+        plain = dataclasses.asdict(self) | {"state": self.state.value, "reason": self.reason.value}
+        return plain if self.details else {key: value for key, value in plain.items() if key != "details"}
 
     @classmethod
     def from_json(cls, data: object) -> Status:
         """The status that `to_json` gave; keys that are not known are ignored. Raises ValueError for anything else."""
         if not isinstance(data, dict) or "state" not in data:
             raise ValueError("a status is an object with a state")
-        code = data.get("exit_code")
+        code, details = data.get("exit_code"), data.get("details", {})
+        if not isinstance(details, dict) or any(isinstance(one, dict | list) for one in details.values()):
+            raise ValueError(f"details must be names and values, not {details!r}")
         return cls(
             state=State(data["state"]),
             reason=Reason(data.get("reason", "none")),
@@ -193,6 +199,7 @@ class Status:
             message=as_text(data.get("message", ""), "message"),
             native_state=as_text(data.get("native_state", ""), "native_state"),
             observed_at=as_moment(data.get("observed_at", 0.0), "observed_at"),
+            details=details,
         )
 
 

@@ -303,6 +303,14 @@ class Fetches(Protocol):
 
 
 @runtime_checkable
+class HasNative(Protocol):
+    """A target whose vendor's own library has an object for a job."""
+
+    def native(self, native_id: str) -> object:
+        """The vendor's object. Raises ConfigError where its library is not installed, and Unreachable."""
+
+
+@runtime_checkable
 class Reviews(Protocol):
     """A target whose backend can say of a plan, before it is carried out, what it would refuse."""
 

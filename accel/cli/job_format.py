@@ -3,6 +3,8 @@
     {"id", "name", "target", "kind", "nodes", "created_at", "native_id",
      "state", "reason", "exit_code", "attempt", "message", "native_state", "observed_at", "warning"}
 
+of a sagemaker job also "details", {"secondary_status", "billable_seconds", "training_seconds", "spot_saving_percent"}.
+
 Times are seconds since the epoch. `state` is submitting, queued, running, succeeded, failed or cancelled.
 `warning` says why the state may be old (its target could not be asked), and is empty otherwise.
 """

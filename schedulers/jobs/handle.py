@@ -438,6 +438,21 @@ class Job:
             raise NotReady(f"job {self.id} is not known to have reached {self.target}")
         return target.fetch(self.native_id, Path(directory))
 
+    def native(self) -> object:
+        """The job as an object of the vendor's own library, such as SageMaker's `TrainingJob`.
+
+        Raises ConfigError where that is not installed, NotReady, Unreachable; SpecError for a kind without one.
+        """
+        from ..target import HasNative, kinds_with
+
+        target = self._target()
+        if not isinstance(target, HasNative):
+            kinds = kinds_with("native")
+            raise SpecError(f"job {self.id} has no native object: {self.target} has no library for it (kinds: {kinds})")
+        if self.native_id is None:
+            raise NotReady(f"job {self.id} is not known to have reached {self.target}")
+        return target.native(self.native_id)
+
     def waiting_target(self) -> Target | None:
         """The target, when there is something that it could be asked about."""
         return None if self.native_id is None else self._target()

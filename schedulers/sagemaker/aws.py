@@ -13,6 +13,7 @@ from .options import SageMakerOptions
 from .request import Account
 
 _INSTALL = "the package boto3 is not installed: pip install 'accel-launch[sagemaker]'"
+_INSTALL_SDK = "the package sagemaker 3 is not installed: pip install 'accel-launch[sagemaker-sdk]'"
 _LOGIN = "log in again (aws sso login, aws configure, or new values of AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY)"
 # Codes of refusals, whatever was asked, and what to do.
 _STALE = ("ExpiredToken", "ExpiredTokenException", "RequestExpired", "TokenRefreshRequired")
@@ -66,6 +67,15 @@ class Aws:
         client = self.client(service)
         with self.asked(f"{service}:{client.meta.method_to_api_mapping.get(operation, operation)}"):
             return dict(getattr(client, operation)(**asked))
+
+    def training_job(self, name: str) -> object:
+        """The SageMaker SDK's own object of a training job. Raises ConfigError, Refused, Unreachable."""
+        try:
+            from sagemaker.core.resources import TrainingJob
+        except ImportError:
+            raise ConfigError(f"{self.where}: {_INSTALL_SDK}") from None
+        with self.asked("sagemaker:DescribeTrainingJob"):
+            return TrainingJob.get(training_job_name=name, session=self._session, region=self.region)
 
     @contextlib.contextmanager
     def asked(self, what: str) -> Iterator[None]:

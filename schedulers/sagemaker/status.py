@@ -49,7 +49,7 @@ def of(made: Mapping[str, Any]) -> Status:
     passed = [str(each.get("Status")) for each in made.get("SecondaryStatusTransitions") or []]
     attempt = sum(each in _AGAIN for each in passed)
     native = f"{status}: {second}" if second and second != status else status
-    said: dict[str, Any] = {"attempt": attempt, "native_state": native}
+    said: dict[str, Any] = {"attempt": attempt, "native_state": native, "details": _details(made)}
     if status == "Completed":
         return Status(state=State.SUCCEEDED, exit_code=0, **said)
     if status == "Failed":
@@ -62,6 +62,15 @@ def of(made: Mapping[str, Any]) -> Status:
     if state is State.QUEUED and last and reason is Reason.NONE:
         message = one_line(str(last))
     return Status(state=state, reason=reason, message=message, **said)
+
+
+def _details(made: Mapping[str, Any]) -> dict[str, Any]:
+    trained, billed = made.get("TrainingTimeInSeconds"), made.get("BillableTimeInSeconds")
+    saving = 1 - billed / trained if made.get("EnableManagedSpotTraining") and trained and billed is not None else None
+    return {
+        "secondary_status": made.get("SecondaryStatus"), "billable_seconds": billed, "training_seconds": trained,
+        "spot_saving_percent": None if saving is None else round(100 * saving),
+    }  # fmt: skip
 
 
 def _failed(text: str, said: Mapping[str, Any]) -> Status:

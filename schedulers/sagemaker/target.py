@@ -150,6 +150,10 @@ class SageMakerTarget:
         finally:
             signal.signal(signal.SIGINT, before)
 
+    def native(self, native_id: str) -> object:
+        """The SageMaker SDK's `TrainingJob`. Raises ConfigError, Unreachable."""
+        return self._aws.training_job(Native.parse(native_id).name)
+
     def review(self, plan: Plan) -> list[str]:
         """Finds out what the plan leaves open. Raises Unreachable, ConfigError."""
         from . import upload

@@ -337,7 +337,8 @@ def _same_state(one: Status, other: Status) -> bool:
     """Return True if the two differ in their words at most, which a final status keeps as they are."""
     if one.state.final:
         return _same(one, other)
-    return _same(dataclasses.replace(one, message=other.message, native_state=other.native_state), other)
+    words: dict[str, Any] = {name: getattr(other, name) for name in ("message", "native_state", "details")}
+    return _same(dataclasses.replace(one, **words), other)
 
 
 def _succession(current: Status, new: Status) -> Status:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from typing import Any
 
 import pytest
 
-from schedulers import Reason, State
+from schedulers import Reason, State, Status
 from schedulers.errors import ConfigError
 from schedulers.sagemaker import status
 from schedulers.sagemaker.aws import Aws
@@ -44,6 +45,25 @@ def made(overall: str, second: str = "", *passed: str, why: str | None = None) -
 def test_states(described: dict[str, Any], state: State, reason: Reason, attempt: int) -> None:
     found = status.of(described)
     assert (found.state, found.reason, found.attempt) == (state, reason, attempt)
+
+
+@pytest.mark.parametrize(
+    ("more", "billed", "trained", "saving"),
+    [
+        ({}, None, None, None),
+        ({"TrainingTimeInSeconds": 100, "BillableTimeInSeconds": 100}, 100, 100, None),
+        ({"EnableManagedSpotTraining": True, "TrainingTimeInSeconds": 100, "BillableTimeInSeconds": 33}, 33, 100, 67),
+        ({"EnableManagedSpotTraining": True, "TrainingTimeInSeconds": 0, "BillableTimeInSeconds": 0}, 0, 0, None),
+        ({"EnableManagedSpotTraining": True, "TrainingTimeInSeconds": 9}, None, 9, None),
+    ],
+)
+def test_details(more: dict[str, Any], billed: int | None, trained: int | None, saving: int | None) -> None:
+    found = status.of({**made("InProgress", "Training"), **more})
+    assert found.details == {
+        "secondary_status": "Training", "billable_seconds": billed, "training_seconds": trained,
+        "spot_saving_percent": saving,
+    }  # fmt: skip
+    assert Status.from_json(json.loads(json.dumps(found.to_json()))) == found
 
 
 @pytest.mark.parametrize(

@@ -175,6 +175,12 @@ def test_an_interruption_is_another_attempt(sagemaker: SageMaker, submit: Submit
     status = job.wait(120)
     assert (status.state, status.attempt) == (State.SUCCEEDED, 1), sagemaker.diagnose()
     assert printed(job) == [(0, 0, "first\n"), (0, 1, "again\n")]
+    details = schedulers.find(job.id).record.status.details
+    assert (details["secondary_status"], details["training_seconds"]) == ("Completed", sagemaker.describe(
+        str(job.native_id).split("/")[1])["TrainingTimeInSeconds"])  # fmt: skip
+    assert isinstance(details["spot_saving_percent"], int)
+    with pytest.raises(ConfigError, match=r"the package sagemaker 3 is not installed: pip install 'accel-launch\[sage"):
+        job.native()
     later = [line.text for line in job.logs(since=str(cursor)) if line.rank is not None]
     assert later == ["again\n"]
 
