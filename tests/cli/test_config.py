@@ -20,6 +20,7 @@ GPUS = Machine("cuda", 4)
 def somewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setenv("ACCEL_CONFIG_HOME", str(tmp_path / "conf"))
     return tmp_path
 
 
