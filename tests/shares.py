@@ -29,6 +29,7 @@ SERVERS = {
         r": (Kubernetes|Submit|Server|Run)\b",
     ),
     "sagemaker": (("tests/schedulers/sagemaker", "tests/clusters/test_sagemaker.py"), r": SageMaker\b"),
+    "tpu": (("tests/schedulers/tpu", "tests/clusters/test_tpu.py"), r": Tpu\b"),
     # Other hosts like those of "ssh", which take a second to start: together they would be what everybody waits for.
     "hosts": (("tests/schedulers/hosts", "tests/launch/test_cut.py"), r": (SshHosts|Submit|Pool)\b"),
 }

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.clusters.fixtures import _cluster, _sagemaker, _with_accounting, sagemaker, using
+from tests.clusters.fixtures import _cluster, _sagemaker, _tpu, _with_accounting, sagemaker, tpu, using
 from tests.clusters.kubernetes import Kubernetes
 
-__all__ = ["_cluster", "_sagemaker", "_with_accounting", "sagemaker"]
+__all__ = ["_cluster", "_sagemaker", "_tpu", "_with_accounting", "sagemaker", "tpu"]
 
 
 @pytest.fixture

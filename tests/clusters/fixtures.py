@@ -31,10 +31,12 @@ from .slurm import claim as claim_slurm
 from .ssh import PROGRAMS as SSH_PROGRAMS
 from .ssh import SshHosts
 from .ssh import claim as claim_hosts
+from .tpu import Tpu
+from .tpu import lacks as lacks_tpu
 
-SSH_HOSTS, SLURM_NODES, KUBERNETES_NODES = 4, 4, 2
-Cluster = TypeVar("Cluster", SshHosts, Slurm, Kubernetes, SageMaker, Docker)
-_running: dict[str, SshHosts | Slurm | Kubernetes | SageMaker | Docker] = {}
+SSH_HOSTS, SLURM_NODES, KUBERNETES_NODES, TPU_HOSTS = 4, 4, 2, 4
+Cluster = TypeVar("Cluster", SshHosts, Slurm, Kubernetes, SageMaker, Docker, Tpu)
+_running: dict[str, SshHosts | Slurm | Kubernetes | SageMaker | Docker | Tpu] = {}
 
 
 def _shared(config: pytest.Config, kind: str, start: Callable[[], Iterator[Cluster]]) -> Cluster:
@@ -113,6 +115,33 @@ def sagemaker(_sagemaker: SageMaker, monkeypatch: pytest.MonkeyPatch) -> SageMak
     for name, value in _sagemaker.env.items():
         monkeypatch.setenv(name, value)
     return _sagemaker
+
+
+@pytest.fixture(scope="session")
+def _tpu(pytestconfig: pytest.Config) -> Tpu:
+    return _shared(pytestconfig, "tpu", _tpu_api)
+
+
+def _tpu_api() -> Iterator[Tpu]:
+    absent = lacks_tpu()
+    if absent:
+        missing(*absent)
+    api = Tpu(TPU_HOSTS)
+    try:
+        yield api
+    finally:
+        api.end()
+
+
+@pytest.fixture
+def tpu(_tpu: Tpu, monkeypatch: pytest.MonkeyPatch) -> Tpu:
+    """A new Google Cloud project, which this process's environment leads to."""
+    _tpu.reset()
+    for name in [name for name in os.environ if name.startswith(("CLOUDSDK_", "GOOGLE_"))]:
+        monkeypatch.delenv(name)
+    for name, value in _tpu.env.items():
+        monkeypatch.setenv(name, value)
+    return _tpu
 
 
 @pytest.fixture(scope="session")

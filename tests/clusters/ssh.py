@@ -20,7 +20,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -48,7 +48,7 @@ while :; do wait; done
 SSHD = """\
 HostKey {own}/host_key
 PidFile {own}/sshd.pid
-AuthorizedKeysFile {box}/etc/authorized_keys
+AuthorizedKeysFile {box}/etc/authorized_keys {own}/keys/%u
 StrictModes no
 UsePAM no
 UseDNS no
@@ -72,9 +72,16 @@ Host *
   ConnectTimeout 10
 """
 
-# What of any job runs on a host: processes with a job's mark, supervisors, and ports that are not the SSH servers'.
+# What of any job runs on a host: processes with a job's mark, supervisors, and ports of theirs that are not the SSH
+# servers'. A port that no process of the host holds is served from outside (tests/clusters/tpu_server.py).
 _LEFT = """
 import glob, os
+held = set()
+for path in glob.glob("/proc/[0-9]*/fd/*"):
+    try:
+        held.add(os.readlink(path))
+    except OSError:
+        pass
 for path in glob.glob("/proc/[0-9]*"):
     try:
         environ = open(path + "/environ", "rb").read()
@@ -89,7 +96,7 @@ for path in ("/proc/net/tcp", "/proc/net/tcp6"):
     for line in open(path).readlines()[1:]:
         fields = line.split()
         port = int(fields[1].rpartition(":")[2], 16)
-        if fields[3] == "0A" and port not in (22, 2222):
+        if fields[3] == "0A" and port not in (22, 2222) and "socket:[%s]" % fields[9] in held:
             print("port", port)
 """
 
@@ -170,6 +177,28 @@ class SshHosts:
         self[name].kill()
         self[name].start()
         self._wait_for(self[name])
+
+    def renew(self, *names: str) -> None:
+        """Other hosts of these names: powered on, with empty disks and other host keys."""
+        for machine in map(self.__getitem__, names):
+            if (machine.own / "relay.pid").exists():
+                machine.delay(0)
+            machine.end()
+            shutil.rmtree(machine.own, ignore_errors=True)
+            self._prepare(machine)
+        self._write_client_files()
+        for machine in map(self.__getitem__, names):
+            machine.start()
+        for machine in map(self.__getitem__, names):
+            self._wait_for(machine)
+
+    def authorize(self, name: str, keys: Mapping[str, str]) -> None:
+        """Lets these users in with these keys too, lines of an `authorized_keys` each, and with no other of before."""
+        directory = self[name].own / "keys"
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir(mode=0o755)
+        for user, text in keys.items():
+            (directory / user).write_text(text)
 
     def small_disk(self, name: str, directory: str, megabytes: float) -> None:
         """A disk of this size, empty, for a directory on that host, until it is off."""
