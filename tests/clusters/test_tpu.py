@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -16,7 +17,13 @@ from tests.needs import package
 from tests.waiting import until
 
 VERSION = "tpu-ubuntu2204-base"
-ATTRIBUTES = "http://169.254.169.254/computeMetadata/v1/"
+METADATA = "http://169.254.169.254/computeMetadata/v1/"
+GET = """
+import sys, urllib.request
+request = urllib.request.Request(sys.argv[1], headers={"Metadata-Flavor": "Google"})
+with urllib.request.urlopen(request) as reply:
+    sys.stdout.write(reply.headers["ETag"] + " " + reply.read().decode())
+"""
 
 
 @pytest.fixture
@@ -47,7 +54,12 @@ def _refusal(function: Any, *args: Any, **arguments: Any) -> tuple[str, str]:
 
 
 def _get(tpu: Tpu, host: str, key: str) -> str:
-    return tpu.hosts[host].run("curl", "-sf", "-H", "Metadata-Flavor: Google", ATTRIBUTES + key)
+    return _with_etag(tpu, host, key)[1]
+
+
+def _with_etag(tpu: Tpu, host: str, key: str) -> tuple[str, str]:
+    etag, _, text = tpu.hosts[host].run(sys.executable, "-I", "-S", "-c", GET, METADATA + key).partition(" ")
+    return etag, text
 
 
 def test_a_slice_has_hosts_whose_keys_the_api_knows(tpu: Tpu, client: Any) -> None:
@@ -62,6 +74,9 @@ def test_a_slice_has_hosts_whose_keys_the_api_knows(tpu: Tpu, client: Any) -> No
     assert published == [tuple(words) for words in scanned]
     one = client.get_guest_attributes(request={"name": node.name, "worker_ids": ["1"]}).guest_attributes
     assert [(item.namespace, item.value) for item in one[0].query_value.items][:1] == [("hostkeys", scanned[1][1])]
+    tpu.host_keys(False)
+    reply = client.get_guest_attributes(request={"name": node.name, "query_path": "hostkeys/"})
+    assert [list(worker.query_value.items) for worker in reply.guest_attributes] == [[], []]
     client.delete_node(name=node.name).result()
     assert not list(client.list_nodes(parent=PARENT))
     assert tpu.history("pair") == ["CREATING", "READY", "DELETING", ""]
@@ -92,9 +107,13 @@ def test_hosts_have_metadata_and_reach_the_api_as_their_service_account(tpu: Tpu
     addresses = [tpu.hosts[name].address for name in tpu.workers("pair")]
     endpoints = _get(tpu, host, "instance/attributes/worker-network-endpoints").split(",")
     assert [endpoint.split(":")[2] for endpoint in endpoints] == addresses
-    assert _get(tpu, host, "instance/maintenance-event") == "NONE"
-    tpu.maintenance("pair")
-    assert _get(tpu, host, "instance/maintenance-event") == "TERMINATE_ON_HOST_MAINTENANCE"
+    etag, event = _with_etag(tpu, host, "instance/maintenance-event")
+    assert event == "NONE"
+    with ThreadPoolExecutor() as pool:
+        query = f"wait_for_change=true&timeout_sec=60&last_etag={etag}"
+        announced = pool.submit(_get, tpu, host, f"instance/maintenance-event?{query}")
+        tpu.maintenance("pair")
+        assert announced.result() == "TERMINATE_ON_HOST_MAINTENANCE"
     assert tpu.hosts.left(host) == ""
     # With google-auth's own way to credentials on such a machine.
     script = """
@@ -210,6 +229,8 @@ def test_queued_resources_wait_are_granted_and_suspended(tpu: Tpu, client: Any) 
     _enqueue(client, "many", count=2).result()
     tpu.wait("many", "ACTIVE")
     assert [node["name"].rpartition("/")[2] for node in tpu.nodes()] == ["many-0", "many-1"]
+    pages = client.list_nodes(request={"parent": PARENT, "page_size": 1}).pages
+    assert [len(page.nodes) for page in pages] == [1, 1]
     request = {"name": f"{PARENT}/queuedResources/many", "force": True}
     client.delete_queued_resource(request=request).result()
     assert (tpu.nodes(), [known["name"] for known in tpu.queued()]) == ([], [f"{PARENT}/queuedResources/late"])

@@ -1,13 +1,15 @@
 """The metadata server that the hosts of a slice see at 169.254.169.254.
 
 https://docs.cloud.google.com/compute/docs/metadata/predefined-metadata-keys; `worker-network-endpoints`,
-`agent-worker-number` and `accelerator-type` are those of TPU VMs. `wait_for_change` is not there.
+`agent-worker-number` and `accelerator-type` are those of TPU VMs.
 """
 
 from __future__ import annotations
 
 import json
 import urllib.parse
+import zlib
+from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler
 from typing import Any
 
@@ -38,7 +40,22 @@ class Metadata(BaseHTTPRequestHandler):
         elif not url.path.startswith(_PREFIX) or member is None:
             self._reply(200 if url.path == "/" else 404, "computeMetadata/\n" if url.path == "/" else "not found")
         else:
-            self._find(url.path.removeprefix(_PREFIX), "recursive=true" in url.query, _values(*member, self.host))
+            query = {key: values[0] for key, values in urllib.parse.parse_qs(url.query).items()}
+            key = url.path.removeprefix(_PREFIX)
+            if query.get("wait_for_change") == "true":
+                self._wait(key, query)
+            self._find(key, query.get("recursive") == "true", self._values())
+
+    def _values(self) -> dict[str, str]:
+        member = self.service.of_host(self.host)
+        return {} if member is None else _values(*member, self.host)
+
+    def _wait(self, key: str, query: Mapping[str, str]) -> None:
+        """Wait until the value differs from that of `last_etag`, or else from what it is now."""
+        before = query.get("last_etag") or _etag(self._values().get(key, ""))
+        seconds = float(query["timeout_sec"]) if "timeout_sec" in query else None
+        with self.service.changed:
+            self.service.changed.wait_for(lambda: _etag(self._values().get(key, "")) != before, seconds)
 
     def _find(self, key: str, recursive: bool, values: dict[str, str]) -> None:
         if key in values:
@@ -60,9 +77,14 @@ class Metadata(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Metadata-Flavor", "Google")
         self.send_header("Content-Type", kind)
+        self.send_header("ETag", _etag(text))
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
+
+
+def _etag(text: str) -> str:
+    return f"{zlib.crc32(text.encode()):016x}"
 
 
 def _values(slice_: Slice, worker: int, host: str) -> dict[str, str]:

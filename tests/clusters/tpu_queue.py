@@ -218,7 +218,9 @@ class Service(Nodes):
         self.enter(self._named(self.slices, name), State[state])
 
     def maintenance(self, name: str, event: str) -> None:
-        self._named(self.slices, name).maintenance = event
+        with self.changed:
+            self._named(self.slices, name).maintenance = event
+            self.changed.notify_all()
 
     def workers(self, name: str) -> list[str]:
         return list(self._named(self.slices, name).hosts)
