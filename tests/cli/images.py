@@ -99,28 +99,36 @@ def workshop(box: Path, driver: str = "vfs") -> Iterator[Workshop]:
     absent = [package for program, package in wanted.items() if not shutil.which(program)]
     if absent or os.getuid() != 0 or sys.platform != "linux":
         missing("buildah as root, with a registry", f"apt-get install {' '.join(absent) or '…; and be root'}")
-    port = free_port()
-    registry = f"127.0.0.1:{port}"
     (box / "storage.conf").write_text(
         f'[storage]\ndriver = "{driver}"\ngraphroot = "{box}/store"\nrunroot = "{box}/run"\n'
     )
-    (box / "registries.conf").write_text(f'[[registry]]\nlocation = "{registry}"\ninsecure = true\n')
+    try:
+        with registry(box) as address:
+            (box / "registries.conf").write_text(f'[[registry]]\nlocation = "{address}"\ninsecure = true\n')
+            yield Workshop(box, address)
+    finally:
+        shutil.rmtree(box / "store", ignore_errors=True)
+
+
+@contextlib.contextmanager
+def registry(box: Path, host: str = "127.0.0.1") -> Iterator[str]:
+    """The address of a registry, which keeps its images in `box`."""
+    address = f"{host}:{free_port()}"
     settings = {
         "version": 0.1,
         "log": {"level": "error"},
         "storage": {"filesystem": {"rootdirectory": str(box / "registry")}},
-        "http": {"addr": registry},
+        "http": {"addr": address},
     }
     (box / "registry.yml").write_text(json.dumps(settings))
     with (box / "registry.log").open("wb") as log:
         server = subprocess.Popen(["docker-registry", "serve", str(box / "registry.yml")], stdout=log, stderr=log)
     try:
-        _until_answers(f"http://{registry}/v2/", server)
-        yield Workshop(box, registry)
+        _until_answers(f"http://{address}/v2/", server)
+        yield address
     finally:
         server.terminate()
         server.wait(30)
-        shutil.rmtree(box / "store", ignore_errors=True)
 
 
 def _copy_python(root: Path) -> None:

@@ -19,10 +19,14 @@ from accel.cli import exit_status
 from accel.cli.image import builders, config_entry, context, dockerfile, kaniko
 from schedulers.store import own_wheel
 
+from ..clusters.docker import Docker
+from ..clusters.fixtures import docker
 from ..helm import checking
 from ..needs import missing
 from .conftest import ROOT, Accel
-from .images import Workshop, recording, workshop
+from .images import Workshop, recording, registry, workshop
+
+__all__ = ["docker"]
 
 EPOCH = "1700000000"
 DIGEST = "sha256:" + "ab" * 32
@@ -112,6 +116,39 @@ def test_the_context_holds_no_secret_and_nothing_that_accel_keeps(
     files = (path.relative_to(made / dockerfile.CODE) for path in (made / dockerfile.CODE).rglob("*") if path.is_file())
     assert sorted(map(str, files)) == [".dockerignore", "train.py"]
     assert [warning.partition(":")[0] for warning in warnings] == ["'.env'"]
+
+
+@pytest.fixture
+def on_docker(docker: Docker, shop: Workshop, base: str, tmp_path: Path) -> Docker:
+    """A Docker daemon that has the base image, as `base:1`."""
+    shop.buildah("push", base, f"docker-archive:{tmp_path / 'base.tar'}:base:1")
+    docker.run("load", "--quiet", "--input", str(tmp_path / "base.tar"))
+    return docker
+
+
+def test_docker_builds_an_image_and_pushes_it(project: Accel, on_docker: Docker, sources: str, tmp_path: Path) -> None:
+    with registry(tmp_path, on_docker.here) as address:
+        words = ["image", "build", "--builder", "docker", "--tag", f"{address}/team/train:1", "--base", "base:1"]
+        done = project.finish(*words, "--push", SOURCE_DATE_EPOCH=EPOCH, PYTHONPATH=sources, **on_docker.env)
+        assert done.returncode == 0, done.stderr.decode()
+        image = done.stdout.decode().strip()
+        assert re.fullmatch(rf"{address}/team/train@sha256:[0-9a-f]{{64}}", image)
+        on_docker.run("image", "rm", "--force", f"{address}/team/train:1", image)
+        assert on_docker.run("run", "--rm", image, "accel", "--version").strip() == f"accel {__version__}"
+    listed = "import os; print(os.getuid(), os.getcwd(), open('train.py').read(), *sorted(os.listdir('.')))"
+    assert on_docker.run("run", "--rm", image, "python3", "-c", listed).split() == [
+        "1000", "/workspace", "print('trained')", ".accelignore", "accel.yaml", "train.py"
+    ]  # fmt: skip
+
+
+def test_a_build_that_fails_on_docker_is_one_line(project: Accel, on_docker: Docker, sources: str) -> None:
+    (project.here / "requirements.txt").write_text("--no-index\nno-such-package\n")
+    words = ["image", "build", "--builder", "docker", "--tag", "team/none:1", "--base", "base:1"]
+    done = project.finish(*words, SOURCE_DATE_EPOCH=EPOCH, PYTHONPATH=sources, **on_docker.env)
+    assert (done.returncode, done.stdout) == (exit_status.ERROR, b"")
+    last = done.stderr.decode().splitlines()[-1]
+    assert last == "accel image: docker could not build team/none:1 (exit 1): what it said is above"
+    assert on_docker.run("image", "ls", "--quiet", "team/none:1") == ""
 
 
 def test_a_base_without_torch_fails_the_build(project: Accel, shop: Workshop, base: str) -> None:

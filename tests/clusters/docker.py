@@ -33,7 +33,8 @@ set -e
 mount -t tmpfs -o mode=755 tmpfs /run
 echo 1 >/proc/sys/net/ipv4/ip_forward
 exec dockerd --data-root {own}/data --exec-root /run/docker --pidfile /run/docker.pid --host unix://{socket} \\
-    --cgroup-parent /{tag} --oom-score-adjust=0 --add-runtime host={own}/runtime --default-runtime host
+    --cgroup-parent /{tag} --oom-score-adjust=0 --add-runtime host={own}/runtime --default-runtime host \\
+    --insecure-registry {here}/32
 """  # it may not lower its own oom_score_adj without CAP_SYS_RESOURCE
 _RUNTIME = """\
 #!{python}
@@ -64,6 +65,11 @@ class Docker:
         self.slot = slot
         self._network = Network(slot, _SECOND_OCTET)
         self._machine = Machine(self._network, 1, "docker", self._boot)
+
+    @property
+    def here(self) -> str:
+        """The address of this computer for the daemon and its containers. Registries at it may speak plain HTTP."""
+        return self._network.address(0)
 
     @property
     def env(self) -> dict[str, str]:
@@ -135,7 +141,7 @@ class Docker:
         return subprocess.run(["docker", "info"], env={**os.environ, **self.env}, capture_output=True).returncode == 0
 
     def _boot(self, machine: Machine) -> str:
-        return _BOOT.format(own=machine.own, socket=self._socket, tag=self.slot.tag)
+        return _BOOT.format(own=machine.own, socket=self._socket, tag=self.slot.tag, here=self.here)
 
 
 def claim() -> Docker:
