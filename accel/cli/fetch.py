@@ -28,7 +28,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Raises NotReady, NotSupported, and what asking the target raises."""
+    """Raises NotReady, SpecError, and what asking the target raises."""
     job = job_args.find("accel fetch", args.job, args)
     directory = Path(args.output or f"{job.name}-{job.id}")
     with progress():

@@ -68,6 +68,13 @@ class Aws:
         with self.asked(f"{service}:{client.meta.method_to_api_mapping.get(operation, operation)}"):
             return dict(getattr(client, operation)(**asked))
 
+    def pages(self, service: str, operation: str, key: str, **asked: Any) -> Iterator[dict[str, Any]]:
+        """What stands under `key` in the pages of a list, which are asked for as they are read. Raises as `call`."""
+        client = self.client(service)
+        with self.asked(f"{service}:{client.meta.method_to_api_mapping[operation]}"):
+            for page in client.get_paginator(operation).paginate(**asked):
+                yield from page.get(key) or ()
+
     def training_job(self, name: str) -> object:
         """The SageMaker SDK's own object of a training job. Raises ConfigError, Refused, Unreachable."""
         try:

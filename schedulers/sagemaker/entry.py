@@ -24,6 +24,7 @@ from typing import Any
 
 _NEEDS = {"torch": (2, 6), "numpy": (1, 26), "safetensors": (0, 4)}
 _PYTHON = (3, 10)
+END = "[accel] end"  # the last line of a container's log, for who reads it
 _LAST_WORDS_S = 5.0  # of a launcher that has ended
 _MOST_FAILURE = 1024  # characters, of which AWS keeps no more
 _EFA = "/sys/class/infiniband"  # SageMaker's instances have no other adapters of that class
@@ -226,4 +227,7 @@ def tell(root: str, text: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    finally:
+        print(END, flush=True)

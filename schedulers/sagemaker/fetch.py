@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tarfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -78,22 +78,16 @@ def _one(aws: Aws, uri: str, partial: Path, name: str) -> bool:
 def _files(aws: Aws, uri: str, directory: Path) -> bool:
     bucket, prefix = split(uri)
     found = False
-    for key, size in _keys(aws, bucket, prefix):
+    for each in aws.pages("s3", "list_objects_v2", "Contents", Bucket=bucket, Prefix=prefix):
+        key = str(each["Key"])
         inside = os.path.normpath(key[len(prefix) :])
         if inside.startswith(("..", "/")) or key.endswith("/"):
             continue
         path = directory / inside
         os.makedirs(path.parent, exist_ok=True)
-        _download(aws, bucket, key, path, size)
+        _download(aws, bucket, key, path, int(each["Size"]))
         found = True
     return found
-
-
-def _keys(aws: Aws, bucket: str, prefix: str) -> Iterator[tuple[str, int]]:
-    client = aws.client("s3")
-    with aws.asked("s3:ListBucket"):
-        for page in client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix):
-            yield from ((str(each["Key"]), int(each["Size"])) for each in page.get("Contents") or [])
 
 
 def _download(aws: Aws, bucket: str, key: str, path: Path, size: int) -> None:

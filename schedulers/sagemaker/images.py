@@ -62,7 +62,7 @@ def address(image: str, region: str, instance_type: str, where: str) -> str:
     if found is None:
         known = ", ".join(VERSIONS)
         raise SpecError(f"{where}: {image}: no such version is known ({known}){nearest(version, VERSIONS)}; give a URI")
-    kind = "gpu" if has_gpus(instance_type) else "cpu"
+    kind = "cpu" if gpus(instance_type) == 0 else "gpu"
     suffix = next((each for start, each in _SUFFIXES.items() if region.startswith(start)), "amazonaws.com")
     registry = f"{_REGISTRIES.get(region, _COMMON)}.dkr.ecr.{region}.{suffix}"
     return f"{registry}/pytorch-training:{found}-{kind}-{VERSIONS[found]}"
@@ -77,7 +77,3 @@ def gpus(instance_type: str) -> int | None:
     if sizes is not None:
         return sizes.get(match["size"], sizes.get(""))
     return None if _ACCELERATED.match(match["family"]) else 0
-
-
-def has_gpus(instance_type: str) -> bool:
-    return gpus(instance_type) != 0

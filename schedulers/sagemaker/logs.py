@@ -1,24 +1,28 @@
 """A job's output out of CloudWatch: a stream for each instance, and after an interruption another one.
 
 A position is the time of an event, in ms, and how many events of that time were read: CloudWatch's own tokens end after
-a day. CloudWatch keeps lines, and not what they ended with.
+a day. CloudWatch keeps lines, and not what they ended with, and shows them some seconds after they were written.
 """
 
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from ..job import Cursor, LogLine
 from .aws import Aws, Refused
+from .entry import END
 from .native_id import Native
+from .status import describe
 
 GROUP = "/aws/sagemaker/TrainingJobs"
 _STREAM = re.compile(r"(?P<host>algo-(?P<number>\d+))-(?P<began>\d+)\Z")
 _RANK = re.compile(r"\[rank (\d{1,7})\] ")
-_GOES_ON = "\x1f"  # the end of a piece of a longer line: see accel/launch/tee.py
+_LATE_S = 30.0  # after a job's end, for lines that are not shown yet; a container that was killed has no last line
+_AGAIN_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,21 +37,15 @@ class Stream:
 def streams(aws: Aws, native: Native) -> list[Stream]:
     """The streams there are, attempt by attempt, and node by node."""
     found: dict[int, list[tuple[int, str]]] = {}
-    asked: dict[str, Any] = {"logGroupName": GROUP, "logStreamNamePrefix": f"{native.name}/"}
-    while True:
-        try:
-            answer = aws.call("logs", "describe_log_streams", **asked)
-        except Refused as error:
-            if error.code == "ResourceNotFoundException":  # nobody in the account has written yet
-                return []
-            raise
-        for each in answer.get("logStreams") or []:
+    asked = {"logGroupName": GROUP, "logStreamNamePrefix": f"{native.name}/"}
+    try:
+        for each in aws.pages("logs", "describe_log_streams", "logStreams", **asked):
             match = _STREAM.match(str(each["logStreamName"]).partition("/")[2])
             if match is not None:
                 found.setdefault(int(match["number"]) - 1, []).append((int(match["began"]), match[0]))
-        if not answer.get("nextToken"):
-            break
-        asked["nextToken"] = answer["nextToken"]
+    except Refused as error:
+        if error.code != "ResourceNotFoundException":  # nobody in the account has written yet
+            raise
     made = [
         Stream(name=name, node=node, attempt=attempt)
         for node, runs in found.items()
@@ -56,11 +54,37 @@ def streams(aws: Aws, native: Native) -> list[Stream]:
     return sorted(made, key=lambda stream: (stream.attempt, stream.node))
 
 
-def lines(aws: Aws, native: Native, since: Cursor | None) -> Iterator[LogLine]:
-    """The lines there are, from the cursor on."""
-    cursor = since or Cursor()
-    for stream in streams(aws, native):
-        yield from _lines_of(aws, native, stream, cursor.position(stream.name))
+def lines(aws: Aws, native: Native, since: Cursor | None, nodes: int | None) -> Iterator[LogLine]:
+    """The lines there are, from the cursor on. With `nodes`, how many a job that is over has, also those that
+    CloudWatch does not show yet: until each container of the last attempt has written the entry's last line."""
+    cursor = (since or Cursor()).moved({})
+    complete: set[Stream] = set()
+    deadline: float | None = None
+    while True:
+        found = streams(aws, native)
+        for stream in found:
+            for line in _lines_of(aws, native, stream, cursor.position(stream.name)):
+                if line.rank is None and line.text == f"{END}\n":
+                    complete.add(stream)
+                else:
+                    cursor.advance(line)
+                    yield line
+        if nodes is None or sum(stream.attempt == found[-1].attempt for stream in complete) >= nodes:
+            return
+        if deadline is None:
+            deadline = time.monotonic() + _left(aws, native)
+        if time.monotonic() >= deadline:
+            return
+        time.sleep(_AGAIN_S)
+
+
+def _left(aws: Aws, native: Native) -> float:
+    """Seconds in which lines of a job that is over may still be shown."""
+    made = describe(aws, native.name) or {}
+    if "TrainingStartTime" not in made or "TrainingEndTime" not in made:
+        return 0.0
+    since: float = time.time() - made["TrainingEndTime"].timestamp()
+    return _LATE_S - max(0.0, since)
 
 
 def cursor_at(aws: Aws, native: Native, when: float) -> Cursor:
@@ -90,9 +114,5 @@ def _lines_of(aws: Aws, native: Native, stream: Stream, position: str | None) ->
 
 def _line(stream: Stream, text: str, position: str) -> LogLine:
     match = _RANK.match(text)
-    text = text[match.end() :] if match else text
-    partial = match is not None and text.endswith(_GOES_ON)
-    return LogLine(
-        rank=int(match[1]) if match else None, attempt=stream.attempt,
-        text=text[: -len(_GOES_ON)] if partial else f"{text}\n", source=stream.name, position=position, partial=partial,
-    )  # fmt: skip
+    rank, text = (int(match[1]), text[match.end() :]) if match else (None, text)
+    return LogLine(rank=rank, attempt=stream.attempt, text=f"{text}\n", source=stream.name, position=position)

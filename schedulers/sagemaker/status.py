@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import re
 import threading
 from collections.abc import Mapping, Sequence
@@ -115,17 +116,9 @@ class Poller:
     def _listed(self, since: int, wanted: set[str]) -> list[dict[str, Any]]:
         """The list's entries of these jobs, from the oldest on, as far as they are needed."""
         after = datetime.datetime.fromtimestamp(since - 1, datetime.timezone.utc)
-        asked: dict[str, Any] = {
-            "CreationTimeAfter": after, "SortBy": "CreationTime", "SortOrder": "Ascending", "MaxResults": _PAGE
-        }  # fmt: skip
-        found: list[dict[str, Any]] = []
-        while len(found) < len(wanted):
-            answer = self._aws.call("sagemaker", "list_training_jobs", **asked)
-            found += [each for each in answer["TrainingJobSummaries"] if each["TrainingJobName"] in wanted]
-            if not answer.get("NextToken"):
-                break
-            asked["NextToken"] = answer["NextToken"]
-        return found
+        asked = {"CreationTimeAfter": after, "SortBy": "CreationTime", "SortOrder": "Ascending", "MaxResults": _PAGE}
+        entries = self._aws.pages("sagemaker", "list_training_jobs", "TrainingJobSummaries", **asked)
+        return list(itertools.islice((each for each in entries if each["TrainingJobName"] in wanted), len(wanted)))
 
     def _described(self, native: Native) -> Status:
         if native.region != self._aws.region:

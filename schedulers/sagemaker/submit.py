@@ -92,18 +92,13 @@ def _earlier(aws: Aws, stamped: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def find(aws: Aws, job_id: str) -> Found | None:
     """A job that some machine submitted. Raises Unreachable, UnknownJob."""
-    for each in _named(aws, job_id):
+    tail = re.sub(r"[^a-z0-9]+", "-", job_id)
+    for each in aws.call("sagemaker", "list_training_jobs", NameContains=tail, MaxResults=10)["TrainingJobSummaries"]:
         made = aws.call("sagemaker", "describe_training_job", TrainingJobName=each["TrainingJobName"])
         tags = aws.call("sagemaker", "list_tags", ResourceArn=made["TrainingJobArn"])["Tags"]
         if {"Key": request.JOB_ID, "Value": job_id} in tags:
             return _found(aws, made, job_id)
     return None
-
-
-def _named(aws: Aws, job_id: str) -> list[dict[str, Any]]:
-    tail = re.sub(r"[^a-z0-9]+", "-", job_id)
-    answer = aws.call("sagemaker", "list_training_jobs", NameContains=tail, MaxResults=10)
-    return list(answer["TrainingJobSummaries"])
 
 
 def _found(aws: Aws, made: Mapping[str, Any], job_id: str) -> Found:
@@ -130,13 +125,8 @@ def _found(aws: Aws, made: Mapping[str, Any], job_id: str) -> Found:
 
 def listed(aws: Aws) -> list[Listed]:
     """All training jobs of accel in the region. Raises Unreachable."""
-    found = []
-    client = aws.client("sagemaker")
-    with aws.asked("sagemaker:ListTrainingJobs"):
-        for page in client.get_paginator("list_training_jobs").paginate(PaginationConfig={"PageSize": 100}):
-            found += page["TrainingJobSummaries"]
     jobs = []
-    for each in found:
+    for each in aws.pages("sagemaker", "list_training_jobs", "TrainingJobSummaries", MaxResults=100):
         head, _, job_id = str(each["TrainingJobName"]).rpartition("-")
         created = each["CreationTime"].timestamp()
         if not _ID.match(job_id):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import os
 import shutil
@@ -11,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ..errors import ConfigError, SchedulerError, SpecError, Unreachable
+from ..errors import ConfigError, SchedulerError, SpecError, StoreError, Unreachable
 from ..job import Cursor, JobSpec, LogLine, Status
 from ..target import Found, Listed, Plan, TargetContext, parse_ids
 from . import limits, request
@@ -40,24 +42,18 @@ class SageMakerTarget:
         self.name = context.name
         self._options: SageMakerOptions = context.options
         self._jobs = context.jobs
-        self._made: Aws | None = None
-        self._asks: Poller | None = None
 
-    @property
+    @functools.cached_property
     def _aws(self) -> Aws:
-        if self._made is None:
-            from .aws import Aws
+        from .aws import Aws
 
-            self._made = Aws(self._options, self.name)
-        return self._made
+        return Aws(self._options, self.name)
 
-    @property
+    @functools.cached_property
     def _poller(self) -> Poller:
-        if self._asks is None:
-            from .status import Poller
+        from .status import Poller
 
-            self._asks = Poller(self._aws)
-        return self._asks
+        return Poller(self._aws)
 
     @staticmethod
     def asked_with(options: Mapping[str, Any]) -> list[object]:
@@ -105,9 +101,14 @@ class SageMakerTarget:
         return found
 
     def logs(self, native_id: str, since: Cursor | None = None) -> Iterator[LogLine]:
+        from ..store.record import read_record
         from . import logs
 
-        yield from logs.lines(self._aws, Native.parse(native_id), since)
+        native, nodes = Native.parse(native_id), None
+        with contextlib.suppress(StoreError):  # without a record it cannot be told whether the job is over
+            record = read_record(native.job_id, str(self._jobs / native.job_id))
+            nodes = record.nodes if record.status.state.final else None
+        yield from logs.lines(self._aws, native, since, nodes)
 
     def cursor_at(self, native_id: str, when: float) -> Cursor:
         from . import logs

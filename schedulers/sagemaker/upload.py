@@ -91,8 +91,7 @@ def _put_parts(aws: Aws, bucket: str, key: str, path: Path, size: int, told: Cal
 
 def _begun(aws: Aws, bucket: str, key: str, size: int) -> tuple[str, dict[int, str]]:
     """An upload of this content that was cut off, and the parts that it has; a new one where there is none."""
-    uploads = aws.call("s3", "list_multipart_uploads", Bucket=bucket, Prefix=key).get("Uploads") or []
-    for upload in uploads:
+    for upload in aws.pages("s3", "list_multipart_uploads", "Uploads", Bucket=bucket, Prefix=key):
         if upload["Key"] == key:
             return str(upload["UploadId"]), _parts(aws, bucket, key, str(upload["UploadId"]), size)
     return str(aws.call("s3", "create_multipart_upload", Bucket=bucket, Key=key)["UploadId"]), {}
@@ -100,16 +99,11 @@ def _begun(aws: Aws, bucket: str, key: str, size: int) -> tuple[str, dict[int, s
 
 def _parts(aws: Aws, bucket: str, key: str, upload: str, size: int) -> dict[int, str]:
     found: dict[int, str] = {}
-    after = 0
-    while True:
-        answer = aws.call("s3", "list_parts", Bucket=bucket, Key=key, UploadId=upload, PartNumberMarker=after)
-        for part in answer.get("Parts") or []:
-            number = int(part["PartNumber"])
-            if part["Size"] == min(_PART, size - (number - 1) * _PART):
-                found[number] = str(part["ETag"])
-        if not answer.get("IsTruncated"):
-            return found
-        after = int(answer["NextPartNumberMarker"])
+    for part in aws.pages("s3", "list_parts", "Parts", Bucket=bucket, Key=key, UploadId=upload):
+        number = int(part["PartNumber"])
+        if part["Size"] == min(_PART, size - (number - 1) * _PART):
+            found[number] = str(part["ETag"])
+    return found
 
 
 def copy(aws: Aws, root: str, key: str, to: str) -> None:
@@ -144,19 +138,16 @@ def remove(aws: Aws, options: SageMakerOptions, job_ids: Sequence[str]) -> list[
     lines: list[str] = []
     account = aws.resolved()
     bucket, prefix = split(request.root(options, account))
-    client = aws.client("s3")
     for job_id in job_ids:
         _, mine = split(request.brought(options, account, job_id))
         try:
-            with aws.asked("s3:DeleteObject"):
-                for page in client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=mine):
-                    for each in page.get("Contents") or []:
-                        client.delete_object(Bucket=bucket, Key=each["Key"])
+            for each in aws.pages("s3", "list_objects_v2", "Contents", Bucket=bucket, Prefix=mine):
+                aws.call("s3", "delete_object", Bucket=bucket, Key=each["Key"])
         except SchedulerError as error:
             lines.append(f"job {job_id}: {error}")
     kept = "/".join(filter(None, (prefix, _KEPT)))
     with contextlib.suppress(Refused):
-        for each in aws.call("s3", "list_multipart_uploads", Bucket=bucket, Prefix=kept).get("Uploads") or []:
+        for each in aws.pages("s3", "list_multipart_uploads", "Uploads", Bucket=bucket, Prefix=kept):
             if time.time() - each["Initiated"].timestamp() > _ORPHAN_S:
                 asked = {"Bucket": bucket, "Key": each["Key"], "UploadId": each["UploadId"]}
                 aws.call("s3", "abort_multipart_upload", **asked)

@@ -135,6 +135,10 @@ class SageMaker:
         """Copy no more checkpoint files to S3 until the attempt ends."""
         self._ask("hold_checkpoints", name=job)
 
+    def hold_logs(self, job: str, *, held: bool = True) -> None:
+        """Show nothing of what the containers write, as CloudWatch does for some seconds, until told to."""
+        self._ask("hold_logs", name=job, held=held)
+
     def link(self, job: str, host: str, *, up: bool) -> None:
         """Plug or pull the cable of one host, as `algo-2`: packets vanish, nobody is told."""
         self._ask("link", name=job, host=host, up=up)

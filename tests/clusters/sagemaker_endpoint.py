@@ -166,6 +166,9 @@ class Endpoint:
         for checkpoints in self._job(name).checkpoints:
             checkpoints.held = True
 
+    def hold_logs(self, name: str, held: bool) -> None:
+        self._job(name).hold_logs(held)
+
     def link(self, name: str, host: str, up: bool) -> None:
         self._instance(name, host).machine.link(up)
 

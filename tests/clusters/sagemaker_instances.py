@@ -294,16 +294,15 @@ def download(s3: Any, url: str, directory: Path, share: tuple[int, int] = (0, 1)
     return len(keys)
 
 
-def log_events(logs: Any, stream: str) -> Callable[[list[bytes]], None]:
-    """A new stream, in a group that is made with its first one; what writes lines to it."""
+def log_events(logs: Any, stream: str) -> Callable[[list[bytes], float], None]:
+    """A new stream, in a group that is made with its first one; what writes lines of that time to it."""
     with contextlib.suppress(logs.exceptions.ResourceAlreadyExistsException):
         logs.create_log_group(logGroupName=LOG_GROUP)
     logs.create_log_stream(logGroupName=LOG_GROUP, logStreamName=stream)
     return partial(_put, logs, stream)
 
 
-def _put(logs: Any, stream: str, lines: list[bytes]) -> None:
-    now = int(time.time() * 1000)
-    events = [{"timestamp": now, "message": line.decode(errors="replace")} for line in lines]
+def _put(logs: Any, stream: str, lines: list[bytes], when: float) -> None:
+    events = [{"timestamp": int(when * 1000), "message": line.decode(errors="replace")} for line in lines]
     for at in range(0, len(events), 1000):
         logs.put_log_events(logGroupName=LOG_GROUP, logStreamName=stream, logEvents=events[at : at + 1000])

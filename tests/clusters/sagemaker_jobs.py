@@ -8,10 +8,11 @@ import tarfile
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -87,6 +88,7 @@ class TrainingJob:
     _ended: float | None = None
     _epoch: int = 0  # of the newest log streams
     _restarts: int = 0
+    _held: list[Callable[[], None]] | None = None  # log events that nobody sees yet
     _lock: threading.RLock = field(default_factory=threading.RLock)  # what readers see at once
 
     def __post_init__(self) -> None:
@@ -293,12 +295,26 @@ class TrainingJob:
         logs = self.place.aws("logs", self.region)
         self._epoch = max(int(time.time()), self._epoch + 1)
         for instance in self.instances:
-            events = log_events(logs, f"{self.name}/{instance.host}-{self._epoch}")
-            instance.run(command, env, events)
+            show = log_events(logs, f"{self.name}/{instance.host}-{self._epoch}")
+            instance.run(command, env, partial(self._log, show))
         if (checkpoint := self.request.get("CheckpointConfig")) is not None:
             self.checkpoints = [
                 Checkpoints(self._s3, i.ml / "checkpoints", checkpoint["S3Uri"]) for i in self.instances
             ]
+
+    def _log(self, show: Callable[[list[bytes], float], None], lines: list[bytes]) -> None:
+        with self._lock:
+            if self._held is None:
+                show(lines, time.time())
+            else:
+                self._held.append(partial(show, lines, time.time()))
+
+    def hold_logs(self, held: bool) -> None:
+        """Hide what the containers print from now on, or show it, with the times at which it was printed."""
+        with self._lock:
+            for show in self._held or ():
+                show()
+            self._held = [] if held else None
 
     def _watch(self, began: float) -> tuple[Order | None, Instance | None]:
         """Wait until all containers have ended, or end them: on order, or when one has failed, which is returned."""

@@ -6,6 +6,8 @@ import json
 import random
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from schedulers import Job, Reason, State
 from schedulers.config.named_targets import load_target
 from schedulers.errors import ConfigError, NotReady, SubmitError
 from schedulers.jobs.prune import prune
-from schedulers.sagemaker import upload
+from schedulers.sagemaker import logs, upload
 from schedulers.store.store import Store
 from tests.clusters.sagemaker import SageMaker
 from tests.waiting import until
@@ -136,17 +138,33 @@ def test_an_image_that_cannot_run_accel(
     assert said in status.message
 
 
+_PREEMPTED = """\
+import time
+from accel import Accelerator
+accelerator = Accelerator(cpu=True)
+assert not accelerator.preempted
+print("up", flush=True)
+while True:
+    accelerator.checkpoint_on_preemption("kept")
+    time.sleep(0.05)
+"""
+
+
 def test_cancel_and_the_time_limit(sagemaker: SageMaker, submit: Submit) -> None:
-    text = "trap 'echo warned; exit 0' TERM; echo up; while true; do sleep 0.1; done"
-    cancelled, late = submit(text), submit(text, time_limit_s=2.0)
+    """Each begins with SIGTERM, which the ranks take as the warning that they are about to be preempted."""
+    late = submit("trap 'echo warned; exit 0' TERM; echo up; while true; do sleep 0.1; done", time_limit_s=2.0)
+    cancelled = submit(f"exec python3 -c '{_PREEMPTED}'", grace_s=30.0, options={"cpu": True})
     runs(cancelled, "up\n")
     assert cancelled.status().state is State.RUNNING
     with pytest.raises(NotReady, match=r"still runs \(Training\)"):
         cancelled.fetch("fetched")
     assert cancelled.cancel().state is State.CANCELLED
-    assert "warned\n" in [text for _, _, text in printed(cancelled)]
+    said = "".join(line.text for line in cancelled.logs())
+    assert "preempted: saved kept, ending with code 85 to be started again" in said
+    assert "accel launch: preempted in attempt 0: " in said
     ended = late.wait(120)
     assert (ended.state, ended.reason) == (State.FAILED, Reason.TIME_LIMIT)
+    assert "warned\n" in [text for _, _, text in printed(late)]
     cancelled.cancel()  # what is over stays as it is
 
 
@@ -159,6 +177,36 @@ def test_a_job_that_is_still_being_set_up_is_stopped(sagemaker: SageMaker, submi
 
     until(is_set_up, "the setup has begun")
     assert job.cancel().state is State.CANCELLED
+
+
+def test_lines_that_cloudwatch_shows_late(
+    sagemaker: SageMaker, submit: Submit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who reads the logs of a job that is over waits for its containers' last lines, and not for ever."""
+    job = submit("echo early; until [ -e /opt/ml/go ]; do sleep 0.05; done; echo late", nodes=2)
+    name = str(job.native_id).split("/")[1]
+    runs(job, "early\n")
+    until(lambda: len(printed(job)) == 2, "both hosts have written")
+    sagemaker.hold_logs(name)
+    for host in ("algo-1", "algo-2"):
+        sagemaker.run(name, host, "touch", "/opt/ml/go")
+    assert job.wait(120).state is State.SUCCEEDED, sagemaker.diagnose()
+    ended = sagemaker.describe(name)["TrainingEndTime"].timestamp()
+    monkeypatch.setattr(logs, "_AGAIN_S", 0.2)
+    monkeypatch.setattr(logs, "_LATE_S", 1.0)
+    assert "late\n" not in {text for _, _, text in printed(job)}
+    assert time.time() >= ended + 1.0
+    monkeypatch.setattr(logs, "_LATE_S", 300.0)
+    before = len(sagemaker.calls("logs", "GetLogEvents"))
+    with ThreadPoolExecutor() as pool:
+        following = pool.submit(lambda: list(job.logs(follow=True)))
+        until(lambda: len(sagemaker.calls("logs", "GetLogEvents")) > before + 8, "the follower reads time and again")
+        sagemaker.hold_logs(name, held=False)
+        lines = following.result(60)
+    assert sorted((line.rank, line.text) for line in lines if line.rank is not None) == [
+        (0, "early\n"), (0, "late\n"), (1, "early\n"), (1, "late\n")
+    ]  # fmt: skip
+    assert not [line for line in lines if "[accel]" in line.text]
 
 
 def test_an_interruption_is_another_attempt(sagemaker: SageMaker, submit: Submit) -> None:
@@ -186,7 +234,7 @@ def test_an_interruption_is_another_attempt(sagemaker: SageMaker, submit: Submit
 
 
 def test_a_submit_that_is_repeated_makes_one_job(sagemaker: SageMaker, submit: Submit, home: Path) -> None:
-    job = submit("sleep 600")
+    job = submit("echo up; exec sleep 600")
     target = job.waiting_target()
     assert target is not None
     assert target.submit(job.record.plan()) == job.native_id
@@ -198,6 +246,7 @@ def test_a_submit_that_is_repeated_makes_one_job(sagemaker: SageMaker, submit: S
     another = load_target("sagemaker", home / "jobs", overrides=target_options(sagemaker, volume_size_in_gb=31))
     with pytest.raises(SubmitError, match=r"there is a training job .* already, and it is not this one"):
         another.submit(job.record.plan())
+    runs(job, "up\n")  # a container that is being started takes no SIGTERM
     job.cancel()
 
 
