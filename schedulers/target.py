@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 from .convert import convert
-from .errors import ConfigError, SchedulerError, UnknownTarget, nearest
+from .errors import ConfigError, SchedulerError, SpecError, UnknownTarget, nearest
 from .job import Cursor, JobSpec, LogLine, Status
 from .printable import one_line
 
@@ -146,6 +147,24 @@ class Found:
     plan: Plan
     whole: bool = True
     created_at: float | None = None
+
+    @classmethod
+    def of(
+        cls, native_id: str, read: Callable[[], object], *, target: str, kind: str, job_id: str, **more: Any
+    ) -> Found:
+        """The job of a target that keeps a job's spec as it was submitted: `read` returns that, or raises ValueError or
+        its like. Raises SchedulerError for what is no spec of this version's."""
+        try:
+            kept = read()
+            spec = JobSpec.from_json(kept)
+        except (ValueError, KeyError, TypeError, RecursionError, SpecError) as error:
+            raise SchedulerError(f"another version of accel submitted job {job_id}: {one_line(str(error))}") from None
+        plan = Plan(
+            target=target, kind=kind, job_id=job_id,
+            files={f"{kind}/spec.json": json.dumps(kept, indent=2) + "\n"}, settings={"spec": kept},
+            warnings=("submitted by another machine: this is what it asked for",),
+        )  # fmt: skip
+        return cls(native_id=native_id, spec=spec, plan=plan, **more)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,9 +6,9 @@ import contextlib
 import json
 from typing import Any
 
-from ..errors import SchedulerError, SpecError, UnknownJob
+from ..errors import SpecError, UnknownJob
 from ..job import JobSpec
-from ..target import Found, Listed, Plan
+from ..target import Found, Listed
 from . import names
 from .client.api import Api
 from .client.errors import Forbidden, NotFound
@@ -47,22 +47,11 @@ def _found(api: Api, kind: str, workload: dict[str, Any], job_id: str) -> Found:
             f"{api.where}: {BUILDERS[kind].KIND} {metadata['name']} has the label of job {job_id}, and no annotation "
             f"{names.SPEC}: accel submit did not make it"
         )
-    try:
-        said = json.loads(text)
-        spec = JobSpec.from_json(said)
-    except (ValueError, SpecError, RecursionError) as error:
-        raise SchedulerError(f"another version of accel submitted job {job_id}: {error}") from None
-    plan = Plan(
-        target=api.target,
-        kind=KIND,
-        job_id=job_id,
-        files={"kubernetes/spec.json": json.dumps(said, indent=2) + "\n"},
-        settings={"spec": said},
-        warnings=("submitted by another machine: this is what it asked for",),
-    )
     made_at = pod_states.moment(metadata.get("creationTimestamp"))
-    native_id = str(Native.of(kind, metadata, job_id))
-    return Found(native_id=native_id, spec=spec, plan=plan, whole=False, created_at=made_at)
+    return Found.of(
+        str(Native.of(kind, metadata, job_id)), lambda: json.loads(text), target=api.target, kind=KIND, job_id=job_id,
+        whole=False, created_at=made_at,
+    )  # fmt: skip
 
 
 def jobs(api: Api, options: KubernetesOptions) -> list[Listed]:

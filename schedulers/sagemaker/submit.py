@@ -11,20 +11,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..errors import SchedulerError, SpecError, SubmitError, UnknownJob, Unreachable
+from ..errors import SubmitError, UnknownJob, Unreachable
 from ..job import JobSpec
-from ..printable import one_line
 from ..store import own_wheel, snapshot
-from ..target import Found, Listed, Plan
+from ..target import Found, Listed
 from . import limits, request, upload
 from .aws import Aws, Refused, split
 from .entry import digest_of
 from .native_id import Native
 from .options import SageMakerOptions
 from .status import describe
+from .target import KIND
 
-KIND = "sagemaker"
-_SETTINGS = "sagemaker/job.json"
 _ID = re.compile(r"[0-9a-z]{8,20}\Z")
 progress = logging.getLogger("schedulers.progress")
 
@@ -109,18 +107,10 @@ def _found(aws: Aws, made: Mapping[str, Any], job_id: str) -> Found:
     answer = aws.call("s3", "get_object", Bucket=bucket, Key=prefix + request.SETTINGS)
     with aws.asked("s3:GetObject"):
         text = answer["Body"].read()
-    try:
-        said = json.loads(text)["spec"]
-        spec = JobSpec.from_json(said)
-    except (ValueError, KeyError, TypeError, SpecError) as error:
-        raise SchedulerError(f"another version of accel submitted job {job_id}: {one_line(str(error))}") from None
-    plan = Plan(
-        target=aws.where.removeprefix("target "), kind=KIND, job_id=job_id,
-        files={_SETTINGS: json.dumps(said, indent=2) + "\n"}, settings={"spec": said},
-        warnings=("submitted by another machine: this is what it asked for",),
+    return Found.of(
+        str(_native(aws, made, job_id)), lambda: json.loads(text)["spec"], target=aws.where.removeprefix("target "),
+        kind=KIND, job_id=job_id, created_at=made["CreationTime"].timestamp(),
     )  # fmt: skip
-    created = made["CreationTime"].timestamp()
-    return Found(native_id=str(_native(aws, made, job_id)), spec=spec, plan=plan, created_at=created)
 
 
 def listed(aws: Aws) -> list[Listed]:
