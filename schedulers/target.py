@@ -25,6 +25,7 @@ BUILT_IN: Mapping[str, str] = {
     "slurm": "schedulers.slurm.target:SlurmTarget",
     "kubernetes": "schedulers.kubernetes.target:KubernetesTarget",
     "sagemaker": "schedulers.sagemaker.target:SageMakerTarget",
+    "tpu": "schedulers.tpu.target:TpuTarget",
 }
 
 

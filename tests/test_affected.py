@@ -192,7 +192,7 @@ def test_every_program_for_hosts_reaches_a_test_of_its_target(real: Graph) -> No
 
 def test_one_target_does_not_affect_the_others(real: Graph) -> None:
     assert "tests/schedulers/local/test_plan.py" not in real.tests(["schedulers/slurm/sbatch_options.py"])
-    assert "tests/schedulers/kubernetes/manifests/test_build.py" not in real.tests(["schedulers/hosts/jobs/submit.py"])
+    assert "tests/schedulers/kubernetes/manifests/test_plan.py" not in real.tests(["schedulers/hosts/jobs/submit.py"])
     assert "tests/runtime/training/test_local_sgd.py" not in real.tests(["schedulers/hosts/jobs/submit.py"])
 
 

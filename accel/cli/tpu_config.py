@@ -35,7 +35,8 @@ _VERSION = re.compile(r"\d+(\.\d+)*((a|b|rc|\.dev|\.post)\d+)*", re.ASCII)
 def add_arguments(parser: Parser) -> None:
     group = parser.add_argument_group("which TPU")
     group.add_argument("--config_file", metavar="FILE", help="where what is not given stands (default: the one in use)")
-    group.add_argument("--tpu_name", metavar="NAME", help="its name (default: of the configuration file)")
+    named = "its name, or that of a tpu target, whose transport is then used (default: of the configuration file)"
+    group.add_argument("--tpu_name", metavar="NAME", help=named)
     group.add_argument("--tpu_zone", metavar="ZONE", help="its zone (default: of the configuration file)")
     group.add_argument("--use_alpha", action="store_true", help="run `gcloud alpha` instead of `gcloud`")
     group = parser.add_argument_group("what to run")
@@ -53,6 +54,8 @@ def run(args: Namespace) -> int:
 
     name, zone, commands = _settings(args)
     commands = [_FIRST, *([_install(args.accelerate_version)] if args.install_accelerate else []), *commands]
+    if zone is None:
+        return _by_target(name, commands, args.debug)
     gcloud = ["gcloud", *(["alpha"] if args.use_alpha else []), "compute", "tpus", "tpu-vm"]
     if args.debug:
         print(shlex.join(pod.ssh(gcloud, name, zone, "all", commands)))
@@ -64,8 +67,42 @@ def run(args: Namespace) -> int:
         return exit_status.ERROR
 
 
-def _settings(args: Namespace) -> tuple[str, str, list[str]]:
-    """Name, zone and commands: flags first, then the file. Raises UsageError."""
+def _by_target(name: str, commands: list[str], debug: bool) -> int:
+    """Runs the commands on the slice of a target, over its own transport."""
+    from accel.launch.tpu import pod
+    from schedulers.config.named_targets import load_target
+    from schedulers.errors import SchedulerError
+    from schedulers.store.store import Store
+    from schedulers.tpu.target import TpuTarget
+
+    try:
+        target = load_target(name, Store.default().jobs)
+        assert isinstance(target, TpuTarget)
+        config, hosts = target.config()
+    except SchedulerError as error:
+        note(f"tpu-config: {error}")
+        return exit_status.ERROR
+    lines = [["ssh", "-F", str(config), "-o", "BatchMode=yes", host.name, pod.script(commands)] for host in hosts]
+    if debug:
+        print("\n".join(map(shlex.join, lines)))
+        return exit_status.OK
+    return pod.on_each(lambda told: lines)
+
+
+def _is_target(name: str) -> bool:
+    """Whether accel.yaml has a tpu target of that name. Raises UsageError."""
+    from schedulers.config.named_targets import known_targets
+    from schedulers.errors import ConfigError
+
+    try:
+        return any(each.name == name and each.kind == "tpu" and each.file is not None for each in known_targets())
+    except ConfigError as error:
+        raise UsageError(_NAME, str(error)) from None
+
+
+def _settings(args: Namespace) -> tuple[str, str | None, list[str]]:
+    """Name, zone and commands: flags first, then the file. The zone is None where the name is a target's. Raises
+    UsageError."""
     from .launch_file import default_path, in_use, read_file
 
     if args.command and args.command_file:
@@ -75,7 +112,11 @@ def _settings(args: Namespace) -> tuple[str, str, list[str]]:
     settings: dict[str, Any] = {key: entry.value for key, entry in entries.items()}
     name = args.tpu_name or settings.get("tpu_name", "")
     zone = args.tpu_zone or settings.get("tpu_zone", "")
+    if args.tpu_name and not args.tpu_zone and _is_target(name):
+        zone = None
     for flag, value in (("--tpu_name", name), ("--tpu_zone", zone)):
+        if value is None:
+            continue
         if not value:
             raise UsageError(_NAME, f"which TPU? give {flag}, or write {flag[2:]}: in {path or default_path()}")
         if value.startswith("-"):

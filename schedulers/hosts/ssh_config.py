@@ -101,7 +101,7 @@ def parse_settings(host: Host, text: str) -> Settings:
     # Debian's ssh says so of itself, with BatchMode; it cannot be told from a user's own 300.
     unsaid = "300" if one.get("batchmode") == "yes" else "0"
     jump = _some(one.get("proxyjump"))
-    known = shlex.split(one.get("userknownhostsfile", "")) + shlex.split(one.get("globalknownhostsfile", ""))
+    known = [path for name in ("userknownhostsfile", "globalknownhostsfile") for path in _files(one.get(name, ""))]
     return Settings(
         alias=host.name,
         hostname=hostname,
@@ -167,6 +167,11 @@ def split_line(line: str) -> tuple[str, list[str]]:
         return match[1].lower(), shlex.split(match[2], comments=True)
     except ValueError:
         return match[1].lower(), []
+
+
+def _files(value: str) -> list[str]:
+    """Names of files, which `ssh -G` prints without quotes: one that has spaces is known by being there."""
+    return [value] if " " in value and os.path.isfile(value) else shlex.split(value)
 
 
 def _some(value: str | None) -> str | None:

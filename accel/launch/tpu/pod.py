@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import IO
 
 from accel.launch.signals import Told
@@ -42,20 +42,30 @@ def script(commands: Sequence[str]) -> str:
 
 
 def run(gcloud: Sequence[str], name: str, zone: str, commands: Sequence[str]) -> int:
-    """Run them, passing on what every worker prints, line by line. The code of the first worker that failed, else 0.
+    """Run them by gcloud, as `on_each` does. Raises `PodError` without gcloud, or when it does not know the TPU."""
+
+    def lines(told: Told) -> list[list[str]]:
+        count = workers(gcloud, name, zone, told)
+        if count > 1:
+            _sign_in(gcloud, name, zone, told)
+        return [ssh(gcloud, name, zone, str(index), commands) for index in range(count)]
+
+    return on_each(lines)
+
+
+def on_each(lines: Callable[[Told], Sequence[Sequence[str]]]) -> int:
+    """Run the lines, one a worker, passing on what every worker prints, line by line. The code of the first worker that
+    failed, else 0.
 
     Ends the others when one has failed, and all when this process is told to end: then it gives 128 + the signal's
-    number. Raises `PodError` when there is no `gcloud`, or it does not know the TPU.
+    number. ``lines`` is called once signals are taken, and may raise `PodError`.
     """
     told = Told()
     running: list[_Worker] = []
     try:
-        count = workers(gcloud, name, zone, told)
-        if count > 1:
-            _sign_in(gcloud, name, zone, told)
-        while len(running) < count and not told.signum:
-            index = len(running)
-            running.append(_Worker(index, ssh(gcloud, name, zone, str(index), commands)))
+        for index, line in enumerate(lines(told)):
+            if not told.signum:
+                running.append(_Worker(index, line))
         return _first_failure(running, told)
     except _ToldToEnd:
         return told.exit_code

@@ -58,6 +58,13 @@ class HostsTarget(abc.ABC):
     def _candidates(self) -> str:
         """The same for people, as far as it can be told without asking or reading anything. Raises SpecError."""
 
+    def _taken(self, asked: int, named: Sequence[Host]) -> int:
+        """How many of the hosts, which are about to be used, a job takes that asks for so many. Raises SpecError."""
+        from . import placement as placing
+
+        placing.enough(named, asked, self._options.spares, self.name)
+        return asked
+
     @property
     def _hosts(self) -> Hosts:
         if self._asked is None:
@@ -158,10 +165,10 @@ class HostsTarget(abc.ABC):
         environments = self._environments(common["code"])
         templates = {plan.job_id: json.loads(plan.files[_SETTINGS]) for plan in plans}
         named = self._named(common["code"])
-        placing.enough(named, common["nodes"], self._options.spares, self.name)
+        nodes = self._taken(common["nodes"], named)
         code = Blob.of(snapshot.pack(Path(common["code"]), self._jobs.parent).path)
         placements, refused = placing.place(
-            self._hosts, self._options, self.name, list(templates), named, common["nodes"],
+            self._hosts, self._options, self.name, list(templates), named, nodes,
             templates[plans[0].job_id]["queue"], python=environments.made if environments is not None else None,
             same_slots=any(template["procs_per_node"] is None for template in templates.values()),
         )  # fmt: skip
@@ -173,7 +180,7 @@ class HostsTarget(abc.ABC):
         placements = [placement for placement in placements if placement.job_id not in failed]
         found = {placement.job_id: submit.native_id(placement) for placement in placements}
         for job_id, native_id in found.items():
-            atomic_files.write_document(self._placed(job_id), {"native_id": native_id, "nodes": common["nodes"]})
+            atomic_files.write_document(self._placed(job_id), {"native_id": native_id, "nodes": nodes})
         return found | failed | submit.start(self._hosts, self._options, placements, secrets=values)
 
     def poll(self, native_ids: Sequence[str]) -> Mapping[str, Status]:

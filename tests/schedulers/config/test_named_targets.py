@@ -166,13 +166,13 @@ MISTAKES = {
     ),
     "no kind": (
         "targets:\n  lab: {hosts: [a]}\n",
-        "accel.yaml:2: target lab: no kind (kinds: moon, local, ssh, slurm, kubernetes, sagemaker)",
+        "accel.yaml:2: target lab: no kind (kinds: moon, local, ssh, slurm, kubernetes, sagemaker, tpu)",
     ),
     "kind is no text": ("targets:\n  lab: {kind: 3}\n", "accel.yaml:2: target lab: kind: expects str, got int 3"),
     "unknown kind": (
         "targets:\n  lab: {kind: mon}\n",
         "accel.yaml:2: no kind of target 'mon'; did you mean 'moon'? "
-        "(kinds: moon, local, ssh, slurm, kubernetes, sagemaker)",
+        "(kinds: moon, local, ssh, slurm, kubernetes, sagemaker, tpu)",
     ),
     "a built-in name": (
         "targets:\n  local: {kind: moon, hosts: [a]}\n",
@@ -243,7 +243,15 @@ def test_merge_keys_and_anchors_are_yaml_as_usual(project: Path) -> None:
 @pytest.mark.parametrize("text", ["", "# nothing\n", "targets:\n", "targets: {}\n"])
 def test_a_file_without_targets(project: Path, text: str) -> None:
     (project / "accel.yaml").write_text(text)
-    assert [target.name for target in known_targets()] == ["kubernetes", "local", "moon", "sagemaker", "slurm", "ssh"]
+    assert [target.name for target in known_targets()] == [
+        "kubernetes",
+        "local",
+        "moon",
+        "sagemaker",
+        "slurm",
+        "ssh",
+        "tpu",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -271,7 +279,7 @@ def test_an_unknown_target_names_the_nearest(project: Path) -> None:
     with pytest.raises(
         UnknownTarget,
         match=r"no target or kind 'lap'; did you mean 'lab'\? "
-        r"\(targets: lab, kubernetes, local, moon, sagemaker, slurm, ssh\)",
+        r"\(targets: lab, kubernetes, local, moon, sagemaker, slurm, ssh, tpu\)",
     ):
         moon("lap")
 

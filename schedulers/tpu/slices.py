@@ -1,0 +1,171 @@
+"""A slice as the API describes it, and the SSH configuration by which its workers are reached."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError, SchedulerError, SubmitError
+from ..hosts.errors import one_line
+from ..hosts.host_list import Host
+from ..job import Reason, State, Status
+from ..store import atomic_files
+from .options import TpuOptions
+
+_GCLOUD_S = 120.0
+_AT_ONCE = 32
+_READY = "READY"
+# What a node's state means for a job whose hosts are silent: reason, words. In other states the job may still run.
+_ENDS: Mapping[str, tuple[Reason, str]] = {
+    "PREEMPTED": (Reason.PREEMPTED, "was preempted"),
+    "TERMINATED": (Reason.PREEMPTED, "was terminated"),
+    "STOPPING": (Reason.NODE_FAILURE, "was stopped"),
+    "STOPPED": (Reason.NODE_FAILURE, "was stopped"),
+    "DELETING": (Reason.NODE_FAILURE, "was deleted"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slice:
+    """A node of the API. addresses: of its workers, in their order."""
+
+    name: str
+    node_id: int
+    state: str
+    problem: str
+    addresses: tuple[str, ...]
+
+    @property
+    def hosts(self) -> list[Host]:
+        """The workers, under the names that the SSH configuration has for them."""
+        return [
+            Host(name=f"{self.name}-w{number}", source="the TPU's workers") for number in range(len(self.addresses))
+        ]
+
+
+def read(node: Any, options: TpuOptions) -> Slice:
+    """The slice that a node describes."""
+    outside = not options.internal_ips
+    addresses = ((outside and end.access_config.external_ip) or end.ip_address for end in node.network_endpoints)
+    return Slice(
+        name=str(options.name),
+        node_id=int(node.id),
+        state=type(node).State(node.state).name,
+        problem=str(node.health_description or ""),
+        addresses=tuple(map(str, addresses)),
+    )
+
+
+def ready(found: Slice | None, options: TpuOptions, where: str) -> Slice:
+    """The slice. Raises SubmitError where no job can run on it."""
+    here = f"{options.name} in {options.zone}"
+    if found is None:
+        raise SubmitError(f"{where}: there is no TPU VM {here}")
+    if found.state != _READY:
+        more = f" ({found.problem})" if found.problem else ""
+        raise SubmitError(f"{where}: {here} is {found.state}{more}, not {_READY}")
+    if not found.addresses:
+        raise SubmitError(f"{where}: {here} has no network endpoints")
+    return found
+
+
+def ended(found: Slice | None, options: TpuOptions) -> Status | None:
+    """How a job has ended whose hosts do not answer; None where the slice may still run it."""
+    reason, said = (Reason.NODE_FAILURE, "is gone") if found is None else _ENDS.get(found.state, (None, ""))
+    if reason is None:
+        return None
+    state = "" if found is None else found.state
+    message = f"the slice {options.name} {said}"
+    return Status(state=State.FAILED, reason=reason, message=message, native_state=state)
+
+
+def write_config(folder: Path, found: Slice, keys: Sequence[Sequence[str]], options: TpuOptions, where: str) -> None:
+    """Writes the SSH configuration of a slice's workers, and their host keys. Raises ConfigError where the API has no
+    key of one of them: nothing is sent to a host that cannot be known."""
+    blocks, known = [], []
+    for number, (host, address) in enumerate(zip(found.hosts, found.addresses, strict=True)):
+        mine = keys[number] if number < len(keys) else ()
+        if not mine:
+            raise ConfigError(
+                f"{where}: Google's API has no host key of worker {number} of {found.name} (guest attributes are off, "
+                "or it is still starting): say transport: gcloud in accel.yaml"
+            )
+        alias = f"tpu.{found.node_id}-{number}"
+        known += [f"{alias} {key}" for key in mine]
+        blocks.append([f"Host {host.name}", f"HostName {address}", *_said(options), f"HostKeyAlias {alias}",
+                       f"UserKnownHostsFile {_quoted(folder / 'known_hosts')}"])  # fmt: skip
+    _write(folder, blocks, known, options)
+
+
+def write_gcloud_config(folder: Path, found: Slice, options: TpuOptions, project: str, where: str) -> None:
+    """Writes the SSH configuration that gcloud uses for a slice's workers. Raises ConfigError, SchedulerError."""
+    lines = _gcloud(found, options, project, where)
+    if len(lines) != len(found.addresses):
+        raise SchedulerError(f"{where}: gcloud names {len(lines)} of {len(found.addresses)} workers of {found.name}")
+    blocks = []
+    for host, words in zip(found.hosts, lines, strict=True):
+        user, _, address = words[words.index("--") - 1].rpartition("@")
+        block = [f"Host {host.name}", f"HostName {address}", *([f"User {user}"] if user else [])]
+        block += [f"IdentityFile {_quoted(Path(words[at + 1]))}" for at, word in enumerate(words) if word == "-i"]
+        block += [words[at + 1].replace("=", " ", 1) for at, word in enumerate(words) if word == "-o"]
+        blocks.append(block)
+    _write(folder, blocks, [], options)
+
+
+def _gcloud(found: Slice, options: TpuOptions, project: str, where: str) -> list[list[str]]:
+    """The `ssh` that gcloud would run for each worker. The first call lets gcloud give its key to the workers; then the
+    host keys become known, which gcloud takes as they come where the API has none."""
+    name = f"{options.user}@{found.name}" if options.user else found.name
+    base = ["gcloud", "compute", "tpus", "tpu-vm", "ssh", name, "--zone", str(options.zone), "--project", project]
+    base += ["--command", "true", *(["--internal-ip"] if options.internal_ips else [])]
+    try:
+        for more in (["--worker", "0"], ["--worker", "all", "--dry-run"]):
+            done = subprocess.run(
+                [*base, *more], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_GCLOUD_S
+            )
+            if done.returncode != 0:
+                raise SchedulerError(f"{where}: gcloud cannot reach {found.name}: {one_line(done.stderr)}")
+        lines = [shlex.split(line) for line in done.stdout.splitlines() if line.split(" ", 1)[0].endswith("ssh")]
+        with ThreadPoolExecutor(max_workers=_AT_ONCE, thread_name_prefix="gcloud") as pool:
+            for number, error in enumerate(pool.map(_problem, lines)):
+                if error:
+                    raise SchedulerError(f"{where}: worker {number} of {found.name}: {error}")
+    except FileNotFoundError:
+        install = "needs the Google Cloud CLI (https://cloud.google.com/sdk)"
+        raise ConfigError(f"{where}: transport: gcloud {install}") from None
+    except subprocess.TimeoutExpired:
+        raise SchedulerError(f"{where}: gcloud does not reach {found.name} within {_GCLOUD_S:g} s") from None
+    return lines
+
+
+def _problem(words: Sequence[str]) -> str:
+    once = [words[0], "-o", "StrictHostKeyChecking=accept-new", *words[1:]]  # of an option, the first word counts
+    done = subprocess.run(once, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_GCLOUD_S)
+    return one_line(done.stderr) if done.returncode else ""
+
+
+def _write(folder: Path, blocks: Sequence[Sequence[str]], known: Sequence[str], options: TpuOptions) -> None:
+    """The workers first, as the first word counts; then what holds for every host of the user's."""
+    text = "\n".join("\n    ".join(block) for block in blocks)
+    others = [options.ssh_config] if options.ssh_config else ["~/.ssh/config", "/etc/ssh/ssh_config"]
+    text += "\nMatch all\n" + "".join(f"    Include {_quoted(Path(os.path.expanduser(path)))}\n" for path in others)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        atomic_files.replace_file(str(folder / "known_hosts"), "".join(f"{line}\n" for line in known).encode())
+        atomic_files.replace_file(str(folder / "ssh_config"), text.encode())
+    except OSError as error:
+        raise atomic_files.refusal(error, str(folder), "write") from error
+
+
+def _said(options: TpuOptions) -> list[str]:
+    return [f"{name} {value}" for name, value in (("User", options.user), ("Port", options.port)) if value is not None]
+
+
+def _quoted(path: Path) -> str:
+    return f'"{path}"'

@@ -1,0 +1,148 @@
+"""The tpu target: `accel launch` on every host of a slice of Google Cloud TPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from ..errors import SchedulerError, SpecError, Unreachable
+from ..hosts.jobs.native_id import Native
+from ..hosts.jobs.target import HostsTarget
+from ..job import JobSpec, Status
+from ..target import TargetContext
+from . import options as meaning
+from .options import TpuOptions
+
+if TYPE_CHECKING:
+    from ..hosts.host_list import Host
+    from ..hosts.jobs.status import Hosts
+    from .api import Api
+    from .slices import Slice
+
+
+class TpuTarget(HostsTarget):
+    """Runs each job on all hosts of a slice. A job's native id is `SLICE-w0,SLICE-w1,…/job id`."""
+
+    kind: ClassVar[str] = "tpu"
+    a_target: ClassVar[str] = "a tpu target"
+    Options: ClassVar[type] = TpuOptions
+    _options: TpuOptions
+
+    def __init__(self, context: TargetContext) -> None:
+        super().__init__(context)
+        meaning.check(self._options, self.name)
+        self._made: Api | None = None
+
+    def poll(self, native_ids: Sequence[str]) -> Mapping[str, Status]:
+        """As `HostsTarget.poll`; of jobs whose hosts do not answer, what the slice's own state says."""
+        try:
+            return super().poll(native_ids)
+        except Unreachable as error:
+            silent = dict(error.silent or {})
+            status = self._ended() if silent else None
+            if status is None:
+                raise
+            told = {native_id: status for native_id in silent if self._is_mine(native_id)}
+            rest = {native_id: why for native_id, why in silent.items() if native_id not in told}
+            found = {**error.answers, **told}
+            if rest:
+                raise Unreachable("; ".join(rest.values()), answers=found, silent=rest) from None
+            return found
+
+    def cancel(self, native_id: str) -> None:
+        """As `HostsTarget.cancel`; nothing is to be done where the slice is gone."""
+        try:
+            super().cancel(native_id)
+        except Unreachable:
+            if self._ended() is None:
+                raise
+
+    def clear(self, jobs: Mapping[str, str | None]) -> list[str]:
+        """As `HostsTarget.clear`; nothing is to be done where the slice is gone."""
+        lines = super().clear(jobs)
+        return [] if lines and self._ended() is not None else lines
+
+    def config(self) -> tuple[Path, list[Host]]:
+        """The SSH configuration of the slice's workers, made anew, and their names. Raises SubmitError, SpecError,
+        ConfigError, Unreachable."""
+        return self._folder / "ssh_config", self._named(".")
+
+    @property
+    def _hosts(self) -> Hosts:
+        if self._asked is None:
+            from ..hosts.jobs.status import Hosts
+
+            if not (self._folder / "ssh_config").exists():
+                self._named(".")
+            self._asked = Hosts(replace(self._options, ssh_config=str(self._folder / "ssh_config")))
+        return self._asked
+
+    def _named(self, code: str) -> list[Host]:
+        """The slice's workers; their addresses and keys are those of now."""
+        from . import slices
+
+        api, options = self._api, self._options
+        found = slices.ready(self._slice(), options, api.where)
+        if options.transport == "gcloud":
+            slices.write_gcloud_config(self._folder, found, options, api.project, api.where)
+        else:
+            slices.write_config(self._folder, found, api.host_keys(found.name), options, api.where)
+        self.close()  # what was known of the workers may be of a slice before
+        return found.hosts
+
+    def _candidates(self) -> str:
+        return f"the hosts of {self._options.name} in {self._options.zone}"
+
+    def _check(self, spec: JobSpec) -> None:
+        meaning.check_job(spec, self._options, self.name)
+        super()._check(spec)
+
+    def _taken(self, asked: int, named: Sequence[Host]) -> int:
+        if asked not in (1, len(named)):
+            raise SpecError(
+                f"target {self.name}: --nodes {asked}: {self._options.name} has {len(named)} hosts; leave it out"
+            )
+        if self._options.transport == "ssh":
+            from .sign_in import let_in
+
+            let_in(self._api, self._api.node(str(self._options.name)), self._hosts.pool, named[0])
+        return len(named)
+
+    def _slice(self) -> Slice | None:
+        from . import slices
+
+        for key in ("zone", "name"):
+            if getattr(self._options, key) is None:
+                raise SpecError(f"target {self.name}: which slice? say {key}: in accel.yaml, or --option {key}=…")
+        node = self._api.node(str(self._options.name))
+        return None if node is None else slices.read(node, self._options)
+
+    def _ended(self) -> Status | None:
+        """How jobs have ended whose hosts are silent; None where that cannot be told."""
+        from . import slices
+
+        try:
+            return slices.ended(self._slice(), self._options)
+        except SchedulerError:
+            return None
+
+    def _is_mine(self, native_id: str) -> bool:
+        try:
+            return all(host.name.startswith(f"{self._options.name}-w") for host in Native.parse(native_id).hosts)
+        except SpecError:
+            return False
+
+    @property
+    def _api(self) -> Api:
+        if self._made is None:
+            from .api import Api
+
+            self._made = Api(self._options, self.name)
+        return self._made
+
+    @property
+    def _folder(self) -> Path:
+        place = (self._options.project or "default", str(self._options.zone), str(self._options.name))
+        return Path(self._jobs).parent.joinpath("tpu", *place)

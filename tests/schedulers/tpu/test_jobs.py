@@ -1,0 +1,182 @@
+"""Jobs on a slice, from the submit to their end, whatever becomes of the slice."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import schedulers
+from schedulers import Job, Reason, SpecError, State
+from schedulers.config.named_targets import load_target
+from schedulers.errors import ConfigError, SubmitError, Unreachable
+from tests.clusters.netns import call
+from tests.clusters.tpu import ZONE, Tpu
+from tests.marks import long
+from tests.waiting import until
+
+from .conftest import ROOT, Submit, make_slice, target_options
+
+FOREVER = "echo up; while true; do sleep 0.1; done"
+
+
+def printed(job: Job) -> list[tuple[int | None, str]]:
+    return [(line.rank, line.text) for line in job.logs() if line.rank is not None]
+
+
+def runs(job: Job) -> None:
+    until(lambda: any(text == "up\n" for _, text in printed(job)), "a rank runs")
+
+
+def test_digits_on_a_slice_of_four_hosts(tpu: Tpu, home: Path) -> None:
+    """--nodes is not said: the job has all hosts, in the order of the workers."""
+    make_slice(tpu, "pod1", "v4-32")
+    job = schedulers.submit(
+        "train.py", ["--epochs", "2"], target="tpu", procs_per_node=1, code=ROOT / "examples/digits",
+        cwd=ROOT / "examples/digits", options=target_options(tpu),
+        env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    status = job.wait(240)
+    assert status.state is State.SUCCEEDED, (status, list(job.logs()))
+    lines = [text for _, text in printed(job)]
+    assert any("training on 1437 scans, 4 process(es)" in line for line in lines), lines
+    assert str(job.native_id) == f"pod1-w0,pod1-w1,pod1-w2,pod1-w3/{job.id}"
+
+
+def test_ranks_are_the_workers_in_their_order(tpu: Tpu, submit: Submit) -> None:
+    job = submit('echo "$RANK of $WORLD_SIZE on $(hostname)"')
+    assert job.wait(90).state is State.SUCCEEDED, list(job.logs())
+    workers = tpu.workers("pod1")
+    assert sorted(printed(job)) == [(rank, f"{rank} of 2 on {workers[rank]}\n") for rank in (0, 1)]
+    with pytest.raises(SpecError, match=r"--nodes 3: pod1 has 2 hosts; leave it out"):
+        submit("true", nodes=3)
+    assert submit("exit 7", nodes=2).wait(90).exit_code == 7
+
+
+def test_another_machine_finds_and_cancels_the_job(
+    tpu: Tpu, submit: Submit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = submit(FOREVER)
+    runs(job)
+    monkeypatch.setenv("ACCEL_HOME", str(tmp_path / "other"))
+    found = load_target("tpu", tmp_path / "other/jobs", overrides=target_options(tpu)).find(job.id)  # type: ignore[attr-defined]
+    assert found is not None
+    assert found.native_id == job.native_id
+    monkeypatch.undo()
+    for name, value in tpu.env.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("ACCEL_HOME", str(tmp_path / "home"))
+    job.cancel()
+    assert job.wait(60).state is State.CANCELLED
+
+
+@pytest.mark.parametrize(
+    ("state", "reason"),
+    [("PREEMPTED", Reason.PREEMPTED), *long(("STOPPED", Reason.NODE_FAILURE), ("", Reason.NODE_FAILURE))],
+)
+def test_a_job_ends_with_its_slice(tpu: Tpu, submit: Submit, state: str, reason: Reason) -> None:
+    make_slice(tpu, "pod1", scheduling_config={"spot": True})
+    job = submit(FOREVER)
+    runs(job)
+    tpu.set_state("pod1", "REPAIRING")
+    for host in tpu.workers("pod1"):
+        tpu.hosts[host].kill()
+    assert not job.status().state.final  # the hosts may be only out of reach
+    with pytest.raises(Unreachable):
+        job.cancel()
+    if state == "PREEMPTED":
+        tpu.set_state("pod1", "READY")
+        tpu.preempt("pod1")
+    elif state:
+        tpu.set_state("pod1", state)
+    else:
+        with tpu.client() as client:
+            client.delete_node(name=f"{tpu.parent}/nodes/pod1").result()
+    status = job.wait(60)
+    assert (status.state, status.reason) == (State.FAILED, reason), status
+    assert status.message.startswith("the slice pod1 ")
+
+
+def test_a_slice_of_that_name_that_came_later_has_other_keys(tpu: Tpu, submit: Submit) -> None:
+    assert submit("true").wait(90).state is State.SUCCEEDED
+    with tpu.client() as client:
+        client.delete_node(name=f"{tpu.parent}/nodes/pod1").result()
+    make_slice(tpu, "pod1")
+    assert submit("true").wait(90).state is State.SUCCEEDED
+
+
+def test_a_key_that_no_worker_knows_is_given_to_them(tpu: Tpu, submit: Submit, tmp_path: Path, home: Path) -> None:
+    make_slice(tpu, "pod1", metadata={"ssh-keys": "somebody:ssh-ed25519 AAAA somebody", "other": "stays"})
+    call("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / "mine")
+    config = tmp_path / "config"
+    config.write_text(f"Host *\n  User root\n  IdentityFile {tmp_path / 'mine'}\n  IdentitiesOnly yes\n")
+    job = submit("true", options={"ssh_config": str(config)})
+    assert job.wait(90).state is State.SUCCEEDED
+    (node,) = tpu.nodes()
+    key = (tmp_path / "mine.pub").read_text().strip()
+    assert node["metadata"] == {"ssh-keys": f"somebody:ssh-ed25519 AAAA somebody\nroot:{key}", "other": "stays"}
+    asked = len(tpu.calls("UpdateNode"))
+    assert submit("true", options={"ssh_config": str(config)}).wait(90).state is State.SUCCEEDED
+    assert len(tpu.calls("UpdateNode")) == asked
+
+
+def test_what_the_api_refuses(tpu: Tpu, submit: Submit) -> None:
+    make_slice(tpu, "pod1")
+    with pytest.raises(SubmitError, match=rf"^target tpu: there is no TPU VM pod2 in {ZONE}$"):
+        submit("true", options={"name": "pod2"})
+    tpu.host_keys(False)
+    with pytest.raises(ConfigError, match=r"no host key of worker 0 of pod1 .* say transport: gcloud"):
+        submit("true")
+    tpu.deny("GetNode")
+    with pytest.raises(schedulers.SchedulerError, match=r"Google Cloud does not allow tpu.nodes.get: "):
+        submit("true")
+    tpu.down()
+    with pytest.raises(Unreachable, match=r"^target tpu: Google Cloud cannot be reached: "):
+        submit("true")
+
+
+def test_no_credentials(tpu: Tpu, submit: Submit, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "/no/such/file")
+    with pytest.raises(ConfigError, match=r"no credentials of Google Cloud: .*; gcloud auth application-default login"):
+        submit("true")
+
+
+def gcloud_or_skip() -> None:
+    if shutil.which("gcloud") is None:
+        pytest.skip("gcloud is missing: install the Google Cloud CLI")  # in CI too, where its packages are not
+
+
+def test_as_gcloud_goes(tpu: Tpu, submit: Submit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without host keys in the API: gcloud has its own, and its own key."""
+    gcloud_or_skip()
+    for name, value in tpu.gcloud_env().items():
+        monkeypatch.setenv(name, value)
+    make_slice(tpu, "pod1")
+    tpu.host_keys(False)
+    (tmp_path / "config").touch()
+    job = submit("echo here", options={"transport": "gcloud", "ssh_config": str(tmp_path / "config")})
+    assert job.wait(90).state is State.SUCCEEDED, list(job.logs())
+    assert sorted(printed(job)) == [(0, "here\n"), (1, "here\n")]
+
+
+def test_commands_by_the_target_s_transport(
+    tpu: Tpu, home: Path, project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_slice(tpu, "pod1")
+    (project / "accel.yaml").write_text(
+        f"targets:\n  pod:\n    kind: tpu\n    zone: {ZONE}\n    name: pod1\n    ssh_config: {tpu.hosts.config}\n"
+    )
+    argv = [sys.executable, "-m", "accel", "tpu-config", "--tpu_name", "pod", "--command"]
+    where = {"cwd": project, "env": dict(os.environ) | {"PYTHONPATH": str(ROOT)}}
+    done = subprocess.run([*argv, "hostname", "echo 'a  b'"], capture_output=True, text=True, timeout=90, **where)  # type: ignore[call-overload]
+    workers = tpu.workers("pod1")
+    expected = [line for n in (0, 1) for line in (f"[worker {n}] {workers[n]}", f"[worker {n}] a  b")]
+    assert sorted(done.stdout.splitlines()) == sorted(expected), done.stderr
+    failing = f"[ $(hostname) = {workers[1]} ] && exit 7; sleep 300"
+    done = subprocess.run([*argv, failing], capture_output=True, text=True, timeout=90, **where)  # type: ignore[call-overload]
+    assert done.returncode == 7, done.stderr
+    assert done.stderr.splitlines()[-1] == "accel: worker 1 ended with code 7; ending the other 1"
