@@ -188,10 +188,12 @@ class Endpoint:
         job.order = order
 
     def _end_jobs(self) -> None:
+        self.grace_s = 0.0  # of those too that have been told to stop
         for job in self.jobs.values():
             job.order = Order("Stopped", files=0, warn=False)
         for job in self.jobs.values():
             job.thread.join(60)
+            assert not job.thread.is_alive(), f"{job.name} does not end: {job.secondary}"
 
     def _moto_reset(self) -> None:
         request = package("urllib.request").Request(f"{self.url}/moto-api/reset", method="POST")

@@ -340,8 +340,8 @@ class TrainingJob:
         if warn:
             for instance in self.instances:
                 instance.signal(signal.SIGTERM)
-            deadline = time.monotonic() + self.place.grace_s
-            while time.monotonic() < deadline and any(i.exit_code() is None for i in self.instances):
+            began = time.monotonic()
+            while time.monotonic() - began < self.place.grace_s and any(i.exit_code() is None for i in self.instances):
                 time.sleep(_POLL_S)
         for instance in self.instances:
             instance.signal(signal.SIGKILL)
