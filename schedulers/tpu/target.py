@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -95,6 +96,9 @@ class TpuTarget(HostsTarget):
     def _candidates(self) -> str:
         return f"the hosts of {self._options.name} in {self._options.zone}"
 
+    def _chosen(self, spec: JobSpec) -> str:
+        return "all of them, by the workers' numbers"
+
     def _check(self, spec: JobSpec) -> None:
         meaning.check_job(spec, self._options, self.name)
         super()._check(spec)
@@ -144,5 +148,6 @@ class TpuTarget(HostsTarget):
 
     @property
     def _folder(self) -> Path:
-        place = (self._options.project or "default", str(self._options.zone), str(self._options.name))
+        project = self._options.project or os.environ.get("CLOUDSDK_CORE_PROJECT") or "default"
+        place = (project, str(self._options.zone), str(self._options.name))
         return Path(self._jobs).parent.joinpath("tpu", *place)

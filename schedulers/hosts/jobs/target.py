@@ -362,9 +362,13 @@ class HostsTarget(abc.ABC):
             raise SpecError(f"target {self.name} trains on the CPU (cpu: true), and the job asks for GPUs: drop one")
         secrets.check(spec.secrets, self.a_target)
 
+    def _chosen(self, spec: JobSpec) -> str:
+        """Which of the hosts a job takes, for people."""
+        count = spec.nodes + self._options.spares
+        return f"the {'one' if count == 1 else count} of them with the most free slots"
+
     def _actions(self, spec: JobSpec, job_id: str, command: Sequence[str]) -> tuple[tuple[str, ...], ...]:
         options = self._options
-        count = spec.nodes + options.spares
         job = _join(options.root, "jobs", job_id)
         return (
             *(
@@ -373,7 +377,7 @@ class HostsTarget(abc.ABC):
                 else []
             ),
             ("examine", self._candidates()),
-            ("take", f"the {'one' if count == 1 else count} of them with the most free slots"),
+            ("take", self._chosen(spec)),
             ("send", spec.code, "to", f"{job}/code", "where it is lacking"),
             ("put", f"{job}/settings.json", f"{job}/{PROGRAM}"),
             (

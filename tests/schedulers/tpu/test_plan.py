@@ -32,7 +32,9 @@ def target(**options: Any) -> TpuTarget:
 def test_a_plan() -> None:
     plan = target(venv="~/venv").plan(JobSpec(argv=("train.py", "a b"), code="/p"), "2mxaaaaaaaa")
     assert plan.kind == "tpu"
-    assert ("examine", "the hosts of pod1 in us-central2-b") in plan.actions
+    assert plan.actions[:2] == (
+        ("examine", "the hosts of pod1 in us-central2-b"), ("take", "all of them, by the workers' numbers")
+    )  # fmt: skip
     assert '"concurrency": 1' in plan.files["settings.json"]
 
 
