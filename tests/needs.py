@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import shutil
 from typing import Any, NoReturn
 
 import pytest
@@ -23,3 +24,9 @@ def package(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         missing(f"{error.name or name}", "pip install -c constraints.txt -e '.[dev]'")
+
+
+def gcloud() -> None:
+    """Skips the test where Google's gcloud is not installed: in CI too, where its packages are not."""
+    if shutil.which("gcloud") is None:
+        pytest.skip("gcloud is missing: install the Google Cloud CLI (https://cloud.google.com/sdk)")

@@ -119,6 +119,7 @@ def _from_arguments(command: str, found: Mapping[str, Value], values: dict[str, 
         if name in _SETTINGS:
             values[_SETTINGS[name]] = value
         elif name in _OPTIONS:
+            _check(command, where, _OPTIONS[name], value)
             made[_OPTIONS[name]] = value
         elif name in _CONVERTED:
             option, convert = _CONVERTED[name]
@@ -133,6 +134,19 @@ def _from_arguments(command: str, found: Mapping[str, Value], values: dict[str, 
             problem = f"not taken over{nearest(str(name), known)} (taken over: {', '.join(known)})"
             raise UsageError(command, f"{where}: {problem}")
     return made
+
+
+def _check(command: str, where: str, option: str, value: Any) -> None:
+    """Raises UsageError for a value that the option cannot have."""
+    from schedulers.config.schema import make_options
+    from schedulers.errors import ConfigError
+    from schedulers.sagemaker.options import SageMakerOptions
+
+    least = {"role": "it", "instance_type": "it"}
+    try:
+        make_options(SageMakerOptions, {**least, option: value}, {}, lambda path, of_key: where)
+    except ConfigError as error:
+        raise UsageError(command, str(error)) from None
 
 
 def _image(found: Mapping[str, Value], values: Mapping[str, Any]) -> tuple[str, list[str]]:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import http.server
 import json
 import os
-import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests import needs
 
 from .conftest import Accel
 
@@ -100,8 +101,7 @@ class Gcloud:
 
 @pytest.fixture
 def gcloud(accel: Accel, tmp_path: Path) -> Iterator[Gcloud]:
-    if shutil.which("gcloud") is None:
-        pytest.skip("gcloud is missing: install the Google Cloud CLI")  # in CI too, where its packages are not
+    needs.gcloud()
     handler = type("Handler", (Cloud,), {"metadata": {}, "asked": []})
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ import pytest
 
 from tests.clusters.netns import answers, call
 from tests.clusters.tpu import LAUNCHER, PARENT, PROJECT, SERVICE_ACCOUNT, Tpu
-from tests.needs import package
+from tests.needs import gcloud, package
 from tests.waiting import until
 
 VERSION = "tpu-ubuntu2204-base"
@@ -245,8 +244,8 @@ def _gcloud(tpu: Tpu, words: str, *more: str, track: tuple[str, ...] = ()) -> st
     return done.stdout
 
 
-@pytest.mark.skipif(shutil.which("gcloud") is None, reason="gcloud is not installed (Google Cloud CLI)")
 def test_gcloud_creates_a_slice_reaches_its_hosts_and_deletes_it(tpu: Tpu, client: Any) -> None:
+    gcloud()
     _gcloud(
         tpu,
         "tpu-vm create pair --async --accelerator-type=v4-16 --spot",

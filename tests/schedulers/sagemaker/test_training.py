@@ -150,6 +150,16 @@ while True:
 """
 
 
+@pytest.mark.long
+def test_a_host_whose_connection_breaks_is_not_waited_for(sagemaker: SageMaker, submit: Submit) -> None:
+    job = submit("echo up; exec sleep 600", nodes=2)
+    runs(job, "up\n")
+    sagemaker.link(str(job.native_id).split("/")[1], "algo-2", up=False)
+    status = job.wait(200)
+    assert (status.state, status.reason) == (State.FAILED, Reason.NODE_FAILURE), (status, sagemaker.diagnose())
+    assert status.message.startswith("the launcher on node 1: nothing has been heard from it for 30 s")
+
+
 def test_cancel_and_the_time_limit(sagemaker: SageMaker, submit: Submit) -> None:
     """Each begins with SIGTERM, which the ranks take as the warning that they are about to be preempted."""
     late = submit("trap 'echo warned; exit 0' TERM; echo up; while true; do sleep 0.1; done", time_limit_s=2.0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ import schedulers
 from schedulers import Job, Reason, SpecError, State
 from schedulers.config.named_targets import load_target
 from schedulers.errors import ConfigError, SubmitError, Unreachable
+from tests import needs
 from tests.clusters.netns import call
 from tests.clusters.tpu import ZONE, Tpu
 from tests.marks import long
@@ -145,14 +145,9 @@ def test_no_credentials(tpu: Tpu, submit: Submit, monkeypatch: pytest.MonkeyPatc
         submit("true")
 
 
-def gcloud_or_skip() -> None:
-    if shutil.which("gcloud") is None:
-        pytest.skip("gcloud is missing: install the Google Cloud CLI")  # in CI too, where its packages are not
-
-
 def test_as_gcloud_goes(tpu: Tpu, submit: Submit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without host keys in the API: gcloud has its own, and its own key."""
-    gcloud_or_skip()
+    needs.gcloud()
     for name, value in tpu.gcloud_env().items():
         monkeypatch.setenv(name, value)
     make_slice(tpu, "pod1")
