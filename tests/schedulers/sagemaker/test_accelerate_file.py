@@ -166,7 +166,8 @@ def test_a_requirements_file_beside_the_script_is_installed(here: Path, capsys: 
         (f"{LEAST}additional_args: {{max_run: soon}}", "c.yaml:4: additional_args: max_run: not a value of SageMaker's "
          "estimators: 'soon'"),
         (f"{LEAST}additional_args: {{tags: [team]}}", "c.yaml:4: additional_args: tags: not a value of"),
-        (f"{LEAST}additional_args: {{volume_size: big}}", "c.yaml:4: additional_args: volume_size: volume_size_in_gb: expects int"),
+        (f"{LEAST}additional_args: {{volume_size: big}}", "c.yaml:4: additional_args: volume_size: volume_size_in_gb: "
+         "expects int"),
         ("compute_environment: AMAZON_SAGEMAKER\niam_role_name: r", "c.yaml:1: SageMaker needs ec2_instance_type"),
         (f"{LEAST}sagemaker_inputs_file: no.tsv", "c.yaml:4: cannot read no.tsv: No such file or directory"),
         (f"{LEAST}sagemaker_inputs_file: bad.tsv", "bad.tsv:2: expects two columns with a tab between them, not 'x y'"),
