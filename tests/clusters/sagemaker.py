@@ -127,6 +127,10 @@ class SageMaker:
         """
         self._ask("interrupt", name=job, files=files, warn=warn)
 
+    def expire(self, job: str) -> None:
+        """End a job as if its MaxRuntimeInSeconds were over."""
+        self._ask("expire", name=job)
+
     def crash(self, job: str) -> None:
         """Let an instance fail with an internal error: the job restarts where its RetryStrategy says so."""
         self._ask("crash", name=job)

@@ -159,6 +159,9 @@ class Endpoint:
     def interrupt(self, name: str, files: int | None, warn: bool) -> None:
         self._order(name, Order("Interrupted", files, warn))
 
+    def expire(self, name: str) -> None:
+        self._order(name, Order("MaxRuntimeExceeded"))
+
     def crash(self, name: str) -> None:
         self._order(name, Order("Restarting", warn=False))
 

@@ -98,10 +98,12 @@ def test_an_interruption_while_checkpoints_are_copied_resumes_to_the_bit(
 
     def arrived() -> bool:
         assert not job.status().state.final, (job.status(), list(job.logs()), sagemaker.diagnose())
-        tails = ("", "node-1/")
-        return {f"{tail}run/checkpoints/checkpoint_1/accel_manifest.json" for tail in tails} <= copied()
+        if {line.rank for line in job.logs() if line.text == "saved 1\n"} != {0, 1}:
+            return False
+        find = ("find", "/opt/ml/checkpoints", "-type", "f", "-printf", r"%P\n")
+        return copied() >= {path for host in ("algo-1", "algo-2") for path in sagemaker.run(name, host, *find).split()}
 
-    until(arrived, "two checkpoints are in S3")
+    until(arrived, "two checkpoints are whole in S3")
     sagemaker.hold_checkpoints(name)
     for host in ("algo-1", "algo-2"):
         sagemaker.run(name, host, "touch", "/opt/ml/go")

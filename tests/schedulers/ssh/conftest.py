@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -34,9 +36,7 @@ def submit(home: Path, project: Path, ssh_hosts: SshHosts) -> Iterator[Submit]:
     jobs: list[Job] = []
 
     def submit(text: str, args: tuple[str, ...] = (), *, hosts: str = "node[1-4]", **given: Any) -> Job:
-        script = project / "job.sh"
-        script.write_text(f"#!/bin/sh\n{text}\n")
-        script.chmod(0o755)
+        write_script(project / "job.sh", f"#!/bin/sh\n{text}\n")
         options = host_options(ssh_hosts) | {"hosts": hosts} | given.pop("options", {})
         env = {"PYTHONPATH": str(ROOT), **given.pop("env", {})}
         settings = {"entry": "command", "procs_per_node": 1, "nodes": 2, "grace_s": 2.0, **given}
@@ -49,6 +49,14 @@ def submit(home: Path, project: Path, ssh_hosts: SshHosts) -> Iterator[Submit]:
         close(job)
     for machine in ssh_hosts.machines:
         machine.kill()
+
+
+def write_script(path: Path, text: str) -> None:
+    """At once: a job that is submitted beside this one may be packing the directory."""
+    with tempfile.NamedTemporaryFile("w", dir=path.parent.parent, delete=False) as file:
+        file.write(text)
+    os.chmod(file.name, 0o755)
+    os.replace(file.name, path)
 
 
 def close(job: Job) -> None:
