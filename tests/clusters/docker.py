@@ -25,7 +25,6 @@ PROGRAMS = {
 }  # fmt: skip
 HOST = "host:1"  # its containers see this interpreter and its packages, but neither accel nor the checkout
 MOUNTS = "ACCEL_TEST_MOUNTS"
-_SECOND_OCTET = 87
 _START_S = 60.0
 _CGROUPS = Path("/sys/fs/cgroup")
 _BOOT = """\
@@ -63,7 +62,7 @@ class Docker:
 
     def __init__(self, slot: Slot) -> None:
         self.slot = slot
-        self._network = Network(slot, _SECOND_OCTET)
+        self._network = Network(slot)
         self._machine = Machine(self._network, 1, "docker", self._boot)
 
     @property

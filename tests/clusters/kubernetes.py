@@ -43,7 +43,7 @@ from .netns import ClusterError, Network, Slot, lacking, wait_until
 ROOT = Path(__file__).parents[2]
 IMAGE = os.environ.get("ACCEL_TEST_IMAGE", images.TRAIN)
 START_S = 120.0
-_KIND, _SECOND_OCTET = "ak", 83
+_KIND = "ak"
 _COMMAND_SLOT = Slot(_KIND, 250)
 _MOST_NODES = 4
 
@@ -63,7 +63,7 @@ class Kubernetes:
         self.slot = slot
         self.alone = True
         self.box = slot.box
-        self.network = Network(slot, _SECOND_OCTET)
+        self.network = Network(slot)
         self.control = ControlPlane(self.box, self.network.address(0))
         self.operator = TrainingOperator(self.network, self.control.authority)
         self.nodes: dict[str, Node] = {}

@@ -27,7 +27,6 @@ from .sagemaker_validation import Refused, check_reply, check_request, not_valid
 ACCOUNT, REGION, ROLE, BUCKET = "123456789012", "us-east-1", "accel-execution", "accel-tests"
 LAUNCHER, EXECUTION_ROLE, SERVICE = "launcher", "execution-role", "service"  # access keys
 GRACE_S = 120.0
-_SECOND_OCTET = 84
 _MOST_INSTANCES = 240
 _DEFAULT_PAGE = 10
 _JSON = "application/x-amz-json-1.1"
@@ -51,7 +50,7 @@ class Endpoint:
     """One AWS account, in a slot of its own."""
 
     def __init__(self, slot: Slot) -> None:
-        self.network = Network(slot, _SECOND_OCTET)
+        self.network = Network(slot)
         self.url = ""
         self.grace_s, self.capacity = GRACE_S, True
         self.jobs: dict[tuple[str, str], TrainingJob] = {}  # region and name

@@ -58,7 +58,6 @@ LOGIN_PROGRAMS = {"sshd": "openssh-server", "ssh": "openssh-client", "ssh-keygen
 
 _KIND = "aw"
 _COMMAND_SLOT = Slot(_KIND, 250)
-_SECOND_OCTET = 78
 _HEAD, _LOGIN = 201, 202
 _MOST = 180
 _SMALL_MB = 16
@@ -71,7 +70,7 @@ class Slurm:
         self.slot = slot
         self.box = slot.box
         self.files = Files(slot.box)
-        self.network = Network(slot, _SECOND_OCTET)
+        self.network = Network(slot)
         self.ssh_config = self.box / "ssh_config"
         self.known_hosts = self.box / "known_hosts"
         self.identity = self.box / "id_ed25519"

@@ -30,7 +30,6 @@ PROGRAMS = {"sshd": "openssh-server", "ssh": "openssh-client", "ssh-keygen": "op
 PORTS = (22, 2222)
 WORKER_UID = 4242
 _COMMAND_SLOT = Slot("as", 250)
-_SECOND_OCTET = 77
 _MOST = 200
 
 _BOOT = """\
@@ -106,7 +105,7 @@ class SshHosts:
 
     def __init__(self, slot: Slot) -> None:
         self.box = slot.box
-        self.network = Network(slot, _SECOND_OCTET)
+        self.network = Network(slot)
         self.config = self.box / "ssh_config"
         self.known_hosts = self.box / "known_hosts"
         self.identity = self.box / "id_ed25519"
