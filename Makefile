@@ -53,6 +53,7 @@ $(VENV)/.installed-%: pyproject.toml constraints.txt scripts/install
 golden: $(VENV)/.installed-dev
 	ACCEL_RENEW_GOLDEN=1 $(BIN)/python -m pytest -q tests/schedulers/local/test_plan.py \
 		tests/schedulers/kubernetes/manifests/test_build.py tests/schedulers/kubernetes/manifests/test_plan.py tests/helm/test_generated.py
+	ACCEL_RENEW_GOLDEN=1 $(BIN)/python -m pytest -q tests/schedulers/kubernetes/test_tpu_slices.py -k test_the_objects
 	ACCEL_RENEW_GOLDEN=1 $(BIN)/python -m pytest -q tests/cli/test_image.py -k deploy
 	git diff --stat tests/golden
 

@@ -89,7 +89,7 @@ def submit_sweep(
             except SchedulerError as error:
                 raise type(error)(f"{error} ({len(done)} of {len(jobs)} jobs were submitted before)") from None
         return done
-    ready = [dataclasses.replace(spec, code=first.code, after=first.after) for spec in jobs]
+    ready = [dataclasses.replace(spec, code=first.code, after=first.after, nodes=first.nodes) for spec in jobs]
     ids = [store.new_id() for _ in ready]
     plans = resolved.plan_many(ready, ids)
     admit(resolved.target, ready)
@@ -116,7 +116,7 @@ def plans(
 
     store = store or Store.default()
     resolved, first = prepare(jobs[0], target_name, store, start)
-    ready = [dataclasses.replace(spec, code=first.code, after=first.after) for spec in jobs]
+    ready = [dataclasses.replace(spec, code=first.code, after=first.after, nodes=first.nodes) for spec in jobs]
     return resolved.plan_many(ready, ids)
 
 

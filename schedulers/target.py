@@ -123,6 +123,14 @@ class Admits(Protocol):
 
 
 @runtime_checkable
+class Sizes(Protocol):
+    """A target whose options say how many nodes a job has that gives no number itself."""
+
+    def sized(self, spec: JobSpec) -> JobSpec:
+        """The job with its nodes. Looks at nothing."""
+
+
+@runtime_checkable
 class Waits(Protocol):
     """A target that is told when a job ends, instead of asking again and again."""
 

@@ -50,7 +50,7 @@ def default_name(program: str, entry: Entry) -> str:
 def prepare(spec: JobSpec, target_name: str, store: Store, start: str | Path | None) -> tuple[ResolvedTarget, JobSpec]:
     """The target, and the spec with everything that depends on the current directory made absolute."""
     from ..config.named_targets import resolve_target
-    from ..target import Grows
+    from ..target import Grows, Sizes
 
     here = os.path.abspath(start or os.getcwd())
     resolved = resolve_target(target_name, store.jobs, start=here, overrides=spec.options)
@@ -58,6 +58,8 @@ def prepare(spec: JobSpec, target_name: str, store: Store, start: str | Path | N
         raise SpecError(
             f"--nodes {spec.nodes}:{spec.max_nodes}: jobs of a {resolved.kind} target have one size; give one number"
         )
+    if isinstance(resolved.target, Sizes):
+        spec = resolved.target.sized(spec)
     code = os.path.normpath(os.path.join(here, spec.code))
     after = tuple(store.record(ref).id for ref in spec.after)
     return resolved, dataclasses.replace(spec, code=code, after=after)

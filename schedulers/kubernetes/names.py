@@ -24,6 +24,8 @@ KUEUE_PRIORITY = "kueue.x-k8s.io/priority-class"
 RESTART_ATTEMPT = "jobset.sigs.k8s.io/restart-attempt"
 # A label (Kubernetes 1.28) and an annotation of the pods of an Indexed Job.
 COMPLETION_INDEX = "batch.kubernetes.io/job-completion-index"
+# Labels of the pods of a JobSet of several Jobs: which of them, and how many pods each has.
+JOB_INDEX, SLICE_HOSTS = "jobset.sigs.k8s.io/job-index", "accel.dev/slice-hosts"
 # The container that trains, in the pods of one operator or another.
 MAIN = ("pytorch", "node")
 
@@ -84,7 +86,8 @@ def node_of(pod: Mapping[str, Any]) -> int | None:
     index = said.get(COMPLETION_INDEX)
     kind, replica = said.get("training.kubeflow.org/replica-type"), said.get("training.kubeflow.org/replica-index")
     if index is not None and index.isdigit():
-        return int(index)
+        job, hosts = str(said.get(JOB_INDEX, "")), str(said.get(SLICE_HOSTS, ""))
+        return int(index) + (int(job) * int(hosts) if job.isdigit() and hosts.isdigit() else 0)
     if replica is None or not replica.isdigit():
         return None
     # Workers of a world that cannot grow come after the master.

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..errors import SpecError
-from . import names
+from . import names, tpu_slices
 
 Workload = Literal["pytorchjob", "jobset", "job", "trainjob"]
 Where = Literal["auto", "configmap", "pvc", "store", "image"]
@@ -23,7 +23,7 @@ VENDORS: Mapping[str, tuple[str, str]] = {
     "intel": ("gpu.intel.com/i915", "gpu.intel.com/product"),
     "gaudi": ("habana.ai/gaudi", "node.kubernetes.io/instance-type"),
     "neuron": ("aws.amazon.com/neuron", "node.kubernetes.io/instance-type"),
-    "tpu": ("google.com/tpu", "cloud.google.com/gke-tpu-accelerator"),
+    "tpu": (tpu_slices.RESOURCE, tpu_slices.ACCELERATOR),
 }
 
 _SOURCES = ("claim", "config_map", "secret", "host_path", "nfs", "source")
@@ -98,6 +98,8 @@ class KubernetesOptions:
     code_dir:        where the code is in the image; without it, the image's own working directory.
     gpu:             whose GPUs --gpus counts; `gpu_resource` is another name for them (`nvidia.com/mig-1g.10gb`).
     gpu_label:       the node label that --accelerator is a value of.
+    tpu_topology:    of a slice on GKE, as 2x2x2, with `gpu: tpu`: --gpus counts the chips of a host, and the number of
+                     nodes follows. `slices` of it work together (workload jobset).
     accelerators:    what --accelerator may say instead: name -> node labels.
     resources:       further resources of each pod: `{rdma/hca_shared_devices_a: 1, ephemeral-storage: 100Gi}`.
     host_network:    the pods use their nodes' network; `ipc_lock` lets them pin memory (RDMA). Both, like a volume's
@@ -134,6 +136,8 @@ class KubernetesOptions:
     gpu: Vendor = "nvidia"
     gpu_resource: str | None = None
     gpu_label: str | None = None
+    tpu_topology: str | None = None
+    slices: int = 1
     accelerators: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     resources: Mapping[str, str | int | float] = field(default_factory=dict)
     host_network: bool = False
@@ -177,6 +181,7 @@ def _problems(options: KubernetesOptions) -> Iterator[str]:
     yield from _code_problems(options)
     yield from _label_problems(options)
     yield from _place_problems(options)
+    yield from tpu_slices.option_problems(options)
     yield from _queue_problems(options)
     yield from _security_problems(options)
     if not 0 < options.start_timeout_s < float("inf"):

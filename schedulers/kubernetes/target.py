@@ -10,6 +10,7 @@ from ..errors import ConfigError, SchedulerError, SubmitError, Unreachable
 from ..job import Cursor, JobSpec, LogLine, Status
 from ..target import Checked, Found, Listed, Plan, TargetContext, parse_ids
 from . import options as meaning
+from . import tpu_slices
 from .manifests import plan as plans
 from .options import KubernetesOptions
 
@@ -41,6 +42,10 @@ class KubernetesTarget:
         self._jobs = context.jobs
         self._clusters: dict[tuple[str | None, ...], _Cluster] = {}
         meaning.check(self._options, self.name)
+
+    def sized(self, spec: JobSpec) -> JobSpec:
+        """With the nodes that its slices of TPUs have."""
+        return tpu_slices.sized(spec, self._options)
 
     def plan(self, spec: JobSpec, job_id: str) -> Plan:
         """The objects as YAML; what only packing the code can tell is left open. Raises SpecError."""

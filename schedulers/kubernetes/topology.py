@@ -41,7 +41,8 @@ def from_operator(env: Mapping[str, str]) -> Topology:
 
 
 def from_index(env: Mapping[str, str]) -> Topology:
-    """The topology of a pod of an Indexed Job or a JobSet, whose index is its node's rank.
+    """The topology of a pod of an Indexed Job or a JobSet, whose index is its node's rank; of several Jobs (slices of
+    TPUs), its rank in its own.
 
     The cluster does not tell how many pods there are: where the manifest does not either (ACCEL_NODES), each works
     for itself, as the pods of most Indexed Jobs do. Raises SpecError, naming the variable, for values that cannot be.
@@ -51,8 +52,10 @@ def from_index(env: Mapping[str, str]) -> Topology:
         return Topology(node_rank=0, nodes=1, master="127.0.0.1", attempt=_attempt(env))
     if not env.get("ACCEL_MASTER"):
         raise SpecError(f"the pod is one of {nodes} (ACCEL_NODES), but ACCEL_MASTER is not set")
+    slices = number(env, "MEGASCALE_NUM_SLICES", default=1)
+    before = number(env, "MEGASCALE_SLICE_ID") * (nodes // slices) if slices > 1 else 0
     return Topology(
-        node_rank=number(env, "JOB_COMPLETION_INDEX"),
+        node_rank=before + number(env, "JOB_COMPLETION_INDEX"),
         nodes=nodes,
         master=env["ACCEL_MASTER"],
         attempt=_attempt(env),

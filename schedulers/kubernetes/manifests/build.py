@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from ... import object_names
 from ...errors import SpecError
 from ...job import JobSpec
-from .. import names
+from .. import names, tpu_slices
 from ..code.delivery import Code, Object
 from ..options import KubernetesOptions
 from . import indexed, jobset, patch, pods, pytorchjob, trainjob, validate
@@ -111,6 +111,7 @@ def check(spec: JobSpec, options: KubernetesOptions, target: str) -> None:
 def warnings(spec: JobSpec, options: KubernetesOptions) -> tuple[str, ...]:
     """What the job will get otherwise than it may seem."""
     found = BUILDERS[options.workload].warnings(spec, options)
+    found += tpu_slices.warnings(options, pods.node_selector(spec, options))
     if spec.resources.memory_gb is None or spec.resources.cpus is None:
         found.append("--cpus and --memory are not both given: the cluster may crowd the pods, or evict them first")
     return tuple(found)

@@ -60,15 +60,16 @@ def _per_index(spec: JobSpec) -> Object:
     return {"backoffLimitPerIndex": spec.retry.max_restarts, "maxFailedIndexes": 0}
 
 
-def job_spec(spec: JobSpec, template: Object, *, restarts: int, service: str | None = None) -> Object:
-    """A JobSpec with a pod for each node, which fails when more than `restarts` of its pods have failed."""
+def job_spec(spec: JobSpec, template: Object, *, restarts: int, service: str | None = None, jobs: int = 1) -> Object:
+    """A JobSpec with a pod for each node, or for each of a share of them where several `jobs` have one, which fails
+    when more than `restarts` of its pods have failed."""
     inside = {**template["spec"], "restartPolicy": "Never", **({"subdomain": service} if service else {})}
     container = inside["containers"][0]["name"]
     rule = {"containerName": container, "operator": "In", "values": list(FINAL)}
     limit_s = pods.backstop_s(spec)
     return {
-        "completions": spec.nodes,
-        "parallelism": spec.nodes,
+        "completions": spec.nodes // jobs,
+        "parallelism": spec.nodes // jobs,
         "completionMode": "Indexed",
         "backoffLimit": restarts,
         # With such a policy a pod is replaced when it is gone, never beside the one that ends. The schema of 1.25 asks

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ...job import JobSpec
-from .. import names
+from .. import names, tpu_slices
 from ..code.delivery import Object
 from ..options import KubernetesOptions
 from . import indexed, pods
@@ -26,15 +26,18 @@ _ATTEMPT = f"metadata.annotations['{names.RESTART_ATTEMPT}']"
 def build(
     spec: JobSpec, options: KubernetesOptions, metadata: Object, job_id: str, template: Callable[..., Object]
 ) -> Object:
-    """The JobSet: one Indexed Job of all nodes, made anew for every attempt."""
+    """The JobSet: one Indexed Job of all nodes, or of each slice of TPUs, made anew for every attempt."""
     name = metadata["name"]
-    made = template(env=[*pods.world(spec, f"{name}-{REPLICATED}-0-0.{name}"), attempt()])
+    master = f"{name}-{REPLICATED}-0-0.{name}"
+    env = [*pods.world(spec, master), attempt(), *tpu_slices.variables(options, master)]
+    made = template(env=env, labels=tpu_slices.pod_labels(spec, options))
+    notes = {**tpu_slices.notes(spec, options), **metadata.get("annotations", {})}
     return {
         "apiVersion": API_VERSION,
         "kind": KIND,
-        "metadata": metadata,
+        "metadata": {**metadata, **({"annotations": notes} if notes else {})},
         "spec": {
-            **set_spec(spec, made),
+            **set_spec(spec, made, options.slices),
             "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
             **({} if options.ttl_s is None else {"ttlSecondsAfterFinished": options.ttl_s}),
             **({"suspend": True} if options.suspend or options.queue else {}),
@@ -42,16 +45,16 @@ def build(
     }
 
 
-def set_spec(spec: JobSpec, template: Object) -> Object:
+def set_spec(spec: JobSpec, template: Object, jobs: int = 1) -> Object:
     """What Trainer's runtimes say too."""
     policy: Object = {"maxRestarts": spec.retry.max_restarts}
     if spec.retry.max_restarts:
         policy["restartStrategy"] = "BlockingRecreate"  # no pod of an attempt meets one of the last
     policy["rules"] = [{"name": "final", "action": "FailJobSet", "onJobFailureReasons": [_TIME_OVER, _HOPELESS]}]
-    job = indexed.job_spec(spec, template, restarts=0)
+    job = indexed.job_spec(spec, template, restarts=0, jobs=jobs)
     return {
         "failurePolicy": policy,
-        "replicatedJobs": [{"name": REPLICATED, "replicas": 1, "template": {"spec": job}}],
+        "replicatedJobs": [{"name": REPLICATED, "replicas": jobs, "template": {"spec": job}}],
     }
 
 

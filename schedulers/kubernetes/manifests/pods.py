@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from ...errors import SpecError, nearest
 from ...job import JobSpec
-from .. import names
+from .. import names, tpu_slices
 from ..code import delivery
 from ..code.delivery import Code, Object
 from ..options import VENDORS, KubernetesOptions, Volume, gpu_resource, is_word
@@ -58,8 +58,10 @@ def check(spec: JobSpec, options: KubernetesOptions, name: str) -> None:
         if not spec.resources.gpus:
             raise SpecError(f"{where}: --accelerator says which GPUs, and --gpus how many: give both")
         _accelerator(spec.resources.accelerator, options, where)
+    tpu_slices.check(spec, options, node_selector(spec, options), where)
+    own = _OWN.union(tpu_slices.MEGASCALE) if options.slices > 1 else _OWN
     for variable in (*spec.env, *spec.secrets):
-        if variable in _OWN:
+        if variable in own:
             raise SpecError(f"{where}: accel tells the pods {variable} itself: leave it out of --env and --secret")
     for variable, reference in spec.secrets.items():
         _secret(variable, reference, where)
@@ -99,13 +101,14 @@ def rendezvous(spec: JobSpec, options: KubernetesOptions, metadata: Object, job_
     name" for half a minute. This name exists from the beginning, and its address stays when the pod is replaced.
     """
     index = "training.kubeflow.org/replica-index" if options.workload == "pytorchjob" else names.COMPLETION_INDEX
+    first = {index: "0", **({names.JOB_INDEX: "0"} if options.slices > 1 else {})}
     return {
         "apiVersion": "v1",
         "kind": "Service",
         "metadata": {**metadata, "name": rendezvous_name(metadata["name"]), "labels": names.labels(spec.name, job_id)},
         "spec": {
             "publishNotReadyAddresses": True,
-            "selector": {names.JOB_ID: names.label_value(job_id), index: "0"},
+            "selector": {names.JOB_ID: names.label_value(job_id), **first},
             "ports": [{"name": "rendezvous", "port": PORT, "protocol": "TCP"}],
         },
     }
@@ -169,7 +172,7 @@ def _spec(
         "schedulerName": "volcano" if options.volcano_queue else None,
         "hostNetwork": options.host_network or None,
         "dnsPolicy": "ClusterFirstWithHostNet" if options.host_network else None,
-        "nodeSelector": _node_selector(spec, options),
+        "nodeSelector": node_selector(spec, options),
         "affinity": dict(options.affinity),
         "tolerations": list(_tolerations(spec, options)),
         "securityContext": pod_security(options),
@@ -386,9 +389,13 @@ def _accelerator(wanted: str, options: KubernetesOptions, where: str) -> Mapping
     return {options.gpu_label or VENDORS[options.gpu][1]: wanted}
 
 
-def _node_selector(spec: JobSpec, options: KubernetesOptions) -> Object:
+def node_selector(spec: JobSpec, options: KubernetesOptions) -> dict[str, str]:
     wanted = spec.resources.accelerator
-    return {**options.node_selector, **(_accelerator(wanted, options, "") if wanted else {})}
+    return {
+        **options.node_selector,
+        **(_accelerator(wanted, options, "") if wanted else {}),
+        **tpu_slices.selector(options),
+    }
 
 
 def _tolerations(spec: JobSpec, options: KubernetesOptions) -> Iterator[Object]:

@@ -368,8 +368,8 @@ def nodes_of(workload: Object) -> int | None:
     if kind == "Job":
         return int(spec.get("completions") or 1)
     if kind == "JobSet":
-        jobs = [each.get("template", {}).get("spec", {}) for each in spec.get("replicatedJobs") or []]
-        return sum(int(each.get("completions") or 1) for each in jobs)
+        jobs = [(each, each.get("template", {}).get("spec", {})) for each in spec.get("replicatedJobs") or []]
+        return sum(int(each.get("replicas", 1)) * int(job.get("completions") or 1) for each, job in jobs)
     nodes = (spec.get("trainer") or {}).get("numNodes")
     return int(nodes) if nodes else None
 

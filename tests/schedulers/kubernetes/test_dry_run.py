@@ -43,6 +43,17 @@ def test_nothing_is_made_of_a_job_that_would_be_taken(
     assert list(home.glob("**/*.tar")) == list(home.glob("jobs/*")) == []
 
 
+def test_slices_of_tpus(project: Path, namespace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["submit", "--target", "kubernetes", "--image", "i", "--gpus", "4", "--accelerator", "tpu-v5p-slice"]
+    for option in ("workload=jobset", "gpu=tpu", "tpu_topology=2x2x2", "slices=2"):
+        words += ["--option", option]
+    size = ["--cpus", "1", "--memory", "1G"]
+    assert main([*words, *size, "--dry-run=server", "--no-python", "true"]) == exit_status.OK
+    shown = capsys.readouterr()
+    assert shown.err == "accel: kubernetes would take it\n"
+    assert "exclusive-topology: cloud.google.com/gke-nodepool" in shown.out
+
+
 def test_a_field_that_the_cluster_does_not_know_is_a_line(
     project: Path, namespace: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

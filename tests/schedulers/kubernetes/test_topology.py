@@ -34,10 +34,12 @@ _JOB = {"JOB_COMPLETION_INDEX": "1", "ACCEL_NODES": "2", "ACCEL_MASTER": "run1-0
         ({**_JOB, "JOBSET_RESTART_ATTEMPT": "1"}, (1, 2, "run1-0.run1", 29500, 1)),
         ({**_JOB, "JOBSET_RESTART_ATTEMPT": ""}, (1, 2, "run1-0.run1", 29500, 0)),
         ({**_JOB, "ACCEL_NODES": "1"}, (0, 1, "127.0.0.1", None, 0)),
+        ({**_JOB, "ACCEL_NODES": "6", "MEGASCALE_NUM_SLICES": "3", "MEGASCALE_SLICE_ID": "2"},
+         (5, 6, "run1-0.run1", 29500, 0)),
         # An Indexed Job of somebody's whose pods have nothing to do with each other.
         ({"JOB_COMPLETION_INDEX": "7"}, (0, 1, "127.0.0.1", None, 0)),
     ],
-)
+)  # fmt: skip
 def test_rules(env: dict[str, str], expected: tuple[int, int, str, int | None, int]) -> None:
     found = Topology.from_env(env)
     assert (found.node_rank, found.nodes, found.master, found.port, found.attempt) == expected

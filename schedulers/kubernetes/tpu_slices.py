@@ -1,0 +1,139 @@
+"""Slices of TPUs on GKE, each a node pool of its own: one Job takes all hosts of one.
+
+https://cloud.google.com/kubernetes-engine/docs/concepts/tpus and …/docs/how-to/tpu-multislice
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from ..errors import SpecError, nearest
+from . import names
+
+if TYPE_CHECKING:
+    from ..job import JobSpec
+    from .options import KubernetesOptions
+
+ACCELERATOR, RESOURCE = "cloud.google.com/gke-tpu-accelerator", "google.com/tpu"
+TOPOLOGY = "cloud.google.com/gke-tpu-topology"
+# Each Job of a JobSet has a node pool to itself: https://jobset.sigs.k8s.io/docs/tasks/tpu_multislice/
+_EXCLUSIVE = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
+_FORM = re.compile(r"[1-9]\d*(x[1-9]\d*){1,2}")
+# The label's values: how many dimensions their topologies have, and the chips of a host that is a slice by itself. The
+# hosts of larger slices have four.
+_KNOWN: Mapping[str, tuple[int, tuple[int, ...]]] = {
+    "tpu-v4-podslice": (3, (4,)),
+    "tpu-v5p-slice": (3, (4,)),
+    "tpu7x": (3, (4,)),
+    "tpu-v5-lite-podslice": (2, (1, 4, 8)),
+    "tpu-v6e-slice": (2, (1, 4, 8)),
+}
+_CHIPS = 4
+# Variables of several slices, by which libtpu finds the others. GKE gives each pod its place in its own.
+MEGASCALE = ("MEGASCALE_NUM_SLICES", "MEGASCALE_SLICE_ID", "MEGASCALE_COORDINATOR_ADDRESS")
+
+
+def sized(spec: JobSpec, options: KubernetesOptions) -> JobSpec:
+    """The job with as many nodes as its slices have hosts, where it says no number of its own."""
+    return dataclasses.replace(spec, nodes=_hosts(spec, options) * options.slices) if spec.nodes == 1 else spec
+
+
+def option_problems(options: KubernetesOptions) -> Iterator[str]:
+    """Return a line for each thing that the options cannot mean."""
+    if options.slices < 1:
+        yield f"slices must be 1 or more, not {options.slices}"
+    if options.tpu_topology is None:
+        if options.slices > 1:
+            yield f"slices: {options.slices} needs tpu_topology, which says what each of them is"
+        return
+    if not _FORM.fullmatch(options.tpu_topology):
+        yield f"tpu_topology must be like 4x4 or 2x2x2, not {options.tpu_topology!r}"
+    if options.gpu != "tpu":
+        yield f"tpu_topology needs gpu: tpu, and it is {options.gpu}"
+    if options.workload not in ("jobset", "job"):
+        yield f"tpu_topology needs workload: jobset or job, and it is {options.workload}"
+    if options.slices > 1 and options.workload != "jobset":
+        yield f"slices: {options.slices} needs workload: jobset, and it is {options.workload}"
+    for key, what in (("gpu_resource", RESOURCE), ("gpu_label", ACCELERATOR)):
+        if getattr(options, key) is not None:
+            yield f"{key}: of a slice it is {what}: leave it out"
+    if TOPOLOGY in options.node_selector:
+        yield f"node_selector: {TOPOLOGY} is what tpu_topology says: leave it out"
+
+
+def check(spec: JobSpec, options: KubernetesOptions, labels: Mapping[str, str], where: str) -> None:
+    """Raises SpecError for a job that the slices cannot run; `labels` are those of its nodes."""
+    if options.tpu_topology is not None:
+        for problem in _problems(spec, options, options.tpu_topology, labels.get(ACCELERATOR)):
+            raise SpecError(f"{where}: {problem}")
+
+
+def _problems(spec: JobSpec, options: KubernetesOptions, topology: str, kind: str | None) -> Iterator[str]:
+    chips, total = spec.resources.gpus, math.prod(map(int, topology.split("x")))
+    if not chips:
+        yield f"tpu_topology {topology} needs --gpus, the chips of one host ({RESOURCE})"
+    if kind is None:
+        yield f"tpu_topology {topology} needs --accelerator, the nodes' label {ACCELERATOR} (as {next(iter(_KNOWN))})"
+    elif kind in _KNOWN:
+        dimensions, alone = _KNOWN[kind]
+        if topology.count("x") + 1 != dimensions:
+            yield f"tpu_topology {topology}: that of a {kind} has {dimensions} dimensions"
+        possible = [*([_CHIPS] if total > _CHIPS else []), *(each for each in alone if each == total)]
+        if not possible:
+            yield f"tpu_topology {topology}: there is no such {kind}"
+        if chips not in possible:
+            known = " or ".join(map(str, possible))
+            yield f"--gpus {chips}: a host of a {kind} of {topology} has {known} chips"
+    if total % chips:
+        yield f"--gpus {chips}: the {total} chips of tpu_topology {topology} are not hosts of {chips}"
+    hosts = _hosts(spec, options)
+    if options.slices > 1 and hosts == 1:
+        yield f"slices: {options.slices}: only slices of several hosts work together, and {topology} is one host"
+    if spec.nodes != hosts * options.slices:
+        what = f"{options.slices} slices of {topology} have" if options.slices > 1 else f"a slice of {topology} has"
+        yield f"--nodes {spec.nodes}: {what} {hosts * options.slices} hosts of {chips} chips; leave it out"
+
+
+def warnings(options: KubernetesOptions, labels: Mapping[str, str]) -> list[str]:
+    """Return a line where nodes of a kind are asked for that is not known here."""
+    kind = labels.get(ACCELERATOR)
+    if options.tpu_topology is None or kind is None or kind in _KNOWN:
+        return []
+    return [f"--accelerator {kind} is none of {', '.join(_KNOWN)}{nearest(kind, _KNOWN)}"]
+
+
+def selector(options: KubernetesOptions) -> dict[str, str]:
+    return {} if options.tpu_topology is None else {TOPOLOGY: options.tpu_topology}
+
+
+def notes(spec: JobSpec, options: KubernetesOptions) -> dict[str, str]:
+    """The annotations of a JobSet: the hosts of a Job are of one node pool, and no other Job's are."""
+    return dict(_EXCLUSIVE) if options.tpu_topology is not None and spec.nodes > 1 else {}
+
+
+def pod_labels(spec: JobSpec, options: KubernetesOptions) -> dict[str, str]:
+    """Of the pods of several slices: what tells their nodes' ranks from their places in their Jobs."""
+    return {names.SLICE_HOSTS: str(spec.nodes // options.slices)} if options.slices > 1 else {}
+
+
+def variables(options: KubernetesOptions, coordinator: str) -> list[dict[str, Any]]:
+    """Of the pods of several slices."""
+    if options.slices == 1:
+        return []
+    count, own, address = MEGASCALE
+    return [
+        {"name": count, "value": str(options.slices)},
+        {"name": own, "valueFrom": {"fieldRef": {"fieldPath": f"metadata.labels['{names.JOB_INDEX}']"}}},
+        {"name": address, "value": coordinator},
+    ]
+
+
+def _hosts(spec: JobSpec, options: KubernetesOptions) -> int:
+    """Of one slice; 1 where that cannot be told."""
+    if options.tpu_topology is None or not spec.resources.gpus:
+        return 1
+    return max(1, math.prod(map(int, options.tpu_topology.split("x"))) // spec.resources.gpus)
