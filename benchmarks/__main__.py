@@ -15,6 +15,7 @@ from .sagemaker import sagemaker_submit
 from .slurm import slurm_end, slurm_launch, slurm_list, slurm_requeue, slurm_submit
 from .ssh import ssh_client, ssh_cut, ssh_fan_out, ssh_launch
 from .startup import startup
+from .tpu import tpu_submit
 
 ALL = {
     "startup": (startup, 15),
@@ -47,6 +48,7 @@ ALL = {
     "kubernetes_jobs": (kubernetes_jobs, 5),
     "kubernetes_traffic": (kubernetes_traffic, 3),
     "sagemaker_submit": (sagemaker_submit, 20),
+    "tpu_submit": (tpu_submit, 9),
 }
 
 

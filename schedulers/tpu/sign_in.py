@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from ..hosts.errors import LoginRefused
 from ..hosts.host_list import Host
@@ -18,30 +18,35 @@ _AGAIN_S = 1.0
 progress = logging.getLogger("schedulers.progress")
 
 
-def let_in(api: Api, node: Any, pool: Pool, host: Host) -> None:
-    """Has the key of whoever submits in the node's metadata, and returns when the worker takes it.
+def let_in(api: Api, name: str, pool: Pool, hosts: Sequence[Host]) -> None:
+    """Connects to the workers of a slice; where one takes no key, has that of whoever submits in the node's metadata,
+    and returns when all take it.
 
-    Nothing is done where it takes a key already, or there is no public key in a file: then logging in tells why not.
+    Nothing more is done where there is no public key in a file: then logging in tells why not. So it does of workers
+    that cannot be reached.
     """
-    try:
-        pool.connection(host)
+    refused = _refused(pool, hosts)
+    if not refused:
         return
-    except LoginRefused as error:
-        line = _line(pool, host)
-        listed = str(node.metadata.get(_KEYS, ""))
-        if line is None or line in listed.splitlines():
-            raise error
+    node = api.node(name)
+    host, error = next(iter(refused.items()))
+    line = _line(pool, host)
+    listed = str(node.metadata.get(_KEYS, ""))
+    if line is None or line in listed.splitlines():
+        raise error
     progress.info("giving %s your public key", api.where.replace("target", "the slice of target"))
     api.set_metadata(node, {**node.metadata, _KEYS: "\n".join(filter(None, (listed.rstrip("\n"), line)))})
     deadline = time.monotonic() + _TAKEN_S
-    while True:
-        try:
-            pool.connection(host)
-            return
-        except LoginRefused:
-            if time.monotonic() > deadline:
-                raise
+    while refused := _refused(pool, refused):
+        if time.monotonic() > deadline:
+            raise error
         time.sleep(_AGAIN_S)
+
+
+def _refused(pool: Pool, hosts: Iterable[Host]) -> dict[Host, LoginRefused]:
+    """The hosts that take no key, and what they said."""
+    tried = pool.map(lambda remote: remote.connection(), hosts)
+    return {outcome.host: outcome.error for outcome in tried if isinstance(outcome.error, LoginRefused)}
 
 
 def _line(pool: Pool, host: Host) -> str | None:

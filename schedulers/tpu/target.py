@@ -111,7 +111,7 @@ class TpuTarget(HostsTarget):
         if self._options.transport == "ssh":
             from .sign_in import let_in
 
-            let_in(self._api, self._api.node(str(self._options.name)), self._hosts.pool, named[0])
+            let_in(self._api, str(self._options.name), self._hosts.pool, named)
         return len(named)
 
     def _slice(self) -> Slice | None:
