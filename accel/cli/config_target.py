@@ -19,6 +19,7 @@ _SCHEMAS = {
     "slurm": ("schedulers.slurm.options", "SlurmOptions"),
     "kubernetes": ("schedulers.kubernetes.options", "KubernetesOptions"),
     "sagemaker": ("schedulers.sagemaker.options", "SageMakerOptions"),
+    "tpu": ("schedulers.tpu.options", "TpuOptions"),
 }
 
 # Options that must be given, while they are still to be asked for.

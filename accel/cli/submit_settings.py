@@ -13,9 +13,11 @@ if TYPE_CHECKING:
 
 _COMMAND = "accel submit"
 # What only starts on the machine where the command is typed, and the way to do that.
-_ELSEWHERE = {"tpu": "a TPU", "mpirun_hostfile": "mpirun", "deepspeed_hostfile": "DeepSpeed's own launcher"}
+_ELSEWHERE = {"mpirun_hostfile": "mpirun", "deepspeed_hostfile": "DeepSpeed's own launcher"}
 # What a job has from its target, whatever a file says.
 _OF_TARGET = ("gpu_ids", "rdzv_backend", "deepspeed_inclusion_filter", "deepspeed_exclusion_filter")
+# What only `accel launch` does with a pod.
+_OF_POD = ("tpu_use_sudo", "vm")
 
 
 class Carried(NamedTuple):
@@ -64,11 +66,13 @@ def of_file(path: str, script: str = "") -> Carried:
     low, high = machines(path, options)
     per_node = processes(path, options, low)
     return Carried(
-        env=launch_variables(options),
+        env=launch_variables(options) | _pod_variables(options),
         nodes=(low, high if high != low else None) if found["num_machines"].layer == "file" else None,
         procs_per_node=per_node,
         gpus=per_node if options["multi_gpu"] else None,
         notes=tuple(_left_out(found)),
+        kind="tpu" if options["tpu"] else None,
+        options={key: options[f"tpu_{key}"] for key in ("name", "zone") if options[f"tpu_{key}"]},
     )
 
 
@@ -86,6 +90,11 @@ def launch_variables(options: Mapping[str, Any]) -> dict[str, str]:
         setting = BY_NAME["fp8_override_linear_precision"]  # three variables of a worker, one of the launch
         env[setting.env] = typed(setting, options[setting.name])
     return env
+
+
+def _pod_variables(options: Mapping[str, Any]) -> dict[str, str]:
+    """Those that a TPU's file gives the hosts of its pod."""
+    return dict(pair.split("=", 1) for pair in options["env"] or ())
 
 
 def machines(path: str, options: Mapping[str, Any], command: str = _COMMAND) -> tuple[int, int]:
@@ -116,5 +125,8 @@ def _left_out(found: Mapping[str, Value]) -> Iterator[str]:
         if is_given(name, options) and options[name] != BY_NAME[name].default:
             said = f"{found[name].source}: {BY_NAME[name].file_key} {options[name]}"
             yield f"{said} is left out: which machines and GPUs a job has is for its target to say"
+    for name in _OF_POD:
+        if is_given(name, options) and options[name] != BY_NAME[name].default:
+            yield f"{found[name].source}: {BY_NAME[name].file_key} is left out: only accel launch has a use for it"
     if options["multi_gpu"] and not options["num_processes"]:
         yield f"{found['multi_gpu'].source}: num_processes is not said: the job asks for as many GPUs as --gpus says"

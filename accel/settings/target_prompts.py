@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from .prompt import Answers, Condition, Machine, Question, answered, ask, both
-from .setting import Setting
+from .setting import Setting, switch
 
-KINDS = ("ssh", "slurm", "kubernetes", "sagemaker")
+KINDS = ("ssh", "slurm", "kubernetes", "sagemaker", "tpu")
 _FILES = (
     ("project", "the project's accel.yaml, which others who check it out have too"),
     ("user", "your own, for all projects"),
@@ -17,6 +17,10 @@ _WORKLOADS = (
     ("jobset", "a JobSet"),
     ("job", "an Indexed Job, with no operator"),
     ("trainjob", "a TrainJob (Kubeflow Trainer 2)"),
+)
+_TRANSPORTS = (
+    ("ssh", "SSH, with the keys of ~/.ssh"),
+    ("gcloud", "as gcloud does it, with its own keys and OS Login"),
 )
 _CONTAINERS = (
     ("none", "nothing: jobs run on the nodes as they are"),
@@ -29,7 +33,7 @@ _CONTAINERS = (
 def entry_of(answers: Answers) -> tuple[str, dict[str, Any]] | None:
     """The target's name and its entry in `accel.yaml`; None where the answers are about no target."""
     kind = answers.get("place")
-    if kind not in KINDS:
+    if not _target(answers):
         return None
     entry: dict[str, Any] = {"kind": kind}
     for question in TARGET_QUESTIONS:
@@ -68,10 +72,17 @@ def _remote(answers: Answers) -> bool:
     return answers.get("slurm_login") is not None
 
 
-_HERE = answered("place", *KINDS)
+def _target(answers: Answers) -> bool:
+    """Return True if the place is a target: of a TPU that is asked."""
+    return answers.get("place") in KINDS and (answers["place"] != "tpu" or _SLICE(answers))
+
+
+_SLICE = both(answered("place", "tpu"), answered("tpu_submit", True))
 
 TARGET_QUESTIONS: tuple[Question, ...] = (
-    ask("target", "What is the target to be called (accel submit --target NAME)?", _HERE,
+    ask("tpu_submit", "Are jobs to be submitted to it (accel submit)?", answered("place", "tpu"),
+        own=switch("tpu_submit", "submit jobs to a slice")),
+    ask("target", "What is the target to be called (accel submit --target NAME)?", _target,
         own=Setting("target", "a name"), default=lambda answers, machine: answers["place"]),
     _option("ssh", "hosts", "Which machines: a,b or user@host:port or gpu[01-16] (empty: those of a hostfile)?"),
     _option("ssh", "hostfile", "The hostfile, a machine a line?", when=answered("ssh_hosts", None), may_be_empty=False),
@@ -106,5 +117,16 @@ TARGET_QUESTIONS: tuple[Question, ...] = (
         )
     ),
     _option("sagemaker", "s3_output_path", "Where in S3, s3://BUCKET/PREFIX (empty: SageMaker's default bucket)?"),
-    ask("target_file", "Where is it to be written?", _HERE, options=_FILES, default=_file),
+    *(
+        ask(f"slice_{option}", text, _SLICE, own=Setting(f"slice_{option}", text), target=("tpu", option), **rest)
+        for option, text, rest in (
+            ("project", "The Google Cloud project (empty: that of the credentials)?", {"may_be_empty": True}),
+            ("zone", "The zone, such as us-central2-b?", {}),
+            ("name", "The slice, by its name (gcloud compute tpus tpu-vm list)?", {}),
+            ("venv", "The virtual environment there that has accel and torch (empty: python3's packages)?",
+             {"may_be_empty": True}),
+            ("transport", "How are its hosts reached?", {"options": _TRANSPORTS, "offer": "ssh"}),
+        )
+    ),
+    ask("target_file", "Where is it to be written?", _target, options=_FILES, default=_file),
 )  # fmt: skip

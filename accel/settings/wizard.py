@@ -24,8 +24,8 @@ _PLACES = (
     ("tpu", "a TPU host or pod"),
     ("sagemaker", "Amazon SageMaker"),
 )
-# SageMaker's file says neither processes nor devices.
-_LAUNCHED = tuple(kind for kind in KINDS if kind != "sagemaker")
+# SageMaker's file says neither processes nor devices, and a TPU's is one for TPUs.
+_LAUNCHED = tuple(kind for kind in KINDS if kind not in ("sagemaker", "tpu"))
 _DEVICES = (("gpu", "GPUs"), ("cpu", "the CPU"))
 _PRECISIONS = (("no", "no (float32)"), ("bf16", "bf16"), ("fp16", "fp16"), ("fp8", "fp8"))
 _WAYS = (
@@ -207,7 +207,7 @@ QUESTIONS: tuple[Question, ...] = (
     *TARGET_QUESTIONS,
     # TPU
     ask("main_training_function", "Which function of the script does every core run?", _TPU, offer="main"),
-    ask("tpu_use_cluster", "Is it a pod of several hosts?", _TPU),
+    ask("tpu_use_cluster", "Is it a pod of several hosts?", both(_TPU, answered("tpu_submit", False))),
     ask("tpu_name", "The pod's name?", _POD),
     ask("tpu_zone", "Its zone?", _POD),
     ask("tpu_use_sudo", "Run the script with sudo there?", _POD),

@@ -67,6 +67,12 @@ def targets(path: str) -> Any:
         ("{place: sagemaker, iam_role_name: r, profile: '', target: aws, sagemaker_s3_output_path: 's3://b/team'}",
          "aws", {"kind": "sagemaker", "region": "us-east-1", "role": "r", "instance_type": "ml.p3.2xlarge",
                  "s3_output_path": "s3://b/team"}),
+        ("{place: tpu, tpu_submit: true, num_processes: 4, slice_zone: us-central2-b, slice_name: pod1}",
+         "tpu", {"kind": "tpu", "zone": "us-central2-b", "name": "pod1", "transport": "ssh"}),
+        ("{place: tpu, tpu_submit: true, num_processes: 4, target: pod, slice_project: mine, slice_zone: us-east1-d, "
+         "slice_name: pod1, slice_venv: ~/v, slice_transport: gcloud}",
+         "pod", {"kind": "tpu", "project": "mine", "zone": "us-east1-d", "name": "pod1", "venv": "~/v",
+                 "transport": "gcloud"}),
     ],
 )  # fmt: skip
 def test_answers_make_a_target(
@@ -163,6 +169,10 @@ def test_a_link_and_its_mode_stay(somewhere: Path) -> None:
         ("place: kubernetes\nkubernetes_workload: pod", ":2: kubernetes_workload: 'pod' is not one of pytorchjob"),
         ("place: kubernetes\nkubernetes_image: ' x'", ":2: kubernetes_image: image must be one word, not ' x'"),
         ("place: sagemaker\niam_role_name: r\nimage_uri: pytorch:9", ":3: image_uri: pytorch:9: no such version"),
+        ("place: tpu\nnum_processes: 1\ntpu_submit: true\nslice_zone: us", ":4: slice_zone: zone: 'us' is no zone"),
+        ("place: tpu\nnum_processes: 1\nslice_zone: us-east1-d", ":3: slice_zone is not asked for after the other"),
+        ("place: tpu\nnum_processes: 1\ntpu_submit: true\nslice_zone: us-east1-d\nslice_name: a\ntpu_use_cluster: true",
+         ":6: tpu_use_cluster is not asked for after the other answers"),
         ("place: slurm\nssh_hosts: a", ":2: ssh_hosts is not asked for after the other answers"),
         ("place: this\ntarget: lab", ":2: target is not asked for after the other answers"),
         ("place: k8s", ":1: place: 'k8s' is not one of this, several, ssh, slurm, kubernetes, tpu, sagemaker"),

@@ -53,7 +53,6 @@ def test_a_launch_reads_back_what_the_file_says(text: str, tmp_path: Path) -> No
     [
         ("num_proceses: 1", "c.yaml:1: unknown setting 'num_proceses'; did you mean 'num_processes'?"),
         ("use_cpu: true\ndistributed_type: MULTI_GPU", "--cpu (c.yaml:1) and --multi_gpu (c.yaml:2) contradict"),
-        ("{distributed_type: XLA, num_processes: 8}", "c.yaml is for a TPU: accel launch --config_file c.yaml"),
         ("{num_machines: two}", "c.yaml: --num_machines 'two': it must be a number from 1 on, or MIN:MAX"),
         (
             "{use_cpu: true, num_processes: 3, num_machines: 2}",
@@ -71,6 +70,32 @@ def test_a_file_of_which_a_job_can_make_nothing(
     shown = capsys.readouterr().err
     assert shown.startswith(f"accel submit: {said}")
     assert shown.count("\n") == 1
+
+
+XLA = (
+    "distributed_type: XLA\nnum_processes: 4\nmixed_precision: bf16\ntpu_use_cluster: true\ntpu_name: pod1\n"
+    "tpu_zone: us-east1-d\ntpu_use_sudo: true\ntpu_env: [A=1=2]\n"
+)
+
+
+def test_a_file_for_a_tpu_is_for_a_tpu_target(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("c.yaml").write_text(XLA)
+    Path("train.py").touch()
+    carried = of_file("c.yaml")
+    assert (carried.kind, carried.procs_per_node, carried.gpus) == ("tpu", 4, None)
+    assert carried.options == {"name": "pod1", "zone": "us-east1-d"}
+    assert (carried.env["A"], carried.env["ACCELERATE_MIXED_PRECISION"]) == ("1=2", "bf16")
+    assert carried.notes == ("c.yaml:7: tpu_use_sudo is left out: only accel launch has a use for it",)
+    assert main(["submit", "--config_file", "c.yaml", "--dry-run", "train.py"]) == exit_status.OK
+    assert "pod1" in capsys.readouterr().out
+    words = ["submit", "--target", "kubernetes", "--config_file", "c.yaml", "--dry-run", "train.py"]
+    assert main(words) == exit_status.USAGE
+    assert capsys.readouterr().err.endswith(
+        "--config_file c.yaml is for a tpu target, and kubernetes is of kind kubernetes\n"
+    )
 
 
 GPUS = "distributed_type: MULTI_GPU\nnum_processes: 4\nnum_machines: 2\ngpu_ids: '0,1'\nrdzv_backend: c10d\n"
