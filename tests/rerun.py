@@ -38,6 +38,8 @@ class Failures:
 
 def main(arguments: list[str]) -> int:
     REPORT.unlink(missing_ok=True)
+    # The workers share what pytest has made of the test files, which costs each of them ten seconds otherwise.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     failures = Failures()
     code = int(pytest.main(arguments, plugins=[failures]))
     again = code == pytest.ExitCode.TESTS_FAILED and not failures.at_collection and 0 < len(failures.tests) <= MOST
