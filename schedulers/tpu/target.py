@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..errors import SchedulerError, SpecError, Unreachable
 from ..hosts.jobs.native_id import Native
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from ..hosts.jobs.status import Hosts
     from .api import Api
     from .slices import Slice
+
+
+_METADATA = "169.254.169.254"  # of each host: https://cloud.google.com/compute/docs/metadata/querying-metadata
 
 
 class TpuTarget(HostsTarget):
@@ -102,6 +105,9 @@ class TpuTarget(HostsTarget):
     def _check(self, spec: JobSpec) -> None:
         meaning.check_job(spec, self._options, self.name)
         super()._check(spec)
+
+    def _told(self) -> dict[str, Any]:
+        return {"metadata_server": _METADATA}
 
     def _taken(self, asked: int, named: Sequence[Host]) -> int:
         if asked not in (1, len(named)):

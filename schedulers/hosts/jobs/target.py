@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ...config import secrets
 from ...convert import as_text, as_whole
@@ -58,6 +58,10 @@ class HostsTarget(abc.ABC):
     def _candidates(self) -> str:
         """The same for people, as far as it can be told without asking or reading anything. Raises SpecError."""
 
+    def _told(self) -> dict[str, Any]:
+        """Settings of the supervisors that only this kind of target has."""
+        return {}
+
     def _taken(self, asked: int, named: Sequence[Host]) -> int:
         """How many of the hosts, which are about to be used, a job takes that asks for so many. Raises SpecError."""
         from . import placement as placing
@@ -106,6 +110,7 @@ class HostsTarget(abc.ABC):
                 "cpu_only": options.cpu,
                 "concurrency": options.concurrency,
             },
+            **self._told(),
             "spec": spec.to_json(),  # for machines that did not submit the job, and follow it
         }
         return Plan(

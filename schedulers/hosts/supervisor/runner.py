@@ -14,7 +14,8 @@ import subprocess
 import time
 
 from . import wire
-from .documents import make_room
+from .announcements import Announcements
+from .documents import make_room, say
 from .reaper import MARKER, Ending
 from .slots import Slots, TooMany, visible, wanted
 
@@ -56,6 +57,8 @@ class Work:
         self._ending = Ending(settings["job_id"])
         self._kill_at = self._over_at = math.inf  # once it is being stopped
         self._clock = logs.Clock(self._logs)
+        server = settings.get("metadata_server")
+        self._announcements = Announcements(server) if server else None
         self._events_from = 0
         self._noted = 0.0
         self.rank = -1
@@ -136,6 +139,7 @@ class Work:
             self._go_on_with_setup()
         elif phase == "running":
             assert self._process is not None
+            self._warn(self._process)
             code = self._process.poll()
             if code is not None and self._ending.done(LEFTOVER_GRACE_S):
                 self._note_sizes(now=True)
@@ -151,6 +155,13 @@ class Work:
                 self._note_sizes(now=True)
                 self._process = None
                 self._set("stopped", attempt=self._attempt_stopped)
+
+    def _warn(self, launcher: subprocess.Popen[bytes]) -> None:
+        """Hands on that this host will be taken away, as the warning that ranks know of."""
+        said = self._announcements.take() if self._announcements is not None else ""
+        if said:
+            say(f"{said}: warning the ranks")
+            launcher.send_signal(signal.SIGUSR1)
 
     def _collect_adopted(self) -> None:
         """Those that the job has left to themselves and that have ended since, lest they stay as zombies."""
@@ -257,7 +268,7 @@ class Work:
         )
 
     def _run(self, argv: list[str], log: str, extra: dict[str, str]) -> subprocess.Popen[bytes]:
-        own = os.getpid()
+        own, warned = os.getpid(), self._announcements is not None and log != "setup.log"
 
         def enter() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, FILES_LIMIT)
@@ -265,6 +276,8 @@ class Work:
             _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
             if os.getppid() != own:
                 os._exit(128 + signal.SIGTERM)
+            if warned:  # the signal must not end a launcher that has yet to take it
+                signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
         env = {name: value for name, value in os.environ.items() if name not in _OF_THE_SESSION}
         env.update(_of_interpreter(self._settings["command"][0], env.get("PATH") or os.defpath))

@@ -175,3 +175,27 @@ def test_commands_by_the_target_s_transport(
     done = subprocess.run([*argv, failing], capture_output=True, text=True, timeout=90, **where)  # type: ignore[call-overload]
     assert done.returncode == 7, done.stderr
     assert done.stderr.splitlines()[-1] == "accel: worker 1 ended with code 7; ending the other 1"
+
+
+WARNED = """\
+import sys, time
+from accel import Accelerator
+
+accelerator = Accelerator(cpu=True)
+accelerator.preempted
+print("up", flush=True)
+while True:
+    accelerator.checkpoint_on_preemption(sys.argv[1])
+    time.sleep(0.02)
+"""
+
+
+def test_maintenance_of_a_host_becomes_the_warning_of_the_ranks(tpu: Tpu, submit: Submit, tmp_path: Path) -> None:
+    make_slice(tpu, "pod1")
+    job = submit(f"exec {sys.executable} -c '{WARNED}' {tmp_path}/saved")
+    until(lambda: [text for _, text in printed(job)].count("up\n") == 2, "both ranks take warnings")
+    assert job.status().state is State.RUNNING
+    tpu.maintenance("pod1")
+    status = job.wait(90)
+    assert (status.state, status.reason, status.exit_code) == (State.FAILED, Reason.PREEMPTED, 85), status
+    assert (tmp_path / "saved").is_dir()

@@ -1,0 +1,48 @@
+"""What the metadata server of Google Cloud announces to a host: its maintenance, or that it is taken away.
+
+https://cloud.google.com/compute/docs/metadata/getting-live-migration-notice and …/docs/instances/create-use-spot
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from urllib.request import OpenerDirector
+
+_QUIET = {"maintenance-event": "NONE", "preempted": "FALSE"}
+_WAIT_S, _ALLOWANCE_S, _RETRY_S = 60, 30.0, 5.0
+
+
+class Announcements:
+    """Listens to the server, in threads that end with the process."""
+
+    def __init__(self, server: str) -> None:
+        from urllib import request  # takes longer than all else that a supervisor imports
+
+        self._new: list[str] = []
+        opener = request.build_opener(request.ProxyHandler({}))  # it is this machine's own server
+        opener.addheaders = [("Metadata-Flavor", "Google")]
+        for key in _QUIET:
+            url = f"http://{server}/computeMetadata/v1/instance/{key}"
+            threading.Thread(target=self._listen, args=(opener, key, url), daemon=True).start()
+
+    def take(self) -> str:
+        """One that has come since the last call; nothing if there is none."""
+        return self._new.pop(0) if self._new else ""
+
+    def _listen(self, opener: OpenerDirector, key: str, url: str) -> None:
+        etag, before = "0", _QUIET[key]
+        while True:
+            query = f"{url}?wait_for_change=true&timeout_sec={_WAIT_S}&last_etag={etag}"
+            try:
+                with opener.open(query, timeout=_WAIT_S + _ALLOWANCE_S) as answer:
+                    etag, said = answer.headers.get("ETag", "0"), answer.read().decode().strip()
+            except (OSError, ValueError):
+                time.sleep(_RETRY_S)
+                continue
+            if said not in (before, _QUIET[key]):
+                self._new.append(f"{key}: {said}")
+            before = said
