@@ -246,6 +246,15 @@ class Cursor:
         """A cursor that stands at these places (None: the beginning), and elsewhere where this one does."""
         return Cursor({key: at for key, at in {**self._positions, **positions}.items() if at is not None})
 
+    def below(self, prefix: str) -> Cursor:
+        """Where it stands in the sources whose names begin so, under the rest of their names."""
+        found = {name: at for name, at in self._positions.items() if name.startswith(prefix)}
+        return Cursor({name[len(prefix) :]: at for name, at in found.items()})
+
+    def under(self, prefix: str) -> Cursor:
+        """The same places, under names that begin so."""
+        return Cursor({prefix + name: at for name, at in self._positions.items()})
+
     def __str__(self) -> str:
         return ",".join(f"{source}={position}" for source, position in sorted(self._positions.items()))
 

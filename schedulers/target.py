@@ -250,8 +250,9 @@ class Dated(Protocol):
 class Tails(Protocol):
     """A target that finds the last lines of its logs without reading the logs."""
 
-    def tail_at(self, native_id: str, since: Cursor, count: int) -> Cursor:
-        """Where the last `count` finished lines of each rank begin, none of them before `since`.
+    def tail_at(self, native_id: str, since: Cursor, count: int) -> Cursor | None:
+        """Where the last `count` finished lines of each rank begin, none of them before `since`; None where only the
+        logs tell.
 
         Where a log cannot be asked for now, its place is that of `since`. Raises Unreachable.
         """

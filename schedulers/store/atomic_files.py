@@ -288,6 +288,20 @@ def locked(fd: int, path: str, *, blocking: bool = True) -> Iterator[bool]:
 
 
 @contextlib.contextmanager
+def alone(path: str, *, blocking: bool = True) -> Iterator[bool]:
+    """Holds the lock of a file that is there for nothing else, as `locked`. Raises StoreError."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise refusal(error, path, "write") from error
+    try:
+        with locked(fd, path, blocking=blocking) as held:
+            yield held
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
 def locked_by_file(path: str, *, blocking: bool = True) -> Iterator[bool]:
     """The same lock where the file system has none: held by whoever could make the file `path`."""
     words = (os.uname().nodename, str(os.getpid()), os.urandom(4).hex(), boot_id() or "-", pid_namespace() or "-")

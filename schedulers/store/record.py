@@ -187,16 +187,8 @@ class Record:
     @contextlib.contextmanager
     def submission(self, *, blocking: bool = True) -> Iterator[bool]:
         """Held while a process asks the backend to run the job; False when another one holds it (`blocking` off)."""
-        path = f"{self.path}/submit.lock"
-        try:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise atomic_files.refusal(error, path, "write") from error
-        try:
-            with atomic_files.locked(fd, path, blocking=blocking) as held:
-                yield held
-        finally:
-            os.close(fd)
+        with atomic_files.alone(f"{self.path}/submit.lock", blocking=blocking) as held:
+            yield held
 
     @property
     def _events(self) -> str:

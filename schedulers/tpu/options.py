@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from ..errors import SpecError
+from ..errors import SpecError, nearest
 from ..hosts.jobs import options as common
 from ..hosts.jobs.options import HostOptions
 from ..job import JobSpec
+from .topology import GENERATIONS, hosts_of
 
 _NAME = re.compile(r"[a-z](?:[-a-z0-9]{0,61}[a-z0-9])?")
 _ZONE = re.compile(r"[a-z]+-[a-z]+\d+-[a-z]")
+_DURATION = re.compile(r"(?=\d)(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", re.ASCII)
+# What only a slice that is created can have.
+_OF_CREATED = (
+    "version", "spot", "reserved", "queued", "network", "subnetwork", "service_account", "scopes", "labels", "tags",
+    "metadata", "data_disk", "keep",
+)  # fmt: skip
+_TO_DELETE = "cloud-platform"  # the scope that a slice needs to delete itself
+OWN_METADATA = ("startup-script", "accel-slice")
 _PROJECT = re.compile(r"(?:[a-z0-9.-]+:)?[a-z][-a-z0-9]*[a-z0-9]")
 
 
@@ -23,8 +32,18 @@ class TpuOptions(HostOptions):
 
     project:      the Google Cloud project; without it, CLOUDSDK_CORE_PROJECT, or that of the credentials.
     zone:         where the slice is, as us-central2-b.
-    name:         the slice: a TPU VM that is there and READY.
-    internal_ips: reach its workers by their internal addresses.
+    name:         the slice: a TPU VM that is there and READY. Without it, a slice is created for each job, and deleted
+                  when the job is over.
+    accelerator_type, or type and topology: what is created, as `v4-32`, or `v4` and `2x2x4`.
+    version:      its runtime version.
+    spot, reserved: capacity that may be taken away, or that is reserved.
+    queued:       ask for it by a queued resource.
+    valid_until_duration: how long capacity is waited for.
+    node_count:   slices of a job: 1.
+    network, subnetwork, service_account, scopes, labels, tags, metadata: of the slice.
+    data_disk:    `source=DISK,mode=read-write`, for slices of one host.
+    keep:         nothing but `accel prune` deletes it.
+    internal_ips: reach its workers by their internal addresses; a slice that is created has no others.
     transport:    `ssh`: with the keys of ~/.ssh, and the host keys that Google's API tells. `gcloud`: as
                   `gcloud compute tpus tpu-vm ssh` does it, with OS Login and its own keys.
     concurrency:  how many jobs may run at once on the slice, whose chips belong to one job at a time.
@@ -33,6 +52,24 @@ class TpuOptions(HostOptions):
     project: str | None = None
     zone: str | None = None
     name: str | None = None
+    accelerator_type: str | None = None
+    type: str | None = None
+    topology: str | None = None
+    version: str | None = None
+    spot: bool = False
+    reserved: bool = False
+    queued: bool = False
+    valid_until_duration: str = "24h"
+    node_count: int = 1
+    network: str | None = None
+    subnetwork: str | None = None
+    service_account: str | None = None
+    scopes: tuple[str, ...] = ()
+    labels: Mapping[str, str] = field(default_factory=dict)
+    tags: tuple[str, ...] = ()
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    data_disk: tuple[str, ...] = ()
+    keep: bool = False
     internal_ips: bool = False
     transport: Literal["ssh", "gcloud"] = "ssh"
     concurrency: int | None = 1
@@ -47,7 +84,60 @@ def check(options: TpuOptions, name: str) -> None:
             raise SpecError(f"{where}: {key}: {value!r} is no {key} that Google Cloud gives")
     if options.spares:
         raise SpecError(f"{where}: spares: a job runs on all hosts of its slice: leave it out")
+    for problem in _slice_problems(options):
+        raise SpecError(f"{where}: {problem}")
     common.check(options, name)
+
+
+def creates(options: TpuOptions) -> bool:
+    """Return True if the target creates a slice for each job."""
+    return options.name is None and bool(options.accelerator_type or options.type)
+
+
+def existing(options: TpuOptions, name: str) -> TpuOptions:
+    """Those of a target whose slice has been created under this name."""
+    unsaid = {key: getattr(TpuOptions(), key) for key in ("accelerator_type", "type", "topology", *_OF_CREATED)}
+    return replace(options, **unsaid, name=name)
+
+
+def seconds(duration: str) -> int | None:
+    """Those of gcloud's `1d12h30m`; None for what is no duration."""
+    match = _DURATION.fullmatch(duration)
+    if match is None:
+        return None
+    return sum(int(count or 0) * unit for count, unit in zip(match.groups(), (86400, 3600, 60, 1), strict=True))
+
+
+def _slice_problems(options: TpuOptions) -> Iterator[str]:
+    named = [key for key in ("name", "accelerator_type", "type") if getattr(options, key) is not None]
+    if len(named) > 1:
+        yield f"{' and '.join(named)} are given: keep one of name, accelerator_type, type with topology"
+    if (options.type is None) != (options.topology is None):
+        yield "type and topology go together, as type: v4, topology: 2x2x4"
+    if options.name is not None:
+        given = [key for key in _OF_CREATED if getattr(options, key)]
+        if given:
+            yield f"{given[0]}: the slice {options.name} is there already; it is for one that accelerator_type creates"
+    if options.type is not None and options.type not in GENERATIONS:
+        yield f"type: {options.type!r} is not one of {', '.join(GENERATIONS)}{nearest(options.type, GENERATIONS)}"
+    if options.spot and options.reserved:
+        yield "spot and reserved are both given: keep one"
+    if not seconds(options.valid_until_duration):
+        yield f"valid_until_duration: {options.valid_until_duration!r} is no duration (24h, 1d12h, 30m)"
+    if options.node_count != 1:
+        yield f"node_count: {options.node_count}: a job runs on one slice here; on GKE, a kubernetes target has slices"
+    own = [key for key in OWN_METADATA if key in options.metadata]
+    if own and not options.keep:
+        yield f"metadata: {own[0]} is accel's, by which the slice deletes itself; use setup, or keep: true"
+    if options.scopes and not options.keep and not any(scope.endswith(_TO_DELETE) for scope in options.scopes):
+        yield f"scopes: without {_TO_DELETE} the slice cannot delete itself; add it, or say keep: true"
+    count = hosts_of(options.accelerator_type, options.type, options.topology) or 1
+    if options.data_disk and count > 1:
+        yield f"data_disk: only a slice of one host takes disks, and this one has {count}"
+    for disk in options.data_disk:
+        keys = {pair.partition("=")[0] for pair in disk.split(",")}
+        if not {"source"} <= keys <= {"source", "mode"} or not re.search(r"(^|,)source=[^,]", disk):
+            yield f"data_disk: {disk!r} is not as source=projects/P/zones/Z/disks/D,mode=read-write"
 
 
 def check_job(spec: JobSpec, options: TpuOptions, name: str) -> None:
@@ -57,9 +147,15 @@ def check_job(spec: JobSpec, options: TpuOptions, name: str) -> None:
 
 
 def _problems(spec: JobSpec, options: TpuOptions) -> Iterator[str]:
-    for key in ("zone", "name"):
+    for key in ("zone",) if creates(options) else ("zone", "name"):
         if getattr(options, key) is None:
-            yield f"which slice? say {key}: in accel.yaml, or --option {key}=…"
+            or_type = " (or accelerator_type, for one that is created)" if key == "name" else ""
+            yield f"which slice? say {key}: in accel.yaml, or --option {key}=…{or_type}"
+    if creates(options) and options.version is None:
+        yield "which software? say version: in accel.yaml (gcloud compute tpus tpu-vm versions list --zone ZONE)"
+    count = hosts_of(options.accelerator_type, options.type, options.topology)
+    if count is not None and spec.nodes not in (1, count):
+        yield f"--nodes {spec.nodes}: {options.accelerator_type or options.topology} has {count} hosts; leave it out"
     if spec.resources.gpus:
         yield f"--gpus {spec.resources.gpus}: a TPU has none; its accelerator_type says which chips there are"
     if spec.resources.accelerator is not None:

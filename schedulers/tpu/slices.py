@@ -85,6 +85,22 @@ def ended(found: Slice | None, options: TpuOptions) -> Status | None:
     return Status(state=State.FAILED, reason=reason, message=message, native_state=state)
 
 
+def stage(name: str, node: Any, queued: Any) -> tuple[str, str]:
+    """What becomes of a slice that was created: ready, waits, preempted, failed or gone; and a line for people. `node`
+    and its queued resource are None where there is none."""
+    state = None if queued is None else type(queued.state).State(queued.state.state).name
+    if state == "FAILED":
+        return "failed", one_line(f"{name} was not granted: {queued.state.failed_data.error.message}")
+    if state in ("SUSPENDING", "SUSPENDED"):
+        return "preempted", f"{name} was preempted"
+    if node is None:
+        return ("gone", f"{name} is gone") if state is None else ("waits", f"{name} is {state}")
+    state = type(node).State(node.state).name
+    reason, words = _ENDS.get(state, (None, f"is {state}"))
+    ends = {Reason.PREEMPTED: "preempted", Reason.NODE_FAILURE: "waits" if state == "DELETING" else "failed"}
+    return "ready" if state == _READY else ends[reason] if reason else "waits", f"{name} {words}"
+
+
 def write_config(folder: Path, found: Slice, keys: Sequence[Sequence[str]], options: TpuOptions, where: str) -> None:
     """Writes the SSH configuration of a slice's workers, and their host keys. Raises ConfigError where the API has no
     key of one of them: nothing is sent to a host that cannot be known."""

@@ -12,7 +12,7 @@ from ..errors import SchedulerError, SpecError, Unreachable
 from ..hosts.jobs.native_id import Native
 from ..hosts.jobs.target import HostsTarget
 from ..job import JobSpec, Status
-from ..target import TargetContext
+from ..target import Plan, TargetContext
 from . import options as meaning
 from .options import TpuOptions
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 
 _METADATA = "169.254.169.254"  # of each host: https://cloud.google.com/compute/docs/metadata/querying-metadata
+CODE = "code.tar"  # in a job's directory: of one that waits for its slice
+_REACH_S = 60.0
 
 
 class TpuTarget(HostsTarget):
@@ -33,6 +35,13 @@ class TpuTarget(HostsTarget):
     a_target: ClassVar[str] = "a tpu target"
     Options: ClassVar[type] = TpuOptions
     _options: TpuOptions
+
+    def __new__(cls, context: TargetContext) -> TpuTarget:
+        if cls is TpuTarget and meaning.creates(context.options):
+            from .created import CreatedSlices
+
+            cls = CreatedSlices
+        return super().__new__(cls)
 
     def __init__(self, context: TargetContext) -> None:
         super().__init__(context)
@@ -73,6 +82,14 @@ class TpuTarget(HostsTarget):
         ConfigError, Unreachable."""
         return self._folder / "ssh_config", self._named(".")
 
+    def reach(self) -> None:
+        """Reaches every worker once, as a slice may be READY before its servers are. Raises what that raises."""
+        named = self._named(".")
+        self._taken(len(named), named)
+        for outcome in self._hosts.pool.map(lambda remote: remote.run(["true"], timeout_s=_REACH_S), named):
+            if outcome.error is not None:
+                raise outcome.error
+
     @property
     def _hosts(self) -> Hosts:
         if self._asked is None:
@@ -95,6 +112,10 @@ class TpuTarget(HostsTarget):
             slices.write_config(self._folder, found, api.host_keys(found.name), options, api.where)
         self.close()  # what was known of the workers may be of a slice before
         return found.hosts
+
+    def _packed(self, plan: Plan) -> Path:
+        kept = Path(self._jobs) / plan.job_id / CODE
+        return kept if kept.exists() else super()._packed(plan)
 
     def _candidates(self) -> str:
         return f"the hosts of {self._options.name} in {self._options.zone}"

@@ -1,11 +1,31 @@
-"""Where a TPU host stands among those of its slice, from the variables that libtpu reads."""
+"""Where a TPU host stands among those of its slice, from the variables that libtpu reads; and how many there are of a
+slice of a type, for planning."""
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping
 
 from ..errors import SpecError
 from ..topology import Topology, number
+
+# https://cloud.google.com/tpu/docs/supported-tpu-configurations: gcloud's names, and the API's.
+GENERATIONS = {"v2": "V2", "v3": "V3", "v4": "V4", "v5litepod": "V5LITE_POD", "v5p": "V5P", "v6e": "V6E"}
+_OF_8_CHIPS = ("v5litepod", "v6e")  # one host may have 8 of them; their types count chips, others TensorCores
+_CHIPS_PER_HOST = 4
+
+
+def hosts_of(accelerator_type: str | None, generation: str | None, topology: str | None) -> int | None:
+    """The hosts of a slice; None for a type that is not known here."""
+    if topology is not None:
+        chips = math.prod(map(int, re.findall(r"\d+", topology)))
+    else:
+        generation, _, count = (accelerator_type or "").partition("-")
+        chips = int(count if count.isdecimal() else 0) // (1 if generation in _OF_8_CHIPS else 2)
+    if generation not in GENERATIONS or not chips:
+        return None
+    return 1 if generation in _OF_8_CHIPS and chips == 8 else math.ceil(chips / _CHIPS_PER_HOST)
 
 
 def from_worker(env: Mapping[str, str]) -> Topology:

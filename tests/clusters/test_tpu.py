@@ -99,10 +99,13 @@ def test_the_keys_of_the_metadata_let_their_users_in(tpu: Tpu, client: Any) -> N
 
 
 def test_hosts_have_metadata_and_reach_the_api_as_their_service_account(tpu: Tpu, client: Any) -> None:
-    _create(client, "pair", metadata={"startup-script": "true"}, scheduling_config={"spot": True}).result()
+    script = "#!/bin/sh\necho by $(id -un) on $(hostname)\n"
+    _create(client, "pair", metadata={"startup-script": script}, scheduling_config={"spot": True}).result()
     host = tpu.workers("pair")[1]
     assert _get(tpu, host, "instance/attributes/agent-worker-number") == "1"
-    assert _get(tpu, host, "instance/attributes/startup-script") == "true"
+    assert _get(tpu, host, "instance/attributes/startup-script") == script
+    log = tpu.hosts[host].own / "startup-script.log"
+    until(lambda: log.read_text() == f"by root on {host}\n", "the startup script has run")
     addresses = [tpu.hosts[name].address for name in tpu.workers("pair")]
     endpoints = _get(tpu, host, "instance/attributes/worker-network-endpoints").split(",")
     assert [endpoint.split(":")[2] for endpoint in endpoints] == addresses

@@ -240,7 +240,7 @@ class Nodes(Operations):
                         self.note(node.name, "")
                     raise Refused("RESOURCE_EXHAUSTED", _NO_CAPACITY.format(zone=place(node.name, "nodes")))
                 slice_.hosts = hosts
-                self.hosts.boot(hosts, node.metadata.get("ssh-keys", ""))
+                self.hosts.boot(hosts, dict(node.metadata))
             with self.changed:
                 if node.state != State.CREATING:
                     raise Refused("ABORTED", f"Resource '{node.name}' was deleted")

@@ -10,6 +10,7 @@ import math
 import os
 import re
 import socket
+import subprocess
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -65,6 +66,7 @@ class SliceHosts:
         self._free = list(hosts.names)
         self._used: set[str] = set()
         self._lock = threading.Lock()
+        self._scripts: list[subprocess.Popen[bytes]] = []
 
     @property
     def available(self) -> int:
@@ -78,18 +80,33 @@ class SliceHosts:
             names, self._free = self._free[:count], self._free[count:]
             return names
 
-    def boot(self, names: Sequence[str], keys: str) -> None:
-        """Power on new machines, which accept the keys of the node's metadata."""
+    def boot(self, names: Sequence[str], metadata: Mapping[str, str]) -> None:
+        """Power on new machines, which accept the keys of the node's metadata and run its startup script."""
         with self._lock:
             used = self._used.intersection(names)
             self._hosts.renew(*sorted(used))
             self._used.update(names)
-        self.authorize(names, keys)
+        self.authorize(names, metadata.get("ssh-keys", ""))
+        for name in names:
+            self._run_script(name, metadata.get("startup-script", ""))
+
+    def _run_script(self, name: str, text: str) -> None:
+        """As root, with what it prints in `startup-script.log` of the host's own directory."""
+        host = self._hosts[name]
+        script = host.own / "startup-script"
+        script.write_text(text)
+        script.chmod(0o700)
+        if text:
+            with (host.own / "startup-script.log").open("ab") as log:
+                argv = host.argv(str(script))
+                self._scripts = [process for process in self._scripts if process.poll() is None]
+                self._scripts.append(subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log))
 
     def start(self, names: Sequence[str]) -> None:
         """Power on the machines that were stopped, with the disks that they had."""
         for name in names:
             self._hosts.reboot(name)
+            self._run_script(name, (self._hosts[name].own / "startup-script").read_text())
 
     def stop(self, names: Sequence[str]) -> None:
         """Power off: no process is told."""

@@ -62,6 +62,12 @@ class HostsTarget(abc.ABC):
         """Settings of the supervisors that only this kind of target has."""
         return {}
 
+    def _packed(self, plan: Plan) -> Path:
+        """The job's code, packed. Raises SnapshotError."""
+        from ...store import snapshot
+
+        return snapshot.pack(Path(plan.settings["code"]), self._jobs.parent).path
+
     def _taken(self, asked: int, named: Sequence[Host]) -> int:
         """How many of the hosts, which are about to be used, a job takes that asks for so many. Raises SpecError."""
         from . import placement as placing
@@ -160,7 +166,6 @@ class HostsTarget(abc.ABC):
 
     def _submit(self, plans: Sequence[Plan]) -> dict[str, str | SchedulerError]:
         """Native ids, or errors, of jobs that differ in their arguments and names only."""
-        from ...store import snapshot
         from ..remote_files import Blob
         from . import placement as placing
         from . import submit
@@ -171,7 +176,7 @@ class HostsTarget(abc.ABC):
         templates = {plan.job_id: json.loads(plan.files[_SETTINGS]) for plan in plans}
         named = self._named(common["code"])
         nodes = self._taken(common["nodes"], named)
-        code = Blob.of(snapshot.pack(Path(common["code"]), self._jobs.parent).path)
+        code = Blob.of(self._packed(plans[0]))
         placements, refused = placing.place(
             self._hosts, self._options, self.name, list(templates), named, nodes,
             templates[plans[0].job_id]["queue"], python=environments.made if environments is not None else None,

@@ -60,7 +60,7 @@ class Leader:
         self._release: list[int] = []  # told to, and not yet known to have done so
         self._waits = ""
         self.do = "wait"
-        self.attempt = 0
+        self.attempt = int(settings.get("attempt", 0))
         self.members: list[int] = []
         self.restarts_left = int(settings["max_restarts"])
         self.address, self.port = "", 0

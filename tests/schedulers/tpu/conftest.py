@@ -50,7 +50,7 @@ def submit(home: Path, project: Path, tpu: Tpu) -> Iterator[Submit]:
     jobs: list[Job] = []
 
     def submit(text: str, *args: str, **given: Any) -> Job:
-        if not tpu.nodes():
+        if not tpu.nodes() and "accelerator_type" not in given.get("options", {}):
             make_slice(tpu, "pod1")
         (project / "job.sh").write_text(f"{text}\n")
         options = target_options(tpu, **given.pop("options", {}))

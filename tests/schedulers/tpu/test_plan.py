@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from schedulers.tpu import slices
 from schedulers.tpu.options import TpuOptions
 from schedulers.tpu.slices import Slice
 from schedulers.tpu.target import TpuTarget
+from schedulers.tpu.topology import hosts_of
 
 ROOT = Path(__file__).parents[3]
 LEAST: dict[str, Any] = {"zone": "us-central2-b", "name": "pod1"}
@@ -36,6 +38,71 @@ def test_a_plan() -> None:
         ("examine", "the hosts of pod1 in us-central2-b"), ("take", "all of them, by the workers' numbers")
     )  # fmt: skip
     assert '"concurrency": 1' in plan.files["settings.json"]
+
+
+def created(**options: Any) -> TpuTarget:
+    least = {"name": None, "accelerator_type": "v4-32", "version": "tpu-ubuntu2204-base"}
+    return target(**{**least, **options})
+
+
+def test_the_plan_of_a_slice_that_is_created() -> None:
+    options = {"spot": True, "network": "lab", "labels": {"team": "a"}, "tags": ("b",), "metadata": {"k": "v"},
+               "service_account": "sa@p.iam.gserviceaccount.com", "project": "lab-1"}  # fmt: skip
+    plan = created(**options).plan(JobSpec(argv=("train.py",), code="/p"), "2mxaaaaaaaa")
+    assert plan.actions[0] == ("create", "TPU VM", "accel-2mxaaaaaaaa-0", "in", "us-central2-b")
+    assert plan.actions[-1] == ("delete", "accel-2mxaaaaaaaa-0", "after the job")
+    node = json.loads(plan.files["node.json"])
+    own = json.loads(node["metadata"].pop("accel-slice"))
+    assert own["url"] == (
+        "https://tpu.googleapis.com/v2/projects/lab-1/locations/us-central2-b/nodes/accel-2mxaaaaaaaa-0"
+    )
+    assert (own["arrive_s"], own["silent_s"], own["ended_s"]) == (2100.0, 600.0, 120.0)
+    assert node == {
+        "acceleratorType": "v4-32",
+        "runtimeVersion": "tpu-ubuntu2204-base",
+        "networkConfig": {"network": "lab", "enableExternalIps": True},
+        "serviceAccount": {
+            "email": "sa@p.iam.gserviceaccount.com",
+            "scope": ["https://www.googleapis.com/auth/cloud-platform"],
+        },
+        "labels": {"team": "a", "accel-job": "2mxaaaaaaaa"},
+        "tags": ["b"],
+        "metadata": {
+            "enable-guest-attributes": "TRUE", "k": "v", "startup-script": "{schedulers/node/tpu_slice.py}",
+        },
+        "schedulingConfig": {"spot": True},
+    }  # fmt: skip
+
+
+def test_the_plan_of_a_queued_resource() -> None:
+    shape = {"accelerator_type": None, "type": "v5litepod", "topology": "2x2", "keep": True, "internal_ips": True}
+    disk = {"data_disk": ("source=projects/p/zones/z/disks/d,mode=read-only",)}
+    options = {**shape, **disk, "queued": True, "reserved": True, "valid_until_duration": "1d12h"}
+    request = json.loads(created(**options).plan(JobSpec(argv=("t.py",)), "j").files["queued-resource.json"])
+    (spec,) = request["tpu"]["nodeSpec"]
+    assert (spec["nodeId"], spec["parent"]) == ("accel-j-0", "projects/{project}/locations/us-central2-b")
+    assert spec["node"]["acceleratorConfig"] == {"type": "V5LITE_POD", "topology": "2x2"}
+    assert spec["node"]["dataDisks"] == [{"sourceDisk": "projects/p/zones/z/disks/d", "mode": "READ_ONLY"}]
+    assert spec["node"]["networkConfig"] == {"enableExternalIps": False}
+    assert spec["node"]["metadata"] == {"enable-guest-attributes": "TRUE"}
+    assert (request["guaranteed"], request["queueingPolicy"]) == (
+        {"reserved": True}, {"validUntilDuration": "129600s"}
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("shape", "hosts"),
+    [
+        (("v4-8",), 1), (("v4-32",), 4), (("v5p-16",), 2), (("v3-8",), 1), (("v5litepod-8",), 1), (("v6e-4",), 1),
+        (("v5litepod-16",), 4), (("v6e-256",), 64), (("v9-8",), None), ((None, "v4", "2x2x4"), 4),
+        ((None, "v6e", "2x4"), 1),
+    ],
+)  # fmt: skip
+def test_hosts_of_a_slice(shape: tuple[str | None, ...], hosts: int | None) -> None:
+    assert hosts_of(*[*shape, None, None][:3]) == hosts
+
+
+CREATED: dict[str, Any] = {"name": None, "accelerator_type": "v4-32", "version": "tpu-ubuntu2204-base"}
 
 
 def test_a_plan_needs_neither_client_nor_library() -> None:
@@ -57,6 +124,27 @@ def test_a_plan_needs_neither_client_nor_library() -> None:
         ({"spares": 1}, {}, "target pod: spares: a job runs on all hosts of its slice: leave it out"),
         ({"zone": None}, {}, "target pod: which slice? say zone: in accel.yaml, or --option zone=…"),
         ({"name": None}, {}, "target pod: which slice? say name: in accel.yaml, or --option name=…"),
+        ({"accelerator_type": "v4-8"}, {}, "name and accelerator_type are given: keep one of name,"),
+        ({"spot": True}, {}, "spot: the slice pod1 is there already; it is for one that accelerator_type creates"),
+        ({"name": None, "type": "v4"}, {}, "type and topology go together, as type: v4, topology: 2x2x4"),
+        ({"name": None, "type": "v5lite", "topology": "4x4"}, {}, "type: 'v5lite' is not one of v2, v3, v4, v5litepod"),
+        ({**CREATED, "version": None}, {}, "which software? say version: in accel.yaml (gcloud compute tpus tpu-vm"),
+        ({**CREATED, "spot": True, "reserved": True}, {}, "spot and reserved are both given: keep one"),
+        ({**CREATED, "valid_until_duration": "soon"}, {}, "valid_until_duration: 'soon' is no duration (24h, 1d12h"),
+        ({**CREATED, "node_count": 2}, {}, "node_count: 2: a job runs on one slice here; on GKE, a kubernetes target"),
+        ({**CREATED, "metadata": {"startup-script": "x"}}, {}, "metadata: startup-script is accel's, by which the"),
+        ({**CREATED, "scopes": ("tpu",)}, {}, "scopes: without cloud-platform the slice cannot delete itself"),
+        (
+            {**CREATED, "data_disk": ("source=d",)},
+            {},
+            "data_disk: only a slice of one host takes disks, and this one has 4",
+        ),
+        (
+            {**CREATED, "accelerator_type": "v4-8", "data_disk": ("d",)},
+            {},
+            "data_disk: 'd' is not as source=projects/P",
+        ),
+        (CREATED, {"nodes": 3}, "--nodes 3: v4-32 has 4 hosts; leave it out"),
         ({}, {"resources": Resources(gpus=8)}, "--gpus 8: a TPU has none; its accelerator_type says which chips"),
         ({}, {"resources": Resources(accelerator="v4")}, "--accelerator v4: the slice's accelerator_type says"),
         ({}, {"image": "a/b"}, "hosts run the job as they are"),

@@ -1,0 +1,100 @@
+#!/usr/bin/env python3
+"""The startup script of a slice that accel created: deletes the slice once its job needs it no more.
+
+It runs as root on every worker and acts on the first. The metadata `accel-slice` says which job, how long to wait, and
+the URL to delete: the slice's, or that of its queued resource. It needs Python 3.8 and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import json
+import os
+import pwd
+import time
+import urllib.error
+import urllib.request
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+METADATA = "http://169.254.169.254/computeMetadata/v1/instance/"
+LOOK_S = 5.0
+RETRY_S = 15.0
+ANSWER_S = 60.0
+
+
+def main() -> None:
+    if metadata("attributes/agent-worker-number").strip() != "0":
+        return
+    settings = json.loads(metadata("attributes/accel-slice"))
+    say(until_needless(settings))
+    while True:  # until there is no machine to run this on
+        delete(settings["url"])
+        time.sleep(RETRY_S)
+
+
+def until_needless(settings: dict[str, Any]) -> str:
+    """Waits until the slice is to be deleted; returns the reason. Compares no clocks, only this host's own."""
+    last, changed, ended_at = None, time.monotonic(), None
+    while True:
+        now = time.monotonic()
+        beat, ended = heartbeat(settings)
+        if beat != last:
+            last, changed = beat, now
+        if ended:
+            ended_at = now if ended_at is None else ended_at
+            if now - ended_at >= settings["ended_s"]:
+                return "the job has ended"
+        elif last is None and now - changed >= settings["arrive_s"]:
+            return f"no job has arrived within {settings['arrive_s']:g} s"
+        elif last is not None and now - changed >= settings["silent_s"]:
+            return f"the job's supervisor has been silent for {settings['silent_s']:g} s"
+        time.sleep(LOOK_S)
+
+
+def heartbeat(settings: dict[str, Any]) -> tuple[int | None, bool]:
+    """When the job's supervisor wrote its state last, None before the first time; and whether the job has ended."""
+    own, beat = settings["root"], None
+    homes = {user.pw_dir for user in pwd.getpwall()} | set(glob.glob("/home/*"))  # OS Login lists no users
+    for root in [home + own[1:] for home in homes] if own.startswith("~") else [own]:
+        directory = os.path.join(root, "jobs", settings["job"])
+        if os.path.exists(os.path.join(directory, "exit.json")):
+            return beat, True
+        with contextlib.suppress(OSError):
+            beat = os.stat(os.path.join(directory, "state.json")).st_mtime_ns
+    return beat, False
+
+
+def delete(url: str) -> None:
+    token = json.loads(metadata("service-accounts/default/token"))["access_token"]
+    request = urllib.request.Request(url, method="DELETE", headers={"Authorization": f"Bearer {token}"})
+    try:
+        with urllib.request.urlopen(request, timeout=ANSWER_S) as reply:
+            say(f"DELETE {url}: {reply.status}")
+    except urllib.error.HTTPError as error:
+        say(f"DELETE {url}: {error} {error.read()[:1000]!r}")
+    except OSError as error:
+        say(f"DELETE {url}: {error}")
+
+
+def metadata(key: str) -> str:
+    request = urllib.request.Request(METADATA + key, headers={"Metadata-Flavor": "Google"})
+    while True:
+        try:
+            with urllib.request.urlopen(request, timeout=ANSWER_S) as reply:
+                text: str = reply.read().decode()
+                return text
+        except OSError as error:  # the network is not up yet
+            say(f"metadata {key}: {error}")
+        time.sleep(LOOK_S)
+
+
+def say(text: str) -> None:
+    print(f"accel: {text}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,410 @@
+"""Jobs that have a slice each, created for them and deleted after them.
+
+Whoever polls a job takes its slice's next step: `slice.json` in the job's directory says how far it is, and a lock lets
+one client act at a time. A slice's name is made of the job's id and the attempt, so that the next client carries on
+with what one that was killed has left. Whatever clients do, the slice deletes itself (schedulers/node/tpu_slice.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ..errors import SchedulerError, SpecError, StoreError, SubmitError, UnknownJob, Unreachable
+from ..hosts.jobs.target import HostsTarget
+from ..hosts.remote_files import host_program
+from ..job import Cursor, JobSpec, LogLine, Reason, State, Status
+from ..store import atomic_files
+from ..target import Found, Plan, TargetContext
+from . import api, slices
+from . import options as meaning
+from .node_request import body, node_id
+from .target import CODE, TpuTarget
+
+_AGAIN_S = (5.0, 300.0)  # after a stockout: first, last
+_LATE_S = 60.0  # so long the API may go on calling a slice READY that was preempted
+_JOBS_AT_ONCE = 16
+_CANCELLED = Status(state=State.CANCELLED, reason=Reason.USER)
+
+
+@dataclass(kw_only=True)
+class _Slice:
+    """How far a job's slice is.
+
+    attempt:   of the job, when it was asked for; `latest` is the newest that was seen on it.
+    began:     when it was asked for first; `operation`: that which creates it, where it is known.
+    again_at:  after a stockout, when it is asked for again.
+    ready_at:  when a client first saw it READY; 0 before.
+    preempted: it is to be deleted, and the next one follows.
+    end:       how the job ended; the slice is to be deleted then.
+    """
+
+    attempt: int = 0
+    latest: int = 0
+    began: float = 0.0
+    operation: str = ""
+    again_at: float = 0.0
+    ready_at: float = 0.0
+    preempted: bool = False
+    end: dict[str, Any] | None = None
+
+
+class CreatedSlices(TpuTarget):
+    """Creates a slice for each job. A job's native id is `accel-JOB/JOB`, whatever its attempt."""
+
+    def __init__(self, context: TargetContext) -> None:
+        super().__init__(context)
+        self._context = context
+        self._targets: dict[str, TpuTarget] = {}
+
+    def plan(self, spec: JobSpec, job_id: str) -> Plan:
+        """As `HostsTarget.plan`; and what is created."""
+        plan, options, name = super().plan(spec, job_id), self._options, node_id(job_id, 0)
+        file, what = ("queued-resource.json", "queued resource") if options.queued else ("node.json", "TPU VM")
+        request = self._body(job_id, 0, options.project or "{project}", "{schedulers/node/tpu_slice.py}")
+        last = ("keep" if options.keep else "delete", name, "after the job")
+        first = (("create", what, name, "in", str(options.zone)), ("wait", "until it is READY"))
+        files = {file: json.dumps(request, indent=2) + "\n", **plan.files}
+        return replace(plan, files=files, actions=(*first, *plan.actions, last))
+
+    def submit_many(self, plans: Sequence[Plan]) -> list[str | SchedulerError]:
+        """Asks for the slices; whoever polls the jobs goes on. Idempotent."""
+        return [self._submitted(plan) for plan in plans]
+
+    def _submitted(self, plan: Plan) -> str | SchedulerError:
+        job_id = plan.job_id
+        try:
+            with self._acting(job_id, blocking=True):
+                state = self._read(job_id)
+                if state is None:
+                    with contextlib.suppress(FileExistsError):  # the code that runs later is that of now
+                        os.link(self._packed(plan), self._file(job_id, CODE))
+                    state = _Slice(began=time.time())
+                    self._write(job_id, state)
+                if not state.ready_at and state.end is None:
+                    self._create(job_id, state)
+        except SchedulerError as error:
+            return error
+        return f"accel-{job_id}/{job_id}"
+
+    def poll(self, native_ids: Sequence[str]) -> Mapping[str, Status]:
+        """Where the jobs are, after each one's next step. Raises Unreachable, which has the answers that there were."""
+        with ThreadPoolExecutor(max_workers=_JOBS_AT_ONCE, thread_name_prefix="slices") as pool:
+            answers = dict(zip(native_ids, pool.map(self._polled, native_ids), strict=True))
+        silent = {key: str(answer) for key, answer in answers.items() if isinstance(answer, SchedulerError)}
+        found = {key: answer for key, answer in answers.items() if isinstance(answer, Status)}
+        if silent:
+            raise Unreachable("; ".join(dict.fromkeys(silent.values())), answers=found, silent=silent)
+        return found
+
+    def _polled(self, native_id: str) -> Status | SchedulerError | None:
+        try:
+            job_id = _job(native_id)
+            with self._acting(job_id) as ours:
+                state = self._read(job_id)
+                if state is None:
+                    return None
+                if ours:
+                    return self._step(job_id, state)
+            on = self._hosted(native_id)
+            status = None if on is None else HostsTarget.poll(on[0], [on[1]]).get(on[1])
+            if status is not None:
+                return replace(status, state=State.RUNNING) if status.state.final else status
+            return _queued(state, f"another client waits for {node_id(job_id, state.attempt)}")
+        except SchedulerError as error:
+            return error
+
+    # The steps. The lock is held.
+
+    def _step(self, job_id: str, state: _Slice) -> Status:
+        if state.end is not None:
+            return self._delete(job_id, state)
+        if state.preempted:
+            return self._next(job_id, state)
+        stage, words = self._stage(job_id, state)
+        native = self._native(job_id, state)
+        if self._cancelled(job_id) and (native is None or stage in ("gone", "preempted")):
+            return self._end(job_id, state, _CANCELLED)
+        if stage == "preempted":
+            return self._next(job_id, state)
+        if stage == "failed":
+            reason = Reason.NODE_FAILURE if state.ready_at else Reason.NO_CAPACITY
+            return self._fail(job_id, state, reason, words)
+        if stage == "gone" and native is not None:
+            words += " before anybody here had read how the job ended; keep: true keeps a slice"
+            return self._fail(job_id, state, Reason.LOST, words)
+        if stage == "gone":
+            return self._again(job_id, state)
+        if stage == "waits" and native is None:
+            return _queued(state, words)
+        return self._run(job_id, state, native)
+
+    def _run(self, job_id: str, state: _Slice, native: str | None) -> Status:
+        """The job's status on a slice that is, or was, READY. It is started where it is not there."""
+        target = self._target(job_id, state)
+        if not state.ready_at:
+            state.ready_at = time.time()
+            self._write(job_id, state)
+        status = None if native is None else HostsTarget.poll(target, [native]).get(native)
+        if native is None or status is None:
+            if self._cancelled(job_id):
+                return self._end(job_id, state, _CANCELLED)
+            return self._start(job_id, state, target)
+        if status.attempt > state.latest:
+            state.latest = status.attempt
+            self._write(job_id, state)
+        if not status.state.final:
+            if self._cancelled(job_id):
+                target.cancel(native)
+            return status
+        if self._options.spot and status.reason is Reason.NODE_FAILURE:
+            if self._stage(job_id, state)[0] == "preempted":
+                return self._next(job_id, state)
+            if time.time() - status.observed_at < _LATE_S:
+                return replace(status, state=State.RUNNING, message=f"{status.message}; was it preempted?")
+        path = self._file(job_id, "slice.log")
+        with open(f"{path}.new", "wb") as file, contextlib.suppress(Unreachable):
+            for line in self._lines(target, native, state, Cursor()):
+                file.write(json.dumps(dataclasses.asdict(line)).encode() + b"\n")
+        os.replace(f"{path}.new", path)
+        return self._end(job_id, state, status)
+
+    def _start(self, job_id: str, state: _Slice, target: TpuTarget) -> Status:
+        reached = False
+        try:
+            target.reach()
+            reached = True
+            plan = self._plan(job_id)
+            settings = json.loads(plan.files["settings.json"]) | {"attempt": state.attempt}
+            target.submit(replace(plan, files={"settings.json": json.dumps(settings)}))
+            return _queued(state, f"starting on {node_id(job_id, state.attempt)}")
+        except SchedulerError as error:
+            # A slice may be READY before its servers are.
+            early = not reached and time.time() - state.ready_at < self._options.start_timeout_s
+            if early or isinstance(error, Unreachable):
+                return _queued(state, str(error))
+            return self._fail(job_id, state, getattr(error, "reason", Reason.SETUP), str(error))
+
+    def _again(self, job_id: str, state: _Slice) -> Status:
+        """Asks once more for a slice that there is not, or not any more, unless there can be none."""
+        name, now, limit = node_id(job_id, state.attempt), time.time(), self._options.valid_until_duration
+        try:
+            error = self._api.failure(state.operation) if state.operation else None
+            if error is not None:
+                raise error
+            if now >= state.began + (meaning.seconds(limit) or 0):
+                return self._fail(job_id, state, Reason.NO_CAPACITY, f"no capacity for {name} within {limit}")
+            if now >= state.again_at:
+                self._create(job_id, state)
+        except api.Stockout as stockout:
+            pause = min(max(now - state.began, _AGAIN_S[0]), _AGAIN_S[1])
+            state.operation, state.again_at = "", now + pause
+            self._write(job_id, state)
+            return replace(_queued(state, str(stockout)), reason=Reason.NO_CAPACITY)
+        except SubmitError as refusal:
+            return self._fail(job_id, state, getattr(refusal, "reason", Reason.SETUP), str(refusal))
+        waits = replace(_queued(state, f"{name} is asked for"))
+        return replace(waits, reason=Reason.NO_CAPACITY) if state.again_at else waits
+
+    def _next(self, job_id: str, state: _Slice) -> Status:
+        """Deletes a slice that was preempted and asks for the next."""
+        if self._cancelled(job_id):
+            return self._end(job_id, state, _CANCELLED)
+        if not state.preempted:
+            state.preempted = True
+            self._write(job_id, state)
+        name = node_id(job_id, state.attempt)
+        self._api.delete(name, queued=self._options.queued)
+        Path(self._placed(job_id)).unlink(missing_ok=True)
+        attempt = max(state.attempt, state.latest) + 1
+        state = _Slice(attempt=attempt, latest=attempt, began=time.time())
+        self._write(job_id, state)
+        status = self._again(job_id, state)
+        if status.state.final:
+            return status
+        return replace(status, reason=Reason.PREEMPTED, message=f"{name} was preempted; {status.message}")
+
+    def _fail(self, job_id: str, state: _Slice, reason: Reason, message: str) -> Status:
+        failed = Status(state=State.FAILED, reason=reason, attempt=state.latest, message=message)
+        return self._end(job_id, state, failed)
+
+    def _end(self, job_id: str, state: _Slice, status: Status) -> Status:
+        state.end = status.to_json()
+        self._write(job_id, state)
+        return self._delete(job_id, state)
+
+    def _delete(self, job_id: str, state: _Slice) -> Status:
+        """How the job ended, when its slice is about to go. Raises Unreachable where it cannot be deleted yet."""
+        status, name = Status.from_json(state.end), node_id(job_id, state.attempt)
+        if self._options.keep and state.ready_at:
+            since = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(state.ready_at))
+            words = f"slice {name} is up since {since} (keep: accel prune deletes it)"
+            return replace(status, message="; ".join(filter(None, (status.message, words))))
+        try:
+            self._api.delete(name, queued=self._options.queued)
+        except api.Refused as error:
+            return replace(status, message="; ".join(filter(None, (status.message, str(error)))))
+        return status
+
+    # What clients ask besides.
+
+    def cancel(self, native_id: str) -> None:
+        """Asks for an orderly end where the job runs; deletes the slice where it does not, or its hosts are silent."""
+        job_id = _job(native_id)
+        state = self._read(job_id)
+        if state is None:
+            return
+        Path(self._file(job_id, "slice.cancel")).touch()  # for whoever is about to start it, or to create the next
+        on = self._hosted(native_id)
+        if on is not None:
+            with contextlib.suppress(Unreachable):
+                HostsTarget.cancel(*on)
+                return
+        if state.end is None:
+            self._api.delete(node_id(job_id, state.attempt), queued=self._options.queued)
+
+    def logs(self, native_id: str, since: Cursor | None = None) -> Iterator[LogLine]:
+        """Those of the hosts; when the slice is deleted, what was kept of them."""
+        job_id, start = _job(native_id), since or Cursor()
+        state, on = self._read(job_id), self._hosted(native_id)
+        if state is not None and on is not None:
+            yield from self._lines(*on, state, start)
+        elif os.path.exists(path := self._file(job_id, "slice.log")):
+            with open(path, "rb") as file:
+                lines = (LogLine(**json.loads(line)) for line in file)
+                yield from (line for line in lines if int(line.position) > int(start.position(line.source) or 0))
+
+    def cursor_at(self, native_id: str, when: float) -> Cursor:
+        on, state = self._hosted(native_id), self._read(_job(native_id))
+        return on[0].cursor_at(on[1], when).under(_prefix(state)) if on and state else Cursor()
+
+    def tail_at(self, native_id: str, since: Cursor, count: int) -> Cursor | None:  # type: ignore[override]
+        on, state = self._hosted(native_id), self._read(_job(native_id))
+        if on is None or state is None:
+            return None
+        at = since.moved({})
+        at.move(on[0].tail_at(on[1], since.below(_prefix(state)), count).under(_prefix(state)))
+        return at
+
+    def wait(self, native_id: str, timeout_s: float) -> bool | None:  # type: ignore[override]
+        """As `HostsTarget.wait`; None before the job is on its hosts."""
+        on = self._hosted(native_id)
+        return None if on is None else on[0].wait(on[1], timeout_s)
+
+    def find(self, job_id: str) -> Found | None:
+        """A job of this machine whose slice there is, or is asked for."""
+        state = self._read(job_id)
+        if state is None:
+            name = node_id(job_id, 0)
+            raise UnknownJob(f"no job {job_id} here; one with a slice is found by that: a tpu target with name: {name}")
+        if state.end is None and self._stage(job_id, state)[0] == "gone":
+            return None
+        plan = self._plan(job_id)
+        spec = JobSpec.from_json(json.loads(plan.files["settings.json"])["spec"])
+        return Found(native_id=f"accel-{job_id}/{job_id}", spec=spec, plan=plan)
+
+    def clear(self, jobs: Mapping[str, str | None]) -> list[str]:
+        """Deletes the jobs' slices, those with `keep` too."""
+        lines = []
+        for job_id in jobs:
+            try:
+                state = self._read(job_id)
+                if state is not None:
+                    self._api.delete(node_id(job_id, state.attempt), queued=self._options.queued)
+            except SchedulerError as error:
+                lines.append(f"{error}; the slice of job {job_id} stays")
+        return lines
+
+    def close(self) -> None:
+        for target in self._targets.values():
+            target.close()
+
+    # Small parts.
+
+    def _candidates(self) -> str:
+        return f"the hosts of the slice in {self._options.zone}"
+
+    def _stage(self, job_id: str, state: _Slice) -> tuple[str, str]:
+        name = node_id(job_id, state.attempt)
+        queued = self._api.queued(name) if self._options.queued else None
+        return slices.stage(name, self._api.node(name), queued)
+
+    def _target(self, job_id: str, state: _Slice) -> TpuTarget:
+        """The target that runs jobs on the slice."""
+        name = node_id(job_id, state.attempt)
+        if name not in self._targets:
+            options = meaning.existing(self._options, name)
+            self._targets[name] = TpuTarget(replace(self._context, options=options))
+        return self._targets[name]
+
+    def _native(self, job_id: str, state: _Slice) -> str | None:
+        """The job's native id on the slice's hosts, once it is placed there."""
+        native = self._placed_as(job_id)
+        return native if native and native.startswith(f"{node_id(job_id, state.attempt)}-w") else None
+
+    def _hosted(self, native_id: str) -> tuple[TpuTarget, str] | None:
+        """Where the job is, and its native id there; None before and after."""
+        job_id = _job(native_id)
+        state = self._read(job_id)
+        native = None if state is None or state.end is not None else self._native(job_id, state)
+        return None if state is None or native is None else (self._target(job_id, state), native)
+
+    def _lines(self, target: TpuTarget, native: str, state: _Slice, since: Cursor) -> Iterator[LogLine]:
+        """Under names that tell slices apart."""
+        for line in target.logs(native, since.below(_prefix(state))):
+            yield replace(line, source=_prefix(state) + line.source)
+
+    def _create(self, job_id: str, state: _Slice) -> None:
+        request = self._body(job_id, state.attempt, self._api.project, host_program("tpu_slice").decode())
+        state.operation = self._api.create(node_id(job_id, state.attempt), request, queued=self._options.queued)
+        self._write(job_id, state)
+
+    def _body(self, job_id: str, attempt: int, project: str, script: str) -> dict[str, Any]:
+        parent = f"projects/{project}/locations/{self._options.zone}"
+        return body(self._options, job_id, attempt, parent=parent, endpoint=api.endpoint(), script=script)
+
+    def _plan(self, job_id: str) -> Plan:
+        return Plan.from_json((atomic_files.read_document(self._file(job_id, "plan.json")) or {}).get("plan"))
+
+    def _cancelled(self, job_id: str) -> bool:
+        return os.path.exists(self._file(job_id, "slice.cancel"))
+
+    def _acting(self, job_id: str, *, blocking: bool = False) -> contextlib.AbstractContextManager[bool]:
+        return atomic_files.alone(self._file(job_id, "slice.lock"), blocking=blocking)
+
+    def _read(self, job_id: str) -> _Slice | None:
+        path = self._file(job_id, "slice.json")
+        document = atomic_files.read_document(path)
+        try:
+            return None if document is None else _Slice(**{k: v for k, v in document.items() if k != "schema"})
+        except TypeError as error:
+            raise StoreError(f"{path} is damaged: {error}") from None
+
+    def _write(self, job_id: str, state: _Slice) -> None:
+        atomic_files.write_document(self._file(job_id, "slice.json"), dataclasses.asdict(state))
+
+    def _file(self, job_id: str, name: str) -> str:
+        return str(Path(self._jobs) / job_id / name)
+
+
+def _queued(state: _Slice, message: str) -> Status:
+    return Status(state=State.QUEUED, attempt=state.latest, message=message)
+
+
+def _prefix(state: _Slice) -> str:
+    return f"{state.attempt}."
+
+
+def _job(native_id: str) -> str:
+    job_id = native_id.rpartition("/")[2]
+    if native_id != f"accel-{job_id}/{job_id}":
+        raise SpecError(f"{native_id!r} is not the id of a job with a slice of its own (accel-JOB/JOB)")
+    return job_id

@@ -1,0 +1,69 @@
+"""The request that creates a job's slice, as the API's own JSON: a node, or a queued resource of one. Pure."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from .options import OWN_METADATA, TpuOptions, seconds
+from .topology import GENERATIONS
+
+JOB_LABEL = "accel-job"
+# How long the slice's startup script (schedulers/node/tpu_slice.py) waits, in seconds.
+ARRIVE_S = 1800.0  # beside start_timeout_s, from its start until the job is there
+SILENT_S = 600.0
+ENDED_S = 120.0  # for a client to read how the job ended, and its logs
+_SCOPES = "https://www.googleapis.com/auth/"
+
+
+def node_id(job_id: str, attempt: int) -> str:
+    """The name of a job's slice, and of its queued resource: the same whoever creates it."""
+    return f"accel-{job_id}-{attempt}"
+
+
+def body(options: TpuOptions, job_id: str, attempt: int, *, parent: str, endpoint: str, script: str) -> dict[str, Any]:
+    """The request's body. `parent`: the zone's path in the API; `script`: the text of the startup script."""
+    name, kind = node_id(job_id, attempt), "queuedResources" if options.queued else "nodes"
+    own = {
+        "job": job_id,
+        "root": options.root,
+        "url": f"{endpoint}/v2/{parent}/{kind}/{name}{'?force=true' if options.queued else ''}",
+        "arrive_s": ARRIVE_S + options.start_timeout_s,
+        "silent_s": SILENT_S,
+        "ended_s": ENDED_S,
+    }
+    guarded = {} if options.keep else dict(zip(OWN_METADATA, (script, json.dumps(own)), strict=True))
+    node = _node(options, job_id, guarded)
+    if not options.queued:
+        return node | _given({"schedulingConfig": _given({"spot": options.spot, "reserved": options.reserved})})
+    return {
+        "tpu": {"nodeSpec": [{"parent": parent, "nodeId": name, "node": node}]},
+        **({"spot": {}} if options.spot else {"guaranteed": {"reserved": True}} if options.reserved else {}),
+        "queueingPolicy": {"validUntilDuration": f"{seconds(options.valid_until_duration)}s"},
+    }
+
+
+def _node(options: TpuOptions, job_id: str, guarded: dict[str, str]) -> dict[str, Any]:
+    shape = {"type": GENERATIONS[options.type], "topology": options.topology} if options.type else None
+    scopes = [scope if "/" in scope else _SCOPES + scope for scope in options.scopes or ("cloud-platform",)]
+    return _given({
+        "acceleratorType": options.accelerator_type,
+        "acceleratorConfig": shape,
+        "runtimeVersion": options.version,
+        "networkConfig": _given({"network": options.network, "subnetwork": options.subnetwork})
+        | {"enableExternalIps": not options.internal_ips},
+        "serviceAccount": _given({"email": options.service_account, "scope": scopes}),
+        "labels": {**options.labels, JOB_LABEL: job_id},
+        "tags": list(options.tags),
+        "metadata": {"enable-guest-attributes": "TRUE", **options.metadata, **guarded},  # where host keys are
+        "dataDisks": [_disk(disk) for disk in options.data_disk],
+    })  # fmt: skip
+
+
+def _disk(text: str) -> dict[str, str]:
+    said = dict(pair.split("=", 1) for pair in text.split(","))
+    return {"sourceDisk": said["source"], "mode": said.get("mode", "read-write").upper().replace("-", "_")}
+
+
+def _given(fields: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in fields.items() if value}
