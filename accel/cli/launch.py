@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from . import exit_status
 
 if TYPE_CHECKING:
+    from accel.launch.worker import Program
     from accel.settings import Setting
     from accel.settings.precedence import Nodes, Value
 
@@ -56,7 +57,6 @@ def _explain(found: Mapping[str, Value]) -> int:
 
 def _launch(given: Mapping[str, Any], found: Mapping[str, Value], words: list[str]) -> int:
     from accel.launch.errors import CannotRun, LaunchError, Refused
-    from accel.launch.external import launch
     from accel.launch.run import say
     from accel.launch.worker import Program
     from accel.settings.contradictions import without_effect
@@ -68,12 +68,50 @@ def _launch(given: Mapping[str, Any], found: Mapping[str, Value], words: list[st
     if options["compute_environment"] == "AMAZON_SAGEMAKER":
         return _on_sagemaker(found, options, words)
     try:
-        return launch(options, Program.of(words, module=options["module"], command=options["no_python"]))
+        return start(options, Program.of(words, module=options["module"], command=options["no_python"]))
     except LaunchError as error:
         say(f"accel launch: {_located(str(error), found)}")
         if isinstance(error, CannotRun):
             return error.exit_code
         return exit_status.USAGE if isinstance(error, Refused) else exit_status.ERROR
+
+
+def start(options: Mapping[str, Any], program: Program) -> int:
+    """Runs the program here, or on all hosts of a TPU slice. Returns its exit code, or that of the first host that
+    failed. Raises LaunchError."""
+    from accel.launch.external import is_for_pod, launch
+
+    return _on_pod(options, program) if is_for_pod(options) else launch(options, program)
+
+
+def _on_pod(options: Mapping[str, Any], program: Program) -> int:
+    """Over the transport of a tpu target, or by gcloud."""
+    import shlex
+
+    from accel.launch.errors import LaunchError, Refused
+    from accel.launch.external import pod_command
+    from accel.launch.tpu import pod
+
+    from . import tpu_config
+
+    name, zone = options["tpu_name"], options["tpu_zone"]
+    if options["vm"]:
+        raise Refused("--vm: hosts are found by tpu_name in the configuration file: leave it out")
+    if name is None:
+        raise Refused("--tpu_cluster needs the pod's name: tpu_name in the configuration file")
+    try:
+        if zone is None and tpu_config.is_target(_COMMAND, name):
+            return tpu_config.run_by_target(name, lambda python: [
+                shlex.join(pod_command(options, program, [python, "-m", "accel.commands.launch"]))
+            ])  # fmt: skip
+        if zone is None:
+            raise Refused(
+                f"--tpu_cluster: tpu_name {name} is no tpu target of accel.yaml: for gcloud, "
+                "write tpu_zone in the configuration file too"
+            )
+        return pod.run(tpu_config.GCLOUD, name, zone, [shlex.join(pod_command(options, program))])
+    except pod.PodError as error:
+        raise LaunchError(str(error)) from None
 
 
 def _on_sagemaker(found: Mapping[str, Value], options: Mapping[str, Any], words: list[str]) -> int:

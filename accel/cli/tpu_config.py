@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from . import exit_status
@@ -26,6 +27,7 @@ EXAMPLES = """\
   accel tpu-config --command "cd /data" "python fetch.py" --install_accelerate
   accel tpu-config --command_file setup.sh --debug"""
 
+GCLOUD = ("gcloud", "compute", "tpus", "tpu-vm")
 _NAME = "accel tpu-config"
 _FIRST = "cd /usr/share"  # where all users of a worker may read, as Accelerate has it
 _DEV = "git+https://github.com/huggingface/accelerate.git"
@@ -54,21 +56,24 @@ def run(args: Namespace) -> int:
 
     name, zone, commands = _settings(args)
     commands = [_FIRST, *([_install(args.accelerate_version)] if args.install_accelerate else []), *commands]
-    if zone is None:
-        return _by_target(name, commands, args.debug)
-    gcloud = ["gcloud", *(["alpha"] if args.use_alpha else []), "compute", "tpus", "tpu-vm"]
-    if args.debug:
-        print(shlex.join(pod.ssh(gcloud, name, zone, "all", commands)))
-        return exit_status.OK
+    gcloud = [GCLOUD[0], *(["alpha"] if args.use_alpha else []), *GCLOUD[1:]]
     try:
+        if zone is None:
+            return run_by_target(name, lambda python: commands, debug=args.debug)
+        if args.debug:
+            print(shlex.join(pod.ssh(gcloud, name, zone, "all", commands)))
+            return exit_status.OK
         return pod.run(gcloud, name, zone, commands)
     except pod.PodError as error:
         note(f"tpu-config: {error}")
         return exit_status.ERROR
 
 
-def _by_target(name: str, commands: list[str], debug: bool) -> int:
-    """Runs the commands on the slice of a target, over its own transport."""
+def run_by_target(name: str, commands: Callable[[str], list[str]], *, debug: bool = False) -> int:
+    """Runs the commands on the slice of a target, over its own transport. Raises PodError.
+
+    `commands` is given the interpreter on the hosts.
+    """
     from accel.launch.tpu import pod
     from schedulers.config.named_targets import load_target
     from schedulers.errors import SchedulerError
@@ -80,24 +85,24 @@ def _by_target(name: str, commands: list[str], debug: bool) -> int:
         assert isinstance(target, TpuTarget)
         config, hosts = target.config()
     except SchedulerError as error:
-        note(f"tpu-config: {error}")
-        return exit_status.ERROR
-    lines = [["ssh", "-F", str(config), "-o", "BatchMode=yes", host.name, pod.script(commands)] for host in hosts]
+        raise pod.PodError(str(error)) from None
+    script = pod.script(commands(target.python))
+    lines = [["ssh", "-F", str(config), "-o", "BatchMode=yes", host.name, script] for host in hosts]
     if debug:
         print("\n".join(map(shlex.join, lines)))
         return exit_status.OK
     return pod.on_each(lambda told: lines)
 
 
-def _is_target(name: str) -> bool:
-    """Whether accel.yaml has a tpu target of that name. Raises UsageError."""
+def is_target(command: str, name: str) -> bool:
+    """Return True if accel.yaml has a tpu target of that name. Raises UsageError, of the command."""
     from schedulers.config.named_targets import known_targets
     from schedulers.errors import ConfigError
 
     try:
         return any(each.name == name and each.kind == "tpu" and each.file is not None for each in known_targets())
     except ConfigError as error:
-        raise UsageError(_NAME, str(error)) from None
+        raise UsageError(command, str(error)) from None
 
 
 def _settings(args: Namespace) -> tuple[str, str | None, list[str]]:
@@ -112,7 +117,7 @@ def _settings(args: Namespace) -> tuple[str, str | None, list[str]]:
     settings: dict[str, Any] = {key: entry.value for key, entry in entries.items()}
     name = args.tpu_name or settings.get("tpu_name", "")
     zone = args.tpu_zone or settings.get("tpu_zone", "")
-    if args.tpu_name and not args.tpu_zone and _is_target(name):
+    if args.tpu_name and not args.tpu_zone and is_target(_NAME, name):
         zone = None
     for flag, value in (("--tpu_name", name), ("--tpu_zone", zone)):
         if value is None:

@@ -12,11 +12,10 @@ from typing import Any, Literal
 
 from accel.cli import config
 from accel.cli.argv import UsageError
-from accel.cli.launch import resolved, settled
+from accel.cli.launch import resolved, settled, start
 from accel.cli.launch_file import default_folder, default_path
 from accel.errors import ArgumentError
 from accel.launch.errors import LaunchError
-from accel.launch.external import launch
 from accel.launch.flags import add_arguments
 from accel.launch.signals import run_child
 from accel.launch.worker import Program
@@ -131,7 +130,7 @@ def main() -> None:
     words = [args.training_script, *args.training_script_args]
     program = Program.of(words, module=args.module, command=args.no_python)
     try:
-        code = launch(settled(resolved(_given(args))), program)
+        code = start(settled(resolved(_given(args))), program)
     except (LaunchError, UsageError) as error:
         raise SystemExit(f"accelerate launch: {error}") from None
     raise SystemExit(code)

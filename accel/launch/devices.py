@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["cuda", "xpu", "mps", "cpu"]
+Kind = Literal["cuda", "xpu", "mps", "tpu", "cpu"]
 
 # The variable by which a process is shown only some of the machine's devices.
 VISIBLE: Mapping[Kind, str] = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}

@@ -1,4 +1,4 @@
-"""Launches that another program makes: DeepSpeed's launcher, mpirun, a TPU's runtime.
+"""Launches that another program makes: DeepSpeed's launcher, mpirun, torch_xla; and what TPUs need.
 
 Each becomes a program of its own, with the environment and the command line that Accelerate would give it; the scripts
 are Accelerate's (or `--compat`'s), whose runtime reads that environment. What has no launcher of its own (FSDP,
@@ -8,12 +8,11 @@ DeepSpeed and Megatron-LM on one machine) runs in our gang, with that environmen
 from __future__ import annotations
 
 import os
-import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +23,6 @@ from .errors import LaunchError, Refused
 from .run import Launch
 from .worker import Program
 
-_GCLOUD = ("gcloud", "compute", "tpus", "tpu-vm")
 _EXTRA = "pip install 'accel-launch[{}]'"
 # setting -> (the package that it needs, its name for people, what installs it).
 _NEEDS = {
@@ -32,8 +30,9 @@ _NEEDS = {
     # Accelerate trains with its `megatron.training`, which no package index has; the extra holds its core alone.
     "use_megatron_lm": ("megatron.training", "Megatron-LM", f"{_EXTRA.format('megatron')}, then put a clone of "
                         "https://github.com/NVIDIA/Megatron-LM on PYTHONPATH"),
-    "tpu": ("torch_xla", "torch_xla", _EXTRA.format("tpu")),
 }  # fmt: skip
+_RUNTIMES = ("torch_tpu", "torch_xla")
+_TORCH_TPU_PYTHON = (3, 11)
 
 
 def launch(options: Mapping[str, Any], program: Program) -> int:
@@ -41,9 +40,9 @@ def launch(options: Mapping[str, Any], program: Program) -> int:
 
     Raises LaunchError for what cannot be, such as a package that is not installed.
     """
-    if _is_for_pod(options):
-        return _run_on_pod(options, program)
     refuse_missing(options)
+    if options["tpu"] and program.entry == "command" and _tpu_runtime(options) == "torch_xla":
+        raise Refused("--tpu and --no_python contradict each other: torch_xla calls a function of a Python script")
     run = planned(options, program)
     if options["use_deepspeed"] and _has_own_launcher(options, run):
         return _run_deepspeed(options, program, run)
@@ -54,24 +53,48 @@ def launch(options: Mapping[str, Any], program: Program) -> int:
 
 def starts_here(options: Mapping[str, Any]) -> bool:
     """Whether the launch begins on this machine, and not on a pod's hosts or SageMaker's."""
-    return not (_is_for_pod(options) or options["compute_environment"] == "AMAZON_SAGEMAKER")
+    return not (is_for_pod(options) or options["compute_environment"] == "AMAZON_SAGEMAKER")
 
 
-def _is_for_pod(options: Mapping[str, Any]) -> bool:
+def is_for_pod(options: Mapping[str, Any]) -> bool:
+    """Return True for a launch on all hosts of a TPU slice, from any machine."""
     return bool(options["tpu"] and options["tpu_use_cluster"] and not options["no_tpu_cluster"])
 
 
 def planned(options: Mapping[str, Any], program: Program, env: Mapping[str, str] = os.environ) -> Launch:
     """`node.plan`, with what an engine wants changed in the environment and in the program."""
+    if options["tpu"]:
+        return _on_tpu({**options, "tpu_runtime": _tpu_runtime(options)}, program, env)
     run = launch_run.plan(started_once(options), program, env)
     extra = dict(run.env) | options.get("overridden", {})
     if options["use_deepspeed"]:
         paths = [path for path in (extra.get("PYTHONPATH") or env.get("PYTHONPATH", "")).split(os.pathsep) if path]
         extra["PYTHONPATH"] = os.pathsep.join([*paths, os.getcwd()])
-    if options["tpu"]:  # torch_xla starts a process a core itself
-        alone: dict[str, Any] = {"processes": 1, "nodes": 1, "max_nodes": 1, "node_rank": 0, "max_restarts": 0}
-        return replace(run, program=tpu_program(options, program), env=extra, **alone)
     return replace(run, env=extra)
+
+
+def _on_tpu(options: Mapping[str, Any], program: Program, env: Mapping[str, str]) -> Launch:
+    """A process a chip, with torch_tpu's variables; or one process, which has torch_xla start one a chip."""
+    from .tpu import host
+
+    torch_tpu = options["tpu_runtime"] == "torch_tpu"
+    env = {**env, **host.slice_environment(env)} if torch_tpu else env
+    run = launch_run.plan(options, program, env)
+    extra = dict(run.env) | options.get("overridden", {})
+    if torch_tpu:
+        own = host.torch_tpu_variables(
+            env, host.chips(env), nodes=run.nodes, processes=run.processes, run_id=run.run_id
+        )
+        return replace(run, env=extra | own)
+    extra.setdefault("PJRT_DEVICE", env.get("PJRT_DEVICE", "TPU"))
+    # torch_xla finds the slice's other hosts itself.
+    alone: dict[str, Any] = {"processes": 1, "nodes": 1, "max_nodes": 1, "max_restarts": 0}
+    return replace(run, program=tpu_program(options, program), env=extra, **alone)
+
+
+def _tpu_runtime(options: Mapping[str, Any]) -> str:
+    """The runtime that is asked for; else the one that is installed, torch_tpu before torch_xla."""
+    return options["tpu_runtime"] or next(filter(_is_there, _RUNTIMES), "torch_xla")
 
 
 def started_once(options: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -101,6 +124,19 @@ def refuse_missing(options: Mapping[str, Any]) -> None:
     for name, (package, shown, remedy) in _NEEDS.items():
         if options[name]:
             _need(package, f"--{name}", shown, remedy)
+    if options["tpu"] and options["tpu_runtime"]:
+        name = options["tpu_runtime"]
+        _need(name, f"--tpu_runtime {name}", name, _tpu_remedy(name))
+    elif options["tpu"] and not any(map(_is_there, _RUNTIMES)):
+        raise LaunchError(
+            f"--tpu: neither torch_tpu nor torch_xla is installed in {sys.executable}: {_tpu_remedy('torch_tpu')}"
+        )
+
+
+def _tpu_remedy(runtime: str) -> str:
+    if runtime == "torch_tpu" and sys.version_info < _TORCH_TPU_PYTHON:
+        return f"torch_tpu needs Python 3.11 or newer, and this is {sys.version.split()[0]}"
+    return _EXTRA.format(runtime.replace("_", "-"))
 
 
 def _need(package: str, asked: str, shown: str, remedy: str) -> None:
@@ -191,48 +227,16 @@ def tpu_program(options: Mapping[str, Any], program: Program) -> Program:
     return Program(argv=["accel.launch.xla", kind, function, *program.argv], entry="module")
 
 
-def pod_command(options: Mapping[str, Any], program: Program) -> list[str]:
-    """The command line of torch_xla's xla_dist (up to 2.3) that runs this launch on every host of a pod."""
-    command = [sys.executable, "-m", "torch_xla.distributed.xla_dist", "--restart-tpuvm-pod-server"]
-    command += [f"--tpu={options['tpu_name']}"] if options["tpu_name"] else []
-    command += [f"--vm={name}" for name in options["vm"] or []]
-    command += [f"--env={pair}" for pair in _pod_variables(options)]
-    return [*command, "--", *(["sudo"] if options["tpu_use_sudo"] else []), *_on_a_host(options, program)]
-
-
-def _run_on_pod(options: Mapping[str, Any], program: Program) -> int:
-    """By xla_dist where torch_xla has it, else by gcloud, from any machine. The code of the first host that failed."""
-    from .tpu import pod
-
-    name, zone = options["tpu_name"], options["tpu_zone"]
-    if name is None and not options["vm"]:
-        raise Refused("--tpu_cluster needs the pod's name: tpu_name in the configuration file, or --vm")
-    if _is_there("torch_xla.distributed.xla_dist"):
-        return _run(pod_command(options, program), {})
-    if name is None or zone is None or options["vm"]:
-        raise Refused(
-            "--tpu_cluster: gcloud finds a pod by tpu_name and tpu_zone in the configuration file, not by --vm"
-        )
-    words = [*(["sudo"] if options["tpu_use_sudo"] else []), "env", *_pod_variables(options)]
-    try:
-        return pod.run(_GCLOUD, name, zone, [shlex.join([*words, *_on_a_host(options, program)])])
-    except pod.PodError as error:
-        raise LaunchError(str(error)) from None
-
-
-def _pod_variables(options: Mapping[str, Any]) -> list[str]:
-    return [*(options["env"] or []), "ACCELERATE_IN_TPU_POD=1"]
-
-
-def _on_a_host(options: Mapping[str, Any], program: Program) -> list[str]:
-    """This launch, as each host of the pod runs it."""
-    there = ["accel-launch", "--tpu", "--no_tpu_cluster", "--num_machines", "1"]
-    for name in ("num_processes", "mixed_precision"):
-        there += [f"--{name}", str(options[name])] if options[name] is not None else []
-    there += ["--main_training_function", options["main_training_function"] or "main"]
-    there += ["--downcast_bf16"] if options["downcast_bf16"] else []
-    there += ["-m"] if program.entry == "module" else []
-    return [*there, *program.argv]
+def pod_command(options: Mapping[str, Any], program: Program, launcher: Sequence[str] = ("accel-launch",)) -> list[str]:
+    """This launch, as each host of a slice runs it."""
+    words = [*(["sudo"] if options["tpu_use_sudo"] else []), "env", *(options["env"] or []), "ACCELERATE_IN_TPU_POD=1"]
+    words += [*launcher, "--tpu", "--no_tpu_cluster"]
+    for name in ("num_processes", "mixed_precision", "tpu_runtime"):
+        words += [f"--{name}", str(options[name])] if options[name] is not None else []
+    words += ["--main_training_function", options["main_training_function"] or "main"]
+    words += ["--downcast_bf16"] if options["downcast_bf16"] else []
+    words += {"module": ["-m"], "command": ["--no_python"], "script": []}[program.entry]
+    return [*words, *program.argv]
 
 
 def _run(command: list[str], env: Mapping[str, str]) -> int:

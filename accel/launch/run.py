@@ -19,12 +19,13 @@ from schedulers.topology import Topology
 
 from . import alias_env, deadline, incarnation, pid1, watchdog, worker_env
 from .deadline import Deadline
-from .devices import VISIBLE, Devices, find, only_cpu
+from .devices import VISIBLE, Devices, available_cpus, find, only_cpu
 from .errors import CannotRun, LaunchError, Refused, RendezvousFailed
 from .incarnation import Incarnation
 from .limits import check_room
 from .machines import Place, check_spread, place
 from .tee import parse
+from .tpu import host as tpu_host
 from .worker import Program, exec_command, ignore_warnings, open_log
 
 PORT = 29500
@@ -310,9 +311,11 @@ def _told(placed: Place, port: int, env: Mapping[str, str]) -> str:
 
 
 def _devices(options: Mapping[str, Any], env: Mapping[str, str]) -> Devices:
-    found = find(env)
     if options["cpu"]:
         return only_cpu()
+    if options["tpu"] and options["tpu_runtime"] == "torch_tpu":
+        return _tpu_devices(env)
+    found = find(env)
     if not options["gpu_ids"] or options["gpu_ids"] == "all":
         return found
     if found.kind not in VISIBLE:
@@ -322,6 +325,13 @@ def _devices(options: Mapping[str, Any], env: Mapping[str, str]) -> Devices:
     if chosen.kind != found.kind or chosen.count != wanted:
         raise Refused(f"--gpu_ids {options['gpu_ids']}: the GPUs here are 0 … {found.count - 1}, each named once")
     return chosen
+
+
+def _tpu_devices(env: Mapping[str, str]) -> Devices:
+    chips = tpu_host.chips(env)
+    if not chips:
+        raise Refused("--tpu: this machine shows no TPU; where it has one, export TORCH_TPU_DEVICES_PER_HOST")
+    return Devices(kind="tpu", ids=tuple(map(str, range(len(chips)))), cpus=available_cpus())
 
 
 def _port(asked: int | None, machines: int, found: Topology) -> int:
@@ -344,9 +354,10 @@ def _check_gpus(processes: int, devices: Devices, options: Mapping[str, Any]) ->
         raise Refused(
             "--multi_gpu: this machine shows no GPU (nvidia-smi lists them); without the flag the CPU is used"
         )
-    if devices.kind in VISIBLE and processes > devices.count:
+    if devices.kind in (*VISIBLE, "tpu") and processes > devices.count:
+        what = "TPU devices" if devices.kind == "tpu" else "visible GPUs"
         raise Refused(
-            f"{processes} processes on this machine and {devices.count} visible GPUs: every rank needs one of its own; "
+            f"{processes} processes on this machine and {devices.count} {what}: every rank needs one of its own; "
             "use fewer, or --cpu"
         )
 

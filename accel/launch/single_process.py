@@ -27,7 +27,7 @@ def run_single(run: Launch, launch_id: str) -> int:
 
     Returns its exit code (128 + N for signal N), or 128 + N when this process was told to end by signal N.
     """
-    log = log_path(run.log_dir, 0, run.first_attempt)
+    log = log_path(run.log_dir, run.node_rank, run.first_attempt)
     record = recorder(run.log_dir, run.events)
     adopt_orphans()
     keeper = watchdog.start(launch_id)
@@ -39,7 +39,7 @@ def run_single(run: Launch, launch_id: str) -> int:
         run.deadline.arm()
     try:
         watch.program = _start(run, log)
-        tee.follow([(0, 0, log)])
+        tee.follow([(0, run.node_rank, log)])
         code = watch.until_end()
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)  # Python restores the default action, death, before it ends
@@ -52,9 +52,9 @@ def run_single(run: Launch, launch_id: str) -> int:
         return 128 + watch.told
     if code == 0:
         return 0
-    one = failures.Exit(rank=0, local_rank=0, pid=watch.program.pid, code=code, time=time.time(),
+    one = failures.Exit(rank=run.node_rank, local_rank=0, pid=watch.program.pid, code=code, time=time.time(),
                       error=failures.error_in_log(log), log=log)  # fmt: skip
-    failure = failures.diagnose(one, node=0, host=socket.gethostname(), attempt=run.incarnation.attempt,
+    failure = failures.diagnose(one, node=run.node_rank, host=socket.gethostname(), attempt=run.incarnation.attempt,
                               oom_kills=failures.oom_kill_count() - oom_kills, others="")  # fmt: skip
     record("failure", failure=failure.to_json())
     if not run.quiet:

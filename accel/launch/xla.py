@@ -1,42 +1,149 @@
-"""Runs a script's function on every core of this TPU host.
+"""Has torch_xla run a script's function on every core of this TPU host, in a process a chip.
 
 `python -m accel.launch.xla script|module FUNCTION NAME [ARGUMENTS]`
 """
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import importlib
+import multiprocessing
 import os
+import signal
 import sys
+import tempfile
+import traceback
+from collections.abc import Sequence
+from concurrent.futures.process import BrokenProcessPool
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
+from accel.errors import nearest
+from schedulers.processes import die_with_parent
 
-def main(argv: list[str]) -> int:
-    """Imports the script, which must not train on import, and starts its function once a core. Returns an exit code."""
-    import torch_xla.distributed.xla_multiprocessing as xmp
+# torchrun's, which `accel launch` sets: where torch_xla finds the last one, it takes itself for a rank and starts none.
+_OF_A_RANK = (
+    "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE",
+    "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID",
+)  # fmt: skip
+_PASSED_ON = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
-    kind, function, name, *rest = argv
-    module = _load(kind, name)
-    if not hasattr(module, function):
-        print(
-            f"accel launch: {name} has no function {function!r}: name the one to run with --main_training_function",
-            file=sys.stderr,
-        )
-        return 1
-    sys.argv = [module.__file__ or name, *rest]
-    xmp.spawn(_Core(getattr(module, function)), args=())
+
+def main(argv: Sequence[str]) -> int:
+    """Return 0, or the exit code of the first process that failed; the others are then ended."""
+    kind, function, name, *arguments = argv
+    problem = _problem(kind, function, name)
+    if problem:
+        return _say(problem)
+    for variable in _OF_A_RANK:
+        os.environ.pop(variable, None)
+    import torch_xla
+
+    received: list[int] = []
+
+    def pass_on(signum: int, _: object) -> None:
+        received.append(signum)
+        _signal_all(signum)
+
+    for signum in _PASSED_ON:
+        signal.signal(signum, pass_on)
+    signal.signal(signal.SIGCHLD, _on_child)
+    with tempfile.TemporaryDirectory(prefix="accel-xla-") as folder:
+        report = Path(folder, "code")
+        try:
+            torch_xla.launch(Core(kind, function, name, arguments, str(report)))
+        except BrokenProcessPool:
+            if report.exists():
+                return int(report.read_text() or 1)
+            if received:
+                return 128 + received[0]
+            return _say("a process that torch_xla has started was killed (out of memory?)")
+        except (RuntimeError, OSError) as error:
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            return _say(f"torch_xla cannot start: {lines[0]}")
     return 0
 
 
-class _Core:
-    """What each core runs."""
+def _on_child(*_: object) -> None:
+    """End all when one has failed. The pool that torch_xla has waits for that too, but not for the processes that it
+    started while its thread began to wait (Python 3.9 to 3.13)."""
+    with contextlib.suppress(ChildProcessError):
+        ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended is not None and ended.si_status != 0:
+            _signal_all(signal.SIGTERM)
 
-    def __init__(self, function: Any) -> None:
-        self._function = function
+
+def _signal_all(signum: int) -> None:
+    for process in multiprocessing.active_children():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid or 0, signum)
+
+
+class Core:
+    """What each core runs, in a process that imports the script for itself."""
+
+    def __init__(self, kind: str, function: str, name: str, arguments: Sequence[str], report: str) -> None:
+        self._kind, self._function, self._name, self._arguments = kind, function, name, list(arguments)
+        self._report = report
+        self._parent = os.getpid()
 
     def __call__(self, index: int) -> None:
+        """Run the function. Where it fails, end this process at once: torch_xla would wait for all others first."""
+        die_with_parent(signal.SIGKILL, self._parent)
         os.environ["FORK_LAUNCHED"] = "1"  # as Accelerate marks a process that was forked for it
-        self._function()
+        try:
+            sys.argv = [self._name, *self._arguments]
+            module = _load(self._kind, self._name)
+            sys.argv[0] = module.__file__ or self._name
+            getattr(module, self._function)()
+        except SystemExit as end:
+            if end.code not in (None, 0):
+                self._leave(end.code)
+        except BaseException:
+            traceback.print_exc()
+            self._leave(1)
+
+    def _leave(self, code: Any) -> None:
+        if not isinstance(code, int):
+            print(code, file=sys.stderr)
+            code = 1
+        with contextlib.suppress(FileExistsError), open(self._report, "x") as file:
+            file.write(str(code & 0xFF))
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code & 0xFF)
+
+
+def _problem(kind: str, function: str, name: str) -> str:
+    """What keeps the function from being called, without importing the script."""
+    if find_spec("torch_xla") is None:
+        return f"torch_xla is not installed in {sys.executable}: pip install 'accel-launch[torch-xla]'"
+    path = name
+    if kind == "module":
+        try:
+            spec = find_spec(name)
+        except ImportError:
+            spec = None
+        if spec is None:
+            return f"there is no module {name!r}"
+        path = spec.origin or ""
+    if not path.endswith(".py"):
+        return ""
+    try:
+        tree = ast.parse(Path(path).read_bytes(), path)
+    except SyntaxError:
+        return ""  # the import says more
+    functions = {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    names = {alias.asname or alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)
+             for alias in node.names}  # fmt: skip
+    names |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    if function in functions | names or "*" in names:
+        return ""
+    near = nearest(function, functions)
+    return f"{name} has no function {function!r}{near}: name the one to run with --main_training_function"
 
 
 def _load(kind: str, name: str) -> Any:
@@ -45,6 +152,11 @@ def _load(kind: str, name: str) -> Any:
     folder, file = os.path.split(os.path.abspath(name))
     sys.path.insert(0, folder)
     return importlib.import_module(os.path.splitext(file)[0])
+
+
+def _say(text: str) -> int:
+    print(f"accel launch: {text}", file=sys.stderr)
+    return 1
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ WAYS = ("cpu", "multi_gpu", "tpu", "use_deepspeed", "use_fsdp", "use_megatron_lm
 # Both given is a contradiction, whatever their values; if one is said in a file and the other by a flag, the flag wins.
 PAIRS = (
     ("module", "no_python"),
-    ("tpu", "no_python"),
     ("tpu", "gpu_ids"),
     ("tpu", "mpirun_hostfile"),
     ("mpirun_hostfile", "multi_gpu"),

@@ -12,7 +12,7 @@ HARDWARE = Group(
             "cpu", "train on the CPU even where there is a GPU", env="ACCELERATE_USE_CPU", style="lower", key="use_cpu"
         ),
         switch("multi_gpu", "insist on GPUs: fail where there are none", key="-"),
-        switch("tpu", "run the training function on the cores of this TPU host", key="-", used_by=("tpu", "pod")),
+        switch("tpu", "train on the chips of this TPU host", key="-", used_by=("tpu", "pod")),
     ),
     example="--cpu train.py",
 )

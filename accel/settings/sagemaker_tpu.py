@@ -20,8 +20,11 @@ TPU = Group(
         switch("tpu_use_sudo", "run the script with sudo on the pod's hosts", used_by=("pod",)),
         _pod("vm", "a host of the pod", "words", metavar="NAME", key="tpu_vm"),
         _pod("env", "NAME=VALUE for the pod's hosts", "words", metavar="NAME=VALUE", key="tpu_env"),
-        _pod("main_training_function", "the script's function that every core runs (default: main)", metavar="NAME",
-             used_by=("tpu", "pod")),
+        Setting("tpu_runtime", "torch_tpu: a rank a chip; torch_xla: it calls the script's function on every core "
+                "(default: the one that is installed)", choices=("torch_tpu", "torch_xla"), key="-",
+                used_by=("tpu", "pod")),
+        _pod("main_training_function", "the script's function that torch_xla calls on every core (default: main)",
+             metavar="NAME", used_by=("tpu", "pod")),
         switch("downcast_bf16", "with bf16, make doubles float32 and floats bfloat16", env="XLA_DOWNCAST_BF16",
                style="one", used_by=("tpu", "pod")),
         _pod("tpu_name", "the pod's name", flag=False),

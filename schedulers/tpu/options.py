@@ -47,6 +47,9 @@ class TpuOptions(HostOptions):
     transport:    `ssh`: with the keys of ~/.ssh, and the host keys that Google's API tells. `gcloud`: as
                   `gcloud compute tpus tpu-vm ssh` does it, with OS Login and its own keys.
     concurrency:  how many jobs may run at once on the slice, whose chips belong to one job at a time.
+    runtime:      what drives the chips. `torch_tpu`: a rank a chip. `torch_xla`: a process on each host, in which
+                  torch_xla calls a function of the script on every core. With `cpu: true`, neither.
+    main_training_function:  that function, for torch_xla.
     """
 
     project: str | None = None
@@ -73,6 +76,8 @@ class TpuOptions(HostOptions):
     internal_ips: bool = False
     transport: Literal["ssh", "gcloud"] = "ssh"
     concurrency: int | None = 1
+    runtime: Literal["torch_tpu", "torch_xla"] = "torch_tpu"
+    main_training_function: str = "main"
 
 
 def check(options: TpuOptions, name: str) -> None:
@@ -158,5 +163,10 @@ def _problems(spec: JobSpec, options: TpuOptions) -> Iterator[str]:
         yield f"--nodes {spec.nodes}: {options.accelerator_type or options.topology} has {count} hosts; leave it out"
     if spec.resources.gpus:
         yield f"--gpus {spec.resources.gpus}: a TPU has none; its accelerator_type says which chips there are"
+    if options.runtime == "torch_xla" and not options.cpu:
+        if spec.entry == "command":
+            yield "--no-python: torch_xla calls a function of a Python script; say runtime: torch_tpu, or cpu: true"
+        if spec.procs_per_node is not None:
+            yield f"--procs-per-node {spec.procs_per_node}: torch_xla starts a process a chip; leave it out"
     if spec.resources.accelerator is not None:
         yield f"--accelerator {spec.resources.accelerator}: the slice's accelerator_type says which chips there are"

@@ -17,6 +17,7 @@ from . import options as meaning
 from .options import TpuOptions
 
 if TYPE_CHECKING:
+    from ..hosts.facts import Wanted
     from ..hosts.host_list import Host
     from ..hosts.jobs.status import Hosts
     from .api import Api
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 _METADATA = "169.254.169.254"  # of each host: https://cloud.google.com/compute/docs/metadata/querying-metadata
 CODE = "code.tar"  # in a job's directory: of one that waits for its slice
 _REACH_S = 60.0
+_TORCH_TPU_PYTHON = (3, 11)
 
 
 class TpuTarget(HostsTarget):
@@ -122,6 +124,20 @@ class TpuTarget(HostsTarget):
 
     def _chosen(self, spec: JobSpec) -> str:
         return "all of them, by the workers' numbers"
+
+    def _launch_flags(self) -> list[str]:
+        options = self._options
+        if options.cpu:
+            return super()._launch_flags()
+        function = ["--main_training_function", options.main_training_function]
+        return ["--tpu", "--tpu_runtime", options.runtime, *(function if options.runtime == "torch_xla" else [])]
+
+    def _wanted(self) -> Wanted:
+        wanted, runtime = super()._wanted(), self._options.runtime
+        if self._options.cpu:
+            return wanted
+        python = _TORCH_TPU_PYTHON if runtime == "torch_tpu" else wanted.python
+        return replace(wanted, python=python, packages={**wanted.packages, runtime: runtime})
 
     def _check(self, spec: JobSpec) -> None:
         meaning.check_job(spec, self._options, self.name)

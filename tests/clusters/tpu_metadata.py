@@ -1,7 +1,7 @@
 """The metadata server that the hosts of a slice see at 169.254.169.254.
 
 https://docs.cloud.google.com/compute/docs/metadata/predefined-metadata-keys; `worker-network-endpoints`,
-`agent-worker-number` and `accelerator-type` are those of TPU VMs.
+`agent-worker-number`, `accelerator-type` and `tpu-env` (here its lines that accel reads) are those of TPU VMs.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 from .tpu import PROJECT
 from .tpu_nodes import Slice, place
 from .tpu_queue import Service
+from .tpu_slices import topology
 
 __all__ = ["Metadata"]
 
@@ -96,6 +97,10 @@ def _values(slice_: Slice, worker: int, host: str) -> dict[str, str]:
         "accelerator-type": node.accelerator_type,
         "agent-worker-number": str(worker),
         "instance-id": node.name.rpartition("/")[2],
+        "tpu-env": (
+            f"ACCELERATOR_TYPE: '{node.accelerator_type}'\nTOPOLOGY: '{topology(node.accelerator_type)}'\n"
+            f"WORKER_ID: '{worker}'\n"
+        ),
         "worker-network-endpoints": ",".join(f"unknown:unknown:{address}" for address in addresses),
         **node.metadata,
     }

@@ -58,6 +58,16 @@ def hosts_of(accelerator_type: str) -> int:
     return int(chips) // _CHIPS_PER_HOST
 
 
+def topology(accelerator_type: str) -> str:
+    """The chips along each side of a slice, as `tpu-env` of the metadata has it. Raises UnknownAccelerator."""
+    name, _, number = accelerator_type.partition("-")
+    hosts_of(accelerator_type)
+    doublings = int(math.log2(int(number) if name in _BY_CHIPS else int(number) // 2))
+    sides = 2 if name in _BY_CHIPS else 3
+    shares = [(doublings + side) // sides for side in range(sides)]
+    return "x".join(str(2**share) for share in (sorted(shares, reverse=True) if doublings < sides else shares))
+
+
 class SliceHosts:
     """The hosts of a zone, which belong to one slice at a time."""
 

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("somewhere")
 CONTRADICTIONS = [
     "--cpu --multi_gpu", "--cpu --tpu", "--cpu --use_deepspeed", "--cpu --use_fsdp", "--multi_gpu --use_fsdp",
     "--use_deepspeed --use_fsdp", "--use_fsdp --use_megatron_lm", "--tpu --use_fsdp", "--module --no_python",
-    "--tpu --no_python", "--tpu --gpu_ids=0", "--tpu --mpirun_hostfile=h", "--multi_gpu --mpirun_hostfile=h",
+    "--tpu --gpu_ids=0", "--tpu --mpirun_hostfile=h", "--multi_gpu --mpirun_hostfile=h",
     "--tpu_cluster --no_tpu_cluster", "--deepspeed_inclusion_filter=a --deepspeed_exclusion_filter=b",
     "--deepspeed_config_file=x --zero_stage=2", "--deepspeed_config_file=x --offload_param_device=cpu",
     "--use_fsdp --fsdp_cpu_ram_efficient_loading=true --fsdp_sync_module_states=false",
@@ -120,9 +120,10 @@ def test_a_flag_that_does_something_or_asks_for_nothing_is_not(line: str) -> Non
     [
         ("--use_deepspeed", "DeepSpeed", "deepspeed"),
         ("--use_megatron_lm", "Megatron-LM", "megatron"),  # and where its training part is
-        ("--tpu", "torch_xla", "tpu"),
+        ("--tpu_runtime torch_tpu", "torch_tpu", "torch-tpu"),
+        ("--tpu_runtime torch_xla", "torch_xla", "torch-xla"),
     ],
 )
 def test_a_package_that_is_missing_is_named_with_its_extra(line: str, package: str, extra: str) -> None:
     with pytest.raises(LaunchError, match=rf"{line}: {package} is not installed in .*accel-launch\[{extra}\]'"):
-        refuse_missing(options(line))
+        refuse_missing(options(*line.split(), *(["--tpu"] if "tpu" in line else [])))

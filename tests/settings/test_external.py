@@ -139,29 +139,12 @@ def test_mpirun(machine: Machine) -> None:
     assert (told["env"]["MASTER_ADDR"], told["env"]["MASTER_PORT"]) == ("127.0.0.1", "29500")
 
 
-XMP = "def spawn(function, args):\n    for index in range(2):\n        function(index, *args)\n"
-FUNCTION = """
-import os, sys
-def go():
-    print(sys.argv[1:], os.environ.get("XLA_USE_BF16"), os.environ["FORK_LAUNCHED"])
-"""
-
-
-def test_a_tpu_host(machine: Machine) -> None:
-    machine.package("torch_xla.distributed.xla_multiprocessing", XMP)
-    (machine.here / "train.py").write_text(FUNCTION)
-    words = "--tpu --mixed_precision bf16 --main_training_function go train.py --lr 1".split()
-    done = machine.launch(*words)
-    assert (done.returncode, done.stdout) == (0, "['--lr', '1'] 1 1\n" * 2), done.stderr
-
-
 def test_a_host_of_a_pod_does_not_start_the_pod_again(machine: Machine) -> None:
-    machine.package("torch_xla.distributed.xla_multiprocessing", XMP)
-    (machine.here / "train.py").write_text(FUNCTION)
+    machine.package("torch_tpu")
     (machine.here / "c.yaml").write_text("distributed_type: XLA\ntpu_use_cluster: true\ntpu_name: pod\n")
-    words = "--config_file c.yaml --tpu --no_tpu_cluster --main_training_function go train.py".split()
-    done = machine.launch(*words)
-    assert (done.returncode, done.stdout) == (0, "[] None 1\n" * 2), done.stderr
+    told = {"TORCH_TPU_DEVICES_PER_HOST": "1", "TPU_TOPOLOGY": "1x1", "TPU_SKIP_MDS_QUERY": "1"}
+    done = machine.launch("--config_file", "c.yaml", "--tpu", "--no_tpu_cluster", "train.py", **told)
+    assert (done.returncode, done.stdout) == (0, "trained\n"), done.stderr
 
 
 def test_a_file_that_asks_for_what_is_not_here_is_named(machine: Machine) -> None:
@@ -169,31 +152,6 @@ def test_a_file_that_asks_for_what_is_not_here_is_named(machine: Machine) -> Non
     done = machine.launch("--config_file", "c.yaml", "train.py", CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 2
     assert done.stderr.startswith("accel launch: --multi_gpu (c.yaml:2): this machine shows no GPU")
-
-
-def test_a_tpu_script_without_the_function(machine: Machine) -> None:
-    machine.package("torch_xla.distributed.xla_multiprocessing", XMP)
-    done = machine.launch("--tpu", "train.py")
-    assert done.returncode == 1
-    assert "train.py has no function 'main'" in done.stderr
-
-
-POD = "import json, sys\nprint(json.dumps(sys.argv[1:]))\n"
-
-
-def test_a_tpu_pod(machine: Machine) -> None:
-    machine.package("torch_xla.distributed")
-    (machine.here / "packages/torch_xla/distributed/xla_dist.py").write_text(POD)
-    (machine.here / "c.yaml").write_text(
-        "distributed_type: XLA\ntpu_use_cluster: true\ntpu_use_sudo: true\ntpu_name: pod\nnum_processes: 8\n"
-        "tpu_env: [A=1]\nmain_training_function: go\n"
-    )
-    done = machine.launch("--config_file", "c.yaml", "train.py", "--lr", "1")
-    assert done.returncode == 0, done.stderr
-    assert " ".join(json.loads(done.stdout)) == (
-        "--restart-tpuvm-pod-server --tpu=pod --env=A=1 --env=ACCELERATE_IN_TPU_POD=1 -- sudo accel-launch --tpu "
-        "--no_tpu_cluster --num_machines 1 --num_processes 8 --main_training_function go train.py --lr 1"
-    )
 
 
 # `describe` prints the node, `ssh` runs the command in the worker's shell.
@@ -207,7 +165,7 @@ HOST = '#!/bin/bash\nprintf \'<%s> \' "$A" "$ACCELERATE_IN_TPU_POD" "$@"; echo; 
 
 @pytest.mark.parametrize("code", [0, 3])
 def test_a_tpu_pod_by_gcloud(machine: Machine, code: int) -> None:
-    """torch_xla has no launcher for pods any more, and this machine need not have torch_xla."""
+    """This machine need not have a TPU's runtime."""
     for name, text in (("gcloud", GCLOUD), ("accel-launch", HOST)):
         (machine.here / "bin" / name).write_text(text)
         (machine.here / "bin" / name).chmod(0o755)
@@ -215,19 +173,21 @@ def test_a_tpu_pod_by_gcloud(machine: Machine, code: int) -> None:
         "distributed_type: XLA\ntpu_use_cluster: true\ntpu_name: pod\ntpu_zone: z\nnum_processes: 8\n"
         'tpu_env: ["A=it\'s 1"]\nmixed_precision: bf16\n'
     )
-    done = machine.launch("--config_file", "c.yaml", "train.py", "--name", "a b", CODE=str(code))
+    words = ["--config_file", "c.yaml", "--tpu_runtime", "torch_xla", "train.py", "--name", "a b"]
+    done = machine.launch(*words, CODE=str(code))
     assert done.returncode == code, done.stderr
-    words = "--tpu --no_tpu_cluster --num_machines 1 --num_processes 8 --mixed_precision bf16"
-    words += " --main_training_function main"
-    told = "".join(f"<{word}> " for word in ["it's 1", "1", *words.split(), "train.py", "--name", "a b"])
+    words = "--tpu --no_tpu_cluster --num_processes 8 --mixed_precision bf16 --tpu_runtime torch_xla".split()
+    words += "--main_training_function main".split()
+    told = "".join(f"<{word}> " for word in ["it's 1", "1", *words, "train.py", "--name", "a b"])
     assert code or sorted(done.stdout.splitlines()) == [f"[worker {n}] {told}" for n in range(2)]
 
 
 @pytest.mark.parametrize(
     ("text", "code", "said"),
     [
-        ("tpu_name: pod", 2, "--tpu_cluster: gcloud finds a pod by tpu_name and tpu_zone in the configuration file"),
-        ("tpu_zone: z", 2, "--tpu_cluster needs the pod's name: tpu_name in the configuration file, or --vm"),
+        ("tpu_name: pod", 2, "--tpu_cluster: tpu_name pod is no tpu target of accel.yaml: for gcloud, write tpu_zone"),
+        ("tpu_zone: z", 2, "--tpu_cluster needs the pod's name: tpu_name in the configuration file"),
+        ("{tpu_vm: [h], tpu_zone: z}", 2, "--vm (c.yaml:1): hosts are found by tpu_name in the configuration file"),
         ("{tpu_name: pod, tpu_zone: z}", 1, "there is no gcloud on PATH: install the Google Cloud CLI"),
     ],
 )

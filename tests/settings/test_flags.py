@@ -157,7 +157,7 @@ PLAN: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # fmt: on
 
-_POD = ("--tpu", "--tpu_cluster", "--vm", "host0")
+_POD = ("--tpu", "--tpu_cluster")
 
 
 def pod(*words: str) -> str:
@@ -198,10 +198,10 @@ def test_what_the_launcher_does(name: str) -> None:
 
 
 COMMANDS: dict[str, Callable[[], bool]] = {
-    "tpu_use_cluster": lambda: "torch_xla.distributed.xla_dist --restart-tpuvm-pod-server --vm=host0" in pod(),
-    "vm": lambda: "--vm=host0 --vm=host1" in pod("--vm", "host1"),
-    "env": lambda: "--env=A=1 --env=ACCELERATE_IN_TPU_POD=1" in pod("--env", "A=1"),
-    "tpu_use_sudo": lambda: "-- sudo accel-launch --tpu --no_tpu_cluster" in pod("--tpu_use_sudo"),
+    "tpu_use_cluster": lambda: pod().startswith("env ACCELERATE_IN_TPU_POD=1 accel-launch --tpu --no_tpu_cluster"),
+    "env": lambda: "env A=1 ACCELERATE_IN_TPU_POD=1" in pod("--env", "A=1"),
+    "tpu_use_sudo": lambda: pod("--tpu_use_sudo").startswith("sudo env ACCELERATE_IN_TPU_POD=1 accel-launch --tpu"),
+    "tpu_runtime": lambda: "--tpu_runtime torch_xla" in pod("--tpu_runtime", "torch_xla"),
     "main_training_function": lambda: (
         "--main_training_function go train.py --lr 1" in pod("--main_training_function", "go")
     ),
@@ -218,7 +218,7 @@ COMMANDS: dict[str, Callable[[], bool]] = {
     "config_file": lambda: in_a_file("mixed_precision: bf16")["ACCELERATE_MIXED_PRECISION"] == "bf16",
 }
 # The tests at the end, and of `test_engines`.
-ELSEWHERE = {"aws_access_key_id", "aws_secret_access_key", "mpirun_hostfile"}
+ELSEWHERE = {"aws_access_key_id", "aws_secret_access_key", "mpirun_hostfile", "vm"}
 
 
 @pytest.mark.parametrize("name", COMMANDS)

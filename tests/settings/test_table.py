@@ -164,7 +164,7 @@ def _text(module: str, name: str) -> str:
 
 def test_nothing_else_is_a_flag_by_accident() -> None:
     """What Accelerate does not have is ours on purpose, and has its line here."""
-    ours = {"--compat", "--explain", "--start_method", "--shutdown_timeout", "--rdzv_id",
+    ours = {"--compat", "--explain", "--start_method", "--shutdown_timeout", "--rdzv_id", "--tpu_runtime",
             "--fsdp_activation_checkpointing_offload"}  # fmt: skip
     assert set(SETTINGS) - {row.flag for row in LAUNCH} == ours
     assert ours <= {BY_NAME[flag[2:]].shown for flag in ours}

@@ -138,17 +138,19 @@ def place(
     nodes: int,
     queue: Mapping[str, Any],
     *,
+    wanted: Wanted,
     python: Callable[[Remote], str] | None = None,
     same_slots: bool = False,
 ) -> tuple[list[Placement], dict[str, NotPlaced]]:
     """Examines the hosts once, and spreads the jobs over those that can take part, by their free slots.
 
     Returns too why jobs were not placed: a host was lost meanwhile, or has no free port. `queue` is what each job takes
-    of each host. Hosts that are left out, and warnings, are logged. Raises NotPlaced, with a line for each failure,
-    when there are fewer than a job needs; with `same_slots`, also what `slots` raises.
+    of each host, `wanted` what any job needs of it. Hosts that are left out, and warnings, are logged. Raises
+    NotPlaced, with a line for each failure, when there are fewer than a job needs; with `same_slots`, also what `slots`
+    raises.
     """
     together = nodes + options.spares > 1
-    wanted = Wanted(gpus=queue["gpus"], leads=min(len(named), _MOST_LEADS) if together else 0)
+    wanted = replace(wanted, gpus=queue["gpus"], leads=min(len(named), _MOST_LEADS) if together else 0)
     if len(job_ids) > 1:
         progress.info("examining %s for %d jobs", f"{len(named)} host{'s' if len(named) > 1 else ''}", len(job_ids))
     report = examined(hosts, options, name, named, wanted, python=python)

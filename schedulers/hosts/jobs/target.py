@@ -21,6 +21,7 @@ from . import options as meaning
 from .options import HostOptions
 
 if TYPE_CHECKING:
+    from ..facts import Wanted
     from ..host_list import Host
     from ..preflight import Report
     from .status import Hosts
@@ -74,6 +75,11 @@ class HostsTarget(abc.ABC):
 
         placing.enough(named, asked, self._options.spares, self.name)
         return asked
+
+    @property
+    def python(self) -> str:
+        """The interpreter on the hosts, as commands there name it."""
+        return self._hosts.python
 
     @property
     def _hosts(self) -> Hosts:
@@ -179,7 +185,8 @@ class HostsTarget(abc.ABC):
         code = Blob.of(self._packed(plans[0]))
         placements, refused = placing.place(
             self._hosts, self._options, self.name, list(templates), named, nodes,
-            templates[plans[0].job_id]["queue"], python=environments.made if environments is not None else None,
+            templates[plans[0].job_id]["queue"], wanted=self._wanted(),
+            python=environments.made if environments is not None else None,
             same_slots=any(template["procs_per_node"] is None for template in templates.values()),
         )  # fmt: skip
         for placement in placements:
@@ -277,13 +284,16 @@ class HostsTarget(abc.ABC):
 
         Raises SchedulerError when there are none to ask.
         """
-        from ..facts import Wanted
+        from dataclasses import replace
+
         from . import placement as placing
 
         named = self._named(".")
         environments = self._environments(".")
         lacking = environments.lacking(self._hosts.pool, named) if environments is not None else []
-        wanted = Wanted(gpus=gpus, packages={}) if lacking else Wanted(gpus=gpus)
+        wanted = replace(self._wanted(), gpus=gpus)
+        if lacking:
+            wanted = replace(wanted, packages={})
         report: Report = placing.examined(
             self._hosts, self._options, self.name, named, wanted,
             python=environments.made if environments is not None and not lacking else None,
@@ -349,11 +359,18 @@ class HostsTarget(abc.ABC):
 
     def _command(self, spec: JobSpec) -> list[str]:
         """The supervisors add what follows from the other settings: processes, grace, and what an attempt is about."""
-        command = [self._python(), "-c", _ACCEL, "launch"]
-        if self._options.cpu:
-            command += ["--cpu"]
+        command = [self._python(), "-c", _ACCEL, "launch", *self._launch_flags()]
         command += {"script": [], "module": ["-m"], "command": ["--no_python"]}[spec.entry]
         return [*command, "--", *spec.argv]
+
+    def _launch_flags(self) -> list[str]:
+        return ["--cpu"] if self._options.cpu else []
+
+    def _wanted(self) -> Wanted:
+        """What a host must have for any job."""
+        from ..facts import Wanted
+
+        return Wanted()
 
     def _python(self) -> str:
         if self._options.requirements is None:

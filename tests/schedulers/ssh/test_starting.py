@@ -12,7 +12,7 @@ import pytest
 
 from schedulers.errors import SchedulerError, Unreachable
 from schedulers.hosts.errors import HostUnreachable, RemoteError
-from schedulers.hosts.facts import Facts, Gpus, Seen
+from schedulers.hosts.facts import Facts, Gpus, Seen, Wanted
 from schedulers.hosts.host_list import Host
 from schedulers.hosts.jobs import placement
 from schedulers.hosts.jobs.native_id import Native
@@ -168,7 +168,7 @@ def test_a_host_that_is_lost_after_its_examination_fails_its_own_jobs(
     )  # fmt: skip
     monkeypatch.setattr(placement, "examined", lambda *_, **__: report)
     job_ids = ["one", "two", "three", "four"]
-    placements, refused = place(cast(Hosts, hosts), SshOptions(), "ssh", job_ids, named, nodes, SIZE)
+    placements, refused = place(cast(Hosts, hosts), SshOptions(), "ssh", job_ids, named, nodes, SIZE, wanted=Wanted())
     assert [placement.job_id for placement in placements] == [job_id for job_id in job_ids if job_id not in failed]
     assert {
         job_id: re.sub(r"ports [0-9, ]+ is", "ports * is", str(error)) for job_id, error in refused.items()

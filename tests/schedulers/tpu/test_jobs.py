@@ -21,6 +21,7 @@ from tests.waiting import until
 
 from .conftest import ROOT, Submit, make_slice, target_options
 
+STANDINS = ROOT / "tests/standins"
 FOREVER = "echo up; while true; do sleep 0.1; done"
 
 
@@ -55,6 +56,48 @@ def test_ranks_are_the_workers_in_their_order(tpu: Tpu, submit: Submit) -> None:
     with pytest.raises(SpecError, match=r"--nodes 3: pod1 has 2 hosts; leave it out"):
         submit("true", nodes=3)
     assert submit("exit 7", nodes=2).wait(90).exit_code == 7
+
+
+@pytest.fixture
+def python(tmp_path: Path) -> str:
+    """An interpreter that has stand-ins of both runtimes."""
+    path = tmp_path / "python"
+    path.write_text(f'#!/bin/sh\nPYTHONPATH={STANDINS} exec {sys.executable} "$@"\n')
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_torch_tpu_has_a_rank_a_chip(tpu: Tpu, submit: Submit, python: str) -> None:
+    """The hosts' metadata says which of them is which, and the slice's topology; their chips are said."""
+    names = ("RANK", "WORLD_SIZE", "TORCH_TPU_SLICEBUILDER_ADDRESSES", "TORCH_TPU_TOPOLOGY")
+    job = submit(
+        "echo " + " ".join(f"${name}" for name in names), procs_per_node=None,
+        options={"cpu": False, "python": python},
+        env={"PYTHONPATH": f"{ROOT}:{STANDINS}", "TORCH_TPU_DEVICES_PER_HOST": "2"},
+    )  # fmt: skip
+    assert job.wait(90).state is State.SUCCEEDED, list(job.logs())
+    (node,) = tpu.nodes()
+    hosts = [end["ipAddress"] for end in node["networkEndpoints"]]
+    addresses = ",".join(f"{host}:{port}" for host in hosts for port in (8070, 8071))
+    assert sorted(printed(job)) == [(rank, f"{rank} 4 {addresses} 2,2,2\n") for rank in range(4)]
+
+
+def test_torch_xla_has_a_process_a_host(tpu: Tpu, home: Path, project: Path, python: str) -> None:
+    text = "import os\ndef go():\n    print('core', os.environ['PJRT_LOCAL_PROCESS_RANK'])\n"
+    (project / "train.py").write_text(text)
+    make_slice(tpu, "pod1")
+    options = {"cpu": False, "python": python, "runtime": "torch_xla", "main_training_function": "go"}
+    job = schedulers.submit(
+        "train.py", target="tpu", cwd=project, options=target_options(tpu, **options),
+        env={"PYTHONPATH": f"{ROOT}:{STANDINS}", "STANDIN_DEVICES": "2"},
+    )  # fmt: skip
+    assert job.wait(90).state is State.SUCCEEDED, list(job.logs())
+    assert sorted(printed(job)) == [(host, f"core {core}\n") for host in (0, 1) for core in (0, 1)]
+
+
+def test_hosts_without_the_runtime_are_named(tpu: Tpu, submit: Submit) -> None:
+    with pytest.raises(SubmitError, match=r"pod1-w0: no torch_tpu for .*; run there: .* -m pip install torch_tpu"):
+        submit("true", options={"cpu": False})
 
 
 def test_another_machine_finds_and_cancels_the_job(

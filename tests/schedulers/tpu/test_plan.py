@@ -103,6 +103,19 @@ def test_hosts_of_a_slice(shape: tuple[str | None, ...], hosts: int | None) -> N
 
 
 CREATED: dict[str, Any] = {"name": None, "accelerator_type": "v4-32", "version": "tpu-ubuntu2204-base"}
+@pytest.mark.parametrize(
+    ("options", "flags"),
+    [
+        ({}, "--tpu --tpu_runtime torch_tpu"),
+        ({"runtime": "torch_xla", "main_training_function": "go"},
+         "--tpu --tpu_runtime torch_xla --main_training_function go"),
+        ({"cpu": True, "runtime": "torch_xla"}, "--cpu"),
+    ],
+)  # fmt: skip
+def test_the_runtime_is_a_flag_of_the_launch(options: dict[str, Any], flags: str) -> None:
+    plan = target(**options).plan(JobSpec(argv=("train.py",), code="/p"), "2mxaaaaaaaa")
+    command = json.loads(plan.files["settings.json"])["command"]
+    assert command[command.index("launch") + 1 :] == [*flags.split(), "--", "train.py"]
 
 
 def test_a_plan_needs_neither_client_nor_library() -> None:
@@ -145,6 +158,7 @@ def test_a_plan_needs_neither_client_nor_library() -> None:
             "data_disk: 'd' is not as source=projects/P",
         ),
         (CREATED, {"nodes": 3}, "--nodes 3: v4-32 has 4 hosts; leave it out"),
+        ({"runtime": "torch_xla"}, {"entry": "command"}, "--no-python: torch_xla calls a function of a Python script"),
         ({}, {"resources": Resources(gpus=8)}, "--gpus 8: a TPU has none; its accelerator_type says which chips"),
         ({}, {"resources": Resources(accelerator="v4")}, "--accelerator v4: the slice's accelerator_type says"),
         ({}, {"image": "a/b"}, "hosts run the job as they are"),

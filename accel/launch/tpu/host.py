@@ -1,0 +1,155 @@
+"""This TPU host: its chips, its place in the slice, and the variables that torch_tpu needs before ranks start."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import os
+import re
+import socket
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+
+from ..errors import Refused
+
+PCI = "/sys/bus/pci/devices"
+VFIO = "/dev/vfio"
+_METADATA = "169.254.169.254"
+_ANSWER_S = 2.0
+_PORT = 8070
+_GOOGLE = "0x1ae0"
+_V7 = "0x0076"
+# PCI device -> the shape that so many of a host's devices have together (X, Y, Z; of TPU7x also the core of a chip).
+_CUBE = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,2,2"}
+_FLAT = {1: "1,1,1", 4: "2,2,1", 8: "2,4,1"}
+_SHAPES: Mapping[str, Mapping[int, str]] = {
+    "0x005e": _CUBE,  # v4
+    "0x0062": _CUBE,  # v5p
+    "0x0063": _FLAT,  # v5e
+    "0x006f": _FLAT,  # v6e
+    _V7: {2: "1,1,1,2", 4: "1,2,1,2", 8: "2,2,1,2"},
+}
+
+
+def chips(env: Mapping[str, str], pci: str = PCI, vfio: str = VFIO) -> list[str]:
+    """The PCI device id of each TPU device that processes here may use. `TORCH_TPU_DEVICES_PER_HOST` limits them."""
+    found = []
+    for path in sorted(glob.glob(f"{pci}/*")):
+        kind = _read(f"{path}/device")
+        group = os.path.basename(os.path.realpath(f"{path}/iommu_group"))
+        if _read(f"{path}/vendor") == _GOOGLE and kind in _SHAPES and os.path.exists(f"{vfio}/{group}"):
+            found.append(kind)
+    count = _number(env, "TORCH_TPU_DEVICES_PER_HOST", len(found))
+    return (found or [""] * count)[:count]
+
+
+def slice_environment(env: Mapping[str, str]) -> dict[str, str]:
+    """What is lacking in `env` of the variables that say which host of which slice this is, from the metadata server.
+
+    Nothing where the variables are set (GKE sets them), where TPU_SKIP_MDS_QUERY is, and where no server answers.
+    """
+    if "TPU_WORKER_HOSTNAMES" in env or env.get("TPU_SKIP_MDS_QUERY", "").lower() in ("1", "true"):
+        return {}
+    server = env.get("GCE_METADATA_HOST") or _METADATA
+    endpoints = _attribute(server, "worker-network-endpoints")
+    if not endpoints:
+        return {}
+    # name:id:address of each worker, in their order.
+    hosts = [end.split(":")[-1].strip() for end in endpoints.split(",")]
+    told = dict(re.findall(r"^(\w+): *'([^']*)'", _attribute(server, "tpu-env"), re.MULTILINE))
+    found = {
+        "TPU_WORKER_HOSTNAMES": ",".join(hosts),
+        "TPU_WORKER_ID": _attribute(server, "agent-worker-number") or told.get("WORKER_ID", ""),
+        "TPU_ACCELERATOR_TYPE": _attribute(server, "accelerator-type"),
+        "TPU_TOPOLOGY": told.get("TOPOLOGY", ""),
+    }
+    return {name: value for name, value in found.items() if value and name not in env}
+
+
+def torch_tpu_variables(
+    env: Mapping[str, str], devices: Sequence[str], *, nodes: int, processes: int, run_id: str
+) -> dict[str, str]:
+    """torch_tpu's variables for all ranks, the same on every host; those that are set stay.
+
+    `devices` are the host's, as `chips` gives them. Raises Refused for what cannot be told.
+    """
+    if int(env.get("MEGASCALE_NUM_SLICES") or 1) > 1:
+        raise Refused("--tpu: torch_tpu on several slices (MEGASCALE_NUM_SLICES) is not in this version: use one slice")
+    found = dict.fromkeys(("TORCH_TPU_SLICEBUILDER_ADDRESSES", "TORCH_TPU_TOPOLOGY", "TORCH_TPU_XPROF_SESSION_ID"), "")
+    found |= {name: env[name] for name in found if env.get(name)}
+    addresses, topology, session = found
+    if not found[addresses]:
+        found[addresses] = ",".join(_addresses(env, nodes, processes))
+    if not found[topology]:
+        found[topology] = _topology(env, devices, nodes, processes)
+    if not found[session]:
+        number = int(hashlib.sha256(f"{run_id} {found[addresses]}".encode()).hexdigest()[:15], 16)
+        found[session] = str(number if nodes > 1 else time.time_ns())
+    return found
+
+
+def _addresses(env: Mapping[str, str], nodes: int, processes: int) -> list[str]:
+    """One a rank, in their order: where the ranks build the slice together."""
+    if nodes == 1:
+        return [f"localhost:{port}" for port in _free_ports(processes)]
+    hosts = [name.strip() for name in env.get("TPU_WORKER_HOSTNAMES", "").split(",") if name.strip()]
+    if len(hosts) != nodes:
+        has = f"TPU_WORKER_HOSTNAMES names {len(hosts)}" if hosts else "TPU_WORKER_HOSTNAMES is not set"
+        raise Refused(f"--tpu on {nodes} machines: {has}: export the names of all, in the order of their ranks")
+    base = _number(env, "TORCH_TPU_BASE_PORT", _PORT)
+    return [f"{host}:{base + index}" for host in hosts for index in range(processes)]
+
+
+def _topology(env: Mapping[str, str], devices: Sequence[str], nodes: int, processes: int) -> str:
+    kind = next(iter(devices), "")
+    shapes = _SHAPES.get(kind, {})
+    if nodes == 1 and processes in shapes:
+        return shapes[processes]
+    if nodes == 1 and shapes:
+        counts = ", ".join(map(str, shapes))
+        raise Refused(f"--num_processes {processes}: on one such TPU host it is one of {counts}")
+    text = env.get("TPU_TOPOLOGY", "")
+    sides = re.split("[x,]", text)
+    if not all(side.isdecimal() for side in sides):
+        said = f"TPU_TOPOLOGY={text!r} is no topology" if text else "nothing says the slice's topology"
+        raise Refused(f"--tpu: {said}: export TORCH_TPU_TOPOLOGY, such as 2,2,2")
+    return ",".join([*sides, "1", "1"][: max(3, len(sides))] + (["2"] if kind == _V7 and len(sides) < 4 else []))
+
+
+def _free_ports(count: int) -> list[int]:
+    with ExitStack() as held:
+        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("localhost", 0))
+        return [int(one.getsockname()[1]) for one in sockets]
+
+
+def _attribute(server: str, name: str) -> str:
+    url = f"http://{server}/computeMetadata/v1/instance/attributes/{name}"
+    # By no proxy: the server is this machine's own.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(
+            urllib.request.Request(url, headers={"Metadata-Flavor": "Google"}), timeout=_ANSWER_S
+        ) as answer:
+            return str(answer.read().decode())
+    except (OSError, urllib.error.URLError, ValueError):
+        return ""
+
+
+def _number(env: Mapping[str, str], name: str, default: int) -> int:
+    text = env.get(name) or str(default)
+    if not text.isdecimal():
+        raise Refused(f"environment: {name} must be a whole number, not {text!r}")
+    return int(text)
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path) as file:
+            return file.read().strip()
+    except OSError:
+        return ""

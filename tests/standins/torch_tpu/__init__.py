@@ -1,0 +1,1 @@
+"""Stands in for torch_tpu where only its presence is asked for."""
