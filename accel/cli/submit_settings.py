@@ -72,7 +72,7 @@ def of_file(path: str, script: str = "") -> Carried:
         gpus=per_node if options["multi_gpu"] else None,
         notes=tuple(_left_out(found)),
         kind="tpu" if options["tpu"] else None,
-        options={key: options[f"tpu_{key}"] for key in ("name", "zone") if options[f"tpu_{key}"]},
+        options=_of_slice(options) if options["tpu"] else {},
     )
 
 
@@ -90,6 +90,12 @@ def launch_variables(options: Mapping[str, Any]) -> dict[str, str]:
         setting = BY_NAME["fp8_override_linear_precision"]  # three variables of a worker, one of the launch
         env[setting.env] = typed(setting, options[setting.name])
     return env
+
+
+def _of_slice(options: Mapping[str, Any]) -> dict[str, Any]:
+    """A TPU's file as options of a tpu target."""
+    names = {"name": "tpu_name", "zone": "tpu_zone", "main_training_function": "main_training_function"}
+    return {key: options[name] for key, name in names.items() if options[name]}
 
 
 def _pod_variables(options: Mapping[str, Any]) -> dict[str, str]:

@@ -43,6 +43,8 @@ def launch(options: Mapping[str, Any], program: Program) -> int:
     refuse_missing(options)
     if options["tpu"] and program.entry == "command" and _tpu_runtime(options) == "torch_xla":
         raise Refused("--tpu and --no_python contradict each other: torch_xla calls a function of a Python script")
+    if options["tpu"] and options["num_processes"] and not options["quiet"] and _tpu_runtime(options) == "torch_xla":
+        launch_run.say(f"accel launch: --num_processes {options['num_processes']}: torch_xla starts one a chip anyhow")
     run = planned(options, program)
     if options["use_deepspeed"] and _has_own_launcher(options, run):
         return _run_deepspeed(options, program, run)

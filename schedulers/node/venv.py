@@ -130,7 +130,8 @@ def build(directory: str, python: str, files: dict[str, str], lock: int) -> None
         with open(os.path.join(own, name), "w", encoding="utf-8", errors="surrogateescape") as file:
             file.write(text)
     install = [python, "-m", "pip", "install", "--no-input", "--disable-pip-version-check", "--no-color"]
-    run([*install, "-r", os.path.join(own, "requirements.txt")], log, lock, f"pip install (Python {platform.python_version()})")
+    what = f"pip install (Python {platform.python_version()})"
+    run([*install, "-r", os.path.join(own, "requirements.txt")], log, lock, what)
     os.sync()  # after a power loss a marker must not stand over empty files
     os.close(os.open(os.path.join(directory, MARKER), os.O_WRONLY | os.O_CREAT, 0o600))
 

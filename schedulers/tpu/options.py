@@ -163,10 +163,7 @@ def _problems(spec: JobSpec, options: TpuOptions) -> Iterator[str]:
         yield f"--nodes {spec.nodes}: {options.accelerator_type or options.topology} has {count} hosts; leave it out"
     if spec.resources.gpus:
         yield f"--gpus {spec.resources.gpus}: a TPU has none; its accelerator_type says which chips there are"
-    if options.runtime == "torch_xla" and not options.cpu:
-        if spec.entry == "command":
-            yield "--no-python: torch_xla calls a function of a Python script; say runtime: torch_tpu, or cpu: true"
-        if spec.procs_per_node is not None:
-            yield f"--procs-per-node {spec.procs_per_node}: torch_xla starts a process a chip; leave it out"
+    if options.runtime == "torch_xla" and not options.cpu and spec.entry == "command":
+        yield "--no-python: torch_xla calls a function of a Python script; say runtime: torch_tpu, or cpu: true"
     if spec.resources.accelerator is not None:
         yield f"--accelerator {spec.resources.accelerator}: the slice's accelerator_type says which chips there are"

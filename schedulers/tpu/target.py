@@ -132,6 +132,11 @@ class TpuTarget(HostsTarget):
         function = ["--main_training_function", options.main_training_function]
         return ["--tpu", "--tpu_runtime", options.runtime, *(function if options.runtime == "torch_xla" else [])]
 
+    def _warnings(self, spec: JobSpec) -> tuple[str, ...]:
+        unused = spec.procs_per_node is not None and self._options.runtime == "torch_xla" and not self._options.cpu
+        more = (f"{spec.procs_per_node} processes a node are not used: torch_xla starts one a chip",) if unused else ()
+        return (*super()._warnings(spec), *more)
+
     def _wanted(self) -> Wanted:
         wanted, runtime = super()._wanted(), self._options.runtime
         if self._options.cpu:

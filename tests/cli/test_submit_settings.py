@@ -74,7 +74,7 @@ def test_a_file_of_which_a_job_can_make_nothing(
 
 XLA = (
     "distributed_type: XLA\nnum_processes: 4\nmixed_precision: bf16\ntpu_use_cluster: true\ntpu_name: pod1\n"
-    "tpu_zone: us-east1-d\ntpu_use_sudo: true\ntpu_env: [A=1=2]\n"
+    "tpu_zone: us-east1-d\ntpu_use_sudo: true\ntpu_env: [A=1=2]\nmain_training_function: go\n"
 )
 
 
@@ -86,7 +86,7 @@ def test_a_file_for_a_tpu_is_for_a_tpu_target(
     Path("train.py").touch()
     carried = of_file("c.yaml")
     assert (carried.kind, carried.procs_per_node, carried.gpus) == ("tpu", 4, None)
-    assert carried.options == {"name": "pod1", "zone": "us-east1-d"}
+    assert carried.options == {"name": "pod1", "zone": "us-east1-d", "main_training_function": "go"}
     assert (carried.env["A"], carried.env["ACCELERATE_MIXED_PRECISION"]) == ("1=2", "bf16")
     assert carried.notes == ("c.yaml:7: tpu_use_sudo is left out: only accel launch has a use for it",)
     assert main(["submit", "--config_file", "c.yaml", "--dry-run", "train.py"]) == exit_status.OK

@@ -154,8 +154,8 @@ def test_a_host_that_cannot_get_it_is_named_with_pips_words_and_nothing_is_left(
         submit("true", options={"requirements": "requirements.txt"})
     for node in ("node1", "node2"):
         assert re.search(
-            rf"{node}: requirements.txt: pip install \(Python [0-9.]+\) failed \(status 1\): .*No matching distribution found for "
-            r"nowhere==7 \(all of it: /.*\.log\)",
+            rf"{node}: requirements.txt: pip install \(Python .*\) failed \(status 1\): .*No matching distribution "
+            r"found for nowhere==7 \(all of it: /.*\.log\)",
             str(error.value),
         )
         kept = [path for path in (ssh_hosts.home(node) / ".accel/envs").iterdir() if path.suffix != ".lock"]

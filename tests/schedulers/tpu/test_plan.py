@@ -103,6 +103,8 @@ def test_hosts_of_a_slice(shape: tuple[str | None, ...], hosts: int | None) -> N
 
 
 CREATED: dict[str, Any] = {"name": None, "accelerator_type": "v4-32", "version": "tpu-ubuntu2204-base"}
+
+
 @pytest.mark.parametrize(
     ("options", "flags"),
     [
@@ -116,6 +118,13 @@ def test_the_runtime_is_a_flag_of_the_launch(options: dict[str, Any], flags: str
     plan = target(**options).plan(JobSpec(argv=("train.py",), code="/p"), "2mxaaaaaaaa")
     command = json.loads(plan.files["settings.json"])["command"]
     assert command[command.index("launch") + 1 :] == [*flags.split(), "--", "train.py"]
+
+
+def test_torch_xla_starts_as_many_processes_as_there_are_chips() -> None:
+    spec = JobSpec(argv=("train.py",), code="/p", procs_per_node=4)
+    (warning,) = target(runtime="torch_xla").plan(spec, "2mxaaaaaaaa").warnings
+    assert warning == "4 processes a node are not used: torch_xla starts one a chip"
+    assert target().plan(spec, "2mxaaaaaaaa").warnings == ()
 
 
 def test_a_plan_needs_neither_client_nor_library() -> None:
