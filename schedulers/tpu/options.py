@@ -15,6 +15,7 @@ from .topology import GENERATIONS, hosts_of
 
 _NAME = re.compile(r"[a-z](?:[-a-z0-9]{0,61}[a-z0-9])?")
 _ZONE = re.compile(r"[a-z]+-[a-z]+\d+-[a-z]")
+_URI = re.compile(r"gs://[a-z0-9][a-z0-9._-]{1,61}[a-z0-9](?:/[^\s]*)?")
 _DURATION = re.compile(r"(?=\d)(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", re.ASCII)
 # What only a slice that is created can have.
 _OF_CREATED = (
@@ -50,6 +51,8 @@ class TpuOptions(HostOptions):
     runtime:      what drives the chips. `torch_tpu`: a rank a chip. `torch_xla`: a process on each host, in which
                   torch_xla calls a function of the script on every core. With `cpu: true`, neither.
     main_training_function:  that function, for torch_xla.
+    checkpoint_uri: `gs://bucket/prefix`, to which each host uploads the checkpoints under ACCEL_PROJECT_ROOT, and from
+                  which they are restored before the start; `{id}` is the job's id.
     """
 
     project: str | None = None
@@ -78,6 +81,7 @@ class TpuOptions(HostOptions):
     concurrency: int | None = 1
     runtime: Literal["torch_tpu", "torch_xla"] = "torch_tpu"
     main_training_function: str = "main"
+    checkpoint_uri: str | None = None
 
 
 def check(options: TpuOptions, name: str) -> None:
@@ -87,6 +91,9 @@ def check(options: TpuOptions, name: str) -> None:
         value = getattr(options, key)
         if value is not None and not form.fullmatch(value):
             raise SpecError(f"{where}: {key}: {value!r} is no {key} that Google Cloud gives")
+    if options.checkpoint_uri is not None and not _URI.fullmatch(options.checkpoint_uri):
+        wanted = "gs://bucket/prefix/{id}"
+        raise SpecError(f"{where}: checkpoint_uri must be like {wanted}, not {options.checkpoint_uri!r}")
     if options.spares:
         raise SpecError(f"{where}: spares: a job runs on all hosts of its slice: leave it out")
     for problem in _slice_problems(options):

@@ -28,6 +28,11 @@ _METADATA = "169.254.169.254"  # of each host: https://cloud.google.com/compute/
 CODE = "code.tar"  # in a job's directory: of one that waits for its slice
 _REACH_S = 60.0
 _TORCH_TPU_PYTHON = (3, 11)
+# Whatever a program's directory holds, `schedulers` is the installed package.
+_KEEP = (
+    "import sys; sys.path[:] = [p for p in sys.path if p]; "
+    "from schedulers.tpu.checkpoints import main; sys.exit(main())"
+)
 
 
 class TpuTarget(HostsTarget):
@@ -125,6 +130,10 @@ class TpuTarget(HostsTarget):
     def _chosen(self, spec: JobSpec) -> str:
         return "all of them, by the workers' numbers"
 
+    def _command(self, spec: JobSpec) -> list[str]:
+        command, uri = super()._command(spec), self._options.checkpoint_uri
+        return command if uri is None else [command[0], "-c", _KEEP, uri, *command[1:]]
+
     def _launch_flags(self) -> list[str]:
         options = self._options
         if options.cpu:
@@ -139,6 +148,8 @@ class TpuTarget(HostsTarget):
 
     def _wanted(self) -> Wanted:
         wanted, runtime = super()._wanted(), self._options.runtime
+        if self._options.checkpoint_uri is not None:
+            wanted = replace(wanted, packages={**wanted.packages, "google-cloud-storage": "google.cloud.storage"})
         if self._options.cpu:
             return wanted
         python = _TORCH_TPU_PYTHON if runtime == "torch_tpu" else wanted.python

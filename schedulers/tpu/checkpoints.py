@@ -1,0 +1,289 @@
+"""Checkpoints of a job in a bucket of Google Cloud Storage: the program around `accel launch` on each host.
+
+Before the ranks start it restores the newest checkpoint of which the bucket has every host's copy, and it uploads each
+that they leave, the manifest last. Nothing in the bucket is written over: a save has a folder of its own,
+
+    URI/PATH/SAVE/node-N/FILE
+
+where PATH is that of the checkpoint under ACCEL_PROJECT_ROOT (`accel.world.project_root`), and SAVE the word that all
+hosts' copies of one save have in their manifests.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, NoReturn
+
+from ..processes import die_with_parent
+
+MANIFEST, ROOT = "accel_manifest.json", "ACCEL_PROJECT_ROOT"  # as accel has them
+_DRAFT = re.compile(r"\..+\.(?:draft|old|gone)-[0-9a-f]{8}")
+_NUMBERED = re.compile(r"checkpoint_(\d+)")
+_NODE = re.compile(r"node-(\d+)")
+_PAUSE_S = 1.0
+_AT_ONCE = 4
+_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
+
+
+class Failed(Exception):
+    """What cannot be done with the bucket, in one line."""
+
+
+class Save(NamedTuple):
+    """One save of a checkpoint, as all hosts know it."""
+
+    path: str
+    word: str
+
+    def folder(self, node: int) -> str:
+        return f"{self.path}/{self.word}/node-{node}"
+
+
+class Bucket:
+    """What is under a URI. All methods raise Failed."""
+
+    def __init__(self, uri: str) -> None:
+        self.uri = uri
+        name, _, prefix = uri.removeprefix("gs://").partition("/")
+        self._prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
+        try:
+            from google.cloud import storage
+        except ImportError:
+            raise Failed(f"{uri}: google-cloud-storage is not installed: pip install 'accel-launch[gcs]'") from None
+        try:
+            self._bucket = storage.Client().bucket(name)
+        except Exception as error:
+            self._refuse(error)
+
+    def put(self, name: str, path: str) -> None:
+        """Raises FileNotFoundError where there is no such file any more."""
+        from google.cloud.storage.retry import DEFAULT_RETRY
+
+        try:
+            self._bucket.blob(self._prefix + name).upload_from_filename(path, retry=DEFAULT_RETRY)
+        except FileNotFoundError:
+            raise
+        except Exception as error:
+            self._refuse(error)
+
+    def put_last(self, name: str, content: bytes, nodes: int) -> None:
+        """The manifest, with which the copy of one of so many hosts is whole."""
+        from google.cloud.storage.retry import DEFAULT_RETRY
+
+        try:
+            blob = self._bucket.blob(self._prefix + name)
+            blob.metadata = {"nodes": str(nodes)}
+            blob.upload_from_string(content, "application/json", retry=DEFAULT_RETRY)
+        except Exception as error:
+            self._refuse(error)
+
+    def get(self, name: str, path: str) -> None:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        try:
+            self._bucket.blob(self._prefix + name).download_to_filename(path)
+        except Exception as error:
+            self._refuse(error)
+
+    def sizes(self, folder: str = "") -> dict[str, int]:
+        return {name: int(blob.size) for name, blob in self._blobs(folder)}
+
+    def whole(self) -> dict[Save, tuple[int, Any]]:
+        """The saves of which every host's copy is there: of how many hosts, and when they began to be whole."""
+        found: dict[Save, dict[int, Any]] = {}
+        for name, blob in self._blobs(""):
+            *path, word, folder, file = name.split("/") if name.count("/") > 2 else ("", "", "")
+            node = _NODE.fullmatch(folder)
+            if file == MANIFEST and node is not None and not {"", ".", ".."} & {*path, word}:
+                found.setdefault(Save("/".join(path), word), {})[int(node[1])] = blob
+        counted = {save: int((blobs[0].metadata or {}).get("nodes", 0)) for save, blobs in found.items() if 0 in blobs}
+        return {
+            save: (count, found[save][0].time_created)
+            for save, count in counted.items()
+            if count and found[save].keys() >= set(range(count))
+        }
+
+    def _blobs(self, folder: str) -> Iterator[tuple[str, Any]]:
+        under = f"{self._prefix}{folder}/" if folder else self._prefix
+        try:
+            for blob in self._bucket.list_blobs(prefix=under):
+                yield blob.name[len(self._prefix) :], blob
+        except Exception as error:
+            self._refuse(error)
+
+    def _refuse(self, error: Exception) -> NoReturn:
+        """Google's libraries raise errors of many kinds, requests' among them."""
+        raise Failed(f"{self.uri}: {type(error).__name__}: {' '.join(str(error).split())}") from error
+
+
+def restore(bucket: Bucket, root: str, node: int) -> list[str]:
+    """Puts the newest whole checkpoint of each project, and those with names of their own, where this host looks for
+    them; one that the host has stays. Returns their paths. Raises Failed."""
+    newest: dict[str, tuple[tuple[int, Any], Save, int]] = {}
+    for save, (nodes, at) in bucket.whole().items():
+        parent, _, name = save.path.rpartition("/")
+        number = _NUMBERED.fullmatch(name)
+        key = f"{parent}/checkpoint_" if number else save.path
+        order = (int(number[1]) if number else 0, at)
+        if key not in newest or order > newest[key][0]:
+            newest[key] = order, save, nodes
+    return [save.path for _, save, nodes in newest.values() if _restored(bucket, root, node, save, nodes)]
+
+
+def _restored(bucket: Bucket, root: str, node: int, save: Save, nodes: int) -> bool:
+    # Of another number of hosts a new one has no copy: it takes that of node 0.
+    of, own = (node, _own(root, node)) if node < nodes else (0, root)
+    place = os.path.join(own, *save.path.split("/"))
+    if os.path.lexists(place):
+        return False
+    draft = os.path.join(os.path.dirname(place), f".{os.path.basename(place)}.draft-{save.word}")
+    shutil.rmtree(draft, ignore_errors=True)
+    folder = save.folder(of)
+    manifest = os.path.join(draft, f"{MANIFEST}.part")
+    bucket.get(f"{folder}/{MANIFEST}", manifest)
+    names = _files(_read(manifest))
+
+    def get(name: str) -> None:
+        path = os.path.join(draft, *name.split("/"))
+        bucket.get(f"{folder}/{name}", path)
+        if os.path.getsize(path) != names[name]:
+            raise Failed(f"{bucket.uri}: {folder}/{name} has not the {names[name]} bytes of its manifest")
+
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        list(pool.map(get, names))
+    os.rename(manifest, os.path.join(draft, MANIFEST))
+    os.rename(draft, place)
+    return True
+
+
+class Uploads:
+    """Uploads the checkpoints of this host, as they become whole."""
+
+    def __init__(self, bucket: Bucket, root: str, node: int, nodes: int) -> None:
+        self._bucket = bucket
+        self._own = _own(root, node)
+        self._node = node
+        self._nodes = nodes
+        self._done: set[Save] = set()
+        self._said = ""
+
+    def run(self, over: threading.Event) -> None:
+        """Until it is over, and once more."""
+        while not over.wait(_PAUSE_S):
+            self.look()
+        self.look()
+
+    def look(self) -> None:
+        """Uploads what is new, the oldest first; what fails is tried again the next time."""
+        for folder in self._whole():
+            try:
+                content = _read(os.path.join(folder, MANIFEST))
+                save = Save(os.path.relpath(folder, self._own).replace(os.sep, "/"), str(json.loads(content)["save"]))
+                if save not in self._done:
+                    self._upload(save, folder, content)
+            except (FileNotFoundError, ValueError, KeyError):
+                continue  # it has been replaced, or removed, in the meantime
+            except Failed as error:
+                self._say(f"{os.path.basename(folder)} is not in the bucket yet: {error}")
+
+    def _upload(self, save: Save, folder: str, content: bytes) -> None:
+        to = save.folder(self._node)
+        there = self._bucket.sizes(to)
+        if f"{to}/{MANIFEST}" not in there:
+            left = [name for name, size in _files(content).items() if there.get(f"{to}/{name}") != size]
+            with ThreadPoolExecutor(_AT_ONCE) as pool:
+                list(pool.map(lambda name: self._bucket.put(f"{to}/{name}", os.path.join(folder, name)), left))
+            if _read(os.path.join(folder, MANIFEST)) != content:
+                return  # another save took its place: files of both may have been read
+            self._bucket.put_last(f"{to}/{MANIFEST}", content, self._nodes)
+        self._done.add(save)
+
+    def _whole(self) -> list[str]:
+        """The folders of whole checkpoints, by the time when they became so."""
+        found = []
+        for folder, below, files in os.walk(self._own):
+            if self._node == 0 and folder == self._own:
+                below[:] = [name for name in below if not _NODE.fullmatch(name)]
+            below[:] = [name for name in below if not _DRAFT.fullmatch(name)]
+            if MANIFEST in files:
+                found.append(folder)
+        return sorted(found, key=_written_at)
+
+    def _say(self, text: str) -> None:
+        if text != self._said:
+            say(text)
+            self._said = text
+
+
+def _own(root: str, node: int) -> str:
+    return os.path.join(root, f"node-{node}") if node else root
+
+
+def _written_at(folder: str) -> float:
+    try:
+        return os.path.getmtime(os.path.join(folder, MANIFEST))
+    except OSError:
+        return 0.0
+
+
+def _files(manifest: bytes) -> dict[str, int]:
+    """The files that a manifest names, with their lengths. Raises ValueError."""
+    found = {str(name): int(entry["bytes"]) for name, entry in json.loads(manifest)["files"].items()}
+    if any({"", ".", ".."} & set(name.split("/")) for name in found):
+        raise ValueError("a manifest names a file outside of its checkpoint")
+    return found
+
+
+def _read(path: str) -> bytes:
+    with open(path, "rb") as file:
+        return file.read()
+
+
+def say(text: str) -> None:
+    print(f"accel: checkpoints: {text}", file=sys.stderr, flush=True)
+
+
+def run(command: Sequence[str], uploads: Uploads) -> int:
+    """Runs the launcher to its end, and returns its code when what it has left is in the bucket."""
+    parent = os.getpid()
+
+    def enter() -> None:
+        die_with_parent(signal.SIGTERM, parent)
+        for signum in _WARNINGS:  # which must not end a launcher that has yet to take them
+            signal.signal(signum, signal.SIG_IGN)
+
+    over = threading.Event()
+    launcher = subprocess.Popen(command, preexec_fn=enter)
+    for signum in _FORWARDED:
+        signal.signal(signum, lambda received, _: launcher.send_signal(received))
+    uploading = threading.Thread(target=uploads.run, args=(over,))
+    uploading.start()
+    code = launcher.wait()
+    over.set()
+    uploading.join()
+    return code if code >= 0 else 128 - code
+
+
+def main() -> int:
+    """The URI, and what Python is to run: `accel launch` with its flags."""
+    uri, *launch = sys.argv[1:]
+    uri = uri.replace("{id}", os.environ["ACCEL_JOB_ID"])
+    root = os.environ.setdefault(ROOT, os.path.join(os.environ["ACCEL_JOB_DIR"], "checkpoints"))
+    node, nodes = (int(launch[launch.index(flag) + 1]) for flag in ("--machine_rank", "--num_machines"))
+    try:
+        bucket = Bucket(uri)
+        for path in restore(bucket, root, node):
+            say(f"{path} is restored from {uri}")
+    except (Failed, OSError, ValueError, KeyError) as error:
+        say(str(error))
+        return 1
+    return run([sys.executable, *launch], Uploads(bucket, root, node, nodes))
