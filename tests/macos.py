@@ -21,7 +21,8 @@ print(json.dumps([sys.platform, job.wait(60).state.value, text]))
 
 # Run at the start of every interpreter, once os, signal, select, socket, resource and psutil have been imported.
 _SITECUSTOMIZE = '''
-import os, resource, select, signal, socket, sys, types
+import os, resource, select, signal, socket, sys, sysconfig, types
+sysconfig.get_config_vars()  # of a file that has the platform in its name
 try:
     import psutil
 except ImportError:

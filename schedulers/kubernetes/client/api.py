@@ -1,7 +1,6 @@
-"""One API server as one user: plain dictionaries there and back.
+"""One API server as one user: plain dictionaries there and back, over the official client's `ApiClient`.
 
-Raw HTTP on urllib3, which the official package uses too: importing that package, with its models, costs a quarter of a
-second on the way of every submit. It is asked for what it alone can do: exec plug-ins, OIDC, and exec into a pod.
+Its import takes a quarter of a second: only what speaks to a cluster pays that.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from urllib.parse import quote, urlencode
 
 from ...errors import ConfigError, Unreachable
 from ..options import KubernetesOptions
-from . import kubeconfig, tls
+from . import kubeconfig
 from .credentials import Credentials
-from .errors import Forbidden, NotFound, error_of, warnings_of
+from .errors import Forbidden, NotFound, error_of, unreachable, warnings_of
 
 if TYPE_CHECKING:
     import urllib3
@@ -31,6 +30,7 @@ _AGAIN = ("GET", "PUT", "DELETE", "HEAD")
 _BUSY = (429, 500, 502, 503, 504)
 _PIECE = 1 << 16
 _PAGE = "500"
+_CONNECT_S = 10.0
 
 Query = Mapping[str, str | Sequence[str]]
 
@@ -47,7 +47,7 @@ class Api:
         self._lock = threading.RLock()
         self._found: kubeconfig.Access | None = None
         self._shown: Credentials | None = None
-        self._made: urllib3.PoolManager | None = None
+        self._made: Any = None  # an ApiClient
         self._discovered: set[str] | None = None
         self._ahead_s = 0.0
 
@@ -116,14 +116,13 @@ class Api:
 
         Raises an ApiError for a no, Unreachable when there is no answer, ConfigError when it cannot be asked at all.
         """
-        data = None if body is None else json.dumps(body).encode()
         # Servers compress long lists only.
         headers = {
             "accept": "application/json",
             "accept-encoding": "gzip",
-            **({} if data is None else {"content-type": content_type}),
+            **({} if body is None else {"content-type": content_type}),
         }
-        response, warnings = self._answered(method, path, query, data, headers, timeout_s)
+        response, warnings = self._answered(method, path, query, body, headers, timeout_s)
         try:
             found = json.loads(response) if response.strip() else {}
         except ValueError:
@@ -150,7 +149,7 @@ class Api:
     def stream(self, path: str, *, query: Query | None = None, idle_s: float | None = None) -> Stream:
         """An answer that is read as it comes. Raises what `call` raises; reading it raises Unreachable when it breaks
         off, and, where `idle_s` is given, when nothing has come for so many seconds."""
-        response = self._respond("GET", path, query, None, {"accept": "*/*"}, idle_s, stream=True)
+        response = self._respond("GET", path, query, None, {"accept": "*/*"}, idle_s)
         return Stream(response, self)
 
     def versions(self) -> set[str]:
@@ -189,13 +188,14 @@ class Api:
         if container is not None:
             query["container"] = container
         url = self._url(self.path("v1", "pods", pod, "exec", namespace), query)
-        return connect(self.access, self._credentials(), url, self.where, binary=binary)
+        shown = self._credentials().headers()
+        return connect(self._credentials().configuration(), self.access, shown, url, self.where, binary=binary)
 
     def close(self) -> None:
         """Ends the connections that nobody uses; they are made anew when they are needed."""
         with self._lock:
             if self._made is not None:
-                self._made.clear()
+                self._made.close()
             self._made = None
 
     @property
@@ -204,7 +204,8 @@ class Api:
         return f"target {self._target}"
 
     def unreachable(self, error: Exception) -> Unreachable:
-        return tls.unreachable(error, self.access, self.where)
+        proxy = None if self._made is None else self._made.configuration.proxy
+        return unreachable(error, self.where, self.access.shown, proxy)
 
     def _unreachable_by(self, why: str) -> Unreachable:
         return Unreachable(f"{self.where}: the API server {self.access.shown}: {why}")
@@ -215,23 +216,28 @@ class Api:
                 self._shown = Credentials(self.access, self._target)
             return self._shown
 
-    def _pool(self) -> urllib3.PoolManager:
+    def _client(self) -> Any:
+        """The client, which makes its connections when they are needed."""
+        configuration = self._credentials().configuration()
+        from kubernetes.client import ApiClient
+
         with self._lock:
-            if self._made is None:
-                self._made = tls.pool_of(self.access, self._credentials().certificate(), self.where)
+            if self._made is None or self._made.configuration is not configuration:
+                self.close()
+                self._made = ApiClient(configuration)
             return self._made
 
     def _url(self, path: str, query: Query | None) -> str:
         return f"{self.server}{path}{'?' + urlencode(query, doseq=True) if query else ''}"
 
     def _answered(
-        self, method: str, path: str, query: Query | None, data: bytes | None, headers: dict[str, str], timeout_s: float
+        self, method: str, path: str, query: Query | None, body: object, headers: dict[str, str], timeout_s: float
     ) -> tuple[bytes, list[str]]:
         """The body of the answer, and its warnings."""
         import urllib3
 
         for wait in (*_WAITS_S, None):
-            response = self._respond(method, path, query, data, headers, timeout_s, stream=False)
+            response = self._respond(method, path, query, body, headers, timeout_s)
             try:
                 return bytes(response.read()), warnings_of(response.headers.getlist("warning"))
             except (urllib3.exceptions.HTTPError, OSError) as error:
@@ -247,21 +253,19 @@ class Api:
         method: str,
         path: str,
         query: Query | None,
-        data: bytes | None,
+        body: object,
         headers: dict[str, str],
         timeout_s: float | None,
-        *,
-        stream: bool,
     ) -> urllib3.BaseHTTPResponse:
         """A response that says yes, its body not read yet."""
         renewed = False
         waits = list(_WAITS_S)
         while True:
             given = self._credentials().given()
-            response = self._sent(method, path, query, data, headers, timeout_s, waits)
+            response = self._sent(method, path, query, body, headers, timeout_s, waits)
             if 200 <= response.status < 300:
                 return response
-            body = self._rest(response)
+            refused = self._rest(response)
             if response.status == 401 and not renewed and self._credentials().renew(given):
                 renewed = True
                 self.close()  # a new certificate needs new connections
@@ -269,7 +273,7 @@ class Api:
             if response.status in _BUSY and waits and (method in _AGAIN or response.status == 429):
                 _pause(waits.pop(0), response.headers.get("retry-after"))
                 continue
-            refusal = error_of(response.status, body, where=self.where, who=self.access.who)
+            refusal = error_of(response.status, refused, where=self.where, who=self.access.who)
             if response.status in _BUSY:
                 raise Unreachable(
                     f"{self.where}: the API server {self.access.shown} answers {response.status}: {_text(refusal)}"
@@ -281,32 +285,31 @@ class Api:
         method: str,
         path: str,
         query: Query | None,
-        data: bytes | None,
+        body: object,
         headers: dict[str, str],
         timeout_s: float | None,
         waits: list[float],
     ) -> urllib3.BaseHTTPResponse:
-        pool = self._pool()
+        client = self._client()
         from email.utils import mktime_tz, parsedate_tz
 
-        import urllib3
-        from urllib3 import exceptions
+        from kubernetes.client.exceptions import ApiException
+        from urllib3 import HTTPHeaderDict, exceptions
 
-        authorization = self._credentials().authorization()
-        shown = {"user-agent": "accel", **headers, **({"authorization": authorization} if authorization else {})}
+        shown = HTTPHeaderDict({"user-agent": "accel", **headers})
+        shown.extend(self._credentials().headers())
+        times = (_CONNECT_S, timeout_s)
         while True:
             try:
-                response = pool.request(
-                    method, self._url(path, query), body=data, headers=shown, preload_content=False, redirect=False,
-                    timeout=urllib3.Timeout(connect=tls.CONNECT_S, read=timeout_s),
-                )  # fmt: skip
+                answer = client.call_api(method, self._url(path, query), shown, body, _request_timeout=times)
+                response: urllib3.BaseHTTPResponse = answer.response
                 if (date := parsedate_tz(response.headers.get("date"))) is not None:
                     self._ahead_s = mktime_tz(date) - time.time()
                 return response
-            except (exceptions.HTTPError, OSError) as error:
+            except (ApiException, exceptions.HTTPError, OSError) as error:  # the first is the client's for TLS
                 never_sent = isinstance(error, exceptions.NewConnectionError)
                 slow = isinstance(error, exceptions.TimeoutError) and not never_sent
-                if not waits or slow or isinstance(error, exceptions.SSLError) or not (never_sent or method in _AGAIN):
+                if not waits or slow or isinstance(error, ApiException) or not (never_sent or method in _AGAIN):
                     raise self.unreachable(error) from None
                 time.sleep(waits.pop(0))
             except ValueError as error:  # a URL, or a header, that cannot be

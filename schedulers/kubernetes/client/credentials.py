@@ -1,24 +1,51 @@
-"""How an API server is shown who asks: what the kubeconfig holds, or what a plug-in that it names gives out."""
+"""How an API server is shown who asks: by the official client's loader, and what that lacks.
+
+Ours are exec plug-ins (the loader logs a failure and goes on as nobody), token files, which are read anew for every
+question, impersonation, a proxy's credentials, and files of keys that end with the process.
+"""
 
 from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import datetime
+import os
 import re
+import shutil
+import ssl
+import sys
+import tempfile
 import threading
-from collections.abc import Mapping
+import weakref
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from typing import Any
+from urllib.parse import quote, unquote, urlsplit
 
 from ...errors import ConfigError
-from .kubeconfig import Access
+from ...printable import without_password
+from .kubeconfig import Access, package
 
-INSTALL = "pip install 'accel-launch[kubernetes]'"
 # So long before its end a credential is no longer shown.
 _EARLY_S = 10.0
+_PLUGIN_S = 300.0  # somebody may be asked to sign in
 _LONGEST = 300
-
-Certificate = tuple[bytes, bytes]
+# Runs a plug-in for so many seconds, and ends it then.
+_LIMITED = """
+import subprocess, sys
+try:
+    sys.exit(subprocess.run(sys.argv[2:], timeout=float(sys.argv[1])).returncode)
+except subprocess.TimeoutExpired:
+    sys.exit(f"it has not ended within {sys.argv[1]} s")
+except OSError as error:
+    sys.exit(error.strerror)
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+_PROVIDERS = ("oidc", "gcp")
+_CERTIFICATE, _PAIR = ("clientCertificateData", "clientKeyData"), ("client-certificate", "client-key")
+_KEEPALIVE = {"idle": 30, "interval": 10, "count": 3}  # seconds: who is gone without a word is noticed in a minute
 
 
 class Credentials:
@@ -31,41 +58,26 @@ class Credentials:
     def __init__(self, access: Access, target: str) -> None:
         self._access = access
         self._where = f"target {target}: {access.who}"
+        self._target = target
         self._lock = threading.RLock()
         self._given: Mapping[str, Any] | None = None  # what an exec plug-in gave
         self._until: float | None = None
-        self._configured: Any = None
+        self._made: tuple[Any, Any] | None = None  # a configuration, and the certificate from a plug-in that it has
 
-    def authorization(self) -> str | None:
-        """The header; None where a certificate, or nothing, is shown. Raises ConfigError."""
-        user = self._access.user
-        if "exec" in user:
-            token = self.given().get("token")
-            return f"Bearer {token}" if token else None
-        if "auth-provider" in user:
-            return self._provided()
-        if user.get("tokenFile"):
-            # Read each time: what keeps it writes a new one before the old one ends.
-            return f"Bearer {_read(user['tokenFile'], self._where).decode('utf-8', 'replace').strip()}"
-        if user.get("token"):
-            return f"Bearer {user['token']}"
-        if user.get("username") is not None:
-            pair = f"{user['username']}:{user.get('password') or ''}"
-            return f"Basic {base64.b64encode(pair.encode()).decode()}"
-        return None
-
-    def certificate(self) -> Certificate | None:
-        """The client's certificate and its key, PEM. Raises ConfigError."""
-        if "exec" in self._access.user:
+    def configuration(self) -> Any:
+        """The client's configuration; another one when a plug-in has given another certificate. Raises ConfigError."""
+        with self._lock:
             given = self.given()
-            if given.get("clientCertificateData") and given.get("clientKeyData"):
-                return str(given["clientCertificateData"]).encode(), str(given["clientKeyData"]).encode()
-        certificate = data_of(self._access.user, "client-certificate", self._where)
-        key = data_of(self._access.user, "client-key", self._where)
-        if (certificate is None) != (key is None):
-            lacking = "client-key" if key is None else "client-certificate"
-            raise ConfigError(f"{self._where}: the user has no {lacking}, which belongs to what it has")
-        return None if certificate is None or key is None else (certificate, key)
+            certificate = tuple(given.get(key) for key in _CERTIFICATE)
+            if self._made is None or self._made[1] != certificate:
+                self._made = self._configured(certificate), certificate
+            return self._made[0]
+
+    def headers(self) -> list[tuple[str, str]]:
+        """Those of a question that say who asks. Raises ConfigError."""
+        authorization = self._authorization()
+        shown = [] if authorization is None else [("authorization", authorization.strip())]
+        return [*shown, *_impersonation(self._access.user)]
 
     def renew(self, refused: Mapping[str, Any]) -> bool:
         """After a 401: whether there may be others now. They are asked for with the next question.
@@ -85,95 +97,197 @@ class Credentials:
         if "exec" not in self._access.user:
             return {}
         with self._lock:
-            return self._plugged()
-
-    def _plugged(self) -> Mapping[str, Any]:
-        now = datetime.datetime.now(datetime.timezone.utc).timestamp()
-        if self._given is not None and (self._until is None or now < self._until - _EARLY_S):
+            now = datetime.datetime.now(datetime.timezone.utc).timestamp()
+            if self._given is None or (self._until is not None and now >= self._until - _EARLY_S):
+                self._given, self._until = self._plugged(now)
             return self._given
-        given = self._run()
-        if not given.get("token") and not (given.get("clientCertificateData") and given.get("clientKeyData")):
-            raise ConfigError(f"{self._where}: {self._plugin} gave neither a token nor a certificate with its key")
-        until = given.get("expirationTimestamp")
+
+    def _authorization(self) -> str | None:
+        user = self._access.user
+        if "exec" in user:
+            token = self.given().get("token")
+            return f"Bearer {token}" if token else None
+        if user.get("tokenFile"):
+            return f"Bearer {_read(user['tokenFile'], self._where).decode('utf-8', 'replace').strip()}"
+        made = self.configuration()
+        with self._lock, self._provider():
+            header: str | None = made.get_api_key_with_prefix("BearerToken")  # renewed where it must be
+        if header is None and "auth-provider" in user:
+            name = user["auth-provider"]["name"]
+            raise ConfigError(f"{self._where}: auth-provider {name} gave no token: sign in again")
+        return header
+
+    def _configured(self, certificate: tuple[Any, ...]) -> Any:
+        library = package(self._where)
+        made = library.Configuration()
+        cluster = {**self._access.cluster, "server": self._access.server}
+        self._as_file(cluster, "certificate-authority", made)
+        document = {
+            "contexts": [{"name": "this", "context": {"cluster": "this", "user": "this"}}],
+            "clusters": [{"name": "this", "cluster": cluster}],
+            "users": [{"name": "this", "user": self._user(certificate, made)}],
+        }
+        with self._provider():
+            loader = library.KubeConfigLoader(document, active_context="this", config_persister=self._access.keep)
+            loader.load_and_set(made)
+        self._check(made)
+        self._connect(made)
+        return made
+
+    def _user(self, certificate: tuple[Any, ...], made: Any) -> dict[str, Any]:
+        """What the client's loader is told of the user. Raises ConfigError for what it would pass over."""
+        user = {key: value for key, value in self._access.user.items() if key not in ("exec", "tokenFile")}
+        if all(certificate):
+            for key, data in zip(_PAIR, certificate, strict=True):
+                user[f"{key}-data"] = base64.b64encode(str(data).encode()).decode()
+        for key in _PAIR:
+            self._as_file(user, key, made)
+        for one, other in (_PAIR, _PAIR[::-1]):
+            if one in user and other not in user:
+                raise ConfigError(f"{self._where}: the user has no {other}, which belongs to what it has")
+        if user.get("username") is not None:  # the client encodes Latin-1
+            user |= {key: str(user.get(key) or "").encode().decode("latin-1") for key in ("username", "password")}
+        provider = (user.get("auth-provider") or {}).get("name")
+        if "auth-provider" in user and provider not in _PROVIDERS:
+            raise ConfigError(f"{self._where}: auth-provider {provider!r} is not known any more: use its exec plug-in")
+        return user
+
+    def _as_file(self, values: dict[str, Any], key: str, made: Any) -> None:
+        """Has the file in the place of data, and makes sure of either. Raises ConfigError."""
+        text, path = values.pop(f"{key}-data", None), values.pop(key, None)
+        if text:
+            try:
+                data = base64.b64decode(str(text), validate=False)
+            except (binascii.Error, ValueError):
+                raise ConfigError(f"{self._where}: {key}-data is not base64") from None
+            values[key] = _hidden(data, made)
+        elif path:
+            _read(str(path), f"{self._where}: {key}")
+            values[key] = str(path)
+
+    def _check(self, made: Any) -> None:
+        """Raises ConfigError for files that are no certificates: the connection would not say which."""
+        where = f"target {self._target}"
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         try:
-            self._until = None if until is None else _timestamp(str(until))
-        except ValueError:
-            raise ConfigError(f"{self._where}: {self._plugin}: expirationTimestamp {until!r} is no time") from None
-        if self._until is not None and self._until <= now:
+            if made.ssl_ca_cert and made.verify_ssl:
+                context.load_verify_locations(made.ssl_ca_cert)
+        except (ssl.SSLError, OSError, ValueError):
+            raise ConfigError(f"{where}: certificate-authority is no certificate (PEM)") from None
+        try:
+            if made.cert_file:
+                context.load_cert_chain(made.cert_file, made.key_file, password=lambda: "")
+        except (ssl.SSLError, OSError, ValueError):
             raise ConfigError(
-                f"{self._where}: {self._plugin} gave credentials that expired at {until}: sign in again with it"
+                f"{where}: client-certificate and client-key do not belong together, or are no PEM"
+            ) from None
+
+    def _connect(self, made: Any) -> None:
+        """How connections are made, through a proxy or none. Raises ConfigError for one that cannot be."""
+        import urllib3
+        from kubernetes.client.rest import should_bypass_proxies
+        from kubernetes.utils.keepalive import tcp_keepalive_socket_options
+
+        made.retries, made.connection_pool_maxsize = False, 64
+        made.socket_options = tcp_keepalive_socket_options(**_KEEPALIVE)
+        if not made.verify_ssl:
+            urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)  # the kubeconfig says it is meant
+        named = bool(self._access.cluster.get("proxy-url"))
+        if not made.proxy or (not named and should_bypass_proxies(made.host, made.no_proxy or "")):
+            made.proxy = None
+            return
+        made.no_proxy = None
+        proxy = made.proxy = made.proxy if named or "://" in made.proxy else f"http://{made.proxy}"
+        where = f"target {self._target}: proxy-url"
+        parts = urlsplit(proxy)
+        if parts.scheme.startswith("socks"):
+            if find_spec("socks") is None:
+                raise ConfigError(f"{where} {without_password(proxy)}: a SOCKS proxy needs pip install PySocks")
+        elif parts.scheme not in ("http", "https"):
+            raise ConfigError(f"{where} must be like http://host:port, not {without_password(proxy)!r}")
+        elif parts.username is not None:
+            pair = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
+            made.proxy_headers = urllib3.make_headers(proxy_basic_auth=pair)
+        if parts.scheme == "https":  # its own certificate is judged by the system's authorities, not by the cluster's
+            made.proxy_ssl_context = ssl.create_default_context()
+
+    def _plugged(self, now: float) -> tuple[Mapping[str, Any], float | None]:
+        """What the plug-in gives now, and until when it counts."""
+        given = self._run()
+        if not given.get("token") and not all(given.get(key) for key in _CERTIFICATE):
+            raise ConfigError(f"{self._where}: {self._plugin} gave neither a token nor a certificate with its key")
+        said = given.get("expirationTimestamp")
+        try:
+            until = None if said is None else _timestamp(str(said))
+        except ValueError:
+            raise ConfigError(f"{self._where}: {self._plugin}: expirationTimestamp {said!r} is no time") from None
+        if until is not None and until <= now:
+            raise ConfigError(
+                f"{self._where}: {self._plugin} gave credentials that expired at {said}: sign in again with it"
             )
-        self._given = given
-        return given
+        return given, until
 
     @property
     def _plugin(self) -> str:
         return f"exec plug-in {(self._access.user.get('exec') or {}).get('command')}"
 
     def _run(self) -> Mapping[str, Any]:
-        try:
-            from kubernetes.config import exec_provider, kube_config
-            from kubernetes.config.config_exception import ConfigException
-        except ImportError:
-            raise missing(self._where) from None
+        library = package(self._where)
         wanted = self._access.user["exec"]
         if not isinstance(wanted, Mapping):
             raise ConfigError(f"{self._where}: exec must say a command and an apiVersion")
-        # Typed by nobody.
-        provider: Any = exec_provider.ExecProvider
-        node: Any = kube_config.ConfigNode
-        cluster = node("cluster", dict(self._access.cluster))
+        node = library.ConfigNode
         try:
-            found = provider(node("exec", dict(wanted)), self._access.directory, cluster).run()
-        except FileNotFoundError:
-            hint = " ".join(str(wanted.get("installHint") or "").split())
-            raise ConfigError(
-                f"{self._where}: {self._plugin}: there is no such command{hint and f': {hint}'}"
-            ) from None
-        except (ConfigException, OSError, KeyError, TypeError) as error:
+            cluster = node("cluster", dict(self._access.cluster))
+            provider = library.ExecProvider(node("exec", dict(wanted)), self._access.directory, cluster)
+            command = os.path.join(self._access.directory, wanted["command"])
+            if not (shutil.which(command) or shutil.which(wanted["command"], path=provider.env.get("PATH"))):
+                hint = " ".join(str(wanted.get("installHint") or "").split())
+                raise ConfigError(f"{self._where}: {self._plugin}: there is no such command{hint and f': {hint}'}")
+            provider.args = [sys.executable, "-I", "-S", "-c", _LIMITED, f"{_PLUGIN_S:g}", *provider.args]
+            found = provider.run()
+        except (library.ConfigException, OSError, KeyError, TypeError) as error:
             text = " ".join(str(error).removeprefix("exec: ").split())
             raise ConfigError(f"{self._where}: {self._plugin}: {text[:_LONGEST]}") from None
         return found if isinstance(found, Mapping) else {}
 
-    def _provided(self) -> str | None:
-        """The header of an auth-provider (OIDC, GCP), whose tokens the official package renews and keeps."""
-        name = (self._access.user["auth-provider"] or {}).get("name")
-        if name not in ("oidc", "gcp"):
-            raise ConfigError(f"{self._where}: auth-provider {name!r} is not known any more: use its exec plug-in")
+    @contextlib.contextmanager
+    def _provider(self) -> Iterator[None]:
+        """Of an auth-provider (OIDC, GCP), whose tokens the client renews and keeps: errors in one line."""
         try:
-            from kubernetes.client.configuration import Configuration
-            from kubernetes.config import kube_config
-        except ImportError:
-            raise missing(self._where) from None
-        try:
-            with self._lock:
-                if self._configured is None:
-                    made = Configuration()
-                    load: Any = kube_config.load_kube_config
-                    load(self._access.files, self._access.context, made)
-                    self._configured = made
-                header: str | None = self._configured.get_api_key_with_prefix("BearerToken")
+            yield
         except Exception as error:  # whatever the provider's libraries raise
-            text = " ".join(str(error).split())[:_LONGEST]
-            raise ConfigError(f"{self._where}: auth-provider {name}: {text or type(error).__name__}") from None
-        if not header:
-            raise ConfigError(f"{self._where}: auth-provider {name} gave no token: sign in again")
-        return header
+            name = (self._access.user.get("auth-provider") or {}).get("name")
+            text = " ".join(str(error).split())[:_LONGEST] if name else "is not as the client expects it"
+            what = f"auth-provider {name}" if name else "the user"
+            raise ConfigError(f"{self._where}: {what}: {text or type(error).__name__}") from None
 
 
-def missing(where: str) -> ConfigError:
-    return ConfigError(f"{where}: the package kubernetes is not installed: {INSTALL}")
+def _hidden(data: bytes, owner: object) -> str:
+    """The path of a file that is there as long as its owner, and not after this process was killed."""
+    if hasattr(os, "memfd_create"):
+        number = os.memfd_create("accel")
+        weakref.finalize(owner, os.close, number)
+        with open(number, "wb", closefd=False) as file:
+            file.write(data)
+        return f"/proc/self/fd/{number}"
+    directory = tempfile.mkdtemp(prefix="accel-")
+    weakref.finalize(owner, shutil.rmtree, directory, ignore_errors=True)
+    path = os.path.join(directory, "key.pem")
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:
+        file.write(data)
+    return path
 
 
-def data_of(values: Mapping[str, Any], key: str, where: str) -> bytes | None:
-    """What `KEY-data` holds, or the file that `KEY` names. Raises ConfigError."""
-    text, path = values.get(f"{key}-data"), values.get(key)
-    if text:
-        try:
-            return base64.b64decode(str(text), validate=False)
-        except (binascii.Error, ValueError):
-            raise ConfigError(f"{where}: {key}-data is not base64") from None
-    return _read(str(path), f"{where}: {key}") if path else None
+def _impersonation(user: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """https://kubernetes.io/docs/reference/access-authn-authz/user-impersonation/"""
+    for key, header in (("as", "Impersonate-User"), ("as-uid", "Impersonate-Uid")):
+        if user.get(key):
+            yield header, str(user[key])
+    for group in user.get("as-groups") or ():
+        yield "Impersonate-Group", str(group)
+    for key, values in (user.get("as-user-extra") or {}).items():
+        yield from ((f"Impersonate-Extra-{quote(str(key).lower(), safe='')}", str(value)) for value in values or ())
 
 
 def _read(path: str, where: str) -> bytes:

@@ -6,12 +6,16 @@ of the authorizer and the admission plug-ins that write its messages.
 
 from __future__ import annotations
 
+import http.client
 import json
 import re
+import socket
+import ssl
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...errors import SchedulerError
+from ...errors import SchedulerError, Unreachable
+from ...printable import without_password
 
 
 class ApiError(SchedulerError):
@@ -137,3 +141,45 @@ def _named(user: str) -> str:
 
 def _short(text: str) -> str:
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
+
+
+def unreachable(error: Exception, where: str, server: str, proxy: str | None) -> Unreachable:
+    """What went wrong on the way to the API server, or back, in a line."""
+    way = f" through proxy {without_password(proxy)}" if proxy else ""
+    return Unreachable(f"{where}: the API server {server} cannot be reached{way}: {_why(error)}")
+
+
+def _why(error: BaseException) -> str:
+    """The innermost cause, which is the one that says something."""
+    import urllib3.exceptions as kinds
+
+    seen: list[BaseException] = []
+    at: BaseException | None = error
+    while at is not None and at not in seen:
+        seen.append(at)
+        around = None if at.__suppress_context__ else at.__context__
+        inner = (getattr(at, "reason", None), getattr(at, "original_error", None), at.__cause__, around)
+        at = next((each for each in inner if isinstance(each, BaseException)), None)
+    for each in seen:
+        if isinstance(each, ssl.SSLCertVerificationError):
+            return _untrusted(each)
+        if isinstance(each, socket.gaierror):
+            return f"its name is not known ({each.strerror})"
+        slow = isinstance(each, (kinds.TimeoutError, TimeoutError)) and not isinstance(each, kinds.NewConnectionError)
+        if slow:
+            return "no answer in time"
+        if isinstance(each, (kinds.ProtocolError, http.client.IncompleteRead, ConnectionResetError, BrokenPipeError)):
+            return "the connection was cut off"
+    told = [each for each in seen if isinstance(each, OSError) and each.strerror]
+    text = (told[-1].strerror if told else None) or str(seen[-1]) or type(seen[-1]).__name__
+    return " ".join(str(text).split()).lower() if told else " ".join(str(text).split())
+
+
+def _untrusted(error: ssl.SSLCertVerificationError) -> str:
+    why = error.verify_message.rstrip(".")
+    advice = "certificate-authority in the kubeconfig is not the one that signed it, or is lacking"
+    if "hostname" in why.lower() or "ip address" in why.lower():
+        advice = "tls-server-name in the kubeconfig says another name"
+    elif "expired" in why.lower():
+        advice = "it must be renewed there"
+    return f"its certificate is not trusted: {why} ({advice})"

@@ -1,27 +1,30 @@
-"""Which cluster, and as whom: the kubeconfig files as kubectl reads them, or what every pod is given.
+"""Which cluster, and as whom: the kubeconfig files as the official client joins them, or what every pod is given.
 
-https://kubernetes.io/docs/concepts/configuration/organize-cluster-access-kubeconfig/. Read here and not by the official
-package, whose import takes a quarter of a second: `credentials` asks it for what it alone can do.
+https://kubernetes.io/docs/concepts/configuration/organize-cluster-access-kubeconfig/
 """
 
 from __future__ import annotations
 
+import copy
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 from ...errors import ConfigError, nearest
 from ...printable import without_password
 from ..options import KubernetesOptions
 
+INSTALL = "pip install 'accel-launch[kubernetes]'"
 # Where a pod finds its service account: https://kubernetes.io/docs/tasks/run-application/access-api-from-pod/
 SERVICE_ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"
 _HOST, _PORT = "KUBERNETES_SERVICE_HOST", "KUBERNETES_SERVICE_PORT"
 _DEFAULT = "~/.kube/config"
-_SECTIONS = ("clusters", "contexts", "users")
-# Keys of a cluster and of a user whose values are paths, seen from the file they stand in.
+# Keys of a cluster and of a user whose values are paths, seen from the file they stand in: the client takes a user's
+# from the file of the cluster.
 _PATHS = ("certificate-authority", "client-certificate", "client-key", "tokenFile")
+_SHAPE = "clusters, contexts and users must be lists of entries with a name and a cluster, context or user"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +34,8 @@ class Access:
     files:   the kubeconfig files that were read, joined as in $KUBECONFIG; None in a pod.
     context: the one chosen; None in a pod.
     cluster, user: as they stand in the files, paths in them made absolute.
+    directory:     of the user's file.
+    keep:    writes renewed tokens of `user` into their file.
     """
 
     server: str
@@ -40,6 +45,7 @@ class Access:
     directory: str = ""
     cluster: Mapping[str, Any] = field(default_factory=dict)
     user: Mapping[str, Any] = field(default_factory=dict)
+    keep: Callable[[], None] | None = field(default=None, compare=False)
 
     @property
     def shown(self) -> str:
@@ -71,21 +77,35 @@ def find(options: KubernetesOptions, target: str) -> Access:
 
 def in_cluster(environ: Mapping[str, str] = os.environ, directory: str = SERVICE_ACCOUNT) -> Access | None:
     """What this process may do as a pod of a cluster; None outside of one. Raises ConfigError for half of it."""
-    host, port = environ.get(_HOST), environ.get(_PORT)
-    if not host or not port:
+    if not environ.get(_HOST) or not environ.get(_PORT):
         return None
     token, authority = os.path.join(directory, "token"), os.path.join(directory, "ca.crt")
-    for path in (token, authority):
-        if not os.path.isfile(path):
-            raise ConfigError(
-                f"{_HOST} is set, so this is a pod, but it has no {path}: automountServiceAccountToken is off"
-            )
+    library = package("this pod")
+    made = library.Configuration()
+    try:
+        library.InClusterConfigLoader(token, authority, environ=environ).load_and_set(made)
+    except library.ConfigException as error:
+        raise ConfigError(
+            f"{_HOST} is set, so this is a pod, but {str(error).lower().rstrip('.')} in {directory}: "
+            "automountServiceAccountToken is off"
+        ) from None
     return Access(
-        server=f"https://{f'[{host}]' if ':' in host else host}:{port}",
+        server=made.host,
         namespace=_text(os.path.join(directory, "namespace")) or "default",
-        cluster={"certificate-authority": authority},
+        cluster={"certificate-authority": made.ssl_ca_cert},
         user={"tokenFile": token},
     )
+
+
+def package(where: str) -> Any:
+    """The modules of the official client that tell which cluster, and as whom. Raises ConfigError without it."""
+    try:
+        from kubernetes import client, config
+        from kubernetes.config import exec_provider, incluster_config, kube_config
+    except ImportError:
+        raise ConfigError(f"{where}: the package kubernetes is not installed: {INSTALL}") from None
+    modules = (client, config, exec_provider, incluster_config, kube_config)
+    return SimpleNamespace(**{name: value for module in modules for name, value in vars(module).items()})
 
 
 def _text(path: str) -> str:
@@ -113,10 +133,12 @@ def _files(options: KubernetesOptions, where: str) -> tuple[str, list[str]]:
 
 
 def _chosen(files: list[str], wanted: str | None, where: str) -> Access:
-    merged, current = _merged(files, where)
-    said = files[0] if len(files) == 1 else os.pathsep.join(files)
-    name = wanted or current
-    contexts = merged["contexts"]
+    merger = _merged(files, where)
+    said = os.pathsep.join(files)
+    contexts, clusters, users = (_entries(merger, section, where) for section in ("contexts", "clusters", "users"))
+    # Of several files the client takes the last one's current context, and kubectl the first one's.
+    currents = (str(file["current-context"]) for file in merger.config_files.values() if file.get("current-context"))
+    name = wanted or next(currents, None)
     if not name:
         raise ConfigError(f"{where}{said} has no current-context: say context: (there are {_listed(contexts)})")
     if name not in contexts:
@@ -125,11 +147,9 @@ def _chosen(files: list[str], wanted: str | None, where: str) -> Access:
             f"{where}{key}{said} has no context {name!r}{nearest(name, contexts)} (contexts: {_listed(contexts)})"
         )
     path, context = contexts[name]
-    cluster_path, cluster = _named(
-        merged["clusters"], context.get("cluster"), f"{where}{path}: context {name}: cluster"
-    )
-    user_name = context.get("user")
-    user = _named(merged["users"], user_name, f"{where}{path}: context {name}: user") if user_name else (path, {})
+    cluster_path, cluster = _named(clusters, context.get("cluster"), f"{where}{path}: context {name}: cluster")
+    user_name, who = context.get("user"), f"{where}{path}: context {name}: user"
+    user_path, user = _named(users, user_name, who) if user_name else (path, {})
     server = cluster.get("server")
     if not isinstance(server, str) or not server.startswith(("https://", "http://")):
         raise ConfigError(
@@ -140,60 +160,52 @@ def _chosen(files: list[str], wanted: str | None, where: str) -> Access:
         server=server.rstrip("/"),
         namespace=str(context.get("namespace") or "default"),
         context=name,
-        files=os.pathsep.join(files),
-        directory=os.path.dirname(user[0]),
+        files=said,
+        directory=os.path.dirname(user_path),
         cluster=_absolute(cluster, cluster_path),
-        user=_absolute(user[1], user[0]),
+        user=_absolute(user, user_path),
+        keep=merger.save_changes,
     )
+
+
+def _merged(files: list[str], where: str) -> Any:
+    """The client's merger, which has read the files. Raises ConfigError, naming the file, for one that it cannot."""
+    import yaml
+
+    library = package(where.rstrip(": "))
+    merger = library.KubeConfigMerger("")
+    for path in files:
+        try:
+            merger.load_config(path)
+        except library.ConfigException:
+            continue  # it is empty
+        except OSError as error:
+            raise ConfigError(f"{where}{path}: {(error.strerror or str(error)).lower()}") from None
+        except yaml.YAMLError as error:
+            mark = getattr(error, "problem_mark", None)
+            at = "" if mark is None else f":{mark.line + 1}"
+            raise ConfigError(f"{where}{path}{at}: {getattr(error, 'problem', None) or 'this is not YAML'}") from None
+        except UnicodeDecodeError:
+            raise ConfigError(f"{where}{path} is no kubeconfig: it is not text") from None
+        except (AttributeError, KeyError, TypeError):  # whose texts may hold credentials
+            raise ConfigError(f"{where}{path} is no kubeconfig: {_SHAPE}") from None
+        merger.paths.append(path)
+    merger.config_saved = copy.deepcopy(merger.config_files)
+    return merger
 
 
 _Section = dict[str, tuple[str, Mapping[str, Any]]]
 
 
-def _merged(files: list[str], where: str) -> tuple[dict[str, _Section], str | None]:
-    """Of every section, name -> (its file, what it says); and the current context. The first file that says a thing
-    counts."""
-    merged: dict[str, _Section] = {section: {} for section in _SECTIONS}
-    current = None
-    for path in files:
-        document = _read(path, where)
-        current = current or document.get("current-context")
-        for section in _SECTIONS:
-            for name, value in _entries(document, section, f"{where}{path}"):
-                merged[section].setdefault(name, (path, value))
-    return merged, None if current is None else str(current)
-
-
-def _entries(document: Mapping[str, Any], section: str, where: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    listed = document.get(section) or []
-    if not isinstance(listed, list):
-        raise ConfigError(f"{where}: {section} must be a list, not a {type(listed).__name__}")
-    for entry in listed:
-        value = entry.get(section[:-1]) if isinstance(entry, dict) else None
-        if not isinstance(entry, dict) or not entry.get("name") or not isinstance(value or {}, dict):
-            raise ConfigError(f"{where}: {section}: expects entries with name and {section[:-1]}, got {_shape(entry)}")
-        yield str(entry["name"]), value or {}
-
-
-def _read(path: str, where: str) -> dict[str, Any]:
-    import yaml
-
-    try:
-        with open(path, encoding="utf-8") as file:
-            found = yaml.load(file, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    except OSError as error:
-        raise ConfigError(f"{where}{path}: {(error.strerror or str(error)).lower()}") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{where}{path} is no kubeconfig: it is not text") from None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        at = "" if mark is None else f":{mark.line + 1}"
-        why = getattr(error, "problem", None) or str(error).splitlines()[0]
-        raise ConfigError(f"{where}{path}{at}: {why}") from None
-    if found is None:
-        return {}
-    if not isinstance(found, dict):
-        raise ConfigError(f"{where}{path} is no kubeconfig: it holds a {type(found).__name__}")
+def _entries(merger: Any, section: str, where: str) -> _Section:
+    """Name -> its file, and what it says. Raises ConfigError, without any value: it may be a credential."""
+    found: _Section = {}
+    for entry in merger.config.value[section] if merger.config is not None else ():
+        said = entry.value if isinstance(entry.value, dict) else {}
+        value = said.get(section[:-1]) or {}
+        if not said.get("name") or not isinstance(value, dict):
+            raise ConfigError(f"{where}{entry.path} is no kubeconfig: {_SHAPE}")
+        found[str(said["name"])] = (entry.path, value)
     return found
 
 
@@ -209,13 +221,6 @@ def _absolute(values: Mapping[str, Any], path: str) -> dict[str, Any]:
         key: os.path.join(base, value) if key in _PATHS and isinstance(value, str) and value else value
         for key, value in values.items()
     }
-
-
-def _shape(entry: object) -> str:
-    """What an entry is, without its values: they may be credentials."""
-    if not isinstance(entry, dict):
-        return f"a {type(entry).__name__}"
-    return f"a mapping of {', '.join(map(str, entry)) or 'nothing'}"
 
 
 def _listed(section: Mapping[str, object]) -> str:

@@ -52,15 +52,16 @@ class Authority:
         self.token_public_key.write_bytes(public.public_bytes(_PEM, serialization.PublicFormat.SubjectPublicKeyInfo))
 
     def issue(
-        self, name: str, groups: Sequence[str] = (), addresses: Sequence[str] = (), names: Sequence[str] = ()
-    ) -> tuple[Path, Path]:
+        self, name: str, groups: Sequence[str] = (), addresses: Sequence[str] = (), names: Sequence[str] = (),
+        *, expired: bool = False,
+    ) -> tuple[Path, Path]:  # fmt: skip
         """The files of a certificate and its key: for a user of this name, or for a server at these addresses."""
         file = self.directory / (name.replace(":", "_").replace("/", "_") + ".crt")
         ca_key = serialization.load_pem_private_key((self.directory / "ca.key").read_bytes(), None)
         assert isinstance(ca_key, ec.EllipticCurvePrivateKey)
         ca = x509.load_pem_x509_certificate(self.certificate.read_bytes())
         key = ec.generate_private_key(ec.SECP256R1())
-        built = _builder(_name(name, groups), ca.subject, key.public_key())
+        built = _builder(_name(name, groups), ca.subject, key.public_key(), days=-1 if expired else 30)
         if addresses or names:
             alternatives: list[x509.GeneralName] = [x509.DNSName(each) for each in names]
             alternatives += [x509.IPAddress(ipaddress.ip_address(address)) for address in addresses]
@@ -90,10 +91,12 @@ def _name(common: str, groups: Sequence[str]) -> x509.Name:
     return x509.Name([*parts, x509.NameAttribute(NameOID.COMMON_NAME, common)])
 
 
-def _builder(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey) -> x509.CertificateBuilder:
+def _builder(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, days: int = 30
+) -> x509.CertificateBuilder:
     now = datetime.datetime.now(datetime.timezone.utc)
     built = x509.CertificateBuilder(issuer, subject, key, x509.random_serial_number())
-    return built.not_valid_before(now - _DAY).not_valid_after(now + 30 * _DAY)
+    return built.not_valid_before(now - 2 * _DAY).not_valid_after(now + days * _DAY)
 
 
 def _write_key(file: Path, key: ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey) -> None:

@@ -221,6 +221,31 @@ def test_an_exec_plug_in(
         assert submit("true").wait(90).state is State.SUCCEEDED
 
 
+def test_a_certificate_that_has_expired(kubernetes: Kubernetes, tmp_path: Path) -> None:
+    told = yaml.safe_load(kubernetes.kubeconfig().read_text())
+    file, key = kubernetes.control.authority.issue("late", ("system:masters",), expired=True)
+    told["users"][0]["user"] = {"client-certificate": str(file), "client-key": str(key)}
+    (tmp_path / "kubeconfig").write_text(yaml.safe_dump(told))
+    api = Api(KubernetesOptions(kubeconfig=str(tmp_path / "kubeconfig")), "k")
+    with pytest.raises(Unauthorized, match="the credentials of context test are not accepted: expired, or not of this"):
+        api.versions()
+    api.close()
+
+
+def test_somebody_who_asks_as_another(kubernetes: Kubernetes, namespace: str, tmp_path: Path) -> None:
+    """Of an answer, and of a program in a container: the websocket is another connection."""
+    told = yaml.safe_load(kubernetes.kubeconfig(namespace=namespace).read_text())
+    told["users"][0]["user"] |= {"as": "ann", "as-groups": ["team", "system:authenticated"]}
+    (tmp_path / "kubeconfig").write_text(yaml.safe_dump(told))
+    api = Api(KubernetesOptions(kubeconfig=str(tmp_path / "kubeconfig")), "k")
+    body = {"apiVersion": "authentication.k8s.io/v1", "kind": "SelfSubjectReview"}
+    found = api.call("POST", "/apis/authentication.k8s.io/v1/selfsubjectreviews", body=body)["status"]["userInfo"]
+    assert (found["username"], found["groups"]) == ("ann", ["team", "system:authenticated"])
+    with pytest.raises(Forbidden, match=f"user ann may not (create|get) pods/exec in namespace {namespace}: no Role"):
+        api.connect("any", ["true"])
+    api.close()
+
+
 def test_a_certificate_without_any_role(kubernetes: Kubernetes, namespace: str) -> None:
     api = Api(KubernetesOptions(kubeconfig=str(kubernetes.kubeconfig("ann", namespace=namespace))), "k")
     with pytest.raises(Forbidden, match=f"user ann may not list pods in namespace {namespace}: no Role"):

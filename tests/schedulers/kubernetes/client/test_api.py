@@ -355,6 +355,15 @@ def test_tls(make: MakeApi, tmp_path: Path) -> None:
         assert told == "target k: certificate-authority is no certificate (PEM)"
 
 
+def test_a_server_whose_certificate_has_expired(make: MakeApi, tmp_path: Path) -> None:
+    ours = authority(tmp_path / "ours")
+    files = ours.issue("server", (), ["127.0.0.1"], expired=True)
+    with serving(said(200), tls=files) as server:
+        api = make(server.url, {"certificate-authority": str(ours.certificate)})
+        told = line(lambda: api.call("GET", "/x"), Unreachable)
+    assert told.endswith("its certificate is not trusted: certificate has expired (it must be renewed there)")
+
+
 def test_a_server_of_another_name(make: MakeApi, tmp_path: Path) -> None:
     ours = authority(tmp_path / "ours")
     files = ours.issue("server", (), ["10.9.8.7"])
@@ -421,20 +430,43 @@ def test_a_proxy_that_is_none(make: MakeApi) -> None:
     assert told == "target k: proxy-url must be like http://host:port, not 'ftp://x'"
 
 
-def test_asking_does_not_import_the_official_package(make: MakeApi) -> None:
+def test_the_official_client_is_imported_by_the_first_question(make: MakeApi) -> None:
     with serving(said(200, {"groups": []})) as server:
-        api = make(server.url)
         code = (
             "import sys\n"
             "from schedulers.kubernetes.client.api import Api\n"
             "from schedulers.kubernetes.options import KubernetesOptions\n"
-            f"api = Api(KubernetesOptions(kubeconfig={api.access.files!r}), 'k')\n"
-            "print([m for m in ('urllib3', 'yaml', 'ssl') if m in sys.modules and m != 'ssl'])\n"
+            f"api = Api(KubernetesOptions(kubeconfig={make(server.url).access.files!r}), 'k')\n"
+            "print([m for m in ('urllib3', 'yaml', 'kubernetes') if m in sys.modules])\n"
             "api.versions()\n"
-            "print([m for m in ('kubernetes', 'pydantic', 'requests') if m in sys.modules])\n"
+            "print([m for m in ('kubernetes', 'kubernetes.client.models') if m in sys.modules])\n"
         )
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout == "[]\n[]\n"
+    assert done.stdout.splitlines()[0] == "[]"
+
+
+def test_a_dry_run_imports_no_client(tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    words = [
+        "submit",
+        "--target",
+        "kubernetes",
+        "--image",
+        "i",
+        "--cpus",
+        "1",
+        "--memory",
+        "1G",
+        "--dry-run",
+        "train.py",
+    ]
+    code = (
+        "import sys\nfrom accel.cli import main\n"
+        f"assert main({words!r}) == 0\n"
+        "print([m for m in ('urllib3', 'kubernetes') if m in sys.modules], file=sys.stderr)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.stderr.splitlines()[-1:] == ["[]"], done.stderr
 
 
 def test_a_long_refusal_is_cut() -> None:
@@ -461,6 +493,7 @@ def test_warnings_are_given_with_the_answer(make: MakeApi) -> None:
         handler.send_response(201)
         handler.send_header("Warning", '299 - "would violate \\"restricted:latest\\": é"'.encode().decode("latin-1"))
         handler.send_header("Warning", '299 - "b, c", 299 server "d"')
+        handler.send_header("Connection", "close")
         handler.send_header("Content-Length", "2")
         handler.end_headers()
         handler.wfile.write(b"{}")

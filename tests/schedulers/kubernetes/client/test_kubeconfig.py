@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import base64
+import json
 import os
+import subprocess
+import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,10 +16,14 @@ import pytest
 import yaml
 
 from schedulers.errors import ConfigError
+from schedulers.kubernetes.client import credentials as access_credentials
 from schedulers.kubernetes.client import kubeconfig
 from schedulers.kubernetes.client.credentials import Credentials
 from schedulers.kubernetes.client.kubeconfig import Access
 from schedulers.kubernetes.options import KubernetesOptions
+from schedulers.processes import Identity
+
+from ..servers import authority
 
 
 @pytest.fixture(autouse=True)
@@ -24,6 +31,9 @@ def _nothing_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("KUBECONFIG", "KUBERNETES_SERVICE_HOST", "KUBERNETES_SERVICE_PORT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
+
+
+SHAPE = " is no kubeconfig: clusters, contexts and users must be lists of entries with a name and a "
 
 
 def config(
@@ -77,12 +87,21 @@ def credentials(access: Access) -> Credentials:
     return Credentials(access, "k")
 
 
+def authorization(shown: Credentials) -> str | None:
+    return dict(shown.headers()).get("authorization")
+
+
+def certificate(shown: Credentials) -> tuple[bytes, bytes] | None:
+    made = shown.configuration()
+    return None if made.cert_file is None else (Path(made.cert_file).read_bytes(), Path(made.key_file).read_bytes())
+
+
 def test_the_current_context_of_the_file_in_the_home_directory(tmp_path: Path) -> None:
     path = write(tmp_path / "home/.kube/config", config("lab", "cloud", current="cloud", namespace="team"))
     found = find()
     assert (found.server, found.context, found.namespace) == ("https://cloud:6443", "cloud", "team")
     assert found.files == str(path)
-    assert credentials(found).authorization() == "Bearer cloud-token"
+    assert authorization(credentials(found)) == "Bearer cloud-token"
 
 
 def test_the_options_win_over_the_file(tmp_path: Path) -> None:
@@ -106,8 +125,8 @@ def test_of_several_files_the_first_that_says_a_thing_counts(tmp_path: Path, mon
     monkeypatch.setenv("KUBECONFIG", os.pathsep.join(map(str, paths)))
     found = find()
     assert found.context == "b"
-    assert credentials(found).authorization() == "Bearer second"
-    assert credentials(find(context="a")).authorization() == "Bearer a-token"
+    assert authorization(credentials(found)) == "Bearer second"
+    assert authorization(credentials(find(context="a"))) == "Bearer a-token"
     assert found.files == os.pathsep.join(map(str, [first, second, third]))
 
 
@@ -129,39 +148,41 @@ def test_paths_are_seen_from_the_file_they_stand_in(tmp_path: Path) -> None:
     found = find(kubeconfig=str(path))
     assert found.cluster["certificate-authority"] == str(tmp_path / "sub/ca.crt")
     shown = credentials(found)
-    assert shown.authorization() == "Bearer from a file"
+    assert authorization(shown) == "Bearer from a file"
     (tmp_path / "sub/token").write_text("a newer one")
-    assert shown.authorization() == "Bearer a newer one"
+    assert authorization(shown) == "Bearer a newer one"
 
 
 def test_a_name_and_a_password(tmp_path: Path) -> None:
     path = write(tmp_path / "c", config("a", current="a", user={"username": "ann", "password": "pä:ss"}))
-    header = credentials(find(kubeconfig=str(path))).authorization()
+    header = authorization(credentials(find(kubeconfig=str(path))))
     assert header == "Basic " + base64.b64encode("ann:pä:ss".encode()).decode()
 
 
 def test_a_certificate_needs_its_key(tmp_path: Path) -> None:
-    data = {"client-certificate-data": base64.b64encode(b"cert").decode()}
+    file, key = authority(tmp_path / "ours").issue("ann")
+    data = {"client-certificate-data": base64.b64encode(file.read_bytes()).decode()}
     path = write(tmp_path / "c", config("a", current="a", user=data))
     with pytest.raises(ConfigError, match="target k: context a: the user has no client-key"):
-        credentials(find(kubeconfig=str(path))).certificate()
-    both = {**data, "client-key": "key.pem"}
-    (tmp_path / "key.pem").write_bytes(b"key")
+        certificate(credentials(find(kubeconfig=str(path))))
+    both = {**data, "client-key": key.name}
+    (tmp_path / key.name).write_bytes(key.read_bytes())
     path = write(tmp_path / "d", config("a", current="a", user=both))
-    assert credentials(find(kubeconfig=str(path))).certificate() == (b"cert", b"key")
+    assert certificate(credentials(find(kubeconfig=str(path)))) == (file.read_bytes(), key.read_bytes())
+    other = authority(tmp_path / "other").issue("bob")[1]
+    path = write(tmp_path / "e", config("a", current="a", user={**data, "client-key": str(other)}))
+    with pytest.raises(ConfigError, match="target k: client-certificate and client-key do not belong together"):
+        certificate(credentials(find(kubeconfig=str(path))))
 
 
 @pytest.mark.parametrize(
     ("content", "line"),
     [
         ("a: b: c", ":1: "),
-        ("- a list", " is no kubeconfig: it holds a list"),
-        ({"clusters": {"a": 1}, "current-context": "a"}, ": clusters must be a list, not a dict"),
-        ({"contexts": [{"context": {}}], "current-context": "a"}, ": contexts: expects entries with name and context"),
-        (
-            {"users": [{"user": {"token": "t0p-secret"}}], "current-context": "a"},
-            ": users: expects entries with name and user, got a mapping of user",
-        ),
+        ("- a list", SHAPE),
+        ({"clusters": {"a": 1}, "current-context": "a"}, SHAPE),
+        ({"contexts": [{"context": {}}], "current-context": "a"}, SHAPE),
+        ({"users": [{"user": {"token": "t0p-secret"}}], "current-context": "a"}, SHAPE),
         (config("a"), " has no current-context: say context: (there are a)"),
         ("", " has no current-context: say context: (there are none)"),
         (config("lab", current="lob"), " has no context 'lob'; did you mean 'lab'? (contexts: lab)"),
@@ -185,6 +206,7 @@ def test_what_is_wrong_with_a_file_is_said_with_its_name(
     said = refusal(kubeconfig=str(path))
     assert said.startswith("target k: ")
     assert f"{path}{line}" in said
+    assert "t0p-secret" not in said
 
 
 def test_a_file_that_is_named_must_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,9 +247,9 @@ def test_a_pod_has_its_service_account(tmp_path: Path) -> None:
     assert (found.server, found.namespace, found.context) == ("https://10.0.0.1:443", "team", None)
     assert found.who == "this pod's service account"
     shown = credentials(found)
-    assert shown.authorization() == "Bearer pod-token"
+    assert authorization(shown) == "Bearer pod-token"
     (tmp_path / "serviceaccount/token").write_text("the next hour's")  # the kubelet renews it
-    assert shown.authorization() == "Bearer the next hour's"
+    assert authorization(shown) == "Bearer the next hour's"
 
 
 def test_a_pod_of_a_cluster_with_ipv6(tmp_path: Path) -> None:
@@ -264,15 +286,15 @@ def answer(status: str) -> str:
 
 def test_an_exec_plug_in_is_run_once_and_again_when_its_token_is_refused(tmp_path: Path) -> None:
     shown = credentials(plugin(tmp_path, answer('{"token": "t1"}'), env=[{"name": "A", "value": "b"}]))
-    assert [shown.authorization(), shown.authorization()] == ["Bearer t1"] * 2
-    assert shown.certificate() is None
+    assert [authorization(shown), authorization(shown)] == ["Bearer t1"] * 2
+    assert certificate(shown) is None
     assert (tmp_path / "runs").read_text() == "run\n"
     refused = shown.given()
     assert shown.renew(refused)
-    assert shown.authorization() == "Bearer t1"
+    assert authorization(shown) == "Bearer t1"
     assert (tmp_path / "runs").read_text() == "run\n" * 2
     assert shown.renew(refused)  # as another thread would, whose question was older
-    assert shown.authorization() == "Bearer t1"
+    assert authorization(shown) == "Bearer t1"
     assert (tmp_path / "runs").read_text() == "run\n" * 2
 
 
@@ -280,7 +302,7 @@ def test_an_exec_plug_in_that_asks_somebody_asks_once_for_all_threads(tmp_path: 
     told = answer('{"token": "t1"}')
     shown = credentials(plugin(tmp_path, f"sleep 0.2\n{told}"))
     with ThreadPoolExecutor(max_workers=16) as pool:
-        found = list(pool.map(lambda _: shown.authorization(), range(16)))
+        found = list(pool.map(lambda _: authorization(shown), range(16)))
     assert found == ["Bearer t1"] * 16
     assert (tmp_path / "runs").read_text() == "run\n"
 
@@ -288,22 +310,23 @@ def test_an_exec_plug_in_that_asks_somebody_asks_once_for_all_threads(tmp_path: 
 def test_an_exec_plug_in_is_asked_again_when_its_token_is_about_to_end(tmp_path: Path) -> None:
     until = '"expirationTimestamp": "\'$(date -u -d "+5 seconds" +%Y-%m-%dT%H:%M:%S.123456789Z)\'"'
     shown = credentials(plugin(tmp_path, answer(f'{{"token": "t1", {until}}}')))
-    assert [shown.authorization(), shown.authorization()] == ["Bearer t1"] * 2
+    assert [authorization(shown), authorization(shown)] == ["Bearer t1"] * 2
     assert (tmp_path / "runs").read_text() == "run\n" * 2
 
 
 def test_an_exec_plug_in_may_give_a_certificate(tmp_path: Path) -> None:
-    given = '{"clientCertificateData": "CERT", "clientKeyData": "KEY"}'
-    shown = credentials(plugin(tmp_path, answer(given)))
-    assert shown.authorization() is None
-    assert shown.certificate() == (b"CERT", b"KEY")
+    pair = [file.read_text() for file in authority(tmp_path / "ours").issue("ann")]
+    given = json.dumps(dict(zip(("clientCertificateData", "clientKeyData"), pair, strict=True)))
+    shown = credentials(plugin(tmp_path, answer(given.replace("\\", "\\\\"))))
+    assert authorization(shown) is None
+    assert certificate(shown) == tuple(text.encode() for text in pair)
 
 
 @pytest.mark.parametrize(
     ("script", "line"),
     [
         ("echo 'session ended,' >&2; echo 'sign in' >&2; exit 3", "process returned 3. session ended, sign in"),
-        ("echo not json", "failed to decode process output"),
+        (f"echo Welcome; {answer('{}')}", "failed to decode process output"),
         (answer("{}"), "gave neither a token nor a certificate with its key"),
         (answer('{"token": "t", "expirationTimestamp": "2020-01-01T00:00:00Z"}'), "expired at 2020-01-01T00:00:00Z"),
         (answer('{"token": "t", "expirationTimestamp": "soon"}'), "expirationTimestamp 'soon' is no time"),
@@ -311,16 +334,58 @@ def test_an_exec_plug_in_may_give_a_certificate(tmp_path: Path) -> None:
 )
 def test_what_an_exec_plug_in_does_wrong_is_said_in_a_line(tmp_path: Path, script: str, line: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        credentials(plugin(tmp_path, script)).authorization()
+        authorization(credentials(plugin(tmp_path, script)))
     assert str(caught.value).startswith("target k: context a: exec plug-in ./plugin.sh")
     assert line in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
+def test_an_exec_plug_in_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(access_credentials, "_PLUGIN_S", 0.5)
+    shown = credentials(plugin(tmp_path, "echo $$ >pid; exec sleep 600"))
+    with pytest.raises(ConfigError, match=r"plug-in \./plugin\.sh: .*it has not ended within 0\.5 s$"):
+        authorization(shown)
+    assert not (tmp_path / "pid").exists() or Identity.of(int((tmp_path / "pid").read_text())) is None
+
+
+_KILLED = """
+import os, signal, sys
+from schedulers.kubernetes.client import kubeconfig
+from schedulers.kubernetes.client.credentials import Credentials
+from schedulers.kubernetes.options import KubernetesOptions
+made = Credentials(kubeconfig.find(KubernetesOptions(kubeconfig=sys.argv[1]), "k"), "k").configuration()
+print(open(made.key_file).read(), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no files without a name")
+def test_a_client_that_is_killed_leaves_no_key(tmp_path: Path) -> None:
+    pair = authority(tmp_path / "ours").issue("ann")
+    keys = ("client-certificate-data", "client-key-data")
+    user = {key: base64.b64encode(file.read_bytes()).decode() for key, file in zip(keys, pair, strict=True)}
+    path = write(tmp_path / "c", config("a", current="a", user=user))
+    (tmp_path / "tmp").mkdir()
+    env = {**os.environ, "TMPDIR": str(tmp_path / "tmp")}
+    done = subprocess.run([sys.executable, "-c", _KILLED, str(path)], env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) == (-9, pair[1].read_text().strip()), done.stderr
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def test_somebody_else_is_asked_for(tmp_path: Path) -> None:
+    user = {"token": "t", "as": "ann", "as-uid": 7, "as-groups": ["a", "b"], "as-user-extra": {"Why/not": ["x", "y"]}}
+    path = write(tmp_path / "c", config("a", current="a", user=user))
+    assert credentials(find(kubeconfig=str(path))).headers() == [
+        ("authorization", "Bearer t"), ("Impersonate-User", "ann"), ("Impersonate-Uid", "7"),
+        ("Impersonate-Group", "a"), ("Impersonate-Group", "b"),
+        ("Impersonate-Extra-why%2Fnot", "x"), ("Impersonate-Extra-why%2Fnot", "y"),
+    ]  # fmt: skip
+
+
 def test_an_exec_plug_in_that_is_not_installed(tmp_path: Path) -> None:
     access = plugin(tmp_path, "", command="accel-no-such-plugin", installHint="Get it\nfrom the cloud.")
     with pytest.raises(ConfigError, match="exec plug-in accel-no-such-plugin: there is no such command: Get it from"):
-        credentials(access).authorization()
+        authorization(credentials(access))
 
 
 def test_the_token_of_an_oidc_provider(tmp_path: Path) -> None:
@@ -330,10 +395,10 @@ def test_the_token_of_an_oidc_provider(tmp_path: Path) -> None:
     token = ".".join(part(text) for text in ("{}", '{"exp": 4102444800}', "signed"))
     user = {"auth-provider": {"name": "oidc", "config": {"id-token": token}}}
     path = write(tmp_path / "c", config("a", current="a", user=user))
-    assert credentials(find(kubeconfig=str(path))).authorization() == f"Bearer {token}"
+    assert authorization(credentials(find(kubeconfig=str(path)))) == f"Bearer {token}"
 
 
 def test_an_auth_provider_that_is_gone(tmp_path: Path) -> None:
     path = write(tmp_path / "c", config("a", current="a", user={"auth-provider": {"name": "azure"}}))
     with pytest.raises(ConfigError, match="auth-provider 'azure' is not known any more: use its exec plug-in"):
-        credentials(find(kubeconfig=str(path))).authorization()
+        authorization(credentials(find(kubeconfig=str(path))))
