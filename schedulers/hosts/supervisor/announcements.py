@@ -20,7 +20,10 @@ class Announcements:
     """Listens to the server, in threads that end with the process."""
 
     def __init__(self, server: str) -> None:
+        from http.client import HTTPException
         from urllib import request  # takes longer than all else that a supervisor imports
+
+        self._trouble = (OSError, ValueError, HTTPException)
 
         self._new: list[str] = []
         opener = request.build_opener(request.ProxyHandler({}))  # it is this machine's own server
@@ -40,7 +43,7 @@ class Announcements:
             try:
                 with opener.open(query, timeout=_WAIT_S + _ALLOWANCE_S) as answer:
                     etag, said = answer.headers.get("ETag", "0"), answer.read().decode().strip()
-            except (OSError, ValueError):
+            except self._trouble:
                 time.sleep(_RETRY_S)
                 continue
             if said not in (before, _QUIET[key]):
