@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """The startup script of a slice that accel created: deletes the slice once its job needs it no more.
 
-It runs as root on every worker and acts on the first. The metadata `accel-slice` says which job, how long to wait, and
-the URL to delete: the slice's, or that of its queued resource. It needs Python 3.8 and nothing else.
+It runs as root on every worker. The first one acts, and the others a minute later, should that one be lost. The
+metadata `accel-slice` says which job, how long to wait, and the URL to delete: the slice's, or that of its queued
+resource. It needs Python 3.8 and nothing else.
 """
 
 from __future__ import annotations
@@ -21,16 +22,15 @@ if TYPE_CHECKING:
     from typing import Any
 
 METADATA = "http://169.254.169.254/computeMetadata/v1/instance/"
-LOOK_S = 5.0
+LOOK_S = 2.0
 RETRY_S = 15.0
 ANSWER_S = 60.0
 
 
 def main() -> None:
-    if metadata("attributes/agent-worker-number").strip() != "0":
-        return
-    settings = json.loads(metadata("attributes/accel-slice"))
+    number, settings = int(metadata("attributes/agent-worker-number")), json.loads(metadata("attributes/accel-slice"))
     say(until_needless(settings))
+    time.sleep(settings["others_s"] + number if number else 0)
     while True:  # until there is no machine to run this on
         delete(settings["url"])
         time.sleep(RETRY_S)

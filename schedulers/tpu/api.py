@@ -17,6 +17,7 @@ from typing import Any
 from ..errors import ConfigError, SubmitError, Unreachable
 from ..job import Reason
 from ..printable import one_line
+from .node_request import JOB_LABEL
 from .options import TpuOptions
 
 _INSTALL = "needs Google's client for TPUs: pip install 'accel-launch[tpu]'"
@@ -101,6 +102,12 @@ class Api:
                 node=changed, update_mask=field_mask_pb2.FieldMask(paths=["metadata"]), timeout=_ANSWER_S
             )
             operation.result(timeout=_CHANGE_S)
+
+    def created(self) -> list[Any]:
+        """The nodes of the zone that accel has created, on any machine. Raises what `node` raises."""
+        with self._asking("tpu.nodes.list"):
+            nodes = self._client.list_nodes(parent=self.parent, timeout=_ANSWER_S)
+            return [node for node in nodes if JOB_LABEL in node.labels]
 
     def create(self, name: str, body: Mapping[str, Any], *, queued: bool) -> str:
         """Asks for a node, or for a queued resource, and returns the operation's name: "" where there is such already.

@@ -12,21 +12,22 @@ import dataclasses
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ..errors import SchedulerError, SpecError, StoreError, SubmitError, UnknownJob, Unreachable
+from ..hosts.jobs.moving import MovingJobs, Placed
 from ..hosts.jobs.target import HostsTarget
 from ..hosts.remote_files import host_program
-from ..job import Cursor, JobSpec, LogLine, Reason, State, Status
+from ..job import JobSpec, Reason, State, Status
 from ..store import atomic_files
-from ..target import Found, Plan, TargetContext
+from ..target import Checked, Found, Plan, TargetContext
 from . import api, slices
 from . import options as meaning
-from .node_request import body, node_id
+from .node_request import JOB_LABEL, body, node_id
 from .target import CODE, TpuTarget
 
 _AGAIN_S = (5.0, 300.0)  # after a stockout: first, last
@@ -57,7 +58,7 @@ class _Slice:
     end: dict[str, Any] | None = None
 
 
-class CreatedSlices(TpuTarget):
+class CreatedSlices(MovingJobs, TpuTarget):
     """Creates a slice for each job. A job's native id is `accel-JOB/JOB`, whatever its attempt."""
 
     def __init__(self, context: TargetContext) -> None:
@@ -114,8 +115,10 @@ class CreatedSlices(TpuTarget):
                     return None
                 if ours:
                     return self._step(job_id, state)
-            on = self._hosted(native_id)
-            status = None if on is None else HostsTarget.poll(on[0], [on[1]]).get(on[1])
+            placed = self._on_hosts(native_id)
+            status = (
+                None if placed is None else HostsTarget.poll(placed.target, [placed.native_id]).get(placed.native_id)
+            )
             if status is not None:
                 return replace(status, state=State.RUNNING) if status.state.final else status
             return _queued(state, f"another client waits for {node_id(job_id, state.attempt)}")
@@ -170,11 +173,7 @@ class CreatedSlices(TpuTarget):
                 return self._next(job_id, state)
             if time.time() - status.observed_at < _LATE_S:
                 return replace(status, state=State.RUNNING, message=f"{status.message}; was it preempted?")
-        path = self._file(job_id, "slice.log")
-        with open(f"{path}.new", "wb") as file, contextlib.suppress(Unreachable):
-            for line in self._lines(target, native, state, Cursor()):
-                file.write(json.dumps(dataclasses.asdict(line)).encode() + b"\n")
-        os.replace(f"{path}.new", path)
+        self._keep_logs(Placed(target, native, f"{state.attempt}."), self._file(job_id, "slice.log"))
         return self._end(job_id, state, status)
 
     def _start(self, job_id: str, state: _Slice, target: TpuTarget) -> Status:
@@ -263,41 +262,13 @@ class CreatedSlices(TpuTarget):
         if state is None:
             return
         Path(self._file(job_id, "slice.cancel")).touch()  # for whoever is about to start it, or to create the next
-        on = self._hosted(native_id)
-        if on is not None:
+        placed = self._on_hosts(native_id)
+        if placed is not None:
             with contextlib.suppress(Unreachable):
-                HostsTarget.cancel(*on)
+                HostsTarget.cancel(placed.target, placed.native_id)
                 return
         if state.end is None:
             self._api.delete(node_id(job_id, state.attempt), queued=self._options.queued)
-
-    def logs(self, native_id: str, since: Cursor | None = None) -> Iterator[LogLine]:
-        """Those of the hosts; when the slice is deleted, what was kept of them."""
-        job_id, start = _job(native_id), since or Cursor()
-        state, on = self._read(job_id), self._hosted(native_id)
-        if state is not None and on is not None:
-            yield from self._lines(*on, state, start)
-        elif os.path.exists(path := self._file(job_id, "slice.log")):
-            with open(path, "rb") as file:
-                lines = (LogLine(**json.loads(line)) for line in file)
-                yield from (line for line in lines if int(line.position) > int(start.position(line.source) or 0))
-
-    def cursor_at(self, native_id: str, when: float) -> Cursor:
-        on, state = self._hosted(native_id), self._read(_job(native_id))
-        return on[0].cursor_at(on[1], when).under(_prefix(state)) if on and state else Cursor()
-
-    def tail_at(self, native_id: str, since: Cursor, count: int) -> Cursor | None:  # type: ignore[override]
-        on, state = self._hosted(native_id), self._read(_job(native_id))
-        if on is None or state is None:
-            return None
-        at = since.moved({})
-        at.move(on[0].tail_at(on[1], since.below(_prefix(state)), count).under(_prefix(state)))
-        return at
-
-    def wait(self, native_id: str, timeout_s: float) -> bool | None:  # type: ignore[override]
-        """As `HostsTarget.wait`; None before the job is on its hosts."""
-        on = self._hosted(native_id)
-        return None if on is None else on[0].wait(on[1], timeout_s)
 
     def find(self, job_id: str) -> Found | None:
         """A job of this machine whose slice there is, or is asked for."""
@@ -312,16 +283,21 @@ class CreatedSlices(TpuTarget):
         return Found(native_id=f"accel-{job_id}/{job_id}", spec=spec, plan=plan)
 
     def clear(self, jobs: Mapping[str, str | None]) -> list[str]:
-        """Deletes the jobs' slices, those with `keep` too."""
-        lines = []
-        for job_id in jobs:
-            try:
-                state = self._read(job_id)
-                if state is not None:
-                    self._api.delete(node_id(job_id, state.attempt), queued=self._options.queued)
-            except SchedulerError as error:
-                lines.append(f"{error}; the slice of job {job_id} stays")
-        return lines
+        """Deletes what there is of the jobs' slices, those with `keep` too."""
+        for node in self._api.created():
+            if node.labels[JOB_LABEL] in jobs:
+                self._api.delete(node.name.rpartition("/")[2], queued=bool(node.queued_resource))
+        return []
+
+    def check(self, gpus: int = 0) -> Checked:
+        """The slices of the zone that accel created; and which of them are of no job that is known here."""
+        rows, strange = [], []
+        for node in self._api.created():
+            name, job_id = node.name.rpartition("/")[2], node.labels[JOB_LABEL]
+            rows.append([name, node.state.name, node.accelerator_type, job_id])
+            if not os.path.exists(self._file(job_id, "slice.json")):
+                strange.append(f"{name}: job {job_id} is not known here")
+        return Checked(table=[["slice", "state", "type", "job"], *rows], failures=(), warnings=tuple(strange))
 
     def close(self) -> None:
         for target in self._targets.values():
@@ -350,17 +326,16 @@ class CreatedSlices(TpuTarget):
         native = self._placed_as(job_id)
         return native if native and native.startswith(f"{node_id(job_id, state.attempt)}-w") else None
 
-    def _hosted(self, native_id: str) -> tuple[TpuTarget, str] | None:
-        """Where the job is, and its native id there; None before and after."""
+    def _on_hosts(self, native_id: str) -> Placed | None:
         job_id = _job(native_id)
         state = self._read(job_id)
         native = None if state is None or state.end is not None else self._native(job_id, state)
-        return None if state is None or native is None else (self._target(job_id, state), native)
+        if state is None or native is None:
+            return None
+        return Placed(self._target(job_id, state), native, f"{state.attempt}.")
 
-    def _lines(self, target: TpuTarget, native: str, state: _Slice, since: Cursor) -> Iterator[LogLine]:
-        """Under names that tell slices apart."""
-        for line in target.logs(native, since.below(_prefix(state))):
-            yield replace(line, source=_prefix(state) + line.source)
+    def _kept_log(self, native_id: str) -> str:
+        return self._file(_job(native_id), "slice.log")
 
     def _create(self, job_id: str, state: _Slice) -> None:
         request = self._body(job_id, state.attempt, self._api.project, host_program("tpu_slice").decode())
@@ -397,10 +372,6 @@ class CreatedSlices(TpuTarget):
 
 def _queued(state: _Slice, message: str) -> Status:
     return Status(state=State.QUEUED, attempt=state.latest, message=message)
-
-
-def _prefix(state: _Slice) -> str:
-    return f"{state.attempt}."
 
 
 def _job(native_id: str) -> str:

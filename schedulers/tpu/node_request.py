@@ -13,6 +13,7 @@ JOB_LABEL = "accel-job"
 ARRIVE_S = 1800.0  # beside start_timeout_s, from its start until the job is there
 SILENT_S = 600.0
 ENDED_S = 120.0  # for a client to read how the job ended, and its logs
+OTHERS_S = 60.0  # on the other workers, for the first to act
 _SCOPES = "https://www.googleapis.com/auth/"
 
 
@@ -31,6 +32,7 @@ def body(options: TpuOptions, job_id: str, attempt: int, *, parent: str, endpoin
         "arrive_s": ARRIVE_S + options.start_timeout_s,
         "silent_s": SILENT_S,
         "ended_s": ENDED_S,
+        "others_s": OTHERS_S,
     }
     guarded = {} if options.keep else dict(zip(OWN_METADATA, (script, json.dumps(own)), strict=True))
     node = _node(options, job_id, guarded)

@@ -227,7 +227,7 @@ class HostsTarget(abc.ABC):
 
         return logs.cursor_at(self._hosts, Native.parse(native_id), when)
 
-    def tail_at(self, native_id: str, since: Cursor, count: int) -> Cursor:
+    def tail_at(self, native_id: str, since: Cursor, count: int) -> Cursor | None:
         from . import logs
         from .native_id import Native
 
@@ -243,7 +243,7 @@ class HostsTarget(abc.ABC):
 
         submit.cancel(self._hosts, Native.parse(native_id))
 
-    def wait(self, native_id: str, timeout_s: float) -> bool:
+    def wait(self, native_id: str, timeout_s: float) -> bool | None:
         """Listens to two of the job's hosts, and to others when these go away."""
         from .native_id import Native
         from .watch import Watch

@@ -10,14 +10,16 @@ from typing import Any
 import pytest
 
 import schedulers
-from schedulers import Job
+from schedulers import Job, State
 from tests.clusters.fixtures import _tpu, tpu
 from tests.clusters.tpu import PARENT, ZONE, Tpu
 from tests.needs import missing
+from tests.waiting import until
 
 __all__ = ["_tpu", "tpu"]
 
 ROOT = Path(__file__).parents[3]
+CREATED: dict[str, Any] = {"name": None, "accelerator_type": "v4-16", "version": "tpu-ubuntu2204-base"}
 Submit = Callable[..., Job]
 
 
@@ -42,6 +44,24 @@ def target_options(tpu: Tpu, **more: Any) -> dict[str, Any]:
         "zone": ZONE, "name": "pod1", "ssh_config": str(tpu.hosts.config), "python": sys.executable, "cpu": True,
         "heartbeat_s": 5, "start_timeout_s": 20, "disk_gb": 0.001, **more,
     }  # fmt: skip
+
+
+def printed(job: Job) -> list[tuple[int, str]]:
+    return sorted((line.rank, line.text) for line in job.logs() if line.rank is not None)
+
+
+def runs(job: Job) -> None:
+    """Polls the job, as a client that waits does, until a rank has printed `up`."""
+    until(lambda: job.status().state is State.RUNNING and (0, "up\n") in printed(job), "the job runs", 90)
+
+
+def empty(tpu: Tpu) -> None:
+    """No slice and no queued resource is left."""
+    until(lambda: not tpu.nodes() and not tpu.queued(), "all slices are deleted", 90)
+
+
+def deleted_by(tpu: Tpu) -> set[str]:
+    return {call.caller for method in ("DeleteNode", "DeleteQueuedResource") for call in tpu.calls(method)}
 
 
 @pytest.fixture

@@ -26,8 +26,7 @@ from tests.needs import package
 from tests.ports import free_port
 from tests.waiting import until
 
-from .conftest import ROOT, Submit, target_options
-from .test_created import CREATED
+from .conftest import CREATED, ROOT, Submit, target_options
 
 URI = "gs://results/run"
 TRAIN = """\

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -9,34 +11,20 @@ from typing import Any
 import pytest
 
 import schedulers
+from accel.cli import main
 from schedulers import Job, Reason, State
+from schedulers.config.named_targets import load_target
 from schedulers.errors import SubmitError, Unreachable
 from schedulers.jobs import poll
-from schedulers.tpu import node_request
+from schedulers.tpu import created, node_request
+from tests import needs
 from tests.clusters.tpu import LAUNCHER, SERVICE_ACCOUNT, Tpu
+from tests.marks import long
 from tests.waiting import until
 
-from .conftest import Submit
+from .conftest import CREATED, Submit, deleted_by, empty, printed, runs, target_options
 
-CREATED: dict[str, Any] = {"name": None, "accelerator_type": "v4-16", "version": "tpu-ubuntu2204-base"}
 FOREVER = "echo up; while true; do sleep 0.1; done"
-
-
-def printed(job: Job) -> list[tuple[int | None, str]]:
-    return sorted((line.rank, line.text) for line in job.logs() if line.rank is not None)
-
-
-def runs(job: Job) -> None:
-    """Polls as `accel wait` does, until a rank has printed."""
-    until(lambda: job.status().state is State.RUNNING and (0, "up\n") in printed(job), "the job runs", 90)
-
-
-def empty(tpu: Tpu) -> None:
-    until(lambda: not tpu.nodes() and not tpu.queued(), f"no slice is left: {tpu.nodes()} {tpu.queued()}", 90)
-
-
-def deleted_by(tpu: Tpu) -> set[str]:
-    return {call.caller for method in ("DeleteNode", "DeleteQueuedResource") for call in tpu.calls(method)}
 
 
 @pytest.fixture
@@ -79,22 +67,26 @@ def test_cancelled_before_it_runs(tpu: Tpu, create: Submit, queued: bool) -> Non
     assert not list(job.logs())
 
 
-def test_cancelled_while_it_runs(tpu: Tpu, create: Submit) -> None:
+def test_cancelled_while_it_runs(tpu: Tpu, create: Submit, tmp_path: Path) -> None:
     job = create(FOREVER, options={"queued": True})
     runs(job)
+    there = {"name": f"accel-{job.id}-0", "accelerator_type": None, "version": None}
+    found = load_target("tpu", tmp_path / "other/jobs", overrides={**target_options(tpu), **there}).find(job.id)  # type: ignore[attr-defined]
+    assert found.native_id == f"accel-{job.id}-0-w0,accel-{job.id}-0-w1/{job.id}"  # on any machine
     assert job.cancel().state is State.CANCELLED
     empty(tpu)
     assert (0, "up\n") in printed(job)
 
 
-def test_without_capacity_it_is_asked_for_again(tpu: Tpu, create: Submit) -> None:
+def test_without_capacity_it_is_asked_for_again(tpu: Tpu, create: Submit, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(created, "_AGAIN_S", (0.5, 0.5))
     tpu.capacity(False)
     job = create("true")
     until(lambda: job.status().reason is Reason.NO_CAPACITY, "there is no capacity")
     assert job.status().state is State.QUEUED
     tpu.capacity(True)
     assert job.wait(120).state is State.SUCCEEDED
-    assert len(tpu.calls("CreateNode")) == 2
+    assert len(tpu.calls("CreateNode")) >= 2
     empty(tpu)
 
 
@@ -124,7 +116,10 @@ def test_what_the_api_refuses_is_not_asked_for_again(tpu: Tpu, create: Submit, m
 
 @pytest.mark.parametrize(
     ("which", "options", "text"),
-    [("ENDED_S", {}, "true"), ("ARRIVE_S", {"queued": True, "start_timeout_s": 1}, ""), ("SILENT_S", {}, FOREVER)],
+    [
+        ("ARRIVE_S", {"queued": True, "start_timeout_s": 1}, ""),
+        *long(("ENDED_S", {}, "true"), ("SILENT_S", {}, FOREVER)),
+    ],
 )
 def test_without_a_client_the_slice_deletes_itself(
     tpu: Tpu, create: Submit, monkeypatch: pytest.MonkeyPatch, which: str, options: dict[str, Any], text: str
@@ -160,15 +155,74 @@ def test_preempted_and_started_on_the_next_slice(tpu: Tpu, create: Submit) -> No
     empty(tpu)
 
 
-def test_a_slice_is_kept_until_it_is_pruned(tpu: Tpu, create: Submit) -> None:
+@pytest.mark.long
+def test_hosts_that_notice_a_preemption_before_the_api_does(tpu: Tpu, create: Submit) -> None:
+    """Of two hosts the one that is left says node_failure."""
+    job = create('echo "up"; [ $ACCEL_ATTEMPT = 1 ] || sleep 1000', options={"spot": True})
+    runs(job)
+    tpu.crash(f"accel-{job.id}-0", 0)
+    until(lambda: job.status().message.endswith("was it preempted?"), "the other host has noticed", 90)
+    tpu.preempt(f"accel-{job.id}-0")
+    assert job.wait(120).state is State.SUCCEEDED
+    assert [node["name"] for node in tpu.nodes()] in ([], [f"{tpu.parent}/nodes/accel-{job.id}-1"])
+    empty(tpu)
+
+
+def test_a_slice_is_kept_until_its_job_is_pruned(
+    tpu: Tpu, create: Submit, project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     job = create("true", options={"keep": True})
-    status = job.wait(90)
-    assert status.state is State.SUCCEEDED
-    assert status.message.startswith(f"slice accel-{job.id}-0 is up since {time.strftime('%Y')}")
+    assert job.wait(90).state is State.SUCCEEDED
     (node,) = tpu.nodes()
     assert "startup-script" not in node["metadata"]
-    from schedulers.jobs.prune import prune
-    from schedulers.store.store import Store
+    name = f"accel-{job.id}-0"
+    assert main(["list"]) == 0
+    message = rf"slice {name} is up since {time.strftime('%Y')}-.* UTC \(keep: accel prune deletes it\)"
+    assert re.search(message, capsys.readouterr().out)
+    with tpu.client() as client:  # that of another machine
+        other = {"accelerator_type": "v4-8", "runtime_version": "tpu-ubuntu2204-base", "labels": {"accel-job": "2mx"}}
+        client.create_node(parent=tpu.parent, node_id="accel-2mx-1", node=other).result()
+    (project / "accel.yaml").write_text(
+        f"targets:\n  pod: {{kind: tpu, zone: {tpu.zone}, accelerator_type: v4-16, version: tpu-ubuntu2204-base}}\n"
+    )
+    monkeypatch.chdir(project)
+    assert main(["targets", "check", "pod"]) == 0
+    shown = capsys.readouterr()
+    assert f"{name}\tREADY\tv4-16\t{job.id}\n" in shown.out
+    assert "accel-2mx-1\tREADY\tv4-8\t2mx\n" in shown.out
+    assert "accel: warning: accel-2mx-1: job 2mx is not known here" in shown.err
+    assert main(["prune", job.id]) == 0
+    until(lambda: [node["name"] for node in tpu.nodes()] == [f"{tpu.parent}/nodes/accel-2mx-1"], "the slice is deleted")
 
-    assert prune(Store.default(), ids=[job.id]).ids == (job.id,)
+
+@pytest.mark.long
+def test_gcloud_and_accel_see_and_delete_each_others_slices(tpu: Tpu, create: Submit) -> None:
+    needs.gcloud()
+
+    def gcloud(words: str, *more: str) -> str:
+        argv = ["gcloud", "compute", "tpus", *words.split(), *more]
+        done = subprocess.run(argv, env=tpu.gcloud_env(), capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    job = create(FOREVER, options={"queued": True, "spot": True})
+    runs(job)
+    name = f"accel-{job.id}-0"
+    assert gcloud("tpu-vm list --format", "value(name.basename(),state,labels.accel-job)").split() == [
+        name, "READY", job.id
+    ]  # fmt: skip
+    assert gcloud("queued-resources list --format", "value(name.basename(),state.state)").split() == [name, "ACTIVE"]
+    gcloud(f"queued-resources delete {name} --force --quiet --async")
     empty(tpu)
+    status = job.wait(60)
+    assert (status.state, status.reason) == (State.FAILED, Reason.LOST), status
+    gcloud("tpu-vm create pod1 --async --accelerator-type=v4-16 --version=tpu-ubuntu2204-base")
+    tpu.wait("pod1", "READY")
+    assert create("true", options={"name": "pod1", "accelerator_type": None, "version": None}).wait(90).exit_code == 0
+    gcloud(
+        "tpu-vm create accel-2mx-0 --async --accelerator-type=v4-8 --version=tpu-ubuntu2204-base --labels=accel-job=2mx"
+    )
+    tpu.wait("accel-2mx-0", "READY")
+    target: Any = load_target("tpu", job.record.directory.parent, overrides={**CREATED, "zone": tpu.zone})
+    assert target.clear({"2mx": None}) == []
+    until(lambda: [node["name"] for node in tpu.nodes()] == [f"{tpu.parent}/nodes/pod1"], "accel has deleted it")
