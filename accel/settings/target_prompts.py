@@ -22,6 +22,10 @@ _TRANSPORTS = (
     ("ssh", "SSH, with the keys of ~/.ssh"),
     ("gcloud", "as gcloud does it, with its own keys and OS Login"),
 )
+_RUNTIMES = (
+    ("torch_tpu", "torch_tpu: a rank a chip"),
+    ("torch_xla", "torch_xla, which calls a function of the script on every core"),
+)
 _CONTAINERS = (
     ("none", "nothing: jobs run on the nodes as they are"),
     ("pyxis", "pyxis (enroot)"),
@@ -39,7 +43,7 @@ def entry_of(answers: Answers) -> tuple[str, dict[str, Any]] | None:
     for question in TARGET_QUESTIONS:
         if question.target is not None and question.target[0] == kind:
             value = answers.get(question.name)
-            if value not in (None, "none"):
+            if value not in (None, "none", False):
                 entry[question.target[1]] = value
     if answers.get("device") == "cpu":
         entry["cpu"] = True
@@ -78,6 +82,7 @@ def _target(answers: Answers) -> bool:
 
 
 _SLICE = both(answered("place", "tpu"), answered("tpu_submit", True))
+_CREATED = both(_SLICE, answered("slice_name", None))
 
 TARGET_QUESTIONS: tuple[Question, ...] = (
     ask("tpu_submit", "Are jobs to be submitted to it (accel submit)?", answered("place", "tpu"),
@@ -118,14 +123,22 @@ TARGET_QUESTIONS: tuple[Question, ...] = (
     ),
     _option("sagemaker", "s3_output_path", "Where in S3, s3://BUCKET/PREFIX (empty: SageMaker's default bucket)?"),
     *(
-        ask(f"slice_{option}", text, _SLICE, own=Setting(f"slice_{option}", text), target=("tpu", option), **rest)
-        for option, text, rest in (
-            ("project", "The Google Cloud project (empty: that of the credentials)?", {"may_be_empty": True}),
-            ("zone", "The zone, such as us-central2-b?", {}),
-            ("name", "The slice, by its name (gcloud compute tpus tpu-vm list)?", {}),
-            ("venv", "The virtual environment there that has accel and torch (empty: python3's packages)?",
+        ask(f"slice_{option}", text, when, target=("tpu", option),
+            **({"own": Setting(f"slice_{option}", text)} | rest))
+        for option, text, when, rest in (
+            ("project", "The Google Cloud project (empty: that of the credentials)?", _SLICE, {"may_be_empty": True}),
+            ("zone", "The zone, such as us-central2-b?", _SLICE, {}),
+            ("name", "A slice that is there, by its name (empty: one is created for each job)?", _SLICE,
              {"may_be_empty": True}),
-            ("transport", "How are its hosts reached?", {"options": _TRANSPORTS, "offer": "ssh"}),
+            ("accelerator_type", "What is created, such as v4-32?", _CREATED, {}),
+            ("version", "Its software (gcloud compute tpus tpu-vm versions list)?", _CREATED, {}),
+            ("spot", "Spot capacity, which may be taken away?", _CREATED, {"own": switch("slice_spot", "spot")}),
+            ("venv", "The virtual environment there that has accel and torch (empty: python3's packages)?", _SLICE,
+             {"may_be_empty": True}),
+            ("checkpoint_uri", "Where are checkpoints kept, gs://BUCKET/PREFIX/{id} (empty: nowhere)?", _SLICE,
+             {"may_be_empty": True}),
+            ("transport", "How are its hosts reached?", _SLICE, {"options": _TRANSPORTS, "offer": "ssh"}),
+            ("runtime", "What drives the chips?", _SLICE, {"options": _RUNTIMES, "offer": "torch_tpu"}),
         )
     ),
     ask("target_file", "Where is it to be written?", _target, options=_FILES, default=_file),

@@ -206,7 +206,8 @@ QUESTIONS: tuple[Question, ...] = (
         both(_GPU, answered("way", "none"))),
     *TARGET_QUESTIONS,
     # TPU
-    ask("main_training_function", "Which function of the script does every core run?", _TPU, offer="main"),
+    ask("main_training_function", "Which function of the script does every core run?",
+        both(_TPU, lambda answers: answers.get("slice_runtime") != "torch_tpu"), offer="main"),
     ask("tpu_use_cluster", "Is it a pod of several hosts?", both(_TPU, answered("tpu_submit", False))),
     ask("tpu_name", "The pod's name?", _POD),
     ask("tpu_zone", "Its zone?", _POD),

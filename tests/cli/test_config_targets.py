@@ -68,11 +68,16 @@ def targets(path: str) -> Any:
          "aws", {"kind": "sagemaker", "region": "us-east-1", "role": "r", "instance_type": "ml.p3.2xlarge",
                  "s3_output_path": "s3://b/team"}),
         ("{place: tpu, tpu_submit: true, num_processes: 4, slice_zone: us-central2-b, slice_name: pod1}",
-         "tpu", {"kind": "tpu", "zone": "us-central2-b", "name": "pod1", "transport": "ssh"}),
+         "tpu", {"kind": "tpu", "zone": "us-central2-b", "name": "pod1", "transport": "ssh", "runtime": "torch_tpu"}),
+        ("{place: tpu, tpu_submit: true, num_processes: 4, slice_zone: us-east1-d, slice_accelerator_type: v4-32, "
+         "slice_version: v2-alpha, slice_spot: true, slice_checkpoint_uri: 'gs://results/{id}', "
+         "slice_runtime: torch_xla, main_training_function: go}",
+         "tpu", {"kind": "tpu", "zone": "us-east1-d", "accelerator_type": "v4-32", "version": "v2-alpha",
+                 "spot": True, "checkpoint_uri": "gs://results/{id}", "transport": "ssh", "runtime": "torch_xla"}),
         ("{place: tpu, tpu_submit: true, num_processes: 4, target: pod, slice_project: mine, slice_zone: us-east1-d, "
          "slice_name: pod1, slice_venv: ~/v, slice_transport: gcloud}",
          "pod", {"kind": "tpu", "project": "mine", "zone": "us-east1-d", "name": "pod1", "venv": "~/v",
-                 "transport": "gcloud"}),
+                 "transport": "gcloud", "runtime": "torch_tpu"}),
     ],
 )  # fmt: skip
 def test_answers_make_a_target(
@@ -170,6 +175,8 @@ def test_a_link_and_its_mode_stay(somewhere: Path) -> None:
         ("place: kubernetes\nkubernetes_image: ' x'", ":2: kubernetes_image: image must be one word, not ' x'"),
         ("place: sagemaker\niam_role_name: r\nimage_uri: pytorch:9", ":3: image_uri: pytorch:9: no such version"),
         ("place: tpu\nnum_processes: 1\ntpu_submit: true\nslice_zone: us", ":4: slice_zone: zone: 'us' is no zone"),
+        ("place: tpu\nnum_processes: 1\ntpu_submit: true\nslice_zone: us-east1-d\nslice_name: a\nslice_spot: true",
+         ":6: slice_spot is not asked for after the other answers"),
         ("place: tpu\nnum_processes: 1\nslice_zone: us-east1-d", ":3: slice_zone is not asked for after the other"),
         ("place: tpu\nnum_processes: 1\ntpu_submit: true\nslice_zone: us-east1-d\nslice_name: a\ntpu_use_cluster: true",
          ":6: tpu_use_cluster is not asked for after the other answers"),
