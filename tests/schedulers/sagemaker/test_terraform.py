@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.hcl import module, plain
 from tests.needs import package
 
 from .aws_provider import FILE
@@ -18,30 +19,12 @@ PROVIDER: Mapping[str, Any] = json.loads(FILE.read_text())
 _REFERENCE = re.compile(r"\b((?:data\.)?aws_\w+)\.(\w+)\.(\w+)")
 
 
-def module() -> dict[str, list[dict[str, Any]]]:
-    """The blocks of all files, by their word."""
-    found: dict[str, list[dict[str, Any]]] = {}
-    for path in sorted(HERE.glob("*.tf")):
-        for word, blocks in _plain(package("hcl2").loads(path.read_text())).items():
-            found.setdefault(word, []).extend(blocks)
-    return found
-
-
-def _plain(value: Any) -> Any:
-    """Without the parser's own marks and quotes."""
-    if isinstance(value, dict):
-        return {_plain(key): _plain(each) for key, each in value.items() if not key.startswith("__")}
-    if isinstance(value, list):
-        return [_plain(each) for each in value]
-    return value[1:-1] if isinstance(value, str) and value[:1] == value[-1:] == '"' else value
-
-
 def resources() -> dict[str, dict[str, Any]]:
     """`aws_s3_bucket.jobs`, and with `data.` before it, -> its arguments."""
     return {
         f"{prefix}{kind}.{name}": body
         for word, prefix in (("resource", ""), ("data", "data."))
-        for each in module()[word] for kind, named in each.items() for name, body in named.items()
+        for each in module(HERE)[word] for kind, named in each.items() for name, body in named.items()
     }  # fmt: skip
 
 
@@ -74,13 +57,13 @@ def test_references_lead_somewhere() -> None:
     for kind, name, attribute in references:
         assert f"{kind}.{name}" in known
         assert attribute in PROVIDER[kind]["attributes"]
-    variables = {name for each in module()["variable"] for name in each}
+    variables = {name for each in module(HERE)["variable"] for name in each}
     assert set(re.findall(r"\bvar\.(\w+)", text)) == variables
 
 
 def test_it_reads_the_policies() -> None:
     """Each of them, with a value for all that stands in braces."""
-    (local,) = module()["locals"]
+    (local,) = module(HERE)["locals"]
     assert set(local["names"]) == set(NAMES)
     known = resources()
     path = '"${path.module}/%s.json"'
@@ -94,10 +77,10 @@ def test_the_page_says_what_is_there() -> None:
     files = {path.name for path in HERE.iterdir()} - {"README.md"}
     assert [name for name in sorted(files) if f"`{name}`" not in page] == []
     (example,) = re.findall(r"```hcl\n(.*?)```", page, re.DOTALL)
-    (call,) = _plain(package("hcl2").loads(example))["module"]
-    variables = {name: body for each in module()["variable"] for name, body in each.items()}
+    (call,) = plain(package("hcl2").loads(example))["module"]
+    variables = {name: body for each in module(HERE)["variable"] for name, body in each.items()}
     assert set(call["accel"]) - {"source"} == {name for name, body in variables.items() if "default" not in body}
-    outputs = {name for each in module()["output"] for name in each}
+    outputs = {name for each in module(HERE)["output"] for name in each}
     assert outputs == {"role", "s3_output_path", "launcher_policy"}
     assert [name for name in sorted(outputs) if f"`{name}`" not in page] == []
     (exported,) = re.findall(r"^\$ export (.*)$", page, re.MULTILINE)
