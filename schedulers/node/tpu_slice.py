@@ -2,8 +2,8 @@
 """The startup script of a slice that accel created: deletes the slice once its job needs it no more.
 
 It runs as root on every worker. The first one acts, and the others a minute later, should that one be lost. The
-metadata `accel-slice` says which job, how long to wait, and the URL to delete: the slice's, or that of its queued
-resource. It needs Python 3.8 and nothing else.
+metadata `accel-slice` says which job, how long to wait, where to put how it ended, and the URL to delete: the slice's,
+or that of its queued resource. It needs Python 3.8 and nothing else.
 """
 
 from __future__ import annotations
@@ -25,14 +25,19 @@ METADATA = "http://169.254.169.254/computeMetadata/v1/instance/"
 LOOK_S = 2.0
 RETRY_S = 15.0
 ANSWER_S = 60.0
+KEEP_TRIES = 4
 
 
 def main() -> None:
     number, settings = int(metadata("attributes/agent-worker-number")), json.loads(metadata("attributes/accel-slice"))
     say(until_needless(settings))
     time.sleep(settings["others_s"] + number if number else 0)
+    for _ in range(KEEP_TRIES):
+        if kept(settings):
+            break
+        time.sleep(RETRY_S)
     while True:  # until there is no machine to run this on
-        delete(settings["url"])
+        ask("DELETE", settings["url"])
         time.sleep(RETRY_S)
 
 
@@ -57,10 +62,8 @@ def until_needless(settings: dict[str, Any]) -> str:
 
 def heartbeat(settings: dict[str, Any]) -> tuple[int | None, bool]:
     """When the job's supervisor wrote its state last, None before the first time; and whether the job has ended."""
-    own, beat = settings["root"], None
-    homes = {user.pw_dir for user in pwd.getpwall()} | set(glob.glob("/home/*"))  # OS Login lists no users
-    for root in [home + own[1:] for home in homes] if own.startswith("~") else [own]:
-        directory = os.path.join(root, "jobs", settings["job"])
+    beat = None
+    for directory in directories(settings):
         if os.path.exists(os.path.join(directory, "exit.json")):
             return beat, True
         with contextlib.suppress(OSError):
@@ -68,16 +71,35 @@ def heartbeat(settings: dict[str, Any]) -> tuple[int | None, bool]:
     return beat, False
 
 
-def delete(url: str) -> None:
+def directories(settings: dict[str, Any]) -> list[str]:
+    """Where the job may be: below the home of whoever submitted it."""
+    root = settings["root"]
+    homes = {user.pw_dir for user in pwd.getpwall()} | set(glob.glob("/home/*"))  # OS Login lists no users
+    roots = [home + root[1:] for home in homes] if root.startswith("~") else [root]
+    return [os.path.join(root, "jobs", settings["job"]) for root in roots]
+
+
+def kept(settings: dict[str, Any]) -> bool:
+    """Uploads how the job ended, where there is a bucket for it; False where that is to be tried again."""
+    for directory in directories(settings) if settings["result"] else []:
+        with contextlib.suppress(FileNotFoundError), open(os.path.join(directory, "exit.json"), "rb") as file:
+            return ask("POST", settings["result"], file.read())
+    return True
+
+
+def ask(method: str, url: str, data: bytes | None = None) -> bool:
     token = json.loads(metadata("service-accounts/default/token"))["access_token"]
-    request = urllib.request.Request(url, method="DELETE", headers={"Authorization": f"Bearer {token}"})
+    headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/octet-stream"}
     try:
+        request = urllib.request.Request(url, method=method, headers=headers, data=data)
         with urllib.request.urlopen(request, timeout=ANSWER_S) as reply:
-            say(f"DELETE {url}: {reply.status}")
+            say(f"{method} {url}: {reply.status}")
+            return True
     except urllib.error.HTTPError as error:
-        say(f"DELETE {url}: {error} {error.read()[:1000]!r}")
+        say(f"{method} {url}: {error} {error.read()[:1000]!r}")
     except OSError as error:
-        say(f"DELETE {url}: {error}")
+        say(f"{method} {url}: {error}")
+    return False
 
 
 def metadata(key: str) -> str:

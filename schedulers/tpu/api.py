@@ -109,6 +109,14 @@ class Api:
             nodes = self._client.list_nodes(parent=self.parent, timeout=_ANSWER_S)
             return [node for node in nodes if JOB_LABEL in node.labels]
 
+    def read(self, url: str) -> bytes | None:
+        """An object of a bucket; None where there is none. Raises what `node` raises."""
+        with self._asking("read the bucket"):
+            from google.auth.transport.requests import AuthorizedSession
+
+            reply = AuthorizedSession(self._credentials[0]).get(url, timeout=_ANSWER_S)
+            return bytes(reply.content) if reply.ok else None
+
     def create(self, name: str, body: Mapping[str, Any], *, queued: bool) -> str:
         """Asks for a node, or for a queued resource, and returns the operation's name: "" where there is such already.
 

@@ -27,7 +27,7 @@ from ..store import atomic_files
 from ..target import Checked, Found, Plan, TargetContext
 from . import api, slices
 from . import options as meaning
-from .node_request import JOB_LABEL, body, node_id
+from .node_request import JOB_LABEL, body, node_id, result_url
 from .target import CODE, TpuTarget
 
 _AGAIN_S = (5.0, 300.0)  # after a stockout: first, last
@@ -142,8 +142,7 @@ class CreatedSlices(MovingJobs, TpuTarget):
             reason = Reason.NODE_FAILURE if state.ready_at else Reason.NO_CAPACITY
             return self._fail(job_id, state, reason, words)
         if stage == "gone" and native is not None:
-            words += " before anybody here had read how the job ended; keep: true keeps a slice"
-            return self._fail(job_id, state, Reason.LOST, words)
+            return self._gone(job_id, state, words)
         if stage == "gone":
             return self._again(job_id, state)
         if stage == "waits" and native is None:
@@ -168,6 +167,8 @@ class CreatedSlices(MovingJobs, TpuTarget):
             if self._cancelled(job_id):
                 target.cancel(native)
             return status
+        if status.reason is Reason.PREEMPTED:  # the ranks were warned, and have left a checkpoint
+            return self._next(job_id, state)
         if self._options.spot and status.reason is Reason.NODE_FAILURE:
             if self._stage(job_id, state)[0] == "preempted":
                 return self._next(job_id, state)
@@ -175,6 +176,21 @@ class CreatedSlices(MovingJobs, TpuTarget):
                 return replace(status, state=State.RUNNING, message=f"{status.message}; was it preempted?")
         self._keep_logs(Placed(target, native, f"{state.attempt}."), self._file(job_id, "slice.log"))
         return self._end(job_id, state, status)
+
+    def _gone(self, job_id: str, state: _Slice, words: str) -> Status:
+        """The job's end by the bucket, where the slice has left it, of a slice that has deleted itself."""
+        url = result_url(self._options, node_id(job_id, state.attempt), job_id)
+        left = self._api.read(url) if url else None
+        if left is None:
+            words += (
+                " before anybody here had read how the job ended; checkpoint_uri keeps that, and keep: true the slice"
+            )
+            return self._fail(job_id, state, Reason.LOST, words)
+        try:
+            status = Status.from_json(json.loads(left))
+        except ValueError as error:
+            return self._fail(job_id, state, Reason.LOST, f"{words}, and its result in the bucket is damaged: {error}")
+        return self._next(job_id, state) if status.reason is Reason.PREEMPTED else self._end(job_id, state, status)
 
     def _start(self, job_id: str, state: _Slice, target: TpuTarget) -> Status:
         reached = False

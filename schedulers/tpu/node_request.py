@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import urllib.parse
 from typing import Any
 
 from .options import OWN_METADATA, TpuOptions, seconds
@@ -33,6 +35,7 @@ def body(options: TpuOptions, job_id: str, attempt: int, *, parent: str, endpoin
         "silent_s": SILENT_S,
         "ended_s": ENDED_S,
         "others_s": OTHERS_S,
+        "result": result_url(options, name, job_id, upload=True),
     }
     guarded = {} if options.keep else dict(zip(OWN_METADATA, (script, json.dumps(own)), strict=True))
     node = _node(options, job_id, guarded)
@@ -43,6 +46,18 @@ def body(options: TpuOptions, job_id: str, attempt: int, *, parent: str, endpoin
         **({"spot": {}} if options.spot else {"guaranteed": {"reserved": True}} if options.reserved else {}),
         "queueingPolicy": {"validUntilDuration": f"{seconds(options.valid_until_duration)}s"},
     }
+
+
+def result_url(options: TpuOptions, name: str, job_id: str, *, upload: bool = False) -> str:
+    """Where the bucket of `checkpoint_uri` has how the job ended on the slice; "" without a bucket."""
+    if options.checkpoint_uri is None:
+        return ""
+    bucket, _, prefix = options.checkpoint_uri.removeprefix("gs://").replace("{id}", job_id).partition("/")
+    file = urllib.parse.quote(f"{prefix.strip('/')}/{name}.json", safe="")
+    storage = os.environ.get("STORAGE_EMULATOR_HOST") or "https://storage.googleapis.com"
+    if upload:
+        return f"{storage}/upload/storage/v1/b/{bucket}/o?uploadType=media&name={file}"
+    return f"{storage}/storage/v1/b/{bucket}/o/{file}?alt=media"
 
 
 def _node(options: TpuOptions, job_id: str, guarded: dict[str, str]) -> dict[str, Any]:

@@ -18,15 +18,16 @@ from accel.checkpoint import manifest
 from accel.checkpoint.durable import Digest
 from accel.world import project_root
 from schedulers import SpecError, State
-from schedulers.tpu import checkpoints
+from schedulers.tpu import checkpoints, node_request
 from schedulers.tpu.checkpoints import Bucket, Save, Uploads, restore
 from schedulers.tpu.target import _KEEP
 from tests.clusters.tpu import Tpu
+from tests.marks import long
 from tests.needs import package
 from tests.ports import free_port
 from tests.waiting import until
 
-from .conftest import CREATED, ROOT, Submit, target_options
+from .conftest import CREATED, ROOT, Submit, empty, target_options
 
 URI = "gs://results/run"
 TRAIN = """\
@@ -281,5 +282,29 @@ def test_a_preempted_job_goes_on_on_the_next_slice(
         assert "first step 2" in printed[0]
         results = [text.rpartition("result ")[2].split()[0] for text in printed]
         assert results[0] == results[1]
+    finally:
+        store.end()
+
+
+@pytest.mark.parametrize(("code", "state"), [(7, State.FAILED), *long((85, State.SUCCEEDED))])
+def test_how_a_job_ended_that_nobody_looked_after(
+    tpu: Tpu, submit: Submit, monkeypatch: pytest.MonkeyPatch, code: int, state: State
+) -> None:
+    """It is in the bucket when the slice has deleted itself; one that was warned of a preemption (85) goes on."""
+    package("google.cloud.storage")
+    monkeypatch.setattr(node_request, "ENDED_S", 2.0)
+    store = Store(tpu.hosts.network.address(0))
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", store.url)
+    try:
+        job = submit(
+            f"[ $ACCEL_ATTEMPT = 1 ] || exit {code}", env={"STORAGE_EMULATOR_HOST": store.url},
+            options={**CREATED, "checkpoint_uri": "gs://results/run/{id}"},
+        )  # fmt: skip
+        until(lambda: job.status().message.startswith("starting on "), "it is started", 90)
+        empty(tpu)
+        assert store.names() == [f"{job.id}/accel-{job.id}-0.json"]
+        status = job.wait(120)
+        assert (status.state, status.exit_code) == (state, code if state is State.FAILED else 0)
+        empty(tpu)
     finally:
         store.end()

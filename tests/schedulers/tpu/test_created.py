@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,30 @@ def test_preempted_and_started_on_the_next_slice(tpu: Tpu, create: Submit) -> No
     status = job.wait(120)
     assert (status.state, status.attempt) == (State.SUCCEEDED, 1), status
     assert printed(job) == [(0, "up 1\n"), (1, "up 1\n")]
+    empty(tpu)
+
+
+@pytest.mark.parametrize(("queued", "quota"), [(True, True), (True, False), (False, True)])
+def test_no_slice_in_time(tpu: Tpu, create: Submit, queued: bool, quota: bool) -> None:
+    tpu.capacity(False)
+    tpu.quota(quota)
+    job = create("true", options={"queued": queued, "valid_until_duration": "1s" if quota else "1d"})
+    status = job.wait(60)
+    assert (status.state, status.reason) == (State.FAILED, Reason.NO_CAPACITY), status
+    empty(tpu)
+
+
+@pytest.mark.long
+def test_of_many_clients_one_creates_the_next_slice(tpu: Tpu, create: Submit) -> None:
+    job = create(FOREVER, options={"spot": True})
+    runs(job)
+    tpu.preempt(f"accel-{job.id}-0")
+    with ThreadPoolExecutor() as pool:
+        states = [status.state for status in pool.map(lambda _: schedulers.find(job.id).status(), range(8))]
+    assert set(states) <= {State.RUNNING, State.QUEUED}
+    runs(job)
+    assert [call.request["nodeId"] for call in tpu.calls("CreateNode")] == [f"accel-{job.id}-0", f"accel-{job.id}-1"]
+    assert job.cancel().state is State.CANCELLED
     empty(tpu)
 
 

@@ -56,7 +56,7 @@ def test_the_plan_of_a_slice_that_is_created() -> None:
     assert own["url"] == (
         "https://tpu.googleapis.com/v2/projects/lab-1/locations/us-central2-b/nodes/accel-2mxaaaaaaaa-0"
     )
-    assert (own["arrive_s"], own["silent_s"], own["ended_s"]) == (2100.0, 600.0, 120.0)
+    assert (own["arrive_s"], own["silent_s"], own["ended_s"], own["result"]) == (2100.0, 600.0, 120.0, "")
     assert node == {
         "acceleratorType": "v4-32",
         "runtimeVersion": "tpu-ubuntu2204-base",
