@@ -49,7 +49,7 @@ class GradientState:
 
     @property
     def is_xla_gradients_synced(self) -> bool:
-        """Whether gradients were reduced by torch_xla, which does not train in this version; scripts may set it."""
+        """What a script has said of gradients that it reduced by torch_xla; `Accelerator.backward` reduces them too."""
         return bool(self.__dict__.get("_is_xla_gradients_synced", False))
 
     @is_xla_gradients_synced.setter

@@ -19,6 +19,7 @@ from accel.enums import DistributedType, PrecisionType
 from accel.errors import ArgumentError, PrecisionError, StateError, nearest, one_of
 from accel.gradient_state import GradientState as GradientState
 from accel.world import process_group as worlds
+from accel.world import xla
 from accel.world.environment import World, read_flag, read_world, torchrun_variables
 from accel.world.hardware import avoid_unsafe_links, set_numa_affinity
 from accel.world.split import share_of
@@ -78,6 +79,9 @@ class PartialState:
             if name not in _OPTIONS:
                 raise ArgumentError(f"PartialState({name}=…) is unknown{nearest(name, _OPTIONS)}")
         env = os.environ
+        if xla.is_asked(env, cpu=cpu):
+            self._begin_on_xla(options)
+            return
         world = worlds.adopted_world() or read_world(env, needs_master=not options.get("init_method"))
         device = worlds.choose_device(world, env, cpu=cpu)
         worlds.use_device(device)
@@ -92,6 +96,17 @@ class PartialState:
         self.debug = read_flag(env, "ACCELERATE_DEBUG_MODE")
         self.fork_launched = read_flag(env, "FORK_LAUNCHED")
         self._settle(world, device, backend)
+
+    def _begin_on_xla(self, options: dict[str, Any]) -> None:
+        world, device = xla.join(os.environ)
+        if world.size > 1:
+            own = {"backend": xla.BACKEND, "init_method": xla.RENDEZVOUS, "timeout": options.get("timeout")}
+            worlds.form(world, device, own)
+        self._cpu = False
+        self.debug = read_flag(os.environ, "ACCELERATE_DEBUG_MODE")
+        self.fork_launched = read_flag(os.environ, "FORK_LAUNCHED")
+        self._settle(world, device, xla.BACKEND)
+        self.distributed_type = DistributedType.XLA
 
     def _settle(self, world: World, device: torch.device, backend: str | None) -> None:
         self.backend = backend
@@ -150,7 +165,9 @@ class PartialState:
 
     def wait_for_everyone(self) -> None:
         """Return when every process of the world has called this as often as this one."""
-        if self.use_distributed:
+        if self.use_distributed and self.backend == xla.BACKEND:
+            xla.barrier()
+        elif self.use_distributed:
             worlds.barrier(self.device)
 
     @contextmanager
@@ -261,6 +278,8 @@ class AcceleratorState(PartialState):
         with _beginning:
             if "_mixed_precision" not in self.__dict__:
                 self._mixed_precision = _asked_precision(mixed_precision)
+                if self._mixed_precision == PrecisionType.BF16 and self.backend == xla.BACKEND:
+                    self.downcast_bfloat = xla.use_bf16(os.environ)
             elif mixed_precision is not None and str(mixed_precision).lower() != self._mixed_precision:
                 raise StateError(
                     f"mixed_precision={str(mixed_precision)!r} was asked after this process took "
@@ -276,7 +295,7 @@ class AcceleratorState(PartialState):
     def _reset_state(reset_partial_state: bool = False) -> None:
         if reset_partial_state:
             PartialState._shared_state.clear()
-        for name in ("_mixed_precision", "dynamo_plugin"):
+        for name in ("_mixed_precision", "dynamo_plugin", "downcast_bfloat"):
             PartialState._shared_state.pop(name, None)
 
     @property

@@ -182,7 +182,9 @@ class Accelerator(
             )
         placed = _is_quantised_in_place(model, self.device) or spread
         if not placed and (self.device_placement if device_placement is None else device_placement):
-            model = model.to(self.device)
+            model = self.strategy.place(model)
+            for optimizer in self._optimizers:
+                self.strategy.adopt(optimizer.optimizer)
         self.precision.wrap_forward(model)
         if compiles(self.dynamo_plugin, model, regions=True):
             model = compile_regions(model, **self.dynamo_plugin.to_kwargs())
@@ -199,6 +201,7 @@ class Accelerator(
         """Return ``optimizer`` so that it steps with the accumulation windows; see `AcceleratedOptimizer`."""
         if not isinstance(optimizer, AcceleratedOptimizer):
             place = self.device_placement if device_placement is None else device_placement
+            self.strategy.adopt(optimizer)
             optimizer = AcceleratedOptimizer(optimizer, place, precision=self.precision)
         if all(known is not optimizer for known in self._optimizers):
             self._optimizers.append(optimizer)

@@ -204,7 +204,7 @@ class CheckpointControl:
         With ``safe_serialization`` it must be a dict of tensors and becomes a safetensors file. ``f`` may also be an
         open file.
         """
-        save(obj, f, self.project_configuration.save_on_each_node, safe_serialization)
+        save(self.strategy.on_host(obj), f, self.project_configuration.save_on_each_node, safe_serialization)
 
     def save_model(
         self,

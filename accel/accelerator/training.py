@@ -15,6 +15,7 @@ from accel.parallel.base import Strategy
 from accel.parallel.ddp import sync_in_backward
 from accel.parallel.unwrap import extract_model_from_parallel
 from accel.plugins import AutocastKwargs
+from accel.precision.amp import LowPrecision
 from accel.precision.base import Precision
 from accel.state import AcceleratorState, GradientState
 from accel.training.accumulation import Accumulation, Window
@@ -40,7 +41,7 @@ class TrainingControl:
     @property
     def native_amp(self) -> bool:
         """Whether models compute under autocast."""
-        return self.state.mixed_precision != "no"
+        return isinstance(self.precision, LowPrecision)
 
     @property
     def gradient_accumulation_steps(self) -> int:
@@ -126,6 +127,8 @@ class TrainingControl:
             self.lomo_backward(loss, kwargs["learning_rate"])
         length = self._window.length
         self.precision.backward(loss if length == 1 else loss / length, **kwargs)
+        if self.sync_gradients:
+            self.strategy.after_backward()
 
     def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
         """Raises `ArgumentError`: optimizers that step inside the backward pass (LOMO) are not in this version."""

@@ -91,7 +91,7 @@ class Contents:
         for index, state in enumerate(weights):
             yield from self._weights(index, state)
         for index, optimizer in enumerate(self.optimizers):
-            yield Piece(numbered_name(OPTIMIZER, index), "object", optimizer.state_dict())
+            yield Piece(numbered_name(OPTIMIZER, index), "object", self.strategy.on_host(optimizer.state_dict()))
         for name, item in (*self.stateful, *self.samplers):
             yield Piece(name, "object", item.state_dict())
 
@@ -112,7 +112,7 @@ class Contents:
         """
         if window_open:
             held = {key: p.grad for key, p in self._parameters() if p.grad is not None}
-            yield Piece(gradients_name(self.process_index), "tensors", held)
+            yield Piece(gradients_name(self.process_index), "tensors", self.strategy.on_host(held))
         states = random_states(step, self.device)
         loaders = [_own_state(loader) for _, loader in self.samplers]
         if any(state is not None for state in loaders):

@@ -22,6 +22,7 @@ from accel.collectives.flat_buffer import cut, flatten, layout_of
 from accel.errors import ArgumentError, CollectiveError, LeafError, one_of
 from accel.pytree import collect, fields_of, honor_type, is_record, leaves, rebuild_mapping, replace_tensors
 from accel.state import PartialState
+from accel.world import xla
 
 # torch 2.13 renamed it and warns at the old name, which is the only one until then.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -60,10 +61,21 @@ def gather(tensor: Any) -> Any:
 
 def _gather_tensors(found: list[torch.Tensor], state: PartialState) -> list[torch.Tensor]:
     layout, count = layout_of(found), state.num_processes
+    if state.backend == xla.BACKEND:
+        return [_gather_one(tensor, count, state.device) for tensor in found]
     packed = layout.pack(found, state.device)
     everyones = packed.new_empty(count * packed.numel())
     _all_gather(everyones, packed)
     return layout.unpack(everyones, count, found)
+
+
+def _gather_one(tensor: torch.Tensor, count: int, device: torch.device) -> torch.Tensor:
+    """By itself: XLA has no view of a tensor under another type, and joins collectives when it compiles."""
+    own = tensor.detach().to(device)
+    own = own.reshape(1) if own.ndim == 0 else own.contiguous()
+    everyones = own.new_empty((count * own.shape[0], *own.shape[1:]))
+    _all_gather(everyones, own)
+    return everyones.to(tensor.device)
 
 
 def gather_object(object: Any) -> Any:
@@ -107,6 +119,13 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
         return tensor
     if state.debug:
         verify(state, "broadcast", f"from_process={from_process}", describe(tensor))
+    if state.backend == xla.BACKEND:
+        for leaf in found:
+            own = leaf.detach().to(state.device)
+            dist.broadcast(own, src=from_process)
+            with torch.no_grad():
+                leaf.copy_(own)
+        return tensor
     layout = layout_of(found)
     packed = layout.pack(found, state.device)
     dist.broadcast(packed, src=from_process)

@@ -14,6 +14,7 @@ from accel import collectives
 from accel.enums import RNGType
 from accel.errors import one_of
 from accel.state import PartialState
+from accel.world import xla
 
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
@@ -30,6 +31,8 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 
         numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)
+    if _on_xla():
+        xla.seed(seed)
     if deterministic:
         torch.use_deterministic_algorithms(True)
 
@@ -61,6 +64,8 @@ def set_host_rng_state(state: dict[str, Any]) -> None:
 
 def device_rng_state(device: torch.device) -> torch.Tensor | None:
     """The state of the generator of ``device``, or ``None`` for the CPU, whose state `host_rng_state` holds."""
+    if _on_xla():
+        return xla.rng_state()
     if device.type == "cpu":
         return None
     module = getattr(torch, device.type)
@@ -70,6 +75,9 @@ def device_rng_state(device: torch.device) -> torch.Tensor | None:
 
 def set_device_rng_state(device: torch.device, state: torch.Tensor | None) -> None:
     """Give back what `device_rng_state` took."""
+    if state is not None and _on_xla():
+        xla.set_rng_state(state)
+        return
     if state is None or device.type == "cpu":
         return
     module = getattr(torch, device.type)
@@ -98,6 +106,10 @@ def synchronize_rng_state(rng_type: RNGType | str | None = None, generator: torc
         own = device_rng_state(state.device)
         if own is not None:
             set_device_rng_state(state.device, _from_main(own))
+
+
+def _on_xla() -> bool:
+    return PartialState._shared_state.get("backend") == xla.BACKEND
 
 
 def _from_main(state: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from accel.pytree import send_to_device
+from accel.state import PartialState
+from accel.world import xla
 
 
 def mover(device: torch.device, non_blocking: bool) -> Callable[[Any], Any]:
@@ -25,4 +27,17 @@ def mover(device: torch.device, non_blocking: bool) -> Callable[[Any], Any]:
             return [item.to(device) if type(item) is Tensor else move(item) for item in batch]
         return send_to_device(batch, device)
 
+    if PartialState._shared_state.get("backend") == xla.BACKEND:
+        return _Recording(move)
     return partial(send_to_device, device=device, non_blocking=True) if non_blocking else move
+
+
+class _Recording:
+    """Ends, at each batch, what torch_xla has recorded of the one before: a graph a step, and not one an epoch."""
+
+    def __init__(self, move: Callable[[Any], Any]) -> None:
+        self._move = move
+
+    def __call__(self, batch: Any) -> Any:
+        xla.sync()
+        return self._move(batch)

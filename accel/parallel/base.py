@@ -18,6 +18,13 @@ class Strategy:
     def __init__(self, state: PartialState) -> None:
         self.state = state
 
+    def place(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Move ``model`` to this process's device."""
+        return model.to(self.state.device)
+
+    def adopt(self, optimizer: torch.optim.Optimizer) -> None:
+        """Have ``optimizer`` step the parameters that `place` has left, whichever of the two came first."""
+
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Return ``model``, on its device already, as the thing to call in training."""
         return model
@@ -29,6 +36,9 @@ class Strategy:
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
         """A region whose backward passes leave gradients on their process."""
         return nullcontext()
+
+    def after_backward(self) -> None:
+        """Exchange the gradients that a backward pass has left, where passes do not do that themselves."""
 
     def uneven_inputs(self, models: Sequence[Any]) -> AbstractContextManager[Any]:
         """A region in which processes may have different numbers of batches."""
@@ -43,6 +53,10 @@ class Strategy:
         torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
     def model_state(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-        """The whole state dict of ``model``, by the names it has unwrapped; shares memory with it."""
-        state: dict[str, torch.Tensor] = self.unwrap(model).state_dict()
+        """The whole state dict of ``model``, by the names it has unwrapped; shares memory with it if it can."""
+        state: dict[str, torch.Tensor] = self.on_host(self.unwrap(model).state_dict())
         return state
+
+    def on_host(self, value: Any) -> Any:
+        """``value`` as it can be written to a file: with tensors that have an address."""
+        return value

@@ -31,8 +31,10 @@ BACKENDS: dict[str, tuple[str, DistributedType]] = {
     "sdaa": ("tccl", DistributedType.MULTI_SDAA),
     "hpu": ("hccl", DistributedType.MULTI_HPU),
     "neuron": ("neuron", DistributedType.MULTI_NEURON),
+    "tpu": ("tpu_dist", DistributedType.XLA),
 }
 _WITHOUT_OWN_DEVICE = ("cpu", "mps")  # their processes share what there is
+_ALWAYS_FIRST = ("tpu",)  # torch_tpu shows each process its own chip as the first, and switches to no other
 
 _ours = False
 _last: Any = None
@@ -66,6 +68,8 @@ def choose_device(world: World, env: Mapping[str, str], *, cpu: bool) -> torch.d
         return torch.device("cpu")  # one MPS device cannot be shared by the ranks of a world
     if kind in _WITHOUT_OWN_DEVICE:
         return torch.device(kind)
+    if kind in _ALWAYS_FIRST:
+        return torch.device(kind, 0)
     return _own_device(kind, world)
 
 
@@ -92,7 +96,7 @@ def _own_device(kind: str, world: World) -> torch.device:
 
 def use_device(device: torch.device) -> None:
     """Make ``device`` the current one of its kind, where kinds have a current one."""
-    if device.type not in _WITHOUT_OWN_DEVICE and hasattr(torch, device.type):
+    if device.type not in (*_WITHOUT_OWN_DEVICE, *_ALWAYS_FIRST) and hasattr(torch, device.type):
         getattr(torch, device.type).set_device(device)
 
 

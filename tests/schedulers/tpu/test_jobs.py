@@ -201,6 +201,29 @@ def test_as_gcloud_goes(tpu: Tpu, submit: Submit, tmp_path: Path, monkeypatch: p
     assert sorted(printed(job)) == [(0, "here\n"), (1, "here\n")]
 
 
+def test_a_launch_by_the_target_s_transport(
+    tpu: Tpu, home: Path, project: Path, python: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each worker finds the others by its metadata server."""
+    make_slice(tpu, "pod1")
+    (project / "accel.yaml").write_text(
+        f"targets:\n  pod:\n    kind: tpu\n    zone: {ZONE}\n    name: pod1\n    ssh_config: {tpu.hosts.config}\n"
+        f"    python: {python}\n"
+    )
+    (project / "c.yaml").write_text(
+        "distributed_type: XLA\ntpu_use_cluster: true\ntpu_name: pod\ntpu_env: [TORCH_TPU_DEVICES_PER_HOST=1]\n"
+    )
+    script = "import os, sys\nprint(os.environ['RANK'], os.environ['WORLD_SIZE'], sys.argv[1])\n"
+    (project / "train.py").write_text(script)
+    argv = [sys.executable, "-m", "accel", "launch", "--config_file", "c.yaml", "--tpu_runtime", "torch_tpu"]
+    done = subprocess.run(
+        [*argv, str(project / "train.py"), "a  b"], cwd=project, env=dict(os.environ) | {"PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=180, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["[worker 0] 0 2 a  b", "[worker 1] 1 2 a  b"]
+
+
 def test_commands_by_the_target_s_transport(
     tpu: Tpu, home: Path, project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

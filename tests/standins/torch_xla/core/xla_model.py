@@ -25,6 +25,16 @@ def all_reduce(
     return tensors[0] if isinstance(inputs, torch.Tensor) else tensors
 
 
+def broadcast_master_param(model: torch.nn.Module) -> None:
+    for tensor in (*model.parameters(), *model.buffers()):
+        dist.broadcast(tensor.detach(), 0)
+
+
+def rendezvous(tag: str, payload: bytes = b"", replicas: list[int] = []) -> list[bytes]:  # noqa: B006
+    dist.barrier()
+    return [payload] * dist.get_world_size()
+
+
 def set_rng_state(seed: int, device: str | None = None) -> None:
     global _seed
     _seed = seed

@@ -23,4 +23,4 @@ def _rendezvous(url: str, **rest: Any) -> Iterator[tuple[Store, int, int]]:
 
 
 dist.Backend.register_backend("xla", _group, devices="cpu")
-dist.rendezvous.register_rendezvous_handler("xla", _rendezvous)  # type: ignore[attr-defined]
+dist.register_rendezvous_handler("xla", _rendezvous)  # type: ignore[attr-defined,no-untyped-call]

@@ -1,0 +1,87 @@
+"""Data parallel under torch_xla: every process has the whole model, and gradients are averaged after each backward."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from accel.collectives.operations import recursively_apply
+from accel.parallel.base import Strategy
+from accel.state import PartialState
+from accel.world import xla
+
+
+class Xla(Strategy):
+    """The model itself, without a wrapper: torch_xla records what runs and compiles it, collectives included."""
+
+    def __init__(self, state: PartialState) -> None:
+        super().__init__(state)
+        self._models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._held = 0
+        # The parameter that a model had before it came to the device → the one it has there.
+        self._moved: Any = WeakIdKeyDictionary()
+
+    def place(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Move ``model`` to the device, where torch makes its parameters anew; tied ones stay tied."""
+        before = [(module, name, kept) for module, name, kept in _parameters(model)]
+        model = model.to(self.state.device)
+        for module, name, kept in before:
+            moved = self._moved.setdefault(kept, module._parameters[name])
+            if moved is not kept:
+                module._parameters[name] = moved
+        return model
+
+    def adopt(self, optimizer: torch.optim.Optimizer) -> None:
+        """Have ``optimizer`` step the parameters on the device, and keep their state."""
+        for group in optimizer.param_groups:
+            group["params"] = [self._moved.get(parameter, parameter) for parameter in group["params"]]
+        for parameter in list(optimizer.state):
+            moved = self._moved.get(parameter, parameter)
+            if moved is not parameter:
+                optimizer.state[moved] = optimizer.state.pop(parameter)
+
+    def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Give every process the main process's weights, and note that gradients of ``model`` are averaged."""
+        if model not in self._models and any(parameter.requires_grad for parameter in model.parameters()):
+            if self.state.use_distributed:
+                xla.broadcast_parameters(model)
+            self._models.add(model)
+        return model
+
+    def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
+        """A region whose backward passes leave gradients on their process."""
+        return self._holding()
+
+    @contextmanager
+    def _holding(self) -> Iterator[None]:
+        self._held += 1
+        try:
+            yield
+        finally:
+            self._held -= 1
+
+    def after_backward(self) -> None:
+        """Average the gradients of all wrapped models over the processes, those of earlier batches included."""
+        if self._held or not self.state.use_distributed:
+            return
+        found = {id(parameter): parameter.grad for model in self._models for parameter in model.parameters()}
+        gradients = [gradient for gradient in found.values() if gradient is not None]
+        if gradients:
+            xla.average(gradients, self.state.num_processes)
+
+    def on_host(self, value: Any) -> Any:
+        """``value`` with its tensors in host memory: on the device they have no address, by which files know them."""
+        xla.sync()
+        return recursively_apply(lambda tensor: tensor.detach().cpu(), value)
+
+
+def _parameters(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, torch.nn.Parameter]]:
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                yield module, name, parameter
