@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,6 +25,7 @@ from tests.marks import long
 from tests.waiting import until
 
 from .conftest import CREATED, Submit, deleted_by, empty, printed, runs, target_options
+from .test_jobs import WARNED
 
 FOREVER = "echo up; while true; do sleep 0.1; done"
 
@@ -141,6 +143,17 @@ def test_without_a_client_the_slice_deletes_itself(
         status = job.status()
         assert (status.state, status.reason) == (State.FAILED, Reason.LOST)
         assert "deleted" in status.message or "is gone before" in status.message
+
+
+def test_what_was_warned_of_maintenance_goes_on_on_the_next_slice(tpu: Tpu, create: Submit, tmp_path: Path) -> None:
+    warned = f"exec {sys.executable} -c '{WARNED}' {tmp_path}/saved"
+    job = create(f"[ $ACCEL_ATTEMPT = 0 ] || exit 0; {warned}")
+    until(lambda: job.status() and [text for _, text in printed(job)].count("up\n") == 2, "both take warnings", 90)
+    tpu.maintenance(f"accel-{job.id}-0")
+    status = job.wait(120)
+    assert (status.state, status.attempt) == (State.SUCCEEDED, 1), status
+    assert (tmp_path / "saved").is_dir()
+    empty(tpu)
 
 
 def test_preempted_and_started_on_the_next_slice(tpu: Tpu, create: Submit) -> None:
