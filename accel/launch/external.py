@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from accel.settings.contradictions import WAYS
 from schedulers.processes import die_with_parent
 
 from . import run as launch_run
@@ -41,6 +42,8 @@ def launch(options: Mapping[str, Any], program: Program) -> int:
     Raises LaunchError for what cannot be, such as a package that is not installed.
     """
     refuse_missing(options)
+    if _shows_tpu(options, os.environ) and not _is_there("torch_tpu") and not options["quiet"]:
+        launch_run.say("accel launch: this machine shows TPU chips, and the ranks use none: give --tpu, or --cpu")
     if options["tpu"] and program.entry == "command" and _tpu_runtime(options) == "torch_xla":
         raise Refused("--tpu and --no_python contradict each other: torch_xla calls a function of a Python script")
     if options["tpu"] and options["num_processes"] and not options["quiet"] and _tpu_runtime(options) == "torch_xla":
@@ -65,6 +68,8 @@ def is_for_pod(options: Mapping[str, Any]) -> bool:
 
 def planned(options: Mapping[str, Any], program: Program, env: Mapping[str, str] = os.environ) -> Launch:
     """`node.plan`, with what an engine wants changed in the environment and in the program."""
+    if _shows_tpu(options, env) and _is_there("torch_tpu"):
+        options = {**options, "tpu": True, "tpu_runtime": "torch_tpu"}
     if options["tpu"]:
         return _on_tpu({**options, "tpu_runtime": _tpu_runtime(options)}, program, env)
     run = launch_run.plan(started_once(options), program, env)
@@ -92,6 +97,15 @@ def _on_tpu(options: Mapping[str, Any], program: Program, env: Mapping[str, str]
     # torch_xla finds the slice's other hosts itself.
     alone: dict[str, Any] = {"processes": 1, "nodes": 1, "max_nodes": 1, "max_restarts": 0}
     return replace(run, program=tpu_program(options, program), env=extra, **alone)
+
+
+def _shows_tpu(options: Mapping[str, Any], env: Mapping[str, str]) -> bool:
+    """Return True for a machine with TPU chips and no GPU, where nothing is said of what to train on."""
+    from .devices import find
+    from .tpu import host
+
+    asked = options["mpirun_hostfile"] or any(options[name] for name in WAYS)
+    return not asked and bool(host.chips(env)) and find(env).kind == "cpu"
 
 
 def _tpu_runtime(options: Mapping[str, Any]) -> str:

@@ -346,7 +346,7 @@ def _check_nodes(node_rank: int, num_nodes: int, backend: str, restarts: int) ->
 def _refuse_tpu() -> None:
     if os.environ.get("PJRT_DEVICE") == "TPU" or os.environ.get("TPU_NAME"):
         raise StateError(
-            "this notebook offers a TPU, which this version of accel does not train on: choose a GPU runtime"
+            "this notebook offers a TPU, on which accel starts no processes from a notebook: choose a GPU runtime"
         )
 
 

@@ -6,7 +6,7 @@ from .setting import Group, Setting, switch
 
 HARDWARE = Group(
     "hardware",
-    "What to train on. Without any of these: the GPUs that are visible, else the CPU.",
+    "What to train on. Without any of these: the GPUs that are visible, else TPU chips by torch_tpu, else the CPU.",
     (
         switch(
             "cpu", "train on the CPU even where there is a GPU", env="ACCELERATE_USE_CPU", style="lower", key="use_cpu"

@@ -156,6 +156,7 @@ class Machine:
 
     def __init__(self, here: Path, runtime: str) -> None:
         self.here = here
+        self.flags: tuple[str, ...] = ("--tpu",)
         (here / "packages").mkdir()
         for path in STANDINS.glob(f"{runtime}*"):
             (here / "packages" / path.name).symlink_to(path)
@@ -164,7 +165,7 @@ class Machine:
         (self.here / "train.py").write_text(script)
         base = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
         return subprocess.Popen(
-            [sys.executable, "-m", "accel", "launch", "--tpu", *words],
+            [sys.executable, "-m", "accel", "launch", *self.flags, *words],
             cwd=self.here,
             env={
                 **base,
@@ -208,6 +209,25 @@ def test_torch_tpu_has_a_rank_a_chip(torch_tpu: Machine) -> None:
     assert [one[:2] for one in told] == [["0", "2"], ["1", "2"]]
     assert [one[3:] for one in told] == [["1,2,1", None]] * 2
     assert told[0][2] == told[1][2]
+
+
+def test_chips_are_used_without_a_word(torch_tpu: Machine) -> None:
+    """As GPUs are. Where something else is asked for, they are not."""
+    torch_tpu.flags = ()
+    env = {"TORCH_TPU_DEVICES_PER_HOST": "2", "TPU_TOPOLOGY": "1x2", "CUDA_VISIBLE_DEVICES": ""}
+    code, lines, err = torch_tpu.launch(TELL, "train.py", **env)
+    assert code == 0, err
+    assert sorted(json.loads(line)[:2] for line in lines) == [["0", "2"], ["1", "2"]]
+    code, lines, err = torch_tpu.launch(TELL, "--cpu", "train.py", **env)
+    assert (code, [json.loads(line) for line in lines]) == (0, [["0", "1", None, None, "true"]]), err
+
+
+def test_chips_that_are_not_used_are_said(torch_xla: Machine) -> None:
+    torch_xla.flags = ()
+    env = {"TORCH_TPU_DEVICES_PER_HOST": "2", "CUDA_VISIBLE_DEVICES": ""}
+    code, lines, err = torch_xla.launch(TELL, "train.py", **env)
+    assert (code, len(lines)) == (0, 1)
+    assert err == "accel launch: this machine shows TPU chips, and the ranks use none: give --tpu, or --cpu\n"
 
 
 def test_torch_tpu_on_the_hosts_of_a_slice(torch_tpu: Machine, worker_1: Mapping[str, str]) -> None:

@@ -76,11 +76,11 @@ def torch_tpu_variables(
 
     `devices` are the host's, as `chips` gives them. Raises Refused for what cannot be told.
     """
-    if int(env.get("MEGASCALE_NUM_SLICES") or 1) > 1:
-        raise Refused("--tpu: torch_tpu on several slices (MEGASCALE_NUM_SLICES) is not in this version: use one slice")
     found = dict.fromkeys(("TORCH_TPU_SLICEBUILDER_ADDRESSES", "TORCH_TPU_TOPOLOGY", "TORCH_TPU_XPROF_SESSION_ID"), "")
     found |= {name: env[name] for name in found if env.get(name)}
     addresses, topology, session = found
+    if int(env.get("MEGASCALE_NUM_SLICES") or 1) > 1 and not (found[addresses] and found[topology]):
+        raise Refused("--tpu: torch_tpu on several slices (MEGASCALE_NUM_SLICES) is not in this version: use one slice")
     if not found[addresses]:
         found[addresses] = ",".join(_addresses(env, nodes, processes))
     if not found[topology]:
