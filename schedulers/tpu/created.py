@@ -226,8 +226,8 @@ class CreatedSlices(MovingJobs, TpuTarget):
             return replace(_queued(state, str(stockout)), reason=Reason.NO_CAPACITY)
         except SubmitError as refusal:
             return self._fail(job_id, state, getattr(refusal, "reason", Reason.SETUP), str(refusal))
-        waits = replace(_queued(state, f"{name} is asked for"))
-        return replace(waits, reason=Reason.NO_CAPACITY) if state.again_at else waits
+        reason = Reason.NO_CAPACITY if state.again_at else Reason.NONE
+        return replace(_queued(state, f"{name} is asked for"), reason=reason)
 
     def _next(self, job_id: str, state: _Slice) -> Status:
         """Deletes a slice that was preempted and asks for the next."""
@@ -261,12 +261,11 @@ class CreatedSlices(MovingJobs, TpuTarget):
         status, name = Status.from_json(state.end), node_id(job_id, state.attempt)
         if self._options.keep and state.ready_at:
             since = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(state.ready_at))
-            words = f"slice {name} is up since {since} (keep: accel prune deletes it)"
-            return replace(status, message="; ".join(filter(None, (status.message, words))))
+            return _saying(status, f"slice {name} is up since {since} (keep: accel prune deletes it)")
         try:
             self._api.delete(name, queued=self._options.queued)
         except api.Refused as error:
-            return replace(status, message="; ".join(filter(None, (status.message, str(error)))))
+            return _saying(status, str(error))
         return status
 
     # What clients ask besides.
@@ -388,6 +387,10 @@ class CreatedSlices(MovingJobs, TpuTarget):
 
 def _queued(state: _Slice, message: str) -> Status:
     return Status(state=State.QUEUED, attempt=state.latest, message=message)
+
+
+def _saying(status: Status, words: str) -> Status:
+    return replace(status, message=f"{status.message}; {words}" if status.message else words)
 
 
 def _job(native_id: str) -> str:
