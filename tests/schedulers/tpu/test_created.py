@@ -156,6 +156,7 @@ def test_what_was_warned_of_maintenance_goes_on_on_the_next_slice(tpu: Tpu, crea
     empty(tpu)
 
 
+@pytest.mark.long  # test_checkpoints.py has a job that is preempted in any run
 def test_preempted_and_started_on_the_next_slice(tpu: Tpu, create: Submit) -> None:
     job = create(
         'echo "up $ACCEL_ATTEMPT"; [ $ACCEL_ATTEMPT = 1 ] || sleep 1000', options={"spot": True, "queued": True}
