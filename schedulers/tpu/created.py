@@ -31,6 +31,7 @@ from .node_request import JOB_LABEL, body, node_id, result_url
 from .target import CODE, TpuTarget
 
 _AGAIN_S = (5.0, 300.0)  # after a stockout: first, last
+_MOST_LEFT = 10
 _LATE_S = 60.0  # so long the API may go on calling a slice READY that was preempted
 _JOBS_AT_ONCE = 16
 _CANCELLED = Status(state=State.CANCELLED, reason=Reason.USER)
@@ -45,6 +46,7 @@ class _Slice:
     again_at:  after a stockout, when it is asked for again.
     ready_at:  when a client first saw it READY; 0 before.
     preempted: it is to be deleted, and the next one follows.
+    left:      how many slices the ranks have left, as they do when they are warned.
     end:       how the job ended; the slice is to be deleted then.
     """
 
@@ -55,6 +57,7 @@ class _Slice:
     again_at: float = 0.0
     ready_at: float = 0.0
     preempted: bool = False
+    left: int = 0
     end: dict[str, Any] | None = None
 
 
@@ -167,8 +170,8 @@ class CreatedSlices(MovingJobs, TpuTarget):
             if self._cancelled(job_id):
                 target.cancel(native)
             return status
-        if status.reason is Reason.PREEMPTED:  # the ranks were warned, and have left a checkpoint
-            return self._next(job_id, state)
+        if status.reason is Reason.PREEMPTED:
+            return self._leave(job_id, state, status)
         if self._options.spot and status.reason is Reason.NODE_FAILURE:
             if self._stage(job_id, state)[0] == "preempted":
                 return self._next(job_id, state)
@@ -190,7 +193,8 @@ class CreatedSlices(MovingJobs, TpuTarget):
             status = Status.from_json(json.loads(left))
         except ValueError as error:
             return self._fail(job_id, state, Reason.LOST, f"{words}, and its result in the bucket is damaged: {error}")
-        return self._next(job_id, state) if status.reason is Reason.PREEMPTED else self._end(job_id, state, status)
+        ended = self._leave if status.reason is Reason.PREEMPTED else self._end
+        return ended(job_id, state, status)
 
     def _start(self, job_id: str, state: _Slice, target: TpuTarget) -> Status:
         reached = False
@@ -229,6 +233,14 @@ class CreatedSlices(MovingJobs, TpuTarget):
         reason = Reason.NO_CAPACITY if state.again_at else Reason.NONE
         return replace(_queued(state, f"{name} is asked for"), reason=reason)
 
+    def _leave(self, job_id: str, state: _Slice, status: Status) -> Status:
+        """The next slice for ranks that were warned and have left a checkpoint; not for those that always do."""
+        if state.left == _MOST_LEFT:
+            words = f"the ranks have left {state.left + 1} slices, as if each was about to be taken away"
+            return self._end(job_id, state, replace(status, message=words))
+        state.left += 1
+        return self._next(job_id, state)
+
     def _next(self, job_id: str, state: _Slice) -> Status:
         """Deletes a slice that was preempted and asks for the next."""
         if self._cancelled(job_id):
@@ -240,7 +252,7 @@ class CreatedSlices(MovingJobs, TpuTarget):
         self._api.delete(name, queued=self._options.queued)
         Path(self._placed(job_id)).unlink(missing_ok=True)
         attempt = max(state.attempt, state.latest) + 1
-        state = _Slice(attempt=attempt, latest=attempt, began=time.time())
+        state = _Slice(attempt=attempt, latest=attempt, began=time.time(), left=state.left)
         self._write(job_id, state)
         status = self._again(job_id, state)
         if status.state.final:

@@ -156,6 +156,16 @@ def test_what_was_warned_of_maintenance_goes_on_on_the_next_slice(tpu: Tpu, crea
     empty(tpu)
 
 
+@pytest.mark.long
+def test_ranks_that_leave_every_slice(tpu: Tpu, create: Submit, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(created, "_MOST_LEFT", 1)
+    job = create("exit 85")
+    status = job.wait(120)
+    assert (status.state, status.reason, status.attempt) == (State.FAILED, Reason.PREEMPTED, 1), status
+    assert status.message == "the ranks have left 2 slices, as if each was about to be taken away"
+    empty(tpu)
+
+
 @pytest.mark.long  # test_checkpoints.py has a job that is preempted in any run
 def test_preempted_and_started_on_the_next_slice(tpu: Tpu, create: Submit) -> None:
     job = create(

@@ -119,7 +119,7 @@ def test_another_machine_finds_and_cancels_the_job(
 
 @pytest.mark.parametrize(
     ("state", "reason"),
-    [("PREEMPTED", Reason.PREEMPTED), *long(("STOPPED", Reason.NODE_FAILURE), ("", Reason.NODE_FAILURE))],
+    long(("PREEMPTED", Reason.PREEMPTED), ("STOPPED", Reason.NODE_FAILURE), ("", Reason.NODE_FAILURE)),
 )
 def test_a_job_ends_with_its_slice(tpu: Tpu, submit: Submit, state: str, reason: Reason) -> None:
     make_slice(tpu, "pod1", scheduling_config={"spot": True})
