@@ -116,6 +116,8 @@ def _refusal(
     if what.startswith("expects "):
         value = _at(given, path)
         what += f", got {'nothing' if value is None else f'{type(value).__name__} {value!r}'}"
+        if what.startswith("expects str,") and isinstance(value, float):  # a version: 3.10 is read as 3.1
+            what += "; put it in quotes"
     elif what.startswith("Invalid enum value"):
         what = f"expects {_choices(schema, path)}, got {_at(given, path)!r}"
     name = _dotted(path)

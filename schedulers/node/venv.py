@@ -1,11 +1,12 @@
 """Makes a virtual environment on the host it runs on, once for the same requirements and the same interpreter.
 
-    {"root": "~/.accel", "files": {"requirements.txt": "…"}, "make": true}
+    {"root": "~/.accel", "files": {"requirements.txt": "…"}, "version": null, "make": true}
 
 comes in as one line, and standard input then stays open: its end means that nobody waits any more. One line comes out,
 `{"python": "/…/envs/<digest>/bin/python", "made": true}` (`null` where there is none and none was to be made) or
 `{"error": "…"}`. An environment is used only with its marker, which is written last; who makes it holds its lock, and
-so does the pip that it runs: one that was orphaned is waited for, and its work is thrown away.
+so does the pip that it runs: one that was orphaned is waited for, and its work is thrown away. With a `version`
+(`"3.12"`) uv makes the environment, of that Python, which it downloads where the host has none; pip fills either kind.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ SCHEMA = 1
 MARKER = ".whole"
 TAIL = 8192
 SAID_LINES = 2
+INSTALL = ["-m", "pip", "install", "--no-input", "--disable-pip-version-check", "--no-color"]
 
 running: list[int] = []  # the process groups that end with the asker
 building = threading.Event()
@@ -47,7 +49,8 @@ def main() -> None:
     request = json.loads(sys.stdin.buffer.readline())
     threading.Thread(target=end_with_the_asker, daemon=True).start()
     try:
-        line: dict[str, Any] = found(os.path.expanduser(request["root"]), request["files"], request["make"])
+        root = os.path.expanduser(request["root"])
+        line: dict[str, Any] = found(root, request["files"], request["version"], request["make"])
     except Refused as error:
         line = {"error": str(error)}
     except OSError as error:
@@ -73,8 +76,8 @@ def end_what_runs() -> None:
             os.killpg(group, signal.SIGKILL)
 
 
-def found(root: str, files: dict[str, str], make: bool) -> dict[str, Any]:
-    key = [SCHEMA, sys.version, sys.executable, sys.prefix, sorted(files.items())]
+def found(root: str, files: dict[str, str], version: str | None, make: bool) -> dict[str, Any]:
+    key = [SCHEMA, version, sys.version, sys.executable, sys.prefix, sorted(files.items())]
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()
     top = os.path.join(root, "envs")
     directory = os.path.join(top, digest)
@@ -89,7 +92,7 @@ def found(root: str, files: dict[str, str], make: bool) -> dict[str, Any]:
     shutil.rmtree(directory, ignore_errors=True)
     building.set()
     try:
-        build(directory, python, files, lock)
+        build(directory, python, files, version, lock)
     except BaseException:
         shutil.rmtree(directory, ignore_errors=True)
         raise
@@ -113,15 +116,14 @@ def locked(path: str) -> int:
         os.close(lock)
 
 
-def build(directory: str, python: str, files: dict[str, str], lock: int) -> None:
+def build(directory: str, python: str, files: dict[str, str], version: str | None, lock: int) -> None:
     log = directory + ".log"
     with open(log, "wb"):
         pass  # of this try only
-    in_one = sys.prefix != sys.base_prefix
-    flags = [] if in_one else ["--system-site-packages"]
-    run([sys.executable, "-m", "venv", "--without-pip", *flags, directory], log, lock, "venv")
-    if in_one:
-        see_packages_of_this_one(directory, python)
+    if version:
+        make_of_another_python(directory, version, log, lock)
+    else:
+        make_of_this_python(directory, log, lock)
     if subprocess.call([python, "-m", "pip", "--version"], **quietly(directory)) != 0:
         run([python, "-m", "ensurepip", "--default-pip"], log, lock, "ensurepip")
     own = os.path.join(directory, "requirements")
@@ -129,14 +131,34 @@ def build(directory: str, python: str, files: dict[str, str], lock: int) -> None
     for name, text in files.items():
         with open(os.path.join(own, name), "w", encoding="utf-8", errors="surrogateescape") as file:
             file.write(text)
-    install = [python, "-m", "pip", "install", "--no-input", "--disable-pip-version-check", "--no-color"]
-    what = f"pip install (Python {platform.python_version()})"
-    run([*install, "-r", os.path.join(own, "requirements.txt")], log, lock, what)
+    what = f"pip install (Python {version or platform.python_version()})"
+    run([python, *INSTALL, "-r", os.path.join(own, "requirements.txt")], log, lock, what)
     os.sync()  # after a power loss a marker must not stand over empty files
     os.close(os.open(os.path.join(directory, MARKER), os.O_WRONLY | os.O_CREAT, 0o600))
 
 
-def see_packages_of_this_one(directory: str, python: str) -> None:
+def make_of_this_python(directory: str, log: str, lock: int) -> None:
+    in_one = sys.prefix != sys.base_prefix
+    flags = [] if in_one else ["--system-site-packages"]
+    run([sys.executable, "-m", "venv", "--without-pip", *flags, directory], log, lock, "venv")
+    if in_one:
+        see_packages_of_this_one(directory)
+
+
+def make_of_another_python(directory: str, version: str, log: str, lock: int) -> None:
+    """Its packages are its own: those of this Python are of no use to another."""
+    places = (os.environ.get("PATH", os.defpath), os.path.expanduser("~/.local/bin"))
+    uv = shutil.which("uv", path=os.pathsep.join(places))
+    if uv is None:
+        own = os.path.join(directory, "uv")
+        run([sys.executable, *INSTALL, "--target", own, "uv"], log, lock, "pip install uv")
+        uv = os.path.join(own, "bin", "uv")
+    os.environ.setdefault("UV_PYTHON_INSTALL_DIR", os.path.join(os.path.dirname(os.path.dirname(directory)), "pythons"))
+    flags = ["--no-project", "--allow-existing", "--no-progress", "--color", "never"]
+    run([uv, "venv", *flags, "--python", version, directory], log, lock, f"uv venv --python {version}")
+
+
+def see_packages_of_this_one(directory: str) -> None:
     """To a virtual environment that is made out of another one, that one's packages are not the system's."""
     where = sysconfig.get_path("purelib", "posix_prefix", {"base": directory, "platbase": directory})
     lines = [f"import site; site.addsitedir({path!r})\n" for path in site.getsitepackages()]
@@ -171,7 +193,7 @@ def said(log: str) -> str:
     with open(log, "rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL))
         lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
-    errors = [line for line in lines if line.lower().startswith("error")]
+    errors = [line for line in lines if line.lower().startswith(("error", "cause:"))]  # pip, uv
     return " / ".join((errors or lines or ["it said nothing"])[-SAID_LINES:])
 
 

@@ -172,5 +172,8 @@ def _problems(spec: JobSpec, options: TpuOptions) -> Iterator[str]:
         yield f"--gpus {spec.resources.gpus}: a TPU has none; its accelerator_type says which chips there are"
     if options.runtime == "torch_xla" and not options.cpu and spec.entry == "command":
         yield "--no-python: torch_xla calls a function of a Python script; say runtime: torch_tpu, or cpu: true"
+    python = (options.requirements_python or "").split(".")[:2]
+    if options.runtime == "torch_tpu" and not options.cpu and python == ["3", "10"]:
+        yield f"requirements_python: {options.requirements_python}: torch_tpu needs Python 3.11 or newer"
     if spec.resources.accelerator is not None:
         yield f"--accelerator {spec.resources.accelerator}: the slice's accelerator_type says which chips there are"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from ...errors import SpecError
@@ -11,6 +12,7 @@ _LEAST_HEARTBEAT_S = 5.0
 _LAST_PORT = 65535
 _LEAST_PORTS = 2  # node 0 has one for the ranks' rendezvous and one for its supervisor
 _LEAST_UNUSED_DAYS = 1.0
+_VERSION = re.compile(r"3\.[1-9]\d(\.\d{1,3})?", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +28,8 @@ class HostOptions:
     python:          the interpreter on the hosts that has accel and torch; `venv` is a virtual environment with one.
     requirements:    a requirements file of pip: a virtual environment is made of it on each host, once for the same
                      content, out of that interpreter, whose packages it sees; looked for from the code directory.
+    requirements_python: the version of Python of that environment, where it is not that interpreter's: uv makes it, and
+                     it has the packages of the file alone, accel and torch too.
     setup:           argvs run once on every host before the ranks start, before those of the job.
     cpu:             train on the CPU even where there are GPUs.
     heartbeat_s:     after so many seconds of silence a host counts as lost.
@@ -47,6 +51,7 @@ class HostOptions:
     python: str | None = None
     venv: str | None = None
     requirements: str | None = None
+    requirements_python: str | None = None
     setup: tuple[tuple[str, ...], ...] = ()
     cpu: bool = False
     heartbeat_s: float = 30.0
@@ -78,6 +83,14 @@ def check(options: HostOptions, name: str) -> None:
         raise SpecError(f"{where}: python and venv are both given: keep one")
     if options.requirements is not None and not options.requirements.strip():
         raise SpecError(f"{where}: requirements must be the name of a file")
+    if options.requirements_python is not None:
+        if options.requirements is None:
+            raise SpecError(f"{where}: requirements_python is the Python of an environment: name its requirements")
+        if not _VERSION.fullmatch(options.requirements_python):
+            raise SpecError(
+                f"{where}: requirements_python must be a version from 3.10 on, such as 3.12 or 3.12.4, "
+                f"not {options.requirements_python!r}"
+            )
     if any(not argv or not argv[0] for argv in options.setup):
         raise SpecError(f"{where}: setup: a command has no program")
     if not (options.root == "~" or options.root.startswith(("~/", "/"))):

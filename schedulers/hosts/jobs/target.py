@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 _SETTINGS = "settings.json"
+_NODE_PYTHON = (3, 8)  # runs schedulers/node
 _UNKNOWN = "{when the hosts have been examined}"
 # Whatever a program's directory holds, `accel` is the installed package.
 _ACCEL = "import sys; sys.path[:] = [p for p in sys.path if p]; from accel.cli import main; sys.exit(main())"
@@ -292,8 +293,9 @@ class HostsTarget(abc.ABC):
         environments = self._environments(".")
         lacking = environments.lacking(self._hosts.pool, named) if environments is not None else []
         wanted = replace(self._wanted(), gpus=gpus)
-        if lacking:
-            wanted = replace(wanted, packages={})
+        if lacking:  # the interpreter that makes it is examined
+            least = _NODE_PYTHON if self._options.requirements_python else wanted.python
+            wanted = replace(wanted, packages={}, python=least)
         report: Report = placing.examined(
             self._hosts, self._options, self.name, named, wanted,
             python=environments.made if environments is not None and not lacking else None,
@@ -319,7 +321,10 @@ class HostsTarget(abc.ABC):
         from .venvs import Environments, read
 
         found = read(options.requirements, code)
-        return Environments(found, root=options.root, python=self._hosts.python, unused_s=unused_s(options))
+        return Environments(
+            found, root=options.root, python=self._hosts.python, version=options.requirements_python,
+            unused_s=unused_s(options),
+        )  # fmt: skip
 
     def _placed(self, job_id: str) -> str:
         return str(Path(self._jobs) / job_id / "placed.json")
@@ -397,9 +402,10 @@ class HostsTarget(abc.ABC):
     def _actions(self, spec: JobSpec, job_id: str, command: Sequence[str]) -> tuple[tuple[str, ...], ...]:
         options = self._options
         job = _join(options.root, "jobs", job_id)
+        made = ["with Python", options.requirements_python] if options.requirements_python else []
         return (
             *(
-                [("make", _join(options.root, "envs"), "from", options.requirements, "where it is lacking")]
+                [("make", _join(options.root, "envs"), "from", options.requirements, *made, "where it is lacking")]
                 if options.requirements
                 else []
             ),

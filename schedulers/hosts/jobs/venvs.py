@@ -1,6 +1,7 @@
 """Virtual environments on the hosts out of a requirements file: read here, made there, once for the same content.
 
-An environment sees the packages of the interpreter that it is made from: torch, which is large, is installed once.
+An environment sees the packages of the interpreter that it is made from: torch, which is large, is installed once. One
+of another Python (`version`) has its own alone.
 """
 
 from __future__ import annotations
@@ -119,8 +120,17 @@ def _check(option: str, text: str, where: str) -> None:
 class Environments:
     """The environments of a target's hosts. Safe to use from several threads for different hosts."""
 
-    def __init__(self, requirements: Requirements, *, root: str, python: str, unused_s: float = float("inf")) -> None:
+    def __init__(
+        self,
+        requirements: Requirements,
+        *,
+        root: str,
+        python: str,
+        version: str | None = None,
+        unused_s: float = float("inf"),
+    ) -> None:
         self._requirements = requirements
+        self._version = version
         self._root = root
         self._python = python
         self._unused_s = unused_s
@@ -145,7 +155,8 @@ class Environments:
 
     def _ask(self, remote: Remote, *, make: bool) -> str | None:
         program = host_program("venv")
-        request = {"root": self._root, "files": dict(self._requirements.files), "make": make}
+        files = dict(self._requirements.files)
+        request = {"root": self._root, "files": files, "version": self._version, "make": make}
         with remote.open([self._python, "-I", "-c", program_loader(program)]) as session:
             session.write(program + json.dumps(request).encode() + b"\n")
             line = session.read_line(_MAKING_S)

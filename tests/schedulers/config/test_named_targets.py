@@ -168,6 +168,10 @@ MISTAKES = {
         "targets:\n  lab: {hosts: [a]}\n",
         "accel.yaml:2: target lab: no kind (kinds: moon, local, ssh, slurm, kubernetes, sagemaker, tpu)",
     ),
+    "version for text": (
+        "targets:\n  lab: {kind: ssh, requirements_python: 3.10}\n",
+        "accel.yaml:2: target lab: requirements_python: expects str, got float 3.1; put it in quotes",
+    ),
     "kind is no text": ("targets:\n  lab: {kind: 3}\n", "accel.yaml:2: target lab: kind: expects str, got int 3"),
     "unknown kind": (
         "targets:\n  lab: {kind: mon}\n",

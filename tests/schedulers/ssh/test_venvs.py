@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import sysconfig
 import threading
 import zipfile
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ from schedulers.ssh.options import SshOptions
 from schedulers.ssh.target import SshTarget
 from schedulers.target import Checks, TargetContext
 from tests.clusters.ssh import SshHosts
+from tests.needs import package
 from tests.waiting import until
 
 from .conftest import Submit, host_options, printed
@@ -47,7 +49,9 @@ def wheel(directory: Path, name: str, version: str = "1.0", files: dict[str, str
     }
     with zipfile.ZipFile(path, "w") as archive:
         for member, text in contents.items():
-            archive.writestr(member, text)
+            entry = zipfile.ZipInfo(member)
+            entry.external_attr = (0o100755 if "/scripts/" in member else 0o100644) << 16
+            archive.writestr(entry, text)
         archive.writestr(f"{info}/RECORD", "".join(f"{member},,\n" for member in [*contents, f"{info}/RECORD"]))
     return path
 
@@ -112,6 +116,11 @@ def test_what_hosts_can_get_is_passed_on(tmp_path: Path) -> None:
 def test_the_options_are_checked(submit: Submit) -> None:
     with pytest.raises(SpecError, match="target ssh: requirements must be the name of a file"):
         submit("true", options={"requirements": " "})
+    with pytest.raises(SpecError, match="requirements_python is the Python of an environment: name its requirements"):
+        submit("true", options={"requirements_python": "3.12"})
+    for bad in ("3.9", "3", "python3.12", "3.12.", ">=3.12", "-3.12", " "):
+        with pytest.raises(SpecError, match=f"from 3.10 on, such as 3.12 or 3.12.4, not '{bad}'"):
+            submit("true", options={"requirements": "r.txt", "requirements_python": bad})
     with pytest.raises(ConfigError, match=r"requirements .*nothing.txt: no such file or directory"):
         submit("true", options={"requirements": "nothing.txt"})
 
@@ -123,6 +132,15 @@ def test_a_plan_says_what_is_made() -> None:
     assert plan.actions[0] == ("make", "~/.accel/envs", "from", "r.txt", "where it is lacking")
     assert plan.actions[-1][0] == "~/.accel/envs/{digest of r.txt}/bin/python"
     assert ("start", "~/venv/bin/python") in [action[:2] for action in plan.actions]
+
+
+def test_a_plan_says_which_python_an_environment_gets() -> None:
+    options = SshOptions(hosts="a", requirements="r.txt", requirements_python="3.12")
+    target = SshTarget(TargetContext(name="lab", options=options, jobs=Path("/home/me/accel/jobs")))
+    plan = target.plan(JobSpec(argv=("train.py",)), "2mxaaaaaaaa")
+    assert plan.actions[0] == (
+        "make", "~/.accel/envs", "from", "r.txt", "with Python", "3.12", "where it is lacking"
+    )  # fmt: skip
 
 
 def test_a_job_runs_with_what_it_requires_and_with_what_is_there(
@@ -233,6 +251,101 @@ def test_another_interpreter_has_another_environment(pool: Pool, wheels: Path, m
     assert pool.on("node1").run([second, "-c", "import msgspec"], check=False).status == 1
 
 
+VERSION = ".".join(map(str, sys.version_info[:2]))
+
+
+@pytest.fixture
+def uv() -> str:
+    """A script for a host: uv, which finds the Python that runs the tests, and downloads none."""
+    program = package("uv").find_uv_bin()
+    found = f'PATH="{sys.base_prefix}/bin:$PATH" UV_PYTHON_DOWNLOADS=never UV_OFFLINE=1'
+    return f'#!/bin/sh\necho "$0 $*" >>"$HOME/uv.calls"\n{found} exec {program} "$@"\n'
+
+
+def put(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+def test_an_environment_of_another_python_stands_alone(pool: Pool, ssh_hosts: SshHosts, wheels: Path, uv: str) -> None:
+    """The interpreter, which has accel and torch, only starts uv; the environment is what is examined."""
+    from schedulers.hosts.facts import Wanted
+    from schedulers.hosts.host_list import parse_hosts
+    from schedulers.hosts.preflight import examine
+
+    put(ssh_hosts.home("node1") / ".local/bin/uv", uv)
+    wheel(wheels, "needed")
+    wheel(wheels, "torch", "2.13.0")
+
+    def made(*requirements: str) -> Environments:
+        files = {"requirements.txt": lines(wheels, *requirements)}
+        return Environments(Requirements("r", files), root="~/.accel", python=PYTHON, version=VERSION)
+
+    report = examine(pool, parse_hosts("node1"), Wanted(disk_bytes=1), python=made("needed", "torch").made)
+    (row,) = report.rows
+    assert row.seen is not None
+    assert row.seen.facts.packages == {"accel-launch": None, "torch": "2.13.0"}
+    python = made("needed", "torch").there(pool.on("node1"))
+    assert python == row.seen.facts.executable
+    code = "import needed, sys; print(needed.version, sys.base_prefix)"
+    assert pool.on("node1").run([python, "-c", code]).stdout.decode() == f"1.0 {sys.base_prefix}\n"
+    assert pool.on("node1").run([python, "-m", "pip", "--version"]).status == 0  # for setup commands
+    assert (ssh_hosts.home("node1") / "uv.calls").read_text().count("\n") == 1
+
+
+def test_a_job_runs_in_an_environment_of_another_python(
+    submit: Submit, ssh_hosts: SshHosts, project: Path, wheels: Path, uv: str
+) -> None:
+    put(ssh_hosts.home("node1") / ".local/bin/uv", uv)
+    there = f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"  # torch and accel, not once more
+    wheel(wheels, "needed", files={"needed.pth": there, "needed.py": "version = 3\n"})
+    (project / "requirements.txt").write_text(lines(wheels, "needed"))
+    options = {"requirements": "requirements.txt", "requirements_python": VERSION}
+    text = "import torch, needed, sys; print(needed.version, sys.prefix, sys.base_prefix)"
+    job = submit(text, options=options, entry="script", hosts="node1", nodes=1)
+    assert job.wait(60).state is State.SUCCEEDED
+    (env,) = (ssh_hosts.home("node1") / ".accel/envs").glob("[0-9a-f]" * 64)
+    assert printed(job, 0) == f"3 {ssh_hosts.box}/home/root/.accel/envs/{env.name} {sys.base_prefix}\n"
+
+
+def test_uv_is_got_by_pip_where_there_is_none(
+    pool: Pool, ssh_hosts: SshHosts, wheels: Path, uv: str, tmp_path: Path
+) -> None:
+    index = tmp_path / "index"
+    index.mkdir()
+    wheel(index, "uv", files={"uv-1.0.data/scripts/uv": uv})
+    put(ssh_hosts.home("node1") / ".config/pip/pip.conf", f"[global]\nno-index = true\nfind-links = {index}\n")
+    wheel(wheels, "needed")
+    files = Requirements("r.txt", {"requirements.txt": lines(wheels, "needed")})
+    python = Environments(files, root="~/.accel", python=PYTHON, version=VERSION).made(pool.on("node1"))
+    assert pool.on("node1").run([python, "-c", "import needed"]).status == 0
+    (call,) = (ssh_hosts.home("node1") / "uv.calls").read_text().splitlines()
+    assert call.startswith(f"{Path(python).parents[1]}/uv/bin/uv venv ")
+
+
+@pytest.mark.parametrize(
+    ("version", "requirement", "said"),
+    [
+        ("3.99", "needed", r"uv venv --python 3.99 failed \(status 2\): error: No interpreter found for Python 3.99 "),
+        (
+            VERSION,
+            "nowhere",
+            rf"pip install \(Python {VERSION}\) failed \(status 1\): .*distribution found for nowhere ",
+        ),
+    ],
+)
+def test_a_python_or_a_package_that_there_is_not_is_one_line(
+    pool: Pool, ssh_hosts: SshHosts, wheels: Path, uv: str, version: str, requirement: str, said: str
+) -> None:
+    put(ssh_hosts.home("node1") / ".local/bin/uv", uv)
+    files = Requirements("r.txt", {"requirements.txt": lines(wheels, requirement)})
+    with pytest.raises(RemoteError, match=rf"^node1: r.txt: {said}.*\(all of it: /.*\.log\)$"):
+        Environments(files, root="~/.accel", python=PYTHON, version=version).made(pool.on("node1"))
+    left = [path.suffix for path in (ssh_hosts.home("node1") / ".accel/envs").iterdir()]
+    assert sorted(left) == [".lock", ".log"]
+
+
 def slow_source(directory: Path, gate: Path) -> Path:
     """A source distribution whose build stands still until the gate is there."""
     import tarfile
@@ -319,6 +432,9 @@ def test_a_check_makes_nothing_and_says_so(
     found = target.check()
     assert "node1: the environment for r.txt is not there yet: the first submit makes it" in found.warnings
     assert found.failures == ()
+    with_another = load_target("ssh", home / "jobs", overrides=options | {"requirements_python": VERSION})
+    assert with_another.check().warnings == found.warnings  # type: ignore[attr-defined]
+    with_another.close()  # type: ignore[attr-defined]
     envs = ssh_hosts.home("node1") / ".accel/envs"
     assert not envs.exists()
     Environments(read("r.txt", str(tmp_path)), root="~/.accel", python=PYTHON).made(pool.on("node1"))

@@ -18,7 +18,7 @@ from .conftest import empty, make_slice
 
 PAGE = ROOT / "docs/tpu.md"
 # Here the workers have no TPU, one interpreter and no bucket, and answer at ports of their own.
-_LEFT_OUT = ("requirements", "checkpoint_uri", "venv")
+_LEFT_OUT = ("requirements", "requirements_python", "checkpoint_uri", "venv")
 
 
 @pytest.fixture

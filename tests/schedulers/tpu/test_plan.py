@@ -168,6 +168,11 @@ def test_a_plan_needs_neither_client_nor_library() -> None:
         ),
         (CREATED, {"nodes": 3}, "--nodes 3: v4-32 has 4 hosts; leave it out"),
         ({"runtime": "torch_xla"}, {"entry": "command"}, "--no-python: torch_xla calls a function of a Python script"),
+        (
+            {"requirements": "r.txt", "requirements_python": "3.10.4"},
+            {},
+            "requirements_python: 3.10.4: torch_tpu needs Python 3.11 or newer",
+        ),
         ({}, {"resources": Resources(gpus=8)}, "--gpus 8: a TPU has none; its accelerator_type says which chips"),
         ({}, {"resources": Resources(accelerator="v4")}, "--accelerator v4: the slice's accelerator_type says"),
         ({}, {"image": "a/b"}, "hosts run the job as they are"),
