@@ -41,6 +41,7 @@ class TpuTarget(HostsTarget):
     kind: ClassVar[str] = "tpu"
     a_target: ClassVar[str] = "a tpu target"
     Options: ClassVar[type] = TpuOptions
+    in_order: ClassVar[bool] = True
     _options: TpuOptions
 
     def __new__(cls, context: TargetContext) -> TpuTarget:

@@ -141,11 +141,12 @@ def place(
     wanted: Wanted,
     python: Callable[[Remote], str] | None = None,
     same_slots: bool = False,
+    in_order: bool = False,
 ) -> tuple[list[Placement], dict[str, NotPlaced]]:
     """Examines the hosts once, and spreads the jobs over those that can take part, by their free slots.
 
     Returns too why jobs were not placed: a host was lost meanwhile, or has no free port. `queue` is what each job takes
-    of each host, `wanted` what any job needs of it. Hosts that are left out, and warnings, are logged. Raises
+    of each host, `wanted` what any job needs of it; with `in_order` a job's hosts keep the order of `named`. Hosts that are left out, and warnings, are logged. Raises
     NotPlaced, with a line for each failure, when there are fewer than a job needs; with `same_slots`, also what `slots`
     raises.
     """
@@ -166,8 +167,9 @@ def place(
         lines = "; ".join(failures)
         raise NotPlaced(f"{len(rooms)} of {len(named)} hosts can take part, {nodes} are needed: {lines}")
     chosen = choose(rooms, len(job_ids), nodes, options.spares)
-    doubtful = {finding.host for finding in report.findings if finding.check == "reach"}
-    chosen = [(sorted(members, key=lambda host: str(host) in doubtful), spares) for members, spares in chosen]
+    if not in_order:  # who leads when others are lost should be reached by all
+        doubtful = {finding.host for finding in report.findings if finding.check == "reach"}
+        chosen = [(sorted(members, key=lambda host: str(host) in doubtful), spares) for members, spares in chosen]
     addresses = _addresses(hosts, options, report, facts)
     claim = os.urandom(8).hex()
     jobs = {job_id: [*members, *spares] for job_id, (members, spares) in zip(job_ids, chosen, strict=True)}

@@ -43,6 +43,7 @@ class HostsTarget(abc.ABC):
     kind: ClassVar[str]
     a_target: ClassVar[str]  # how messages name the kind
     Options: ClassVar[type] = HostOptions
+    in_order: ClassVar[bool] = False  # whether ranks follow the order of the hosts, whatever is found of these
 
     def __init__(self, context: TargetContext) -> None:
         self.name = context.name
@@ -189,6 +190,7 @@ class HostsTarget(abc.ABC):
             templates[plans[0].job_id]["queue"], wanted=self._wanted(),
             python=environments.made if environments is not None else None,
             same_slots=any(template["procs_per_node"] is None for template in templates.values()),
+            in_order=self.in_order,
         )  # fmt: skip
         for placement in placements:
             template = templates[placement.job_id]

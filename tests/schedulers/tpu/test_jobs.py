@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +15,8 @@ import schedulers
 from schedulers import Job, Reason, SpecError, State
 from schedulers.config.named_targets import load_target
 from schedulers.errors import ConfigError, SubmitError, Unreachable
+from schedulers.hosts.checks import Finding
+from schedulers.hosts.preflight import examine
 from tests import needs
 from tests.clusters.netns import call
 from tests.clusters.tpu import ZONE, Tpu
@@ -48,7 +52,16 @@ def test_digits_on_a_slice_of_four_hosts(tpu: Tpu, home: Path) -> None:
     assert str(job.native_id) == f"pod1-w0,pod1-w1,pod1-w2,pod1-w3/{job.id}"
 
 
-def test_ranks_are_the_workers_in_their_order(tpu: Tpu, submit: Submit) -> None:
+def test_ranks_are_the_workers_in_their_order(tpu: Tpu, submit: Submit, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the examination doubts of the first one."""
+
+    def doubting(*args: Any, **given: Any) -> Any:
+        report = examine(*args, **given)
+        return replace(
+            report, findings=(*report.findings, Finding.warns("pod1-w0", "reach", "pod1-w1 does not reach it"))
+        )
+
+    monkeypatch.setattr("schedulers.hosts.jobs.placement.examine", doubting)
     job = submit('echo "$RANK of $WORLD_SIZE on $(hostname)"')
     assert job.wait(90).state is State.SUCCEEDED, list(job.logs())
     workers = tpu.workers("pod1")
