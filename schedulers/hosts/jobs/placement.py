@@ -146,9 +146,9 @@ def place(
     """Examines the hosts once, and spreads the jobs over those that can take part, by their free slots.
 
     Returns too why jobs were not placed: a host was lost meanwhile, or has no free port. `queue` is what each job takes
-    of each host, `wanted` what any job needs of it; with `in_order` a job's hosts keep the order of `named`. Hosts that are left out, and warnings, are logged. Raises
-    NotPlaced, with a line for each failure, when there are fewer than a job needs; with `same_slots`, also what `slots`
-    raises.
+    of each host, `wanted` what any job needs of it; with `in_order` a job's hosts keep the order of `named`. Hosts that
+    are left out, and warnings, are logged. Raises NotPlaced, with a line for each failure, when there are fewer than a
+    job needs; with `same_slots`, also what `slots` raises.
     """
     together = nodes + options.spares > 1
     wanted = replace(wanted, gpus=queue["gpus"], leads=min(len(named), _MOST_LEADS) if together else 0)
