@@ -29,6 +29,7 @@ IGNORED_STRINGS = {
 ON_REQUEST = {
     "accel/compat/startup/sitecustomize.py": ("--compat", "ACCEL_COMPAT", "accel.compat"),
     "accel/compat/name_table.py": ("--compat", "ACCEL_COMPAT", "accel.compat"),
+    "accel/cli/tpu_config.py": ("tpu-config", "--tpu_cluster"),
 }
 _OURS = r"(?:accel|schedulers|tests|benchmarks)"
 DOTTED = re.compile(rf"\b{_OURS}(?:\.\w+)+")

@@ -185,7 +185,7 @@ def test_dependents_in_this_repository(real: Graph, file: str, test: str) -> Non
 def test_every_program_for_hosts_reaches_a_test_of_its_target(real: Graph) -> None:
     sent = ("schedulers/node/", "schedulers/hosts/supervisor/", "schedulers/slurm/batch/", "schedulers/slurm/login/")
     programs = [path for path in real.files if path.startswith(sent) and path.endswith(".py")]
-    folders = ("tests/schedulers/ssh/", "tests/schedulers/slurm/")
+    folders = ("tests/schedulers/ssh/", "tests/schedulers/slurm/", "tests/schedulers/tpu/")
     assert programs
     assert [path for path in programs if not any(test.startswith(folders) for test in real.tests([path]))] == []
 
