@@ -13,7 +13,7 @@ from .launch import gang, restart, single
 from .runtime import checkpoints, collectives, ddp_steps, dispatch, imports, loaders, samplers, steps
 from .sagemaker import sagemaker_submit
 from .slurm import slurm_end, slurm_launch, slurm_list, slurm_requeue, slurm_submit
-from .ssh import ssh_client, ssh_cut, ssh_fan_out, ssh_launch
+from .ssh import ssh_client, ssh_cut, ssh_fabric, ssh_fan_out, ssh_launch
 from .startup import startup
 from .tpu import tpu_submit
 
@@ -37,6 +37,7 @@ ALL = {
     "ssh_fan_out": (ssh_fan_out, 7),
     "ssh_cut": (ssh_cut, 3),
     "ssh_client": (ssh_client, 5),
+    "ssh_fabric": (ssh_fabric, 3),
     "slurm_submit": (slurm_submit, 15),
     "slurm_end": (slurm_end, 5),
     "slurm_list": (slurm_list, 9),

@@ -5,6 +5,7 @@ namespaces of this computer (`tests/clusters/ssh.py`): they share its processors
 from __future__ import annotations
 
 import contextlib
+import io
 import itertools
 import os
 import random
@@ -182,6 +183,47 @@ def ssh_client(rounds: int) -> bool:
         met = report("ssh_client", interleaved(measures, rounds), [])
         job.cancel()
         return met
+
+
+def ssh_fabric(rounds: int) -> bool:
+    """What is not done through Fabric's `run` and `gateway`, beside these; the connection is Fabric's for both."""
+    with _lab(1) as lab:
+        if lab is None:
+            return False
+        import fabric
+        import paramiko
+
+        from schedulers.errors import SchedulerError
+        from schedulers.hosts.transport import Pool
+
+        config = lab.project.parent / "config"
+        config.write_text(f"Host nowhere\n ProxyCommand sleep 0.2; exit 1\n{Path(lab.config).read_text()}")
+        with Pool(config=str(config)) as pool:
+            remote = pool.on("node1")
+            ssh = remote.connection().ssh
+            sent, printed = "x" * 100, ["head", "-c", "5000000", "/dev/zero"]
+
+            def through_fabric() -> None:
+                settings = fabric.Config(lazy=True, ssh_config=paramiko.SSHConfig())
+                with contextlib.suppress(paramiko.SSHException):
+                    fabric.Connection("nowhere", config=settings, gateway="sh -c 'sleep 0.2; exit 1'").open()
+
+            def through_accel() -> None:
+                with contextlib.suppress(SchedulerError):
+                    pool.on("nowhere").run(["true"])
+
+            measures = {
+                "accel, 100 bytes sent": lambda: remote.run(["cat"], stdin=sent.encode()),
+                "Fabric, 100 bytes sent": lambda: ssh.run("cat", hide=True, in_stream=io.StringIO(sent)),
+                "accel, 5 MB printed": lambda: remote.run(printed),
+                "Fabric, 5 MB printed": lambda: ssh.run(shlex.join(printed), hide=True, in_stream=False),
+                "accel, a ProxyCommand that ends": through_accel,
+                "Fabric, a ProxyCommand that ends": through_fabric,
+            }
+            names = list(measures)
+            bars = [Bar(ours=ours, base=base, limit=1) for ours, base in zip(names[::2], names[1::2], strict=True)]
+            timed = {name: _timed(measure) for name, measure in measures.items()}
+            return report("ssh_fabric", interleaved(timed, rounds), bars)
 
 
 @contextlib.contextmanager

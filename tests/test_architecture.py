@@ -18,6 +18,7 @@ TARGETS = {"local", "ssh", "slurm", "kubernetes", "tpu", "sagemaker"}
 # secrets are hidden.
 READ_BY_LAUNCH = {"schedulers.topology", "schedulers.processes", "schedulers.errors", "schedulers.node.redaction"}
 
+LATE = {"schedulers.hosts.login", "schedulers.hosts.opening"}
 OPTIONAL = set("torch numpy safetensors submitit fabric paramiko kubernetes boto3 sagemaker deepspeed".split())
 
 
@@ -80,8 +81,11 @@ def test_no_target_knows_another() -> None:
 
 def test_optional_packages_are_not_imported_on_the_way_to_a_submit() -> None:
     for module, path in [*modules("schedulers"), *modules("accel/cli")]:
-        roots = {name.partition(".")[0] for name in imports(module, path, at_top=True)}
-        assert not roots & OPTIONAL, module
+        if module in LATE:  # imported only where a connection is opened
+            continue
+        found = imports(module, path, at_top=True)
+        assert not found & LATE, module
+        assert not {name.partition(".")[0] for name in found} & OPTIONAL, module
 
 
 @pytest.mark.parametrize("package", ["accel", "accel.cli", "accel.launch.devices", "accel.launch.run", "schedulers"])

@@ -6,7 +6,7 @@ PACKAGES = (
     *("torch", "numpy", "safetensors", "torchdata", "torchvision", "torch_xla", "torchao", "triton"),
     *("accelerate", "transformers", "huggingface_hub", "tokenizers", "datasets", "peft", "trl", "timm"),
     *("deepspeed", "bitsandbytes", "transformer_engine", "megatron-core", "flash_attn"),
-    *("paramiko", "submitit", "kubernetes", "boto3", "sagemaker", "google-cloud-tpu"),
+    *("fabric", "paramiko", "submitit", "kubernetes", "boto3", "sagemaker", "google-cloud-tpu"),
     *("tensorboard", "wandb", "mlflow", "trackio", "comet_ml", "aim", "clearml", "dvclive", "swanlab"),
     *("msgspec", "pathspec", "platformdirs", "PyYAML", "rich"),
 )

@@ -92,12 +92,6 @@ def known_types(known: Iterable[KnownKey], names: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(types))
 
 
-def fingerprint(key: str) -> str:
-    """As `ssh-keygen -l` prints it, of a key's base64 text."""
-    digest = hashlib.sha256(base64.b64decode(key)).digest()
-    return "SHA256:" + base64.b64encode(digest).decode().rstrip("=")
-
-
 def _hash_matches(hashed: str, name: str) -> bool:
     try:
         _, _, salt, digest = hashed.split("|")

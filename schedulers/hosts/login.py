@@ -2,103 +2,113 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import functools
 import os
 import socket
-import threading
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Generator, Iterator
+from typing import Any
+
+import paramiko
+from paramiko.agent import AgentSSH
+from paramiko.auth_strategy import AuthStrategy, InMemoryPrivateKey, SourceResult
 
 from .errors import HostUnreachable, LoginRefused
 from .ssh_config import Settings
-
-if TYPE_CHECKING:
-    import paramiko
 
 _AGENT_S = 10.0
 _PORT = 22
 
 
-class Keys:
-    """The private keys in files, each read once for all hosts. Safe to use from several threads."""
+class LogIn(AuthStrategy):
+    """Tries the agent's keys that the configuration names, then its others, then the files, as OpenSSH does. Used once.
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._read: dict[str, paramiko.PKey | str] = {}
-
-    def load(self, path: str) -> paramiko.PKey | str:
-        """The key, or in a few words why there is none."""
-        with self._lock:
-            if path not in self._read:
-                self._read[path] = _load(path)
-            return self._read[path]
-
-
-def log_in(transport: paramiko.Transport, settings: Settings, keys: Keys) -> None:
-    """Tries the agent's keys that the configuration names, then its others, then the files, as OpenSSH does.
-
-    Raises LoginRefused with every key that was tried and every one that could not be.
+    No password is ever asked for or sent.
     """
-    import paramiko
 
-    tried: list[str] = []
-    beside = {f"{path}-cert.pub" for path in settings.identities}
-    unusable = [
-        f"{path} is not used: a certificate is only beside its key (KEY-cert.pub)"
-        for path in settings.certificates
-        if path not in beside
-    ]
-    with _agent(settings.agent, unusable) as agent:
-        for name, key in _candidates(settings, keys, agent, unusable):
-            tried.append(name)
-            try:
-                wanted = transport.auth_publickey(settings.user, key)
-            except paramiko.BadAuthenticationType as error:
-                raise LoginRefused(settings.alias, _no_keys_taken(settings, error.allowed_types)) from None
-            except paramiko.AuthenticationException:
-                if transport.is_active():
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(paramiko.SSHConfig())
+        self._settings = settings
+        beside = {f"{path}-cert.pub" for path in settings.identities}
+        self._unusable = [
+            f"{path} is not used: a certificate is only beside its key (KEY-cert.pub)"
+            for path in settings.certificates
+            if path not in beside
+        ]
+
+    def get_sources(self) -> Generator[_Key, None, None]:
+        settings = self._settings
+        with _agent(settings.agent, self._unusable) as agent:
+            held = {key.asbytes(): key for key in agent}
+            named = {path: held.pop(public) for path in settings.identities if (public := _public(path)) in held}
+            for path, key in named.items():
+                yield _Key(settings.user, f"{path} (agent)", key)
+            if not settings.identities_only:
+                for key in held.values():
+                    yield _Key(settings.user, f"{key.comment or key.get_name()} (agent)", key)
+            for path in settings.identities:
+                if path in named:
                     continue
-                raise LoginRefused(settings.alias, _refused(settings, tried, unusable, cut_off=True)) from None
-            except (paramiko.SSHException, EOFError, OSError, ValueError) as error:
-                # A key that cannot sign (a token that is not plugged in) is like one that is not there.
-                if not transport.is_active():
-                    raise HostUnreachable(settings.alias, f"lost the connection while logging in: {error}") from None
-                unusable.append(f"{name}: {error}")
-                continue
-            if wanted:
-                raise LoginRefused(
-                    settings.alias,
-                    f"the server also wants {' and '.join(wanted)}, which accel cannot give: it has keys",
-                )
-            return
-    raise LoginRefused(settings.alias, _refused(settings, tried, unusable, cut_off=False))
+                loaded = _load(path)
+                if not isinstance(loaded, str):
+                    yield _Key(settings.user, path, loaded)
+                elif loaded:
+                    self._unusable.append(loaded)
 
+    def authenticate(self, transport: paramiko.Transport) -> list[SourceResult]:
+        """Raises LoginRefused with every key that was tried and every one that could not be; HostUnreachable."""
+        settings = self._settings
+        tried: list[str] = []
+        with contextlib.closing(self.get_sources()) as sources:
+            for source in sources:
+                tried.append(source.name)
+                try:
+                    wanted = source.authenticate(transport)
+                except paramiko.BadAuthenticationType as error:
+                    raise LoginRefused(settings.alias, _no_keys_taken(settings, error.allowed_types)) from None
+                except paramiko.AuthenticationException:
+                    if transport.is_active():
+                        continue
+                    raise LoginRefused(settings.alias, self._refused(tried, cut_off=True)) from None
+                except (paramiko.SSHException, EOFError, OSError, ValueError) as error:
+                    # A key that cannot sign (a token that is not plugged in) is like one that is not there.
+                    if not transport.is_active():
+                        problem = f"lost the connection while logging in: {error}"
+                        raise HostUnreachable(settings.alias, problem) from None
+                    self._unusable.append(f"{source.name}: {error}")
+                    continue
+                if wanted:
+                    lacking = " and ".join(wanted)
+                    problem = f"the server also wants {lacking}, which accel cannot give: it has keys"
+                    raise LoginRefused(settings.alias, problem)
+                return [SourceResult(source, wanted)]
+        raise LoginRefused(settings.alias, self._refused(tried, cut_off=False))
 
-def _candidates(
-    settings: Settings, keys: Keys, agent: tuple[paramiko.AgentKey, ...], unusable: list[str]
-) -> Iterator[tuple[str, Any]]:
-    held = {key.asbytes(): key for key in agent}
-    named = {path: held.pop(public) for path in settings.identities if (public := _public(path)) in held}
-    for path, key in named.items():
-        yield f"{path} (agent)", key
-    if not settings.identities_only:
-        for key in held.values():
-            yield f"{key.comment or key.get_name()} (agent)", key
-    for path in settings.identities:
-        if path in named:
-            continue
-        loaded = keys.load(path)
-        if isinstance(loaded, str):
-            if loaded:
-                unusable.append(loaded)
+    def _refused(self, tried: list[str], *, cut_off: bool) -> str:
+        settings = self._settings
+        port = f"-p {settings.port} " if settings.port != _PORT else ""
+        copy = f"ssh-copy-id {port}{settings.user}@{settings.alias}"
+        if not tried:
+            text = f"no key to log in as {settings.user} with"
+            remedy = f"; make one (ssh-keygen) and take it there ({copy})"
         else:
-            yield path, loaded
+            text = f"does not let {settings.user} in; tried {', '.join(tried)}"
+            cut = "; the server hung up after these: name the right one (IdentityFile, IdentitiesOnly yes)"
+            remedy = cut if cut_off else f"; check the user, or {copy}"
+        return text + (f"; {'; '.join(self._unusable)}" if self._unusable else "") + remedy
+
+
+class _Key(InMemoryPrivateKey):
+    """A key, and its name for a message."""
+
+    def __init__(self, username: str, name: str, pkey: paramiko.PKey) -> None:
+        super().__init__(username, pkey)
+        self.name = name
 
 
 def _public(path: str) -> bytes:
     """The public half beside a key's file; empty where there is none."""
-    import base64
-
     with contextlib.suppress(OSError, ValueError, IndexError):
         for name in (f"{path}-cert.pub", f"{path}.pub", path):
             if name.endswith(".pub") and os.path.exists(name):
@@ -108,12 +118,14 @@ def _public(path: str) -> bytes:
 
 
 def _load(path: str) -> paramiko.PKey | str:
-    import paramiko
-
-    if not os.path.exists(path) or path.endswith(".pub"):
-        return ""  # the names that OpenSSH looks for of itself are usually not there
+    """The key, or in a few words why there is none; empty for one of the names that OpenSSH looks for of itself."""
+    if path.endswith(".pub"):
+        return ""
     try:
-        return paramiko.PKey.from_path(path)
+        stat = os.stat(path)
+        return _read(path, (stat.st_mtime_ns, stat.st_size, stat.st_ino))
+    except FileNotFoundError:
+        return ""
     except (TypeError, paramiko.PasswordRequiredException):
         return f"{path} needs its passphrase: ssh-add {path}"
     except OSError as error:
@@ -122,15 +134,18 @@ def _load(path: str) -> paramiko.PKey | str:
         return f"{path} is no private key that can be used ({type(error).__name__})"
 
 
+@functools.lru_cache(maxsize=16)
+def _read(path: str, state: tuple[int, ...]) -> paramiko.PKey:
+    """The key in a file, read once for all hosts until the file changes. Raises whatever paramiko does."""
+    return paramiko.PKey.from_path(path)
+
+
 @contextlib.contextmanager
 def _agent(path: str | None, unusable: list[str]) -> Iterator[tuple[paramiko.AgentKey, ...]]:
     """The keys of the agent that listens at `path`; none without one. Signing works only inside."""
     if path is None:
         yield ()
         return
-    import paramiko
-    from paramiko.agent import AgentSSH
-
     with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as connection:
         connection.settimeout(_AGENT_S)
         agent: Any = AgentSSH()
@@ -146,16 +161,3 @@ def _agent(path: str | None, unusable: list[str]) -> Iterator[tuple[paramiko.Age
 
 def _no_keys_taken(settings: Settings, allowed: list[str]) -> str:
     return f"the server takes no keys from {settings.user}, only {', '.join(allowed)}; accel logs in with keys"
-
-
-def _refused(settings: Settings, tried: list[str], unusable: list[str], *, cut_off: bool) -> str:
-    port = f"-p {settings.port} " if settings.port != _PORT else ""
-    copy = f"ssh-copy-id {port}{settings.user}@{settings.alias}"
-    if not tried:
-        text = f"no key to log in as {settings.user} with"
-        remedy = f"; make one (ssh-keygen) and take it there ({copy})"
-    else:
-        text = f"does not let {settings.user} in; tried {', '.join(tried)}"
-        cut = "; the server hung up after these: name the right one (IdentityFile, IdentitiesOnly yes)"
-        remedy = cut if cut_off else f"; check the user, or {copy}"
-    return text + (f"; {'; '.join(unusable)}" if unusable else "") + remedy

@@ -1,4 +1,4 @@
-"""What a connection runs over: a TCP socket, the user's own ProxyCommand, or a channel of another connection."""
+"""What a connection runs over, where no jump host gives it one: a TCP socket, or the user's own ProxyCommand."""
 
 from __future__ import annotations
 
@@ -8,61 +8,12 @@ import socket
 import subprocess
 import tempfile
 import threading
-import time
-from collections.abc import Callable
-from typing import IO, Protocol
+from typing import IO
 
 from .errors import HostUnreachable, one_line
 from .ssh_config import Settings
 
 _SAID = 1 << 16  # bytes of what a ProxyCommand said last
-
-
-class Stream(Protocol):
-    """What a connection runs over: a socket, or a channel of another connection."""
-
-    def send(self, data: bytes, /) -> int: ...
-    def recv(self, count: int, /) -> bytes: ...
-    def settimeout(self, seconds: float | None, /) -> None: ...
-    def close(self) -> None: ...
-
-
-class HeardStream:
-    """A stream that knows when it last brought something."""
-
-    def __init__(
-        self, stream: Stream, at_close: Callable[[], None] | None = None, explain: Callable[[], str] | None = None
-    ) -> None:
-        self._stream = stream
-        self._at_close = at_close
-        self._explain = explain
-        self._closing = threading.Lock()
-        self._closed = False  # paramiko looks at this name
-        self.heard = time.monotonic()
-
-    def send(self, data: bytes) -> int:
-        return self._stream.send(data)
-
-    def recv(self, count: int) -> bytes:
-        data = self._stream.recv(count)
-        self.heard = time.monotonic()
-        return data
-
-    def settimeout(self, seconds: float | None) -> None:
-        self._stream.settimeout(seconds)
-
-    def close(self) -> None:
-        with self._closing:
-            if self._closed:
-                return
-            self._closed = True
-            self._stream.close()
-            if self._at_close is not None:
-                self._at_close()
-
-    def explanation(self) -> str:
-        """What whoever made the stream said on its end; empty for a plain socket."""
-        return self._explain() if self._explain is not None else ""
 
 
 def by_socket(settings: Settings, seconds: float) -> socket.socket:
@@ -92,45 +43,49 @@ def by_socket(settings: Settings, seconds: float) -> socket.socket:
     raise HostUnreachable(settings.alias, problem)
 
 
-def by_proxy(settings: Settings, command: str) -> HeardStream:
-    """The user's ProxyCommand, run by the user's shell, as OpenSSH does. Raises HostUnreachable."""
-    ours, its = socket.socketpair()
-    said: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the stream
-    shell = os.environ.get("SHELL") or "/bin/sh"
-    try:
-        process = subprocess.Popen(
-            [shell, "-c", f"exec {command}"],
-            stdin=its.fileno(),
-            stdout=its.fileno(),
-            stderr=said,
-            start_new_session=True,
-        )
-    except OSError as error:
-        ours.close()
-        said.close()
-        raise HostUnreachable(settings.alias, f"ProxyCommand cannot be run: {_reason(error)}") from None
-    finally:
-        its.close()
+class ProxyCommand:
+    """The user's ProxyCommand, run by the user's shell as OpenSSH does; as paramiko uses a socket.
 
-    last_words = "ProxyCommand ended"
+    `explanation` says, once it is closed, what it printed on standard error. Raises HostUnreachable.
+    """
 
-    def end() -> None:
-        nonlocal last_words
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        process.wait()
-        said.seek(max(0, said.seek(0, os.SEEK_END) - _SAID))
-        text = said.read()
-        if text.strip():
-            last_words = f"ProxyCommand said: {one_line(text)}"
-        said.close()
+    def __init__(self, settings: Settings, command: str) -> None:
+        self._socket, its = socket.socketpair()
+        self._said: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # closed by `close`
+        self._closing = threading.Lock()
+        self._closed = False  # paramiko looks at this name
+        self.explanation = "ProxyCommand ended"
+        shell = os.environ.get("SHELL") or "/bin/sh"
+        try:
+            self._process = subprocess.Popen(
+                [shell, "-c", f"exec {command}"],
+                stdin=its.fileno(),
+                stdout=its.fileno(),
+                stderr=self._said,
+                start_new_session=True,
+            )
+        except OSError as error:
+            self._socket.close()
+            self._said.close()
+            raise HostUnreachable(settings.alias, f"ProxyCommand cannot be run: {_reason(error)}") from None
+        finally:
+            its.close()
+        self.send, self.recv, self.settimeout = self._socket.send, self._socket.recv, self._socket.settimeout
 
-    def explain() -> str:
-        stream.close()
-        return last_words
-
-    stream = HeardStream(ours, end, explain)
-    return stream
+    def close(self) -> None:
+        with self._closing:
+            if self._closed:
+                return
+            self._closed = True
+            self._socket.close()
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+            self._process.wait()
+            self._said.seek(max(0, self._said.seek(0, os.SEEK_END) - _SAID))
+            text = self._said.read()
+            if text.strip():
+                self.explanation = f"ProxyCommand said: {one_line(text)}"
+            self._said.close()
 
 
 def _reason(error: BaseException) -> str:

@@ -10,6 +10,7 @@ gives.
 
 from __future__ import annotations
 
+import functools
 import queue
 import threading
 import time
@@ -19,10 +20,9 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from ..errors import ConfigError, SchedulerError
 from . import session as sessions
-from .connection import Connection, KnownHosts, Patience, connect, library
+from .connection import Connection, Patience, library
 from .errors import HostUnreachable, RemoteError, one_line
 from .host_list import Host
-from .login import Keys
 from .session import Result, Session
 from .ssh_config import Settings, resolve
 
@@ -104,18 +104,15 @@ class Remote:
 class Pool:
     """Connections to hosts, one each, jump hosts included. Safe to use from several threads; `close` ends them all.
 
-    `config` replaces the files of `~/.ssh/config`, as `ssh -F` does. Raises SchedulerError without paramiko.
+    `config` replaces the files of `~/.ssh/config`, as `ssh -F` does. Raises SchedulerError without fabric.
     """
 
     def __init__(self, *, config: str | None = None, patience: Patience | None = None) -> None:
         library()
         self.patience = patience or Patience()
-        self._config = config
-        self._known = KnownHosts()
-        self._keys = Keys()
+        self._resolve = functools.cache(functools.partial(resolve, config=config))
         self._lock = threading.Lock()
         self._places: dict[tuple[Host, ...], _Place] = {}
-        self._settings: dict[Host, Settings] = {}
         self._closed = threading.Event()
         self._watcher: threading.Thread | None = None
 
@@ -177,14 +174,7 @@ class Pool:
 
     def settings(self, host: Host) -> Settings:
         """What the SSH configuration says of a host. Raises ConfigError."""
-        key = Host(name=host.name, user=host.user, port=host.port, source="")
-        with self._lock:
-            found = self._settings.get(key)
-        if found is None:
-            found = resolve(key, self._config)
-            with self._lock:
-                self._settings[key] = found
-        return found
+        return self._resolve(Host(name=host.name, user=host.user, port=host.port, source=""))
 
     def close(self) -> None:
         """Ends every connection; what runs on the hosts learns of it as from any client that goes away."""
@@ -197,6 +187,8 @@ class Pool:
 
     def _reach(self, host: Host, jumps: tuple[Host, ...] | None, coming_from: tuple[str, ...]) -> Connection:
         """The connection to a host, by way of `jumps`, or of those in its configuration when that is None."""
+        from .opening import connect
+
         settings = self.settings(host)
         way = settings.jumps if jumps is None else jumps
         if len(way) == 1 and way[0].name == host.name:
@@ -213,9 +205,7 @@ class Pool:
                     place.connection.close()
                 # The last jump is reached by way of the ones before it, the first one as its own configuration says.
                 via = self._reach(way[-1], way[:-1] or None, path) if way else None
-                place.connection = connect(
-                    settings, via=via, known=self._known, keys=self._keys, patience=self.patience
-                )
+                place.connection = connect(settings, via=via, patience=self.patience)
                 self._watch()
             return place.connection
 

@@ -91,6 +91,40 @@ def test_a_jump_host_that_cannot_reach_the_host_is_named(
         pool.on("node2").run(["true"])
 
 
+def test_a_jump_host_with_an_unknown_key_is_refused(ssh_hosts: SshHosts, extra: list[Pool], tmp_path: Path) -> None:
+    text = f"Host node1\n UserKnownHostsFile {tmp_path}/known\nHost node2\n ProxyJump node1"
+    pool = _with(extra, ssh_hosts, tmp_path, text)
+    with pytest.raises(HostKeyRefused, match=r"^node1: its host key is not known"):
+        pool.on("node2").run(["true"])
+
+
+def test_a_host_behind_a_jump_host_is_noticed_when_it_falls_silent(
+    ssh_hosts: SshHosts, extra: list[Pool], tmp_path: Path
+) -> None:
+    pool = _with(extra, ssh_hosts, tmp_path, "Host node2\n ProxyJump node1")
+    with pool.on("node2").open(["sleep", "60"]) as session:
+        ssh_hosts["node2"].link(False)
+        with pytest.raises(HostUnreachable, match=r"^node2: lost while sleep was running: no answer for [0-9]+ s$"):
+            session.finish(120)
+    ssh_hosts["node2"].link(True)
+    assert pool.on("node1").run(["true"]).status == 0
+
+
+def test_no_configuration_of_fabric_s_own_is_read(
+    ssh_hosts: SshHosts, pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / ".ssh").mkdir()
+    (tmp_path / ".ssh/config").write_text("Host *\n ProxyCommand false\n ForwardAgent yes\n")
+    text = "gateway: 'false'\nuser: nobody-there\nrunners: {}\nconnect_kwargs: {password: p, look_for_keys: true}\n"
+    for name in (".fabric.yaml", ".invoke.yaml", "fabric.yaml"):
+        (tmp_path / name).write_text(text)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("FABRIC_GATEWAY", "false")
+    monkeypatch.setenv("INVOKE_RUN_ECHO", "1")
+    monkeypatch.chdir(tmp_path)
+    assert _came_from(pool, "node1") == ssh_hosts.network.address(0)
+
+
 def test_a_proxy_command(ssh_hosts: SshHosts, extra: list[Pool], tmp_path: Path) -> None:
     text = (
         f"Host node2\n ProxyCommand ssh -F {ssh_hosts.config} -W %h:%p node1\nHost node3\n ProxyCommand echo no way >&2"

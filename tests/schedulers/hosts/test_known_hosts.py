@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from schedulers.hosts.known_hosts import Verdict, fingerprint, judge, known_types, looked_up_as, read
+from schedulers.hosts.known_hosts import Verdict, judge, known_types, looked_up_as, read
 
 A, B, C = "QUFB", "QkJC", "Q0ND"
 FILE = f"""\
@@ -50,7 +50,7 @@ def test_known_types_come_first() -> None:
     assert known_types(KNOWN, ["[gpu2]:2222"]) == ["ssh-rsa"]
 
 
-def test_hashed_names_and_fingerprints_are_openssh_s(tmp_path: Path) -> None:
+def test_hashed_names_are_openssh_s(tmp_path: Path) -> None:
     key = tmp_path / "key"
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key], check=True)
     type, text = key.with_suffix(".pub").read_text().split()[:2]
@@ -62,5 +62,3 @@ def test_hashed_names_and_fingerprints_are_openssh_s(tmp_path: Path) -> None:
     for name, port in (("gpu1", 22), ("gpu2", 2222)):
         assert judge(known, looked_up_as(name, port, None), type, text)[0] is Verdict.KNOWN
     assert judge(known, ["gpu3"], type, text)[0] is Verdict.UNKNOWN
-    said = subprocess.run(["ssh-keygen", "-lf", key], check=True, capture_output=True, text=True).stdout
-    assert fingerprint(text) == said.split()[1]

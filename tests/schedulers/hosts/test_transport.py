@@ -295,7 +295,7 @@ def test_a_pool_that_is_closed_opens_no_more(ssh_hosts: SshHosts) -> None:
 def test_without_the_library_one_line_says_what_to_install(tmp_path: Path) -> None:
     code = """
 import sys
-sys.modules["paramiko"] = None
+sys.modules["fabric"] = None
 from schedulers.hosts.transport import Pool
 from schedulers.errors import SchedulerError
 try:
@@ -304,4 +304,4 @@ except SchedulerError as error:
     print(error)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "SSH needs paramiko, which is not installed: pip install 'accel-launch[ssh]'\n"
+    assert done.stdout == "SSH needs fabric, which is not installed: pip install 'accel-launch[ssh]'\n"

@@ -33,9 +33,9 @@ HOSTILE = ("", "a b", "it's", '"', "$(touch x)", "a\nb", "*", "~", "-n", "ü€"
 def options(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What a target says of the login node. This machine does not know the cluster any more."""
     try:
-        import paramiko  # noqa: F401
+        import fabric  # noqa: F401
     except ImportError:
-        missing("paramiko", "pip install 'accel-launch[ssh]'")
+        missing("fabric", "pip install 'accel-launch[ssh]'")
     monkeypatch.delenv("SLURM_CONF")
     return {"login": "login", "ssh_config": str(slurm.ssh_config), "python": sys.executable, "cpu": True}
 

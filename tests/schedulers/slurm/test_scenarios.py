@@ -99,9 +99,9 @@ def test_a_laptop_loses_the_login_node_while_it_follows(
     slurm: Slurm, submit: Submit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     try:
-        import paramiko  # noqa: F401
+        import fabric  # noqa: F401
     except ImportError:
-        missing("paramiko", "pip install 'accel-launch[ssh]'")
+        missing("fabric", "pip install 'accel-launch[ssh]'")
     monkeypatch.delenv("SLURM_CONF")
     end = tmp_path / "end"
     there = {"login": "login", "ssh_config": str(slurm.ssh_config), "python": sys.executable}

@@ -22,12 +22,12 @@ Submit = Callable[..., Job]
 
 
 @pytest.fixture(autouse=True)
-def _paramiko(request: pytest.FixtureRequest) -> None:
+def _fabric(request: pytest.FixtureRequest) -> None:
     if "ssh_hosts" in request.fixturenames:
         try:
-            import paramiko  # noqa: F401
+            import fabric  # noqa: F401
         except ImportError:
-            missing("paramiko", "pip install 'accel-launch[ssh]'")
+            missing("fabric", "pip install 'accel-launch[ssh]'")
 
 
 @pytest.fixture

@@ -24,12 +24,12 @@ Submit = Callable[..., Job]
 
 
 @pytest.fixture(autouse=True)
-def _paramiko(request: pytest.FixtureRequest) -> None:
+def _fabric(request: pytest.FixtureRequest) -> None:
     if "tpu" in request.fixturenames:
         try:
-            import paramiko  # noqa: F401
+            import fabric  # noqa: F401
         except ImportError:
-            missing("paramiko", "pip install 'accel-launch[ssh]'")
+            missing("fabric", "pip install 'accel-launch[ssh]'")
 
 
 def make_slice(tpu: Tpu, name: str, kind: str = "v4-16", **more: Any) -> None:

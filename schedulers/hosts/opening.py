@@ -1,0 +1,126 @@
+"""Opens connections: Fabric's `Connection` over paramiko, with the host's key judged and a log-in by keys.
+
+It takes no setting from anywhere else: not from Fabric's files, and what `~/.ssh/config` says comes in `Settings`.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import fabric
+import paramiko
+from paramiko.packet import Packetizer
+
+from . import host_keys, known_hosts
+from .connection import Connection, Patience
+from .errors import HostUnreachable, one_line
+from .known_hosts import KnownKey
+from .login import LogIn
+from .sockets import ProxyCommand, by_socket
+from .ssh_config import Settings
+
+_RSA_ALGORITHMS = ("rsa-sha2-512", "rsa-sha2-256", "ssh-rsa")
+
+
+def connect(settings: Settings, *, via: Connection | None, patience: Patience) -> Connection:
+    """A connection to the host, logged in, its key verified. Raises HostUnreachable and what derives from it."""
+    seconds = settings.connect_timeout_s or patience.connect_s
+    entries = host_keys.known_keys(settings.known_hosts)
+    sock = None if via is not None else _reach(settings, seconds)
+    ssh = fabric.Connection(
+        settings.hostname,
+        user=settings.user,
+        port=settings.port,
+        config=fabric.Config(lazy=True, ssh_config=paramiko.SSHConfig()),
+        gateway=None if via is None else via.ssh,
+        forward_agent=False,
+        inline_ssh_env=False,
+        connect_kwargs={
+            "sock": sock,
+            "timeout": seconds,
+            "transport_factory": functools.partial(_Transport, _known_algorithms(settings, entries), seconds),
+            "auth_strategy": LogIn(settings),
+        },
+    )
+    ssh.client.set_missing_host_key_policy(_Judge(settings, entries))
+    try:
+        ssh.open()
+        return Connection(settings, ssh, patience)
+    except BaseException as error:
+        _give_up(ssh.client.get_transport(), sock)
+        if isinstance(error, (paramiko.SSHException, EOFError, OSError)):
+            raise _problem(settings, error, sock, ssh.client.get_transport(), via) from None
+        raise
+
+
+class _Judge(paramiko.MissingHostKeyPolicy):
+    """Refuses every key that `host_keys.check` does not accept. The client itself knows none, so all come here."""
+
+    def __init__(self, settings: Settings, entries: list[KnownKey]) -> None:
+        self._settings = settings
+        self._entries = entries
+
+    def missing_host_key(self, client: paramiko.SSHClient, hostname: str, key: paramiko.PKey) -> None:
+        host_keys.check(self._settings, self._entries, key.get_name(), key.get_base64(), key.fingerprint)
+
+
+class _Packets(Packetizer):
+    """Packets, with the time (`time.monotonic`) at which the last one came."""
+
+    def __init__(self, socket: Any) -> None:
+        super().__init__(socket)
+        self.heard = time.monotonic()
+
+    def read_message(self) -> Any:
+        message = super().read_message()
+        self.heard = time.monotonic()
+        return message
+
+
+class _Transport(paramiko.Transport):
+    """A transport that asks for the kinds of key first under which the host is known, and waits `seconds` at most."""
+
+    def __init__(self, first: Sequence[str], seconds: float, sock: Any, **options: Any) -> None:
+        super().__init__(sock, packetizer_class=_Packets, **options)
+        self.banner_timeout = self.handshake_timeout = self.auth_timeout = self.channel_timeout = seconds
+        security = self.get_security_options()
+        offered = list(security.key_types)
+        wanted = [name for name in first if name in offered]
+        security.key_types = [*wanted, *(name for name in offered if name not in wanted)]
+
+
+def _known_algorithms(settings: Settings, entries: list[KnownKey]) -> list[str]:
+    types = known_hosts.known_types(entries, host_keys.names(settings))
+    return [name for type in types for name in (_RSA_ALGORITHMS if type == "ssh-rsa" else (type,))]
+
+
+def _reach(settings: Settings, seconds: float) -> Any:
+    if settings.proxy_command is not None:
+        return ProxyCommand(settings, settings.proxy_command)
+    return by_socket(settings, seconds)
+
+
+def _give_up(transport: paramiko.Transport | None, sock: Any) -> None:
+    if transport is not None:
+        transport.close()
+        packetizer: Any = transport.packetizer
+        packetizer.complete_handshake()  # else its timer keeps a program that is done waiting
+        sock = transport.sock
+    if sock is not None:
+        sock.close()
+
+
+def _problem(
+    settings: Settings, error: BaseException, sock: Any, transport: paramiko.Transport | None, via: Connection | None
+) -> HostUnreachable:
+    said = one_line(str(error)) if str(error) else "the connection was closed"
+    if via is not None and transport is None:
+        if isinstance(error, paramiko.ChannelException):
+            said = {1: "it forbids it (AllowTcpForwarding)", 2: "it cannot connect to it"}.get(error.code, said)
+        return HostUnreachable(via.settings.alias, f"as a jump host to {settings.hostname}:{settings.port}: {said}")
+    if isinstance(sock, ProxyCommand):
+        said = sock.explanation
+    return HostUnreachable(settings.alias, f"{settings.endpoint} answers, but the SSH handshake fails: {said}")
