@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from accel.plugins import GradientAccumulationPlugin
 
-if TYPE_CHECKING:
-    from accel.data.loader import PreparedLoader
+
+class ActiveLoader(Protocol):
+    """What a prepared loader says while it is iterated; `accel.data.loader.PreparedLoader` describes each."""
+
+    @property
+    def end_of_dataloader(self) -> bool: ...
+    @property
+    def remainder(self) -> int: ...
+    @property
+    def batches_left(self) -> int | None: ...
+    @property
+    def nominal_rows(self) -> int: ...
+    def last_rows(self) -> int: ...
+    def present_counts(self) -> tuple[int, ...] | None: ...
 
 
 class GradientState:
@@ -21,7 +33,7 @@ class GradientState:
     sync_gradients: bool
     plugin: GradientAccumulationPlugin
     _plugin_was_given: bool
-    dataloader_references: list[PreparedLoader]
+    dataloader_references: list[ActiveLoader]
     _is_xla_gradients_synced: bool
 
     def __init__(self, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None) -> None:
@@ -72,7 +84,7 @@ class GradientState:
         return self.plugin.sync_with_dataloader
 
     @property
-    def active_dataloader(self) -> PreparedLoader | None:
+    def active_dataloader(self) -> ActiveLoader | None:
         """The innermost prepared loader that is being iterated."""
         return self.dataloader_references[-1] if self.dataloader_references else None
 
@@ -102,10 +114,10 @@ class GradientState:
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
         self.sync_gradients = sync_gradients
 
-    def _add_dataloader(self, loader: PreparedLoader) -> None:
+    def _add_dataloader(self, loader: ActiveLoader) -> None:
         self.dataloader_references.append(loader)
 
-    def _remove_dataloader(self, loader: PreparedLoader) -> None:
+    def _remove_dataloader(self, loader: ActiveLoader) -> None:
         references = self.dataloader_references
         for index in range(len(references) - 1, -1, -1):
             if references[index] is loader:

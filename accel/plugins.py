@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel.enums import DDPCommunicationHookType
-from accel.errors import ArgumentError, one_of
+from accel.enums import DDPCommunicationHookType, DynamoBackend
+from accel.errors import ArgumentError, nearest, one_of
 from accel.kwargs import KwargsHandler as KwargsHandler
-from accel.training.compile import TorchDynamoPlugin as TorchDynamoPlugin
-from accel.training.profiling import ProfileKwargs as ProfileKwargs
+from accel.world.environment import read_flag
 from accel.world.project_root import under_root
 
 if TYPE_CHECKING:
+    from torch.profiler import ProfilerActivity, profile
+
     from accel.fp8_recipes import AORecipeKwargs as AORecipeKwargs
     from accel.fp8_recipes import FP8RecipeKwargs as FP8RecipeKwargs
     from accel.fp8_recipes import MSAMPRecipeKwargs as MSAMPRecipeKwargs
     from accel.fp8_recipes import TERecipeKwargs as TERecipeKwargs
 
+ACTIVITIES = ("cpu", "xpu", "mtia", "cuda", "hpu")
 RECIPES = ("AORecipeKwargs", "FP8RecipeKwargs", "MSAMPRecipeKwargs", "TERecipeKwargs")
+_SCHEDULE = ("wait", "warmup", "active", "repeat", "skip_first", "skip_first_wait")
+_DYNAMO = "ACCELERATE_DYNAMO_"
+_DYNAMO_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 
 def __getattr__(name: str) -> Any:
@@ -69,10 +75,32 @@ class DistributedDataParallelKwargs(KwargsHandler):
         return {name: value for name, value in super().to_dict().items() if name not in ignore_keys}
 
     def register_comm_hook(self, model: Any) -> None:
-        """Give ``model``, a `DistributedDataParallel`, the communication hook asked for."""
-        from accel.parallel.ddp import compress
+        """Give ``model``, a `DistributedDataParallel`, the communication hook asked for.
 
-        compress(model, self)
+        Raises `ArgumentError` where torch has a broken one.
+        """
+        kind, wrapper = str(self.comm_hook), str(self.comm_wrapper)
+        if kind == "no":
+            return
+        import torch
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+        hooks: dict[str, Any] = {
+            "fp16": default_hooks.fp16_compress_hook,
+            "bf16": default_hooks.bf16_compress_hook,
+            "power_sgd": powerSGD_hook.powerSGD_hook,
+            "batched_power_sgd": powerSGD_hook.batched_powerSGD_hook,
+        }
+        wrappers: dict[str, Any] = {
+            "fp16": default_hooks.fp16_compress_wrapper,
+            "bf16": default_hooks.bf16_compress_wrapper,
+        }
+        powered = kind.endswith("power_sgd")
+        state = powerSGD_hook.PowerSGDState(None, **self.comm_state_option) if powered else None
+        if kind == "batched_power_sgd" and not _orthogonalizes(powerSGD_hook):
+            raise ArgumentError(f"comm_hook={kind!r} does not work in torch {torch.__version__}: use 'power_sgd'")
+        hook = wrappers.get(wrapper, lambda hook: hook)(hooks[kind])
+        model.register_comm_hook(state, _unnamed(hook) if "bf16" in (kind, wrapper) else hook)
 
 
 @dataclass
@@ -183,3 +211,143 @@ class ProjectConfiguration:
         if self.project_dir is None:
             raise ArgumentError("automatic_checkpoint_naming needs a project_dir: give Accelerator(project_dir=…)")
         return Path(self.project_dir) / "checkpoints"
+
+
+@dataclass
+class ProfileKwargs(KwargsHandler):
+    """What `Accelerator.profile` records; the fields are those of `torch.profiler.profile`, but for these.
+
+    ``activities``: some of cpu, cuda, xpu, mtia and hpu (default: all that torch supports here).
+    ``schedule_option``: the arguments of `torch.profiler.schedule`, such as ``{"wait": 1, "warmup": 1, "active": 3}``;
+    the script then calls ``profiler.step()`` after each step. ``on_trace_ready(profiler)`` is called at the end of each
+    cycle of it. ``output_trace_dir``: where every process writes its trace, in Chrome's format.
+
+    Raises `ArgumentError` for an unknown activity or part of a schedule.
+    """
+
+    activities: list[str] | None = None
+    schedule_option: dict[str, int] | None = None
+    on_trace_ready: Callable[[Any], Any] | None = None
+    record_shapes: bool = False
+    profile_memory: bool = False
+    with_stack: bool = False
+    with_flops: bool = False
+    with_modules: bool = False
+    output_trace_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        for activity in self.activities or ():
+            one_of(activity, ACTIVITIES, what="ProfileKwargs(activities=…)")
+        for name in self.schedule_option or ():
+            if name not in _SCHEDULE:
+                known = ", ".join(_SCHEDULE)
+                raise ArgumentError(
+                    f"ProfileKwargs(schedule_option=…): {name!r} is none of {known}{nearest(name, _SCHEDULE)}"
+                )
+
+    def build(self) -> profile:
+        """The profiler, not yet started. Raises `ArgumentError` for an activity that this build of torch lacks."""
+        from torch.profiler import profile, schedule
+
+        return profile(
+            activities=None if self.activities is None else [_activity(name) for name in self.activities],
+            schedule=None if self.schedule_option is None else schedule(**self.schedule_option),
+            on_trace_ready=self.on_trace_ready,
+            record_shapes=self.record_shapes,
+            profile_memory=self.profile_memory,
+            with_stack=self.with_stack,
+            with_flops=self.with_flops,
+            with_modules=self.with_modules,
+        )
+
+
+@dataclass
+class TorchDynamoPlugin(KwargsHandler):
+    """How prepared models are compiled; ``backend="no"``, the default, compiles none.
+
+    ``mode``, ``fullgraph``, ``dynamic``, ``options`` and ``disable`` are those of `torch.compile`.
+    ``use_regional_compilation`` compiles the blocks of which a model has a list, each kind once, instead of the whole.
+    What is not given is read from ``ACCELERATE_DYNAMO_BACKEND``, ``_MODE``, ``_USE_FULLGRAPH``, ``_USE_DYNAMIC`` and
+    ``_USE_REGIONAL_COMPILATION``. Raises `ArgumentError` for an unknown backend or mode, and for a mode and options.
+    """
+
+    backend: DynamoBackend | str = None  # type: ignore[assignment]
+    mode: str = None  # type: ignore[assignment]
+    fullgraph: bool = None  # type: ignore[assignment]
+    dynamic: bool | None = None
+    options: Any = None
+    disable: bool = False
+    use_regional_compilation: bool = None  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        env = os.environ
+        given = self.backend is not None
+        name = str(self.backend if given else env.get(_DYNAMO + "BACKEND") or "no").upper()
+        source = "TorchDynamoPlugin(backend=…)" if given else f"environment variable {_DYNAMO}BACKEND"
+        self.backend = DynamoBackend(one_of(name, DynamoBackend.list(), what=source))
+        if self.mode is None:
+            self.mode = env.get(_DYNAMO + "MODE") or "default"
+        one_of(self.mode, _DYNAMO_MODES, what="TorchDynamoPlugin(mode=…)")
+        if self.options and self.mode != "default":
+            raise ArgumentError(f"TorchDynamoPlugin: give mode={self.mode!r} or options, not both")
+        if self.fullgraph is None:
+            self.fullgraph = read_flag(env, _DYNAMO + "USE_FULLGRAPH")
+        if self.dynamic is None and _DYNAMO + "USE_DYNAMIC" in env:
+            self.dynamic = read_flag(env, _DYNAMO + "USE_DYNAMIC")
+        if self.use_regional_compilation is None:
+            self.use_regional_compilation = read_flag(env, _DYNAMO + "USE_REGIONAL_COMPILATION")
+
+    def to_dict(self) -> dict[str, Any]:
+        """A copy of every field, by its name; the backend in the spelling of `torch.compile`."""
+        return {**super().to_dict(), "backend": str(self.backend).lower()}
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """The keyword arguments of `torch.compile`."""
+        return {name: value for name, value in super().to_kwargs().items() if name != "use_regional_compilation"}
+
+    def default_values(self) -> dict[str, Any]:
+        """What `torch.compile` takes by itself; ``"no"`` is a backend of ours."""
+        return {
+            "backend": "no",
+            "mode": "default",
+            "fullgraph": False,
+            "dynamic": None,
+            "options": None,
+            "disable": False,
+            "use_regional_compilation": False,
+        }
+
+
+def _orthogonalizes(hooks: Any) -> bool:
+    """Whether torch's own step takes the single matrix that its batched hook gives it, which 2.13 does not."""
+    import torch
+
+    try:
+        hooks._orthogonalize(torch.eye(2))
+    except AssertionError:
+        return False
+    return True
+
+
+def _unnamed(hook: Any) -> Any:
+    import torch
+
+    # torch refuses hooks of certain names without NCCL. Gloo, too, adds bf16.
+    if torch.distributed.get_backend() != "gloo":
+        return hook
+    return lambda state, bucket: hook(state, bucket)
+
+
+def _activity(name: str) -> ProfilerActivity:
+    from torch.profiler import ProfilerActivity, supported_activities
+
+    supported: set[ProfilerActivity] = supported_activities()  # type: ignore[no-untyped-call]
+    here = {activity.name.lower(): activity for activity in supported}
+    found = here.get(name)
+    if found is None and name == "cuda":
+        return ProfilerActivity.CUDA  # torch records nothing of it where there is none, and says so itself
+    if found is None:
+        raise ArgumentError(
+            f"ProfileKwargs(activities=…): this build of torch cannot record {name!r}, only {list(here)}"
+        )
+    return found

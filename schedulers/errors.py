@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .job import Status
+    from .status import Status
 
 
 class SchedulerError(Exception):

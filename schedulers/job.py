@@ -3,60 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from .convert import as_moment, as_text, as_whole, convert
+from .convert import convert
 from .errors import SpecError
+from .status import Reason as Reason
+from .status import State as State
+from .status import Status as Status
 
 Entry = Literal["script", "module", "command"]
 
-_LARGEST_CODE = 2**31
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 
 
 def _at_least(name: str, value: int | None, least: int) -> None:
     if value is not None and value < least:
         raise SpecError(f"{name} must be {least} or more, not {value!r}")
-
-
-class State(enum.Enum):
-    """Where a job is. `queued` and `running` may alternate (one lap is one attempt); the last three are final."""
-
-    SUBMITTING = "submitting"  # the intent is on disk, the backend has not confirmed it
-    QUEUED = "queued"
-    RUNNING = "running"
-    SUCCEEDED = "succeeded"
-    FAILED = "failed"
-    CANCELLED = "cancelled"
-
-    @property
-    def final(self) -> bool:
-        return self in (State.SUCCEEDED, State.FAILED, State.CANCELLED)
-
-    def may_become(self, new: State) -> bool:
-        """A final state never changes; a job that has left `submitting` never goes back to it."""
-        return new is self or (not self.final and new is not State.SUBMITTING)
-
-
-class Reason(enum.Enum):
-    """Why a job is where it is; orthogonal to `State`, so that no backend's own states reach a caller."""
-
-    NONE = "none"
-    EXIT_CODE = "exit_code"
-    OUT_OF_MEMORY = "out_of_memory"
-    TIME_LIMIT = "time_limit"
-    PREEMPTED = "preempted"
-    NODE_FAILURE = "node_failure"
-    SETUP = "setup"
-    RENDEZVOUS = "rendezvous"
-    NO_CAPACITY = "no_capacity"
-    DEPENDENCY = "dependency"  # waits for, or did not get, a job named in `after`
-    USER = "user"
-    LOST = "lost"  # the backend forgot it and it left no result
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,51 +121,6 @@ class JobSpec:
             return convert(data, cls)
         except msgspec.ValidationError as error:
             raise SpecError(f"not a job spec: {error}") from None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Status:
-    """Where a job was when its backend last answered.
-
-    exit_code:   of the first rank that failed (128 + N for signal N); 0 when it succeeded; None while unknown.
-    attempt:     0 for the first run, one more for every restart.
-    message:     one line for people: the first error of the first failing rank, or what is being waited for.
-    observed_at: seconds since the epoch; a backend that cannot be asked leaves the last status, and this, as it was.
-    details:     what only some targets know, by name; a target's document lists them.
-    """
-
-    state: State
-    reason: Reason = Reason.NONE
-    exit_code: int | None = None
-    attempt: int = 0
-    message: str = ""
-    native_state: str = ""
-    observed_at: float = 0.0
-    details: Mapping[str, str | float | None] = field(default_factory=dict, hash=False)
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values; `details` only where there are any."""
-        plain = dataclasses.asdict(self) | {"state": self.state.value, "reason": self.reason.value}
-        return plain if self.details else {key: value for key, value in plain.items() if key != "details"}
-
-    @classmethod
-    def from_json(cls, data: object) -> Status:
-        """The status that `to_json` gave; keys that are not known are ignored. Raises ValueError for anything else."""
-        if not isinstance(data, dict) or "state" not in data:
-            raise ValueError("a status is an object with a state")
-        code, details = data.get("exit_code"), data.get("details", {})
-        if not isinstance(details, dict) or any(isinstance(one, dict | list) for one in details.values()):
-            raise ValueError(f"details must be names and values, not {details!r}")
-        return cls(
-            state=State(data["state"]),
-            reason=Reason(data.get("reason", "none")),
-            exit_code=None if code is None else as_whole(code, "exit_code", least=-_LARGEST_CODE),
-            attempt=as_whole(data.get("attempt", 0), "attempt"),
-            message=as_text(data.get("message", ""), "message"),
-            native_state=as_text(data.get("native_state", ""), "native_state"),
-            observed_at=as_moment(data.get("observed_at", 0.0), "observed_at"),
-            details=details,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -57,11 +58,12 @@ class Topology:
     @classmethod
     def placed(cls, env: Mapping[str, str]) -> Topology | None:
         """What `from_env` gives where a scheduler has placed this process; else None. Raises SpecError."""
-        found = (rule(env) for marker, rule in RULES.items() if marker in env)
+        found = (_rule(rule)(env) for marker, rule in RULES.items() if marker in env)
         return next((topology for topology in found if topology is not None), None)
 
 
-def _accel(env: Mapping[str, str]) -> Topology:
+def from_accel(env: Mapping[str, str]) -> Topology:
+    """The topology in the variables that `Topology.environment` gives. Raises SpecError."""
     nodes = number(env, "ACCEL_NODES")
     return Topology(
         node_rank=number(env, "ACCEL_NODE_RANK"),
@@ -74,48 +76,23 @@ def _accel(env: Mapping[str, str]) -> Topology:
     )
 
 
-def _slurm(env: Mapping[str, str]) -> Topology:
-    from .slurm.topology import from_slurm
-
-    return from_slurm(env)
-
-
-def _operator(env: Mapping[str, str]) -> Topology:
-    from .kubernetes.topology import from_operator
-
-    return from_operator(env)
-
-
-def _index(env: Mapping[str, str]) -> Topology:
-    if "ACCEL_NODES" not in env and "TPU_WORKER_HOSTNAMES" in env:  # a pod of a slice, which knows how many there are
-        return _tpu(env)
-    from .kubernetes.topology import from_index
-
-    return from_index(env)
-
-
-def _sagemaker(env: Mapping[str, str]) -> Topology | None:
-    from .sagemaker.topology import from_container
-
-    return from_container(env)
-
-
-def _tpu(env: Mapping[str, str]) -> Topology:
-    from .tpu.topology import from_worker
-
-    return from_worker(env)
-
-
-RULES: Mapping[str, Callable[[Mapping[str, str]], Topology | None]] = {
-    "ACCEL_NODE_RANK": _accel,
-    "SLURM_JOB_ID": _slurm,
-    "PET_NODE_RANK": _operator,
-    "PET_RDZV_ENDPOINT": _operator,
-    "JOB_COMPLETION_INDEX": _index,
-    "SM_HOSTS": _sagemaker,
-    "TRAINING_JOB_NAME": _sagemaker,
-    "TPU_WORKER_HOSTNAMES": _tpu,
+# The variable that marks a scheduler -> what reads its environment, which is imported only where the variable is set.
+RULES: Mapping[str, str] = {
+    "ACCEL_NODE_RANK": "schedulers.topology:from_accel",
+    "SLURM_JOB_ID": "schedulers.slurm.topology:from_slurm",
+    "PET_NODE_RANK": "schedulers.kubernetes.topology:from_operator",
+    "PET_RDZV_ENDPOINT": "schedulers.kubernetes.topology:from_operator",
+    "JOB_COMPLETION_INDEX": "schedulers.kubernetes.topology:from_index",
+    "SM_HOSTS": "schedulers.sagemaker.topology:from_container",
+    "TRAINING_JOB_NAME": "schedulers.sagemaker.topology:from_container",
+    "TPU_WORKER_HOSTNAMES": "schedulers.tpu.topology:from_worker",
 }
+
+
+def _rule(reference: str) -> Callable[[Mapping[str, str]], Topology | None]:
+    module, _, name = reference.partition(":")
+    rule: Callable[[Mapping[str, str]], Topology | None] = getattr(importlib.import_module(module), name)
+    return rule
 
 
 def number(env: Mapping[str, str], name: str, default: int | None = None) -> int:

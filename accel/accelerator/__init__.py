@@ -43,11 +43,12 @@ from accel.plugins import (
     InitProcessGroupKwargs,
     KwargsHandler,
     ProjectConfiguration,
+    TorchDynamoPlugin,
 )
 from accel.precision import choose_precision
 from accel.state import AcceleratorState, GradientState
 from accel.training.accumulation import Window
-from accel.training.compile import TorchDynamoPlugin, compile_regions, compiles, dynamo
+from accel.training.compile import compile_regions, compiles, dynamo
 from accel.training.optimizer import AcceleratedOptimizer
 from accel.training.profiling import ProfileControl, ProfileKwargs
 from accel.training.scheduler import AcceleratedScheduler

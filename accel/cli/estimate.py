@@ -90,7 +90,7 @@ def run(args: Namespace) -> int:
 
 
 def _report(args: Namespace) -> Report:
-    from accel.estimate.model_source import find
+    from accel.estimate.find import find
     from accel.estimate.report import report
     from accel.launch.devices import find as find_devices
 

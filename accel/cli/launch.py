@@ -56,8 +56,8 @@ def _explain(found: Mapping[str, Value]) -> int:
 
 
 def _launch(given: Mapping[str, Any], found: Mapping[str, Value], words: list[str]) -> int:
+    from accel.launch.console import say
     from accel.launch.errors import CannotRun, LaunchError, Refused
-    from accel.launch.run import say
     from accel.launch.worker import Program
     from accel.settings.contradictions import without_effect
 

@@ -7,11 +7,10 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from .argv import UsageError
+from .carried import Carried, launch_variables, machines, processes
 
 if TYPE_CHECKING:
     from accel.settings.precedence import Value
-
-    from .submit_settings import Carried
 
 _KEYS = ("aws_access_key_id", "aws_secret_access_key")
 # Arguments of SDK 2's estimators -> the settings of the file that they overrule.
@@ -56,8 +55,6 @@ def carry(command: str, found: Mapping[str, Value], script: str = "") -> Carried
 
     Raises UsageError, which names the line of the file.
     """
-    from . import submit_settings
-
     values = {name: value.value for name, value in found.items()}
     made = _from_arguments(command, found, values)
     for name in ("ec2_instance_type", "iam_role_name"):
@@ -81,12 +78,12 @@ def carry(command: str, found: Mapping[str, Value], script: str = "") -> Carried
         made["requirements"] = requirements
     given = {"role": values["iam_role_name"], "instance_type": values["ec2_instance_type"], "image": image}
     given |= {"profile": values["profile"], "region": values["region"], "cpu": values["cpu"] or None}
-    low, high = submit_settings.machines(found["compute_environment"].source, values, command)
-    processes = submit_settings.processes(found["compute_environment"].source, values, low, command)
-    return submit_settings.Carried(
-        env=submit_settings.launch_variables(values) | env,
+    low, high = machines(found["compute_environment"].source, values, command)
+    per_node = processes(found["compute_environment"].source, values, low, command)
+    return Carried(
+        env=launch_variables(values) | env,
         nodes=(low, high if high != low else None),
-        procs_per_node=1 if kind == "NO" and not processes else processes,
+        procs_per_node=1 if kind == "NO" and not per_node else per_node,
         notes=(*notes, *older),
         kind="sagemaker",
         name=values["base_job_name"],

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from schedulers.jobs.handle import Job
     from schedulers.target import Plan
 
-    from .submit_settings import Carried
+    from .carried import Carried
 
 USAGE = """accel submit [OPTIONS] SCRIPT [ARGUMENTS]
        accel submit [OPTIONS] -m MODULE [ARGUMENTS]

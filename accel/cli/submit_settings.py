@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from .argv import UsageError
+from .carried import Carried, launch_variables, machines, processes
 
 if TYPE_CHECKING:
     from accel.settings.precedence import Value
@@ -18,26 +18,6 @@ _ELSEWHERE = {"mpirun_hostfile": "mpirun", "deepspeed_hostfile": "DeepSpeed's ow
 _OF_TARGET = ("gpu_ids", "rdzv_backend", "deepspeed_inclusion_filter", "deepspeed_exclusion_filter")
 # What only `accel launch` does with a pod.
 _OF_POD = ("tpu_use_sudo", "vm")
-
-
-class Carried(NamedTuple):
-    """What a file says to a job.
-
-    nodes:                how many there are: at least, and at most if that is another number.
-    procs_per_node, gpus: of each node.
-    notes:                what the job does not take from it, a line each.
-    kind:                 the one kind of target that it is for, and what else that is given.
-    """
-
-    env: dict[str, str]
-    nodes: tuple[int, int | None] | None = None
-    procs_per_node: int | None = None
-    gpus: int | None = None
-    notes: tuple[str, ...] = ()
-    kind: str | None = None
-    name: str | None = None
-    time_limit_s: float | None = None
-    options: Mapping[str, Any] = MappingProxyType({})
 
 
 def of_file(path: str, script: str = "") -> Carried:
@@ -63,8 +43,8 @@ def of_file(path: str, script: str = "") -> Carried:
     for name, what in _ELSEWHERE.items():
         if options[name]:
             raise UsageError(_COMMAND, f"{path} is for {what}: accel launch --config_file {path} SCRIPT starts it")
-    low, high = machines(path, options)
-    per_node = processes(path, options, low)
+    low, high = machines(path, options, _COMMAND)
+    per_node = processes(path, options, low, _COMMAND)
     return Carried(
         env=launch_variables(options) | _pod_variables(options),
         nodes=(low, high if high != low else None) if found["num_machines"].layer == "file" else None,
@@ -76,22 +56,6 @@ def of_file(path: str, script: str = "") -> Carried:
     )
 
 
-def launch_variables(options: Mapping[str, Any]) -> dict[str, str]:
-    """Those of a worker, in the form in which a launch reads them."""
-    from accel.settings import BY_NAME
-    from accel.settings.env_variables import variables
-    from accel.settings.values import typed
-
-    env = variables(options)
-    env.pop("ACCELERATE_CONFIG_DS_FIELDS", None)  # the launch says it anew
-    if options["cpu"]:
-        env["ACCELERATE_USE_CPU"] = "true"
-    if options["mixed_precision"] == "fp8":
-        setting = BY_NAME["fp8_override_linear_precision"]  # three variables of a worker, one of the launch
-        env[setting.env] = typed(setting, options[setting.name])
-    return env
-
-
 def _of_slice(options: Mapping[str, Any]) -> dict[str, Any]:
     """A TPU's file as options of a tpu target."""
     names = {"name": "tpu_name", "zone": "tpu_zone", "main_training_function": "main_training_function"}
@@ -101,25 +65,6 @@ def _of_slice(options: Mapping[str, Any]) -> dict[str, Any]:
 def _pod_variables(options: Mapping[str, Any]) -> dict[str, str]:
     """Those that a TPU's file gives the hosts of its pod."""
     return dict(pair.split("=", 1) for pair in options["env"] or ())
-
-
-def machines(path: str, options: Mapping[str, Any], command: str = _COMMAND) -> tuple[int, int]:
-    from accel.launch.errors import Refused
-    from accel.launch.machines import machine_range
-
-    try:
-        return machine_range(str(options["num_machines"] or 1))
-    except Refused as error:
-        raise UsageError(command, f"{path}: {error}") from None
-
-
-def processes(path: str, options: Mapping[str, Any], nodes: int, command: str = _COMMAND) -> int | None:
-    total = options["num_processes"]
-    if not total:
-        return None
-    if total % nodes:
-        raise UsageError(command, f"{path}: num_processes ({total}) is not divisible by num_machines ({nodes})")
-    return int(total) // nodes
 
 
 def _left_out(found: Mapping[str, Value]) -> Iterator[str]:

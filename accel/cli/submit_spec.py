@@ -8,13 +8,12 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .argv import UsageError
+from .carried import Carried
 
 if TYPE_CHECKING:
     from argparse import Namespace
 
     from schedulers.job import Entry, JobSpec
-
-    from .submit_settings import Carried
 
 
 def build_spec(args: Namespace, program: Sequence[str], carried: Carried | None = None) -> JobSpec:
@@ -65,7 +64,7 @@ def _carried(args: Namespace, script: str) -> Carried:
     from .output import note
 
     if args.config_file is None:
-        return submit_settings.Carried({})
+        return Carried({})
     carried = submit_settings.of_file(args.config_file, script)
     for line in carried.notes:
         note(line)

@@ -6,7 +6,7 @@ from importlib.metadata import Distribution
 from os import PathLike
 from pathlib import Path
 
-from accel.compat.finder import NAME, VERSION
+from accel.compat.version import NAME, VERSION
 
 _FILES = {
     "METADATA": f"Metadata-Version: 2.1\nName: {NAME}\nVersion: {VERSION}\nSummary: answered by accel.compat\n",

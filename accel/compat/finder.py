@@ -15,14 +15,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
+from accel.compat.version import NAME
 from accel.errors import StateError
 from accel.launch.alias_env import variables
 
 if TYPE_CHECKING:
     from importlib.metadata import Distribution
-
-NAME = "accelerate"
-VERSION = "1.15.0"
 
 
 class Finder:

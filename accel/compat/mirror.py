@@ -7,8 +7,8 @@ from importlib import import_module
 from types import FrameType, ModuleType
 from typing import Any
 
-from accel.compat.finder import NAME, VERSION
 from accel.compat.name_table import find, is_module, names_of, where_to_read
+from accel.compat.version import NAME, VERSION
 from accel.errors import nearest
 
 _PATCHED = "_patched_homes"

@@ -173,9 +173,8 @@ TABLE: dict[str, dict[str, str]] = {
         "accel.memory": "convert_bytes",
         "accel.collectives": "wait_for_everyone",
         "accel.checkpoint": "clean_state_dict_for_safetensors load save",
-        "accel.training.compile": "compile_regions has_compiled_regions has_repeated_blocks is_compiled_module "
-        "is_repeated_blocks",
-        "accel.parallel.unwrap": "extract_model_from_parallel",
+        "accel.training.compile": "compile_regions has_compiled_regions has_repeated_blocks is_repeated_blocks",
+        "accel.parallel.unwrap": "extract_model_from_parallel is_compiled_module",
         "accel.compat.commands": "write_basic_config",
     },
     "accelerate.utils.random": {"accel.collectives.rng": "set_seed synchronize_rng_state synchronize_rng_states"},

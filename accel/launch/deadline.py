@@ -16,6 +16,7 @@ from schedulers.errors import SpecError
 from schedulers.topology import number
 
 from . import watchdog
+from .console import say
 from .errors import Refused
 
 # Its text is the container's termination message, also of one that ends with exit code 0.
@@ -41,8 +42,6 @@ class Deadline:
         """Tell why this launcher ends. Return its exit code."""
         line = f"accel launch: the time limit of {self.limit_s} s is over; all ranks here have been ended"
         if not quiet:
-            from .run import say
-
             say(line)
         with contextlib.suppress(OSError):
             descriptor = os.open(_TERMINATION_LOG, os.O_WRONLY)

@@ -19,9 +19,11 @@ from typing import Any
 from accel.settings.contradictions import WAYS
 from schedulers.processes import die_with_parent
 
+from . import plan as plans
 from . import run as launch_run
+from .console import say
 from .errors import LaunchError, Refused
-from .run import Launch
+from .plan import Launch
 from .worker import Program
 
 _EXTRA = "pip install 'accel-launch[{}]'"
@@ -43,11 +45,11 @@ def launch(options: Mapping[str, Any], program: Program) -> int:
     """
     refuse_missing(options)
     if _shows_tpu(options, os.environ) and not _is_there("torch_tpu") and not options["quiet"]:
-        launch_run.say("accel launch: this machine shows TPU chips, and the ranks use none: give --tpu, or --cpu")
+        say("accel launch: this machine shows TPU chips, and the ranks use none: give --tpu, or --cpu")
     if options["tpu"] and program.entry == "command" and _tpu_runtime(options) == "torch_xla":
         raise Refused("--tpu and --no_python contradict each other: torch_xla calls a function of a Python script")
     if options["tpu"] and options["num_processes"] and not options["quiet"] and _tpu_runtime(options) == "torch_xla":
-        launch_run.say(f"accel launch: --num_processes {options['num_processes']}: torch_xla starts one a chip anyhow")
+        say(f"accel launch: --num_processes {options['num_processes']}: torch_xla starts one a chip anyhow")
     run = planned(options, program)
     if options["use_deepspeed"] and _has_own_launcher(options, run):
         return _run_deepspeed(options, program, run)
@@ -67,12 +69,12 @@ def is_for_pod(options: Mapping[str, Any]) -> bool:
 
 
 def planned(options: Mapping[str, Any], program: Program, env: Mapping[str, str] = os.environ) -> Launch:
-    """`node.plan`, with what an engine wants changed in the environment and in the program."""
+    """`plan.plan`, with what an engine wants changed in the environment and in the program."""
     if _shows_tpu(options, env) and _is_there("torch_tpu"):
         options = {**options, "tpu": True, "tpu_runtime": "torch_tpu"}
     if options["tpu"]:
         return _on_tpu({**options, "tpu_runtime": _tpu_runtime(options)}, program, env)
-    run = launch_run.plan(started_once(options), program, env)
+    run = plans.plan(started_once(options), program, env)
     extra = dict(run.env) | options.get("overridden", {})
     if options["use_deepspeed"]:
         paths = [path for path in (extra.get("PYTHONPATH") or env.get("PYTHONPATH", "")).split(os.pathsep) if path]
@@ -86,7 +88,7 @@ def _on_tpu(options: Mapping[str, Any], program: Program, env: Mapping[str, str]
 
     torch_tpu = options["tpu_runtime"] == "torch_tpu"
     env = {**env, **host.slice_environment(env)} if torch_tpu else env
-    run = launch_run.plan(options, program, env)
+    run = plans.plan(options, program, env)
     extra = dict(run.env) | options.get("overridden", {})
     if torch_tpu:
         own = host.torch_tpu_variables(
@@ -230,7 +232,7 @@ def mpi_environment(run: Launch) -> dict[str, str]:
     return {
         **run.env,
         "MASTER_ADDR": run.address,
-        "MASTER_PORT": str(run.port or launch_run.PORT),
+        "MASTER_PORT": str(run.port or plans.PORT),
         "KMP_AFFINITY": "granularity=fine,compact,1,0",
         "KMP_BLOCKTIME": "1",
     }

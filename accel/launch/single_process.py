@@ -15,7 +15,8 @@ from schedulers.processes import adopt_orphans, descendants, die_with_parent, en
 
 from . import failure as failures
 from . import watchdog
-from .run import Launch, cannot_run, log_path, recorder, said_again, say
+from .console import cannot_run, log_path, recorder, said_again, say
+from .plan import Launch
 from .tee import Tee
 from .worker import WARNINGS, ignore_warnings, open_log
 

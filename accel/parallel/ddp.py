@@ -10,7 +10,6 @@ import torch
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
-from accel.errors import ArgumentError
 from accel.parallel.base import Strategy
 from accel.parallel.unwrap import data_parallel
 from accel.plugins import DistributedDataParallelKwargs
@@ -33,7 +32,7 @@ class DataParallel(Strategy):
         ids = [device] if device.type in ("cuda", "xpu") else None
         wrapped = DistributedDataParallel(model, device_ids=ids, **self.kwargs.to_kwargs())
         hold_open(wrapped)
-        compress(wrapped, self.kwargs)
+        self.kwargs.register_comm_hook(wrapped)
         return wrapped
 
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
@@ -61,44 +60,3 @@ def sync_in_backward(model: torch.nn.Module) -> Iterator[None]:
         yield
     finally:
         wrapped.require_backward_grad_sync, wrapped.require_forward_param_sync = kept
-
-
-def compress(model: DistributedDataParallel, kwargs: DistributedDataParallelKwargs) -> None:
-    """Register the communication hook that ``kwargs`` asks for. Raises `ArgumentError` where torch has a broken one."""
-    kind, wrapper = str(kwargs.comm_hook), str(kwargs.comm_wrapper)
-    if kind == "no":
-        return
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-
-    hooks: dict[str, Any] = {
-        "fp16": default_hooks.fp16_compress_hook,
-        "bf16": default_hooks.bf16_compress_hook,
-        "power_sgd": powerSGD_hook.powerSGD_hook,
-        "batched_power_sgd": powerSGD_hook.batched_powerSGD_hook,
-    }
-    wrappers: dict[str, Any] = {
-        "fp16": default_hooks.fp16_compress_wrapper,
-        "bf16": default_hooks.bf16_compress_wrapper,
-    }
-    powered = kind.endswith("power_sgd")
-    state = powerSGD_hook.PowerSGDState(None, **kwargs.comm_state_option) if powered else None
-    if kind == "batched_power_sgd" and not _orthogonalizes(powerSGD_hook):
-        raise ArgumentError(f"comm_hook={kind!r} does not work in torch {torch.__version__}: use 'power_sgd'")
-    hook = wrappers.get(wrapper, lambda hook: hook)(hooks[kind])
-    model.register_comm_hook(state, _unnamed(hook) if "bf16" in (kind, wrapper) else hook)
-
-
-def _orthogonalizes(hooks: Any) -> bool:
-    """Whether torch's own step takes the single matrix that its batched hook gives it, which 2.13 does not."""
-    try:
-        hooks._orthogonalize(torch.eye(2))
-    except AssertionError:
-        return False
-    return True
-
-
-def _unnamed(hook: Any) -> Any:
-    # torch refuses hooks of certain names without NCCL. Gloo, too, adds bf16.
-    if torch.distributed.get_backend() != "gloo":
-        return hook
-    return lambda state, bucket: hook(state, bucket)

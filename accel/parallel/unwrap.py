@@ -6,9 +6,20 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from accel.precision.amp import restore_forward
-from accel.training.compile import compiled_inside, is_compiled_module
 
 _WRAPPERS = (DistributedDataParallel, DataParallel)
+
+
+def compiled_inside(model: nn.Module) -> nn.Module | None:
+    """The module from which ``model`` was compiled, as a whole or by its regions, or ``None``."""
+    # torch.compile keeps the original as a submodule, `compile_regions` beside them; asking so needs no torch._dynamo.
+    found = model._modules.get("_orig_mod")
+    return vars(model).get("_orig_mod") if found is None else found
+
+
+def is_compiled_module(module: nn.Module) -> bool:
+    """Whether ``module`` came from `torch.compile`."""
+    return "_orig_mod" in module._modules and type(module).__name__ == "OptimizedModule"
 
 
 def bare(model: nn.Module) -> nn.Module:

@@ -1,12 +1,10 @@
-"""`torch.compile`: what a run asks of it, and compiling only the blocks that a model repeats.
+"""`torch.compile` of whole models, and of only the blocks that a model repeats.
 
 `torch._dynamo` is imported by `torch.compile` itself, when it is first called, and not here.
 """
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass
 from types import MethodType
 from typing import Any, cast
 
@@ -14,69 +12,9 @@ import torch
 from torch import nn
 
 from accel.enums import DynamoBackend
-from accel.errors import ArgumentError, one_of
-from accel.kwargs import KwargsHandler
-from accel.world.environment import read_flag
-
-_PREFIX = "ACCELERATE_DYNAMO_"
-_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-
-
-@dataclass
-class TorchDynamoPlugin(KwargsHandler):
-    """How prepared models are compiled; ``backend="no"``, the default, compiles none.
-
-    ``mode``, ``fullgraph``, ``dynamic``, ``options`` and ``disable`` are those of `torch.compile`.
-    ``use_regional_compilation`` compiles the blocks of which a model has a list, each kind once, instead of the whole.
-    What is not given is read from ``ACCELERATE_DYNAMO_BACKEND``, ``_MODE``, ``_USE_FULLGRAPH``, ``_USE_DYNAMIC`` and
-    ``_USE_REGIONAL_COMPILATION``. Raises `ArgumentError` for an unknown backend or mode, and for a mode and options.
-    """
-
-    backend: DynamoBackend | str = None  # type: ignore[assignment]
-    mode: str = None  # type: ignore[assignment]
-    fullgraph: bool = None  # type: ignore[assignment]
-    dynamic: bool | None = None
-    options: Any = None
-    disable: bool = False
-    use_regional_compilation: bool = None  # type: ignore[assignment]
-
-    def __post_init__(self) -> None:
-        env = os.environ
-        given = self.backend is not None
-        name = str(self.backend if given else env.get(_PREFIX + "BACKEND") or "no").upper()
-        source = "TorchDynamoPlugin(backend=…)" if given else f"environment variable {_PREFIX}BACKEND"
-        self.backend = DynamoBackend(one_of(name, DynamoBackend.list(), what=source))
-        if self.mode is None:
-            self.mode = env.get(_PREFIX + "MODE") or "default"
-        one_of(self.mode, _MODES, what="TorchDynamoPlugin(mode=…)")
-        if self.options and self.mode != "default":
-            raise ArgumentError(f"TorchDynamoPlugin: give mode={self.mode!r} or options, not both")
-        if self.fullgraph is None:
-            self.fullgraph = read_flag(env, _PREFIX + "USE_FULLGRAPH")
-        if self.dynamic is None and _PREFIX + "USE_DYNAMIC" in env:
-            self.dynamic = read_flag(env, _PREFIX + "USE_DYNAMIC")
-        if self.use_regional_compilation is None:
-            self.use_regional_compilation = read_flag(env, _PREFIX + "USE_REGIONAL_COMPILATION")
-
-    def to_dict(self) -> dict[str, Any]:
-        """A copy of every field, by its name; the backend in the spelling of `torch.compile`."""
-        return {**super().to_dict(), "backend": str(self.backend).lower()}
-
-    def to_kwargs(self) -> dict[str, Any]:
-        """The keyword arguments of `torch.compile`."""
-        return {name: value for name, value in super().to_kwargs().items() if name != "use_regional_compilation"}
-
-    def default_values(self) -> dict[str, Any]:
-        """What `torch.compile` takes by itself; ``"no"`` is a backend of ours."""
-        return {
-            "backend": "no",
-            "mode": "default",
-            "fullgraph": False,
-            "dynamic": None,
-            "options": None,
-            "disable": False,
-            "use_regional_compilation": False,
-        }
+from accel.errors import ArgumentError
+from accel.parallel.unwrap import compiled_inside, is_compiled_module
+from accel.plugins import TorchDynamoPlugin
 
 
 def dynamo(backend: DynamoBackend | str | None, plugin: TorchDynamoPlugin | None) -> TorchDynamoPlugin:
@@ -94,18 +32,6 @@ def compiles(plugin: TorchDynamoPlugin, model: nn.Module, *, regions: bool) -> b
     """Whether ``plugin`` asks to compile ``model``, by its regions or as a whole, which is not compiled yet."""
     wanted = plugin.backend != DynamoBackend.NO and bool(plugin.use_regional_compilation) is regions
     return wanted and compiled_inside(model) is None and not has_compiled_regions(model)
-
-
-def compiled_inside(model: nn.Module) -> nn.Module | None:
-    """The module from which ``model`` was compiled, as a whole or by its regions, or ``None``."""
-    # torch.compile keeps the original as a submodule, `compile_regions` beside them; asking so needs no torch._dynamo.
-    found = model._modules.get("_orig_mod")
-    return vars(model).get("_orig_mod") if found is None else found
-
-
-def is_compiled_module(module: nn.Module) -> bool:
-    """Whether ``module`` came from `torch.compile`."""
-    return "_orig_mod" in module._modules and type(module).__name__ == "OptimizedModule"
 
 
 def has_compiled_regions(module: nn.Module) -> bool:

@@ -18,7 +18,6 @@ import torch
 
 from accel.errors import StateError
 from accel.world.environment import parse_flag_from_env, read_flag
-from accel.world.hardware import is_bf16_available as is_bf16_available
 from accel.world.hardware import is_cuda_available as is_cuda_available
 from accel.world.hardware import is_fp16_available as is_fp16_available
 from accel.world.hardware import is_habana_gaudi1 as is_habana_gaudi1
@@ -321,3 +320,15 @@ def deepspeed_required(func: Function) -> Function:
         return func(*args, **kwargs)
 
     return cast(Function, run)
+
+
+def is_bf16_available(ignore_tpu: bool = False) -> bool:
+    """Whether the device computes in bfloat16; a TPU counts as one that does not, with ``ignore_tpu``."""
+    if is_torch_xla_available(check_is_tpu=True):
+        return not ignore_tpu
+    for kind, found in (("cuda", is_cuda_available()), ("mlu", is_mlu_available()), ("xpu", is_xpu_available())):
+        if found:
+            return bool(getattr(torch, kind).is_bf16_supported())
+    if is_mps_available():
+        return torch.backends.mps.is_macos_or_newer(14, 0)
+    return True

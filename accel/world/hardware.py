@@ -119,20 +119,6 @@ def is_habana_gaudi1() -> bool:
     return bool(about._get_device_type() == about.synDeviceType.synDeviceGaudi)
 
 
-def is_bf16_available(ignore_tpu: bool = False) -> bool:
-    """Whether the device computes in bfloat16; a TPU counts as one that does not, with ``ignore_tpu``."""
-    from accel.world.available import is_torch_xla_available
-
-    if is_torch_xla_available(check_is_tpu=True):
-        return not ignore_tpu
-    for kind, found in (("cuda", is_cuda_available()), ("mlu", is_mlu_available()), ("xpu", is_xpu_available())):
-        if found:
-            return bool(getattr(torch, kind).is_bf16_supported())
-    if is_mps_available():
-        return torch.backends.mps.is_macos_or_newer(14, 0)
-    return True
-
-
 def is_fp16_available() -> bool:
     """Whether the device computes in float16."""
     return not is_habana_gaudi1()

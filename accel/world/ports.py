@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import platform
 import re
 import socket
 import sys
 
 from accel.errors import ArgumentError
+from accel.world.environment import read_world
 
 _PORT = 29500
 _OLDEST_KERNEL = (5, 5, 0)
@@ -43,6 +46,5 @@ def check_os_kernel() -> None:
     match = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", platform.release())
     if match is None or tuple(int(number or 0) for number in match.groups()) >= _OLDEST_KERNEL:
         return
-    from accel.logging import get_logger
-
-    get_logger(__name__).warning("Linux %s is older than 5.5.0: processes may hang; update it", match[0])
+    if read_world(os.environ).rank == 0:
+        logging.getLogger(__name__).warning("Linux %s is older than 5.5.0: processes may hang; update it", match[0])

@@ -9,16 +9,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from ..errors import Unreachable
-from ..job import Cursor, LogLine
+from ..job import Cursor, LogLine, Status
 
 if TYPE_CHECKING:
     from threading import Event
 
+    from ..store.record import Record
     from ..target import Target
-    from .handle import Job
 
 _SLICE_S = 1.0  # how long a wait on the target itself may last before stop and deadline are looked at again
 _FIRST_POLL_S, _LAST_POLL_S = 1.0, 30.0
@@ -27,6 +27,19 @@ _FIRST_EARLY_S = 0.005
 _MOST_PIECES = 16  # of a line, of 1 MiB each, that are held in memory
 
 _Read: TypeAlias = "Callable[[Cursor], Iterator[LogLine]]"
+
+
+class Followed(Protocol):
+    """A job, as far as its output is followed; `schedulers.jobs.handle.Job` describes each."""
+
+    @property
+    def record(self) -> Record: ...
+    @property
+    def native_id(self) -> str | None: ...
+    def status(self) -> Status: ...
+    def waiting_target(self) -> Target | None: ...
+    def read_logs(self, cursor: Cursor, /) -> Iterator[LogLine]: ...
+    def tail_at(self, cursor: Cursor, count: int, /) -> Cursor | None: ...
 
 
 class Pause:
@@ -89,7 +102,7 @@ class Pause:
     sleep = _sleep
 
 
-def read_once(job: Job, cursor: Cursor, ranks: Collection[int] | None, tail: int | None) -> Iterator[LogLine]:
+def read_once(job: Followed, cursor: Cursor, ranks: Collection[int] | None, tail: int | None) -> Iterator[LogLine]:
     """The lines that there are now."""
     at = cursor if tail is None else job.tail_at(cursor, tail)
     if at is None:
@@ -98,7 +111,7 @@ def read_once(job: Job, cursor: Cursor, ranks: Collection[int] | None, tail: int
 
 
 def follow(
-    job: Job, cursor: Cursor, ranks: Collection[int] | None, tail: int | None, pause: Pause
+    job: Followed, cursor: Cursor, ranks: Collection[int] | None, tail: int | None, pause: Pause
 ) -> Iterator[LogLine]:
     """The lines that there are and those to come, until the job is over and everything it wrote was given."""
     if tail is not None:
@@ -135,7 +148,9 @@ def follow(
             idle = min(_LAST_READ_S, idle * 1.5)
 
 
-def _catch_up(job: Job, cursor: Cursor, ranks: Collection[int] | None, tail: int, pause: Pause) -> Iterator[LogLine]:
+def _catch_up(
+    job: Followed, cursor: Cursor, ranks: Collection[int] | None, tail: int, pause: Pause
+) -> Iterator[LogLine]:
     """Moves the cursor to the last lines, and gives those of them that it is behind already."""
     while not pause.stopped:
         try:

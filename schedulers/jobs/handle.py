@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 from ..errors import ConfigError, NotReady, SpecError, SubmitError, Unreachable
 from ..job import Cursor, JobSpec, LogLine, Resources, Retry, State, Status
 from ..store.store import Damaged, Record, Store
+from .apply import absorb, cut_off
 from .follow import Pause, follow, read_once
-from .poll import absorb, cut_off, group, poll_all, restore
+from .poll import group, poll_all, restore
 from .submit import admit, default_name, places, prepare, send
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import SchedulerError, UnknownJob
 from ..job import State, Status
-from .poll import absorb, cut_off
+from .apply import absorb, cut_off
 
 if TYPE_CHECKING:
     from ..store.record import Record

@@ -15,8 +15,9 @@ from ..job import JobSpec
 from . import submit
 from .client.api import Api
 from .client.errors import ApiError, Forbidden
-from .code import delivery, loader_pod, upload
-from .manifests import build, kinds
+from .code import upload
+from .manifests import build, kinds, loader_pod
+from .manifests import code_delivery as delivery
 from .options import KubernetesOptions
 
 # Pods of a Job that is accepted are refused where the namespace enforces its standard.

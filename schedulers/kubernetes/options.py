@@ -9,13 +9,16 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..errors import SpecError
-from . import names, tpu_slices
+from . import names
 
 Workload = Literal["pytorchjob", "jobset", "job", "trainjob"]
 Where = Literal["auto", "configmap", "pvc", "store", "image"]
 Vendor = Literal["nvidia", "amd", "intel", "gaudi", "neuron", "tpu"]
 Security = Literal["restricted", "baseline", "privileged"]
 
+# Slices of TPUs on GKE: https://cloud.google.com/kubernetes-engine/docs/concepts/tpus
+TPU_RESOURCE, TPU_LABEL = "google.com/tpu", "cloud.google.com/gke-tpu-accelerator"
+TPU_TOPOLOGY = "cloud.google.com/gke-tpu-topology"
 # What the device plug-ins call their devices, and the label by which their nodes are told apart.
 VENDORS: Mapping[str, tuple[str, str]] = {
     "nvidia": ("nvidia.com/gpu", "nvidia.com/gpu.product"),
@@ -23,10 +26,11 @@ VENDORS: Mapping[str, tuple[str, str]] = {
     "intel": ("gpu.intel.com/i915", "gpu.intel.com/product"),
     "gaudi": ("habana.ai/gaudi", "node.kubernetes.io/instance-type"),
     "neuron": ("aws.amazon.com/neuron", "node.kubernetes.io/instance-type"),
-    "tpu": (tpu_slices.RESOURCE, tpu_slices.ACCELERATOR),
+    "tpu": (TPU_RESOURCE, TPU_LABEL),
 }
 
 _SOURCES = ("claim", "config_map", "secret", "host_path", "nfs", "source")
+_TOPOLOGY_FORM = re.compile(r"[1-9]\d*(x[1-9]\d*){1,2}")
 _QUANTITY = re.compile(r"\d+(\.\d+)?([eE]\d+|[numkMGTPE]|[KMGTPE]i)?\Z")
 _RESERVED_MOUNTS = ("/accel", "/accel/code", "/accel/home", "/accel/packed", "/accel-code", "/dev/shm")
 _MOST_ID = 2**31 - 1
@@ -181,7 +185,7 @@ def _problems(options: KubernetesOptions) -> Iterator[str]:
     yield from _code_problems(options)
     yield from _label_problems(options)
     yield from _place_problems(options)
-    yield from tpu_slices.option_problems(options)
+    yield from _slice_problems(options)
     yield from _queue_problems(options)
     yield from _security_problems(options)
     if not 0 < options.start_timeout_s < float("inf"):
@@ -302,6 +306,29 @@ def _volume_problems(volume: Volume, mounts: set[str]) -> Iterator[str]:
 def _place(volume: Volume) -> str:
     """The directory that is meant, however it is written."""
     return posixpath.normpath(f"/{volume.mount.lstrip('/')}")
+
+
+def _slice_problems(options: KubernetesOptions) -> Iterator[str]:
+    """Return a line for each thing that the options cannot mean."""
+    if options.slices < 1:
+        yield f"slices must be 1 or more, not {options.slices}"
+    if options.tpu_topology is None:
+        if options.slices > 1:
+            yield f"slices: {options.slices} needs tpu_topology, which says what each of them is"
+        return
+    if not _TOPOLOGY_FORM.fullmatch(options.tpu_topology):
+        yield f"tpu_topology must be like 4x4 or 2x2x2, not {options.tpu_topology!r}"
+    if options.gpu != "tpu":
+        yield f"tpu_topology needs gpu: tpu, and it is {options.gpu}"
+    if options.workload not in ("jobset", "job"):
+        yield f"tpu_topology needs workload: jobset or job, and it is {options.workload}"
+    if options.slices > 1 and options.workload != "jobset":
+        yield f"slices: {options.slices} needs workload: jobset, and it is {options.workload}"
+    for key, what in (("gpu_resource", TPU_RESOURCE), ("gpu_label", TPU_LABEL)):
+        if getattr(options, key) is not None:
+            yield f"{key}: of a slice it is {what}: leave it out"
+    if TPU_TOPOLOGY in options.node_selector:
+        yield f"node_selector: {TPU_TOPOLOGY} is what tpu_topology says: leave it out"
 
 
 def _queue_problems(options: KubernetesOptions) -> Iterator[str]:

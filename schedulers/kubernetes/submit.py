@@ -20,9 +20,9 @@ from ..printable import one_line
 from . import names
 from .client.api import Api
 from .client.errors import ApiError, Conflict, Forbidden, NotFound
-from .code.delivery import Code, Object
 from .manifests import build
 from .manifests.build import BUILDERS
+from .manifests.code_delivery import Code, Object
 from .manifests.trainjob import RUNTIME_KIND, RUNTIME_PLURAL
 from .options import KubernetesOptions
 

@@ -40,13 +40,16 @@ def from_operator(env: Mapping[str, str]) -> Topology:
     )
 
 
-def from_index(env: Mapping[str, str]) -> Topology:
+def from_index(env: Mapping[str, str]) -> Topology | None:
     """The topology of a pod of an Indexed Job or a JobSet, whose index is its node's rank; of several Jobs (slices of
     TPUs), its rank in its own.
 
     The cluster does not tell how many pods there are: where the manifest does not either (ACCEL_NODES), each works
-    for itself, as the pods of most Indexed Jobs do. Raises SpecError, naming the variable, for values that cannot be.
+    for itself, as the pods of most Indexed Jobs do; but None for one of a slice of TPUs, which knows how many there
+    are (TPU_WORKER_HOSTNAMES). Raises SpecError, naming the variable, for values that cannot be.
     """
+    if "ACCEL_NODES" not in env and "TPU_WORKER_HOSTNAMES" in env:
+        return None
     nodes = number(env, "ACCEL_NODES", default=1)
     if nodes == 1:
         return Topology(node_rank=0, nodes=1, master="127.0.0.1", attempt=_attempt(env))

@@ -7,22 +7,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SpecError, nearest
 from . import names
+from .options import TPU_LABEL, TPU_RESOURCE, TPU_TOPOLOGY, KubernetesOptions
 
 if TYPE_CHECKING:
     from ..job import JobSpec
-    from .options import KubernetesOptions
 
-ACCELERATOR, RESOURCE = "cloud.google.com/gke-tpu-accelerator", "google.com/tpu"
-TOPOLOGY = "cloud.google.com/gke-tpu-topology"
 # Each Job of a JobSet has a node pool to itself: https://jobset.sigs.k8s.io/docs/tasks/tpu_multislice/
 _EXCLUSIVE = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
-_FORM = re.compile(r"[1-9]\d*(x[1-9]\d*){1,2}")
 # The label's values: how many dimensions their topologies have, and the chips of a host that is a slice by itself. The
 # hosts of larger slices have four.
 _KNOWN: Mapping[str, tuple[int, tuple[int, ...]]] = {
@@ -42,42 +38,19 @@ def sized(spec: JobSpec, options: KubernetesOptions) -> JobSpec:
     return dataclasses.replace(spec, nodes=_hosts(spec, options) * options.slices) if spec.nodes == 1 else spec
 
 
-def option_problems(options: KubernetesOptions) -> Iterator[str]:
-    """Return a line for each thing that the options cannot mean."""
-    if options.slices < 1:
-        yield f"slices must be 1 or more, not {options.slices}"
-    if options.tpu_topology is None:
-        if options.slices > 1:
-            yield f"slices: {options.slices} needs tpu_topology, which says what each of them is"
-        return
-    if not _FORM.fullmatch(options.tpu_topology):
-        yield f"tpu_topology must be like 4x4 or 2x2x2, not {options.tpu_topology!r}"
-    if options.gpu != "tpu":
-        yield f"tpu_topology needs gpu: tpu, and it is {options.gpu}"
-    if options.workload not in ("jobset", "job"):
-        yield f"tpu_topology needs workload: jobset or job, and it is {options.workload}"
-    if options.slices > 1 and options.workload != "jobset":
-        yield f"slices: {options.slices} needs workload: jobset, and it is {options.workload}"
-    for key, what in (("gpu_resource", RESOURCE), ("gpu_label", ACCELERATOR)):
-        if getattr(options, key) is not None:
-            yield f"{key}: of a slice it is {what}: leave it out"
-    if TOPOLOGY in options.node_selector:
-        yield f"node_selector: {TOPOLOGY} is what tpu_topology says: leave it out"
-
-
 def check(spec: JobSpec, options: KubernetesOptions, labels: Mapping[str, str], where: str) -> None:
     """Raises SpecError for a job that the slices cannot run; `labels` are those of its nodes."""
     if options.tpu_topology is not None:
-        for problem in _problems(spec, options, options.tpu_topology, labels.get(ACCELERATOR)):
+        for problem in _problems(spec, options, options.tpu_topology, labels.get(TPU_LABEL)):
             raise SpecError(f"{where}: {problem}")
 
 
 def _problems(spec: JobSpec, options: KubernetesOptions, topology: str, kind: str | None) -> Iterator[str]:
     chips, total = spec.resources.gpus, math.prod(map(int, topology.split("x")))
     if not chips:
-        yield f"tpu_topology {topology} needs --gpus, the chips of one host ({RESOURCE})"
+        yield f"tpu_topology {topology} needs --gpus, the chips of one host ({TPU_RESOURCE})"
     if kind is None:
-        yield f"tpu_topology {topology} needs --accelerator, the nodes' label {ACCELERATOR} (as {next(iter(_KNOWN))})"
+        yield f"tpu_topology {topology} needs --accelerator, the nodes' label {TPU_LABEL} (as {next(iter(_KNOWN))})"
     elif kind in _KNOWN:
         dimensions, alone = _KNOWN[kind]
         if topology.count("x") + 1 != dimensions:
@@ -100,14 +73,14 @@ def _problems(spec: JobSpec, options: KubernetesOptions, topology: str, kind: st
 
 def warnings(options: KubernetesOptions, labels: Mapping[str, str]) -> list[str]:
     """Return a line where nodes of a kind are asked for that is not known here."""
-    kind = labels.get(ACCELERATOR)
+    kind = labels.get(TPU_LABEL)
     if options.tpu_topology is None or kind is None or kind in _KNOWN:
         return []
     return [f"--accelerator {kind} is none of {', '.join(_KNOWN)}{nearest(kind, _KNOWN)}"]
 
 
 def selector(options: KubernetesOptions) -> dict[str, str]:
-    return {} if options.tpu_topology is None else {TOPOLOGY: options.tpu_topology}
+    return {} if options.tpu_topology is None else {TPU_TOPOLOGY: options.tpu_topology}
 
 
 def notes(spec: JobSpec, options: KubernetesOptions) -> dict[str, str]:

@@ -275,7 +275,7 @@ def find_devices() -> dict[str, Any]:
 def _start_supervisor(files: JobFiles) -> None:
     import subprocess
 
-    from ..jobs.clean_env import outside_any_job
+    from ..clean_env import outside_any_job
 
     files.logs.mkdir(exist_ok=True)
     with open(files.logs / "supervisor.txt", "ab") as log:

@@ -10,6 +10,7 @@ from ..errors import SpecError
 from ..job import JobSpec
 from . import images
 
+KIND = "sagemaker"
 _MOST_GRACE_S = 120.0  # then SageMaker kills
 _PREFIXES = ("secretsmanager:", "ssm:")
 

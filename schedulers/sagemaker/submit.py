@@ -19,9 +19,8 @@ from . import limits, request, upload
 from .aws import Aws, Refused, split
 from .entry import digest_of
 from .native_id import Native
-from .options import SageMakerOptions
+from .options import KIND, SageMakerOptions
 from .status import describe
-from .target import KIND
 
 _ID = re.compile(r"[0-9a-z]{8,20}\Z")
 progress = logging.getLogger("schedulers.progress")

@@ -19,13 +19,12 @@ from ..target import Found, Listed, Plan, TargetContext, parse_ids
 from . import limits, request
 from . import options as meaning
 from .native_id import Native
-from .options import SageMakerOptions
+from .options import KIND, SageMakerOptions
 
 if TYPE_CHECKING:
     from .aws import Aws
     from .status import Poller
 
-KIND = "sagemaker"
 _PLUGIN = "session-manager-plugin"
 _PLUGIN_PAGE = (
     "https://docs.aws.amazon.com/systems-manager/latest/userguide/session-manager-working-with-install-plugin.html"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -15,6 +16,7 @@ from .native_id import Native
 
 if TYPE_CHECKING:
     from ..hosts.host_list import Host
+    from ..hosts.session import Session
     from ..hosts.transport import Pool, Remote
     from .options import SlurmOptions
     from .watch import Watch
@@ -186,17 +188,30 @@ class Login:
     def ask(self, steps: Sequence[Step]) -> tuple[list[Any], bytes]:
         from ..hosts import replies
         from ..hosts.errors import RemoteTimeout
-        from ..hosts.remote_files import program_loader
 
-        program = host_programs()
-        request = json.dumps({"root": self.root, "do": list(steps)}).encode()
-        argv = [self.python, "-I", "-S", "-c", program_loader(program)]
+        argv, said_first = self._program({"root": self.root, "do": list(steps)})
         try:
-            said = self.remote.run(argv, stdin=program + request + b"\n", timeout_s=_ANSWER_S)
+            said = self.remote.run(argv, stdin=said_first, timeout_s=_ANSWER_S)
         except RemoteTimeout as error:
             raise Unreachable(str(error)) from None
         line, _, data = said.stdout.partition(b"\n")
         return replies.decode_done(line, steps, replies.SLURM, self._host.name, said.stderr), data
+
+    @contextlib.contextmanager
+    def _conversation(self, seconds: float) -> Iterator[Session]:
+        """With the program that tells of jobs' ends, for so long at most."""
+        argv, said_first = self._program({"root": self.root, "watch_s": seconds, "clusters": self.clusters})
+        with self.remote.open(argv) as session:
+            session.write(said_first)
+            yield session
+
+    def _program(self, request: Mapping[str, Any]) -> tuple[list[str], bytes]:
+        """The program for the login node that answers the request, and what it reads first."""
+        from ..hosts.remote_files import program_loader
+
+        program = host_programs()
+        argv = [self.python, "-I", "-S", "-c", program_loader(program)]
+        return argv, program + json.dumps(request).encode() + b"\n"
 
     def unpack(self, archive: Path, job_id: str) -> None:
         from ..hosts.remote_files import Blob, Files
@@ -242,7 +257,7 @@ class Login:
     def read(self, job_id: str, since: Cursor | None, *, over: bool) -> Iterator[LogLine]:
         from .logs import read
 
-        yield from read(self, job_id, since, over=over)
+        yield from read(self.ask, job_id, since, over=over)
 
     def cursor_at(self, job_id: str, when: float) -> Cursor:
         stood: dict[str, int] = self.ask([{"op": "at", "job": job_id, "when": when}])[0][0]
@@ -251,13 +266,13 @@ class Login:
     def tail_at(self, job_id: str, since: Cursor, count: int, *, over: bool) -> Cursor:
         from .logs import tail_at
 
-        return tail_at(self, job_id, since, count, over=over)
+        return tail_at(self.ask, job_id, since, count, over=over)
 
     def wait(self, native: Native, timeout_s: float) -> bool:
         if self._watch is None:
             from .watch import Watch
 
-            self._watch = Watch(self)
+            self._watch = Watch(self._conversation)
         return self._watch.wait(native, timeout_s)
 
     def close(self) -> None:

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeAlias
 
 from ..job import Cursor, LogLine
 from ..node.logs import order
 from ..store import log_lines
 
-if TYPE_CHECKING:
-    from .cluster import Login
+# `Login.ask`: steps -> the answer to each, and what follows them.
+Ask: TypeAlias = "Callable[[list[dict[str, Any]]], tuple[list[Any], bytes]]"
 
 # Bytes of one log, and of all, that are read at once. A log gives a line or a piece of one for each MOST_BYTES.
 _LIMIT, _MOST = 4 << 20, 16 << 20
 
 
-def read(login: Login, job_id: str, since: Cursor | None, *, over: bool) -> Iterator[LogLine]:
+def read(ask: Ask, job_id: str, since: Cursor | None, *, over: bool) -> Iterator[LogLine]:
     """The lines that there are now; their sources are named as in the job's own directory of logs."""
     positions = log_lines.offsets(since)
     step: dict[str, Any] = {"op": "logs", "job": job_id, "limit": _LIMIT, "most": _MOST, "over": over}
     more = True
     while more:
-        (done,), data = login.ask([{**step, "from": positions}])
+        (done,), data = ask([{**step, "from": positions}])
         files = sorted(_contents(done["files"], data), key=lambda pair: _order(pair[0]))
         step["only"] = []
         for file, content in files:
@@ -36,14 +36,14 @@ def read(login: Login, job_id: str, since: Cursor | None, *, over: bool) -> Iter
         more = bool(step["only"])
 
 
-def tail_at(login: Login, job_id: str, since: Cursor, count: int, *, over: bool) -> Cursor:
+def tail_at(ask: Ask, job_id: str, since: Cursor, count: int, *, over: bool) -> Cursor:
     """Where the last lines of each rank begin."""
     step = {"op": "tail", "job": job_id, "from": log_lines.offsets(since), "count": count, "over": over}
 
-    def ask(counts: Mapping[str, int]) -> list[dict[str, Any]]:
-        return list(login.ask([{**step, "counts": counts}])[0][0])
+    def ends(counts: Mapping[str, int]) -> list[dict[str, Any]]:
+        return list(ask([{**step, "counts": counts}])[0][0])
 
-    return since.moved(log_lines.last_lines(ask, count))
+    return since.moved(log_lines.last_lines(ends, count))
 
 
 def _contents(files: list[Mapping[str, Any]], data: bytes) -> Iterator[tuple[Mapping[str, Any], bytes]]:

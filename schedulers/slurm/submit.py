@@ -19,8 +19,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..clean_env import for_sbatch
 from ..errors import SchedulerError, SubmitError, Unreachable
-from ..jobs.clean_env import for_sbatch
 from ..node import jobs
 from ..store import atomic_files
 from . import batch_program

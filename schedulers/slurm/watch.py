@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import threading
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from ..errors import SchedulerError
@@ -13,7 +14,6 @@ from .native_id import Native
 
 if TYPE_CHECKING:
     from ..hosts.session import Session
-    from .cluster import Login
 
 _LIFETIME_S = 600.0  # of a conversation: one whose client was cut off ends by itself
 _LATE_S = 60.0
@@ -23,8 +23,9 @@ _AGAIN_S = 5.0  # before a conversation that has ended too early is begun again
 class Watch:
     """Safe to use from several threads."""
 
-    def __init__(self, login: Login) -> None:
-        self._login = login
+    def __init__(self, begin: Callable[[float], AbstractContextManager[Session]]) -> None:
+        """`begin` opens a conversation that ends by itself after so many seconds."""
+        self._begin = begin
         self._lock = threading.Lock()
         self._news: dict[Native, threading.Event] = {}
         self._waiting: list[Native] = []
@@ -56,15 +57,7 @@ class Watch:
             self._waiting = list(self._news)
 
     def _listen(self) -> None:
-        from ..hosts.remote_files import program_loader
-        from .cluster import host_programs
-
-        program = host_programs()
-        argv = [self._login.python, "-I", "-S", "-c", program_loader(program)]
-        asked = {"root": self._login.root, "watch_s": _LIFETIME_S, "clusters": self._login.clusters}
-        request = json.dumps(asked).encode()
-        with self._login.remote.open(argv) as session:
-            session.write(program + request + b"\n")
+        with self._begin(_LIFETIME_S) as session:
             with self._lock:
                 self._session = session
                 self._send()

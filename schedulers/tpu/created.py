@@ -27,8 +27,8 @@ from ..store import atomic_files
 from ..target import Checked, Found, Plan, TargetContext
 from . import api, slices
 from . import options as meaning
+from .base import CODE, SliceTarget
 from .node_request import JOB_LABEL, body, node_id, result_url
-from .target import CODE, TpuTarget
 
 _AGAIN_S = (5.0, 300.0)  # after a stockout: first, last
 _MOST_LEFT = 10
@@ -61,13 +61,13 @@ class _Slice:
     end: dict[str, Any] | None = None
 
 
-class CreatedSlices(MovingJobs, TpuTarget):
+class CreatedSlices(MovingJobs, SliceTarget):
     """Creates a slice for each job. A job's native id is `accel-JOB/JOB`, whatever its attempt."""
 
     def __init__(self, context: TargetContext) -> None:
         super().__init__(context)
         self._context = context
-        self._targets: dict[str, TpuTarget] = {}
+        self._targets: dict[str, SliceTarget] = {}
 
     def plan(self, spec: JobSpec, job_id: str) -> Plan:
         """As `HostsTarget.plan`; and what is created."""
@@ -196,7 +196,7 @@ class CreatedSlices(MovingJobs, TpuTarget):
         ended = self._leave if status.reason is Reason.PREEMPTED else self._end
         return ended(job_id, state, status)
 
-    def _start(self, job_id: str, state: _Slice, target: TpuTarget) -> Status:
+    def _start(self, job_id: str, state: _Slice, target: SliceTarget) -> Status:
         reached = False
         try:
             target.reach()
@@ -340,12 +340,12 @@ class CreatedSlices(MovingJobs, TpuTarget):
         queued = self._api.queued(name) if self._options.queued else None
         return slices.stage(name, self._api.node(name), queued)
 
-    def _target(self, job_id: str, state: _Slice) -> TpuTarget:
+    def _target(self, job_id: str, state: _Slice) -> SliceTarget:
         """The target that runs jobs on the slice."""
         name = node_id(job_id, state.attempt)
         if name not in self._targets:
             options = meaning.existing(self._options, name)
-            self._targets[name] = TpuTarget(replace(self._context, options=options))
+            self._targets[name] = SliceTarget(replace(self._context, options=options))
         return self._targets[name]
 
     def _native(self, job_id: str, state: _Slice) -> str | None:

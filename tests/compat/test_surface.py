@@ -19,7 +19,7 @@ _ONLY_SET = (
         f"accel/settings/{name}.py"
         for name in ("deepspeed", "fsdp", "megatron", "parallelism", "sagemaker_tpu", "env_variables")
     ),
-    "accel/cli/submit_settings.py",
+    "accel/cli/carried.py",
     "accel/launch/external.py",
 )
 _SOURCES = [

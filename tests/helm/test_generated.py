@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from accel import __version__
-from schedulers.kubernetes.code.delivery import UNPACK
+from schedulers.kubernetes.manifests.code_delivery import UNPACK
 
 from . import charts, helms
 

@@ -20,8 +20,8 @@ from schedulers import object_names
 from schedulers.errors import SpecError
 from schedulers.job import JobSpec, Resources, Retry
 from schedulers.kubernetes import names
-from schedulers.kubernetes.code import delivery
 from schedulers.kubernetes.manifests import build
+from schedulers.kubernetes.manifests import code_delivery as delivery
 from schedulers.kubernetes.options import KubernetesOptions, ObjectStore, Toleration, Volume, check
 from schedulers.store.store import full_id
 

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from accel.launch.console import recorder
 from accel.launch.failure import Exit, Failure, diagnose, error_in_log, first, oom_kill_count
-from accel.launch.run import recorder
 
 
 def exited(rank: int, code: int, at: float, said: str | None = None, raised_at: float | None = None) -> Exit:

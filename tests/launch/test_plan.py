@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-import accel.launch.run
+import accel.launch.plan
 from accel.launch.devices import Devices, only_cpu, visible
 from accel.launch.errors import LaunchError, Refused
 from accel.launch.flags import add_arguments
-from accel.launch.run import Launch, plan
+from accel.launch.plan import Launch, plan
 from accel.launch.tee import parse
 from accel.launch.worker import Program
 from schedulers.kubernetes.logs.cursor import GREETING
@@ -35,7 +35,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         ids = visible(env.get("CUDA_VISIBLE_DEVICES"), UUIDS)
         return Devices(kind="cuda", ids=tuple(ids), cpus=16) if ids else only_cpu()
 
-    monkeypatch.setattr(accel.launch.run, "find", find)
+    monkeypatch.setattr(accel.launch.plan, "find", find)
 
 
 def planned(*flags: str, **env: str) -> Launch:

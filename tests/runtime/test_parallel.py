@@ -13,8 +13,7 @@ from accel import Accelerator
 from accel.enums import DDPCommunicationHookType
 from accel.errors import ArgumentError
 from accel.parallel.base import Strategy
-from accel.plugins import DistributedDataParallelKwargs
-from accel.training.compile import TorchDynamoPlugin
+from accel.plugins import DistributedDataParallelKwargs, TorchDynamoPlugin
 
 from .worlds import outcomes, run, run_one
 

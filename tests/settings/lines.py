@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-import accel.launch.run
+import accel.launch.plan
 from accel.cli.launch import resolved
 from accel.cli.parser import Parser
 from accel.launch import external
 from accel.launch.devices import Devices, only_cpu, visible
 from accel.launch.flags import add_arguments
-from accel.launch.run import Launch
+from accel.launch.plan import Launch
 from accel.launch.worker import Program
 from accel.settings.precedence import Value
 
@@ -58,4 +58,4 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         ids = visible(env.get("CUDA_VISIBLE_DEVICES"), UUIDS)
         return Devices(kind="cuda", ids=tuple(ids), cpus=16) if ids else only_cpu()
 
-    monkeypatch.setattr(accel.launch.run, "find", find)
+    monkeypatch.setattr(accel.launch.plan, "find", find)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-import accel.launch.run
+import accel.launch.plan
 from accel.launch import external
 from accel.launch.devices import only_cpu
 from accel.launch.worker import Program
@@ -246,6 +246,6 @@ def test_a_switch_of_megatron_can_be_said_no() -> None:
 
 
 def test_accelerates_launcher_makes_no_cpu_of_fsdp(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accel.launch.run, "find", lambda env: only_cpu())
+    monkeypatch.setattr(accel.launch.plan, "find", lambda env: only_cpu())
     assert "ACCELERATE_USE_CPU" not in planned("--use_fsdp").env
     assert planned("--use_fsdp").env["FSDP_VERSION"] == "1"

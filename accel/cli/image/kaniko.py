@@ -13,7 +13,7 @@ from typing import Any
 
 from schedulers.errors import SpecError
 from schedulers.kubernetes import names
-from schedulers.kubernetes.code import delivery
+from schedulers.kubernetes.manifests import code_delivery as delivery
 from schedulers.kubernetes.manifests.pods import unexpanded
 
 from .builders import Build, repository

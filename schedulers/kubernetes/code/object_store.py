@@ -6,8 +6,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ...errors import SubmitError
+from ..manifests.code_delivery import Code
 from ..options import ObjectStore
-from .delivery import Code
 
 _MISSING = ("404", "NoSuchKey", "NotFound")
 

@@ -14,8 +14,8 @@ from .. import submit
 from ..client.api import Api
 from ..client.errors import ApiError, Forbidden, NotFound
 from ..manifests.build import stamped
+from ..manifests.code_delivery import Code, Object
 from ..status import reasons
-from .delivery import Code, Object
 
 # A volume may have to be attached, and an image pulled.
 _START_S = 600.0

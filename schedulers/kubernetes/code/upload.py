@@ -8,8 +8,8 @@ from ...errors import SubmitError
 from ...job import JobSpec
 from ...store import snapshot
 from ..client.api import Api
+from ..manifests import code_delivery as delivery
 from ..options import KubernetesOptions
-from . import delivery
 
 
 def pack(spec: JobSpec, options: KubernetesOptions, home: Path, earlier: str | None) -> tuple[str | None, bytes | None]:
@@ -42,7 +42,8 @@ def bring(
         return delivery.Code(kind="image"), None
     code = delivery.chosen(options, len(data), delivery.digest_of(data), api.target)
     if code.kind == "pvc":
-        from . import loader_pod, pvc
+        from ..manifests import loader_pod
+        from . import pvc
 
         pvc.put(api, loader_pod.loader(spec, options, job_id, api.target), code, data)
         return code, None

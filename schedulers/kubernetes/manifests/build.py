@@ -13,9 +13,9 @@ from ... import object_names
 from ...errors import SpecError
 from ...job import JobSpec
 from .. import names, tpu_slices
-from ..code.delivery import Code, Object
 from ..options import KubernetesOptions
 from . import indexed, jobset, patch, pods, pytorchjob, trainjob, validate
+from .code_delivery import Code, Object
 
 GROUP_ANNOTATION = "scheduling.k8s.io/group-name"
 POD_GROUP = "scheduling.volcano.sh/v1beta1"
@@ -89,7 +89,7 @@ def build(
     if options.workload == "job":
         then.append(indexed.service(spec, options, {"name": name, **place}, job_id))
     if code.kind == "configmap" and data is not None:
-        from ..code.delivery import config_maps
+        from .code_delivery import config_maps
 
         then += config_maps(name, labels, options.namespace, data)
     if options.patch:

@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 from ...job import JobSpec
 from .. import names
-from ..code.delivery import Object
 from ..options import KubernetesOptions
 from . import pods
+from .code_delivery import Object
 
 API_VERSION, KIND, PLURAL = "batch/v1", "Job", "jobs"
 # What a shell, and accel's setup with it, says of a program that cannot be run: no attempt will find it.

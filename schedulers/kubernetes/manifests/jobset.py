@@ -10,9 +10,9 @@ from typing import Any
 
 from ...job import JobSpec
 from .. import names, tpu_slices
-from ..code.delivery import Object
 from ..options import KubernetesOptions
 from . import indexed, pods
+from .code_delivery import Object
 
 API_VERSION, KIND, PLURAL = "jobset.x-k8s.io/v1alpha2", "JobSet", "jobsets"
 REPLICATED = "node"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from ...job import JobSpec
 from ...target import Plan
-from ..code import delivery, loader_pod
 from ..options import KubernetesOptions
-from . import build, pods, validate
+from . import build, loader_pod, pods, validate
+from . import code_delivery as delivery
 
 KIND = "kubernetes"
 

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from ...errors import SpecError, nearest
 from ...job import JobSpec
 from .. import names, tpu_slices
-from ..code import delivery
-from ..code.delivery import Code, Object
 from ..options import VENDORS, KubernetesOptions, Volume, gpu_resource, is_word
+from . import code_delivery as delivery
+from .code_delivery import Code, Object
 
 PORT = 29500
 # The launcher gives its ranks the whole grace and must then have time to say what became of them.

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 
 from ...job import JobSpec
 from .. import names
-from ..code.delivery import Object
 from ..options import KubernetesOptions
 from . import pods
+from .code_delivery import Object
 
 # Of the pods: the index of a worker is its node's rank, since there is no master.
 _WORKERS = {f"{names.OWN}elastic": "true"}

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ...job import JobSpec
-from ..code.delivery import Object
 from ..options import KubernetesOptions
 from . import jobset, pods
+from .code_delivery import Object
 
 API_VERSION, KIND, PLURAL = "trainer.kubeflow.org/v1alpha1", "TrainJob", "trainjobs"
 RUNTIME_KIND, RUNTIME_PLURAL = "TrainingRuntime", "trainingruntimes"

@@ -15,14 +15,13 @@ from torch import nn
 
 from accel import Accelerator
 from accel.errors import ArgumentError
-from accel.parallel.unwrap import extract_model_from_parallel
+from accel.parallel.unwrap import extract_model_from_parallel, is_compiled_module
+from accel.plugins import TorchDynamoPlugin
 from accel.training.compile import (
-    TorchDynamoPlugin,
     compile_regions,
     compile_regions_in_place,
     has_compiled_regions,
     has_repeated_blocks,
-    is_compiled_module,
     is_repeated_blocks,
 )
 from tests.marks import long

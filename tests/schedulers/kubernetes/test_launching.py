@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from accel.launch.flags import add_arguments
-from accel.launch.run import Launch, plan
+from accel.launch.plan import Launch, plan
 from accel.launch.worker import Program
 from schedulers import JobSpec, Retry
-from schedulers.kubernetes.code.delivery import Code
 from schedulers.kubernetes.manifests import build, validate
+from schedulers.kubernetes.manifests.code_delivery import Code
 from tests.schedulers.kubernetes.support import JOB_ID, KINDS, least
 
 _SPEC = JobSpec(argv=("train.py", "--lr", "0.1"), name="train", nodes=2, procs_per_node=2, grace_s=7)

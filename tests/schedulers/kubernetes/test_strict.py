@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from schedulers import JobSpec, Resources, Retry
-from schedulers.kubernetes.code import delivery, loader_pod
-from schedulers.kubernetes.manifests import build
+from schedulers.kubernetes.manifests import build, loader_pod
+from schedulers.kubernetes.manifests import code_delivery as delivery
 from schedulers.kubernetes.options import KubernetesOptions
 from tests.needs import package
 from tests.schedulers.kubernetes import strict

@@ -13,9 +13,9 @@ from accel.cli import exit_status, main
 from schedulers import JobSpec, Resources, SpecError, State, Topology
 from schedulers.jobs.handle import submit_spec
 from schedulers.kubernetes import names, tpu_slices
-from schedulers.kubernetes.code.delivery import Code
 from schedulers.kubernetes.manifests import build, validate
-from schedulers.kubernetes.options import KubernetesOptions
+from schedulers.kubernetes.manifests.code_delivery import Code
+from schedulers.kubernetes.options import TPU_LABEL, TPU_RESOURCE, TPU_TOPOLOGY, KubernetesOptions
 from schedulers.kubernetes.status import job_states
 from tests.clusters.kube.client import MERGE
 from tests.clusters.kubernetes import IMAGE, Kubernetes
@@ -84,7 +84,7 @@ def test_the_nodes_follow(topology: str, accelerator: str, chips: int, nodes: in
         ({"slices": 2, "tpu_topology": None}, "slices: 2 needs tpu_topology, which says what each of them is"),
         ({"gpu_resource": "a/b"}, "gpu_resource: of a slice it is google.com/tpu: leave it out"),
         ({"gpu_label": "a/b"}, "gpu_label: of a slice it is cloud.google.com/gke-tpu-accelerator: leave it out"),
-        ({"node_selector": {tpu_slices.TOPOLOGY: "4x4"}}, "gke-tpu-topology is what tpu_topology says: leave it out"),
+        ({"node_selector": {TPU_TOPOLOGY: "4x4"}}, "gke-tpu-topology is what tpu_topology says: leave it out"),
     ],
 )
 def test_options_that_cannot_be_meant(given: dict[str, Any], message: str) -> None:
@@ -162,11 +162,11 @@ def test_a_dry_run_and_the_record_know_the_nodes(project: Path, home: Path, caps
 @pytest.fixture
 def hosts_of_slices(kubernetes: Kubernetes) -> Iterator[Kubernetes]:
     """Its nodes have room for two hosts of a slice each, and GKE's labels."""
-    labels = {tpu_slices.ACCELERATOR: "tpu-v5p-slice", tpu_slices.TOPOLOGY: "2x2x2"}
+    labels = {TPU_LABEL: "tpu-v5p-slice", TPU_TOPOLOGY: "2x2x2"}
     for name in kubernetes.nodes:
         body = {"metadata": {"labels": labels}}
         kubernetes.client.call("PATCH", f"/api/v1/nodes/{name}", body, content_type=MERGE)
-        kubernetes.report(name, {tpu_slices.RESOURCE: "8"})
+        kubernetes.report(name, {TPU_RESOURCE: "8"})
     yield kubernetes
     for name in kubernetes.nodes:
         without = {"metadata": {"labels": dict.fromkeys(labels)}}

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from schedulers import JobSpec, Resources, Retry, SpecError
+from schedulers.clean_env import for_sbatch
 from schedulers.config.schema import make_options
-from schedulers.jobs.clean_env import for_sbatch
 from schedulers.slurm import sbatch_options, script
 from schedulers.slurm.options import SlurmOptions, check
 from tests.golden import assert_golden

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from accel.launch.errors import LaunchError
-from accel.launch.run import Launch
+from accel.launch.plan import Launch
 from schedulers.errors import SpecError
 from schedulers.slurm.topology import from_slurm, port_of
 from schedulers.topology import Topology
@@ -181,6 +181,6 @@ def test_a_step_made_by_hand(slurm: Slurm, tmp_path: Path) -> None:
 
 
 def test_reading_a_step_costs_nothing_where_there_is_none() -> None:
-    code = "import sys, accel.launch.run; print([name for name in sys.modules if name.startswith('schedulers.slurm')])"
+    code = "import sys, accel.launch.plan; print([name for name in sys.modules if name.startswith('schedulers.slurm')])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"

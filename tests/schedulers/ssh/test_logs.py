@@ -72,7 +72,7 @@ def _log(root: Path, host: str, name: str) -> Path:
 def _read(hosts: Hosts, since: Cursor | None = None, *, over: bool = True) -> Iterator[LogLine]:
     if isinstance(hosts, Login):
         login: Any = hosts
-        return slurm_reading.read(login, "job", since, over=over)
+        return slurm_reading.read(login.ask, "job", since, over=over)
     here: Any = hosts
     return logs.read(here, _NATIVE, since)
 
@@ -148,5 +148,5 @@ def test_the_last_lines_on_a_login_node(tmp_path: Path) -> None:
     _log(tmp_path, "one", "rank-0.a0").write_text("a\nb\n")
     _log(tmp_path, "one", "rank-0.a1").write_text("c\nd")
     for over, expected in ((True, ["c\n", "d"]), (False, ["b\n", "c\n"])):
-        cursor = slurm_reading.tail_at(login, "job", Cursor(), 2, over=over)
+        cursor = slurm_reading.tail_at(login.ask, "job", Cursor(), 2, over=over)
         assert [line.text for line in _read(login, cursor, over=over)] == expected

@@ -16,6 +16,7 @@ from schedulers.errors import ConfigError, SubmitError
 from schedulers.hosts.ssh_config import resolve
 from schedulers.target import TargetContext
 from schedulers.tpu import slices
+from schedulers.tpu.base import SliceTarget
 from schedulers.tpu.options import TpuOptions
 from schedulers.tpu.slices import Slice
 from schedulers.tpu.target import TpuTarget
@@ -26,7 +27,7 @@ LEAST: dict[str, Any] = {"zone": "us-central2-b", "name": "pod1"}
 POD = Slice(name="pod1", node_id=7, state="READY", problem="", addresses=("10.0.0.2", "10.0.0.3"))
 
 
-def target(**options: Any) -> TpuTarget:
+def target(**options: Any) -> SliceTarget:
     made = TpuOptions(**{**LEAST, **options})
     return TpuTarget(TargetContext(name="pod", options=made, jobs=Path("/home/me/accel/jobs")))
 
@@ -40,7 +41,7 @@ def test_a_plan() -> None:
     assert '"concurrency": 1' in plan.files["settings.json"]
 
 
-def created(**options: Any) -> TpuTarget:
+def created(**options: Any) -> SliceTarget:
     least = {"name": None, "accelerator_type": "v4-32", "version": "tpu-ubuntu2204-base"}
     return target(**{**least, **options})
 

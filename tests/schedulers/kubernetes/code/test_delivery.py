@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from schedulers import SpecError
-from schedulers.kubernetes.code import delivery
+from schedulers.kubernetes.manifests import code_delivery as delivery
 from schedulers.store.snapshot import pack
 from tests.schedulers.kubernetes.support import least, options
 

@@ -8,9 +8,9 @@ import pytest
 import yaml
 
 from schedulers import JobSpec, Resources, SpecError
-from schedulers.kubernetes.code.delivery import Code
-from schedulers.kubernetes.code.loader_pod import loader
 from schedulers.kubernetes.manifests import build, plan
+from schedulers.kubernetes.manifests.code_delivery import Code
+from schedulers.kubernetes.manifests.loader_pod import loader
 from schedulers.kubernetes.options import KubernetesOptions
 from tests.needs import package
 from tests.schedulers.kubernetes.support import JOB_ID, everything, everything_spec, least

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from schedulers import JobSpec, Resources, Retry, SpecError, object_names
 from schedulers.kubernetes import names
-from schedulers.kubernetes.code import delivery
-from schedulers.kubernetes.code.delivery import Code
 from schedulers.kubernetes.manifests import build as builder
+from schedulers.kubernetes.manifests import code_delivery as delivery
 from schedulers.kubernetes.manifests import pods, validate
+from schedulers.kubernetes.manifests.code_delivery import Code
 from schedulers.kubernetes.options import Volume
 from tests.golden import assert_golden
 from tests.schedulers.kubernetes.support import IMAGE, JOB_ID, KINDS, everything, everything_spec, least, options

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from schedulers import JobSpec, Resources, SpecError
-from schedulers.kubernetes.code import delivery
 from schedulers.kubernetes.manifests import build as builder
+from schedulers.kubernetes.manifests import code_delivery as delivery
 from schedulers.kubernetes.manifests import validate as validation
 from schedulers.kubernetes.manifests.patch import MERGE_KEYS, apply
 from tests.needs import package

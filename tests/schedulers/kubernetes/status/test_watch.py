@@ -20,9 +20,9 @@ from accel.cli import exit_status, main
 from schedulers import JobSpec, Reason, Retry, State
 from schedulers.kubernetes.client import informer
 from schedulers.kubernetes.client.api import Api
-from schedulers.kubernetes.code.delivery import Code
 from schedulers.kubernetes.follower import Follower
 from schedulers.kubernetes.manifests import build
+from schedulers.kubernetes.manifests.code_delivery import Code
 from schedulers.kubernetes.native_id import Native
 from schedulers.kubernetes.options import KubernetesOptions
 from schedulers.kubernetes.status import watch

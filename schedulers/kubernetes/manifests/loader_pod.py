@@ -7,10 +7,10 @@ import dataclasses
 from ... import object_names
 from ...errors import SpecError
 from ...job import JobSpec
-from ..manifests import build
 from ..options import KubernetesOptions
-from . import delivery
-from .delivery import Object
+from . import build
+from . import code_delivery as delivery
+from .code_delivery import Object
 
 _LIVES_S = 600
 _CPUS, _MEMORY_GB = 1, 1.0

@@ -1,0 +1,67 @@
+"""What the settings of a configuration file become in a job."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .argv import UsageError
+
+if TYPE_CHECKING:
+    pass
+
+
+class Carried(NamedTuple):
+    """What a file says to a job.
+
+    nodes:                how many there are: at least, and at most if that is another number.
+    procs_per_node, gpus: of each node.
+    notes:                what the job does not take from it, a line each.
+    kind:                 the one kind of target that it is for, and what else that is given.
+    """
+
+    env: dict[str, str]
+    nodes: tuple[int, int | None] | None = None
+    procs_per_node: int | None = None
+    gpus: int | None = None
+    notes: tuple[str, ...] = ()
+    kind: str | None = None
+    name: str | None = None
+    time_limit_s: float | None = None
+    options: Mapping[str, Any] = MappingProxyType({})
+
+
+def launch_variables(options: Mapping[str, Any]) -> dict[str, str]:
+    """Those of a worker, in the form in which a launch reads them."""
+    from accel.settings import BY_NAME
+    from accel.settings.env_variables import variables
+    from accel.settings.values import typed
+
+    env = variables(options)
+    env.pop("ACCELERATE_CONFIG_DS_FIELDS", None)  # the launch says it anew
+    if options["cpu"]:
+        env["ACCELERATE_USE_CPU"] = "true"
+    if options["mixed_precision"] == "fp8":
+        setting = BY_NAME["fp8_override_linear_precision"]  # three variables of a worker, one of the launch
+        env[setting.env] = typed(setting, options[setting.name])
+    return env
+
+
+def machines(path: str, options: Mapping[str, Any], command: str) -> tuple[int, int]:
+    from accel.launch.errors import Refused
+    from accel.launch.machines import machine_range
+
+    try:
+        return machine_range(str(options["num_machines"] or 1))
+    except Refused as error:
+        raise UsageError(command, f"{path}: {error}") from None
+
+
+def processes(path: str, options: Mapping[str, Any], nodes: int, command: str) -> int | None:
+    total = options["num_processes"]
+    if not total:
+        return None
+    if total % nodes:
+        raise UsageError(command, f"{path}: num_processes ({total}) is not divisible by num_machines ({nodes})")
+    return int(total) // nodes

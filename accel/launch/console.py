@@ -1,0 +1,56 @@
+"""What a launcher tells people and its supervisor, and where its ranks' logs are."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from .errors import CannotRun
+from .worker import open_log
+
+
+def say(text: str) -> None:
+    """Tells people something; that they have gone changes nothing about the gang or its exit code."""
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError, ValueError):
+            print(text, file=sys.stderr, flush=True)
+
+
+def said_again(signum: int) -> bool:
+    """Return True for a second signal that must not cut the grace short: SIGALRM, or SIGTERM, which Slurm repeats."""
+    return signum == signal.SIGALRM or (signum == signal.SIGTERM and "SLURM_STEP_ID" in os.environ)
+
+
+def log_path(log_dir: str | None, rank: int, attempt: int) -> str | None:
+    return os.path.join(log_dir, f"rank-{rank}.a{attempt}.log") if log_dir else None
+
+
+def recorder(log_dir: str | None, events: str | None = None) -> Callable[..., None]:
+    """Writes what happens to `events`, by default `launch.jsonl` beside the logs, where a supervisor reads it; nothing
+    without a log_dir."""
+
+    def record(event: str, **facts: Any) -> None:
+        if log_dir is None:
+            return
+        line = json.dumps({"schema": 1, "event": event, "time": time.time(), **facts}) + "\n"
+        with contextlib.suppress(OSError):  # a full disk must not end a training run
+            fd = open_log(events or os.path.join(log_dir, "launch.jsonl"), os.O_RDWR)
+            try:
+                size = os.fstat(fd).st_size
+                torn = size > 0 and os.pread(fd, 1, size - 1) != b"\n"  # a line that a full disk cut short
+                os.write(fd, b"\n" * torn + line.encode())
+            finally:
+                os.close(fd)
+
+    return record
+
+
+def cannot_run(command: list[str], error: OSError) -> CannotRun:
+    missing = isinstance(error, FileNotFoundError)
+    return CannotRun(f"cannot run {command[0]!r}: {error.strerror}", missing=missing)

@@ -1,0 +1,217 @@
+"""From the flags of `accel launch` to what this node starts: nothing is started here."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from accel.settings.contradictions import contradictions
+from schedulers.topology import Topology
+
+from . import alias_env, deadline, incarnation, watchdog, worker_env
+from .deadline import Deadline
+from .devices import VISIBLE, Devices, available_cpus, find, only_cpu
+from .errors import CannotRun, Refused
+from .incarnation import Incarnation
+from .limits import check_room
+from .machines import Place, check_spread, place
+from .tee import parse
+from .tpu import host as tpu_host
+from .worker import Program
+
+PORT = 29500
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """One node's part of a run, with nothing left to be found out."""
+
+    program: Program
+    processes: int  # on this node
+    nodes: int
+    max_nodes: int
+    node_rank: int
+    address: str
+    port: int
+    service: str = ""  # a name of node 0 that exists before node 0 does
+    own_address: str = ""  # of this node, where its scheduler tells it
+    env: Mapping[str, str] = field(default_factory=dict)
+    rdzv_backend: Literal["static", "c10d"] = "static"
+    rdzv_conf: Mapping[str, str] = field(default_factory=dict)
+    run_id: str = "accel"
+    role: str = "default"
+    max_restarts: int = 0
+    incarnation: Incarnation = field(default_factory=Incarnation, compare=False)  # each has a token of its own
+    grace_s: float = 30.0
+    monitor_interval_s: float = 0.1
+    deadline: Deadline | None = None
+    log_dir: str | None = None
+    tee: str = "0"
+    spawn: bool = False
+    quiet: bool = False
+    node_names: tuple[str, ...] = ()  # by rank, where a scheduler has told them
+    source: str = ""  # what has told how many machines there are and which of them this is
+    told: str = ""  # what it has, for people
+    node_0_reports: bool = False  # how the gang ended; the others end with 0, so that no pod is deleted early
+    requeued: bool = False  # by its scheduler, when its ranks were warned
+    events: str | None = None  # where to tell what happens, instead of beside the logs
+    job_lock: int | None = None  # the descriptor of a local job's lock: held by the launcher, and not by ranks
+
+    @property
+    def static(self) -> bool:
+        """Return True if the number of machines is fixed. One machine needs no elastic agent of torch's, whose stores
+        listen on all interfaces."""
+        return self.rdzv_backend == "static" or self.max_nodes == 1
+
+    @property
+    def first_attempt(self) -> int:
+        return self.incarnation.attempt or 0
+
+    @property
+    def alone(self) -> bool:
+        """One process in all, and nothing to watch over: it takes the launcher's place."""
+        return self.processes == 1 and self.max_nodes == 1 and self.max_restarts == 0 and self.rdzv_backend == "static"
+
+
+def plan(options: Mapping[str, Any], program: Program, env: Mapping[str, str] = os.environ) -> Launch:
+    """What the flags mean on this machine. Raises Refused for what cannot be."""
+    wrong = contradictions(options)
+    if wrong:
+        raise Refused(wrong)
+    _check_program(program)
+    parse(options["tee"])
+    devices = _devices(options, env)
+    placed = place(options, env)
+    found, nodes = placed.found, placed.nodes
+    processes = _per_node(options["num_processes"], nodes, devices)
+    _check_gpus(processes, devices, options)
+    check_room(processes, options["num_processes"])
+    extra = worker_env.training(options, devices) | worker_env.threads(
+        options["num_cpu_threads_per_process"], processes, devices, env
+    )
+    if options["compat"] or alias_env.is_asked(env):
+        extra |= alias_env.variables(env)
+    port = _port(options["main_process_port"], placed.max_nodes, found)
+    return Launch(
+        program=program, processes=processes, nodes=nodes, max_nodes=placed.max_nodes, node_rank=placed.rank,
+        address=placed.address, port=port, **_in_cluster(placed, env), env=extra, rdzv_backend=options["rdzv_backend"],
+        rdzv_conf=_pairs(options["rdzv_conf"]), run_id=options["rdzv_id"] or env.get("ACCEL_JOB_ID") or "accel",
+        role=options["role"], max_restarts=options["max_restarts"], grace_s=options["shutdown_timeout"],
+        monitor_interval_s=options["monitor_interval"], log_dir=options["log_dir"], tee=options["tee"],
+        spawn=(options["start_method"] or ("spawn" if sys.platform == "darwin" else "fork")) == "spawn",
+        quiet=options["quiet"], incarnation=incarnation.planned(env, found),
+        deadline=deadline.planned(env, placed.rank), node_names=found.names,
+        source=found.source, told=_told(placed, port, env),
+        node_0_reports="ACCEL_NODE_0_REPORTS" in env and watchdog.LAUNCH_ID not in env,
+        requeued="ACCEL_REQUEUED" in env and watchdog.LAUNCH_ID not in env,
+        events=None if watchdog.LAUNCH_ID in env else env.get("ACCEL_LAUNCH_EVENTS"),
+        job_lock=int(env["ACCEL_JOB_LOCK"]) if "ACCEL_JOB_LOCK" in env and watchdog.LAUNCH_ID not in env else None,
+    )  # fmt: skip
+
+
+def _check_program(program: Program) -> None:
+    name = program.argv[0]
+    if program.entry == "script" and not os.path.exists(name):
+        here = os.getcwd()
+        raise Refused(f"there is no script {name!r} in {here}{_near_script(name)}")
+    if program.entry == "command" and shutil.which(name) is None:
+        if os.path.dirname(name) and os.path.exists(name):
+            raise CannotRun(f"{name!r} is not executable: chmod +x", missing=False)
+        raise CannotRun(f"there is no command {name!r} on PATH ({os.environ.get('PATH', '')})", missing=True)
+
+
+def _near_script(name: str) -> str:
+    import difflib
+
+    folder = os.path.dirname(name) or "."
+    try:
+        there = [os.path.join(os.path.dirname(name), file) for file in os.listdir(folder) if file.endswith(".py")]
+    except OSError:
+        return ""
+    near = difflib.get_close_matches(name, there, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _in_cluster(placed: Place, env: Mapping[str, str]) -> dict[str, str]:
+    """How the pods of a job find node 0, where their places are the cluster's and not typed."""
+    if watchdog.LAUNCH_ID in env or not (placed.found.source or placed.max_nodes > placed.nodes):
+        return {}
+    return {"service": env.get("ACCEL_SERVICE", ""), "own_address": env.get("ACCEL_POD_IP", "")}
+
+
+def _told(placed: Place, port: int, env: Mapping[str, str]) -> str:
+    """Said once, by node 0; a job that a target watches over has it on record.
+
+    Every pod of a job prints a line, by which a reader knows that its log has its beginning (`GREETING` in
+    schedulers/kubernetes/logs/cursor.py).
+    """
+    if "ACCEL_LAUNCH_EVENTS" in env:
+        return ""
+    if not placed.found.source or placed.rank != 0:
+        in_pod = "ACCEL_JOB_ID" in env and "KUBERNETES_SERVICE_HOST" in env and watchdog.LAUNCH_ID not in env
+        return f"started on {os.uname().nodename}" if in_pod else ""
+    return f"{placed.nodes} nodes, node 0 at {placed.address}:{port}, as {placed.found.source} says"
+
+
+def _devices(options: Mapping[str, Any], env: Mapping[str, str]) -> Devices:
+    if options["cpu"]:
+        return only_cpu()
+    if options["tpu"] and options["tpu_runtime"] == "torch_tpu":
+        return _tpu_devices(env)
+    found = find(env)
+    if not options["gpu_ids"] or options["gpu_ids"] == "all":
+        return found
+    if found.kind not in VISIBLE:
+        raise Refused(f"--gpu_ids {options['gpu_ids']}: this machine shows no GPU")
+    chosen = find({**env, VISIBLE[found.kind]: options["gpu_ids"]})
+    wanted = options["gpu_ids"].count(",") + 1
+    if chosen.kind != found.kind or chosen.count != wanted:
+        raise Refused(f"--gpu_ids {options['gpu_ids']}: the GPUs here are 0 … {found.count - 1}, each named once")
+    return chosen
+
+
+def _tpu_devices(env: Mapping[str, str]) -> Devices:
+    chips = tpu_host.chips(env)
+    if not chips:
+        raise Refused("--tpu: this machine shows no TPU; where it has one, export TORCH_TPU_DEVICES_PER_HOST")
+    return Devices(kind="tpu", ids=tuple(map(str, range(len(chips)))), cpus=available_cpus())
+
+
+def _port(asked: int | None, machines: int, found: Topology) -> int:
+    if asked is None:
+        return 0 if machines == 1 else found.port or PORT
+    if asked > 65535:
+        raise Refused(f"--main_process_port {asked}: ports end at 65535")
+    if asked == 0 and machines > 1:
+        raise Refused("--main_process_port 0 takes any port, which the other machines could not know: name one")
+    return asked
+
+
+def _per_node(total: int | None, machines: int, devices: Devices) -> int:
+    check_spread(total, machines)
+    return devices.count if total is None else total // machines
+
+
+def _check_gpus(processes: int, devices: Devices, options: Mapping[str, Any]) -> None:
+    if options["multi_gpu"] and devices.kind == "cpu":
+        raise Refused(
+            "--multi_gpu: this machine shows no GPU (nvidia-smi lists them); without the flag the CPU is used"
+        )
+    if devices.kind in (*VISIBLE, "tpu") and processes > devices.count:
+        what = "TPU devices" if devices.kind == "tpu" else "visible GPUs"
+        raise Refused(
+            f"{processes} processes on this machine and {devices.count} {what}: every rank needs one of its own; "
+            "use fewer, or --cpu"
+        )
+
+
+def _pairs(text: str) -> dict[str, str]:
+    pairs = [pair.partition("=") for pair in text.split(",") if pair]
+    for key, equals, _ in pairs:
+        if not key or not equals:
+            raise Refused(f"--rdzv_conf takes key=value pairs with commas between them, not {text!r}")
+    return {key.strip(): value.strip() for key, _, value in pairs}

@@ -1,0 +1,206 @@
+"""`accel launch` on every host of a slice of Google Cloud TPUs that is there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ..errors import SchedulerError, SpecError, Unreachable
+from ..hosts.jobs.native_id import Native
+from ..hosts.jobs.target import HostsTarget
+from ..job import JobSpec, Status
+from ..target import Plan, TargetContext
+from . import options as meaning
+from .options import TpuOptions
+
+if TYPE_CHECKING:
+    from ..hosts.facts import Wanted
+    from ..hosts.host_list import Host
+    from ..hosts.jobs.status import Hosts
+    from .api import Api
+    from .slices import Slice
+
+
+_METADATA = "169.254.169.254"  # of each host: https://cloud.google.com/compute/docs/metadata/querying-metadata
+CODE = "code.tar"  # in a job's directory: of one that waits for its slice
+_REACH_S = 60.0
+_TORCH_TPU_PYTHON = (3, 11)
+# Whatever a program's directory holds, `schedulers` is the installed package.
+_KEEP = (
+    "import sys; sys.path[:] = [p for p in sys.path if p]; "
+    "from schedulers.tpu.checkpoints import main; sys.exit(main())"
+)
+
+
+class SliceTarget(HostsTarget):
+    """Runs each job on all hosts of a slice. A job's native id is `SLICE-w0,SLICE-w1,…/job id`."""
+
+    kind: ClassVar[str] = "tpu"
+    a_target: ClassVar[str] = "a tpu target"
+    Options: ClassVar[type] = TpuOptions
+    in_order: ClassVar[bool] = True
+    _options: TpuOptions
+
+    def __init__(self, context: TargetContext) -> None:
+        super().__init__(context)
+        meaning.check(self._options, self.name)
+        self._made: Api | None = None
+
+    def poll(self, native_ids: Sequence[str]) -> Mapping[str, Status]:
+        """As `HostsTarget.poll`; of jobs whose hosts do not answer, what the slice's own state says."""
+        try:
+            return super().poll(native_ids)
+        except Unreachable as error:
+            silent = dict(error.silent or {})
+            status = self._ended() if silent else None
+            if status is None:
+                raise
+            told = {native_id: status for native_id in silent if self._is_mine(native_id)}
+            rest = {native_id: why for native_id, why in silent.items() if native_id not in told}
+            found = {**error.answers, **told}
+            if rest:
+                raise Unreachable("; ".join(rest.values()), answers=found, silent=rest) from None
+            return found
+
+    def cancel(self, native_id: str) -> None:
+        """As `HostsTarget.cancel`; nothing is to be done where the slice is gone."""
+        try:
+            super().cancel(native_id)
+        except Unreachable:
+            if self._ended() is None:
+                raise
+
+    def clear(self, jobs: Mapping[str, str | None]) -> list[str]:
+        """As `HostsTarget.clear`; nothing is to be done where the slice is gone."""
+        lines = super().clear(jobs)
+        return [] if lines and self._ended() is not None else lines
+
+    def config(self) -> tuple[Path, list[Host]]:
+        """The SSH configuration of the slice's workers, made anew, and their names. Raises SubmitError, SpecError,
+        ConfigError, Unreachable."""
+        return self._folder / "ssh_config", self._named(".")
+
+    def reach(self) -> None:
+        """Reaches every worker once, as a slice may be READY before its servers are. Raises what that raises."""
+        named = self._named(".")
+        self._taken(len(named), named)
+        for outcome in self._hosts.pool.map(lambda remote: remote.run(["true"], timeout_s=_REACH_S), named):
+            if outcome.error is not None:
+                raise outcome.error
+
+    @property
+    def _hosts(self) -> Hosts:
+        if self._asked is None:
+            from ..hosts.jobs.status import Hosts
+
+            if not (self._folder / "ssh_config").exists():
+                self._named(".")
+            self._asked = Hosts(replace(self._options, ssh_config=str(self._folder / "ssh_config")))
+        return self._asked
+
+    def _named(self, code: str) -> list[Host]:
+        """The slice's workers; their addresses and keys are those of now."""
+        from . import slices
+
+        api, options = self._api, self._options
+        found = slices.ready(self._slice(), options, api.where)
+        if options.transport == "gcloud":
+            slices.write_gcloud_config(self._folder, found, options, api.project, api.where)
+        else:
+            slices.write_config(self._folder, found, api.host_keys(found.name), options, api.where)
+        self.close()  # what was known of the workers may be of a slice before
+        return found.hosts
+
+    def _packed(self, plan: Plan) -> Path:
+        kept = Path(self._jobs) / plan.job_id / CODE
+        return kept if kept.exists() else super()._packed(plan)
+
+    def _candidates(self) -> str:
+        return f"the hosts of {self._options.name} in {self._options.zone}"
+
+    def _chosen(self, spec: JobSpec) -> str:
+        return "all of them, by the workers' numbers"
+
+    def _command(self, spec: JobSpec) -> list[str]:
+        command, uri = super()._command(spec), self._options.checkpoint_uri
+        return command if uri is None else [command[0], "-c", _KEEP, uri, *command[1:]]
+
+    def _launch_flags(self) -> list[str]:
+        options = self._options
+        if options.cpu:
+            return super()._launch_flags()
+        function = ["--main_training_function", options.main_training_function]
+        return ["--tpu", "--tpu_runtime", options.runtime, *(function if options.runtime == "torch_xla" else [])]
+
+    def _warnings(self, spec: JobSpec) -> tuple[str, ...]:
+        unused = spec.procs_per_node is not None and self._options.runtime == "torch_xla" and not self._options.cpu
+        more = (f"{spec.procs_per_node} processes a node are not used: torch_xla starts one a chip",) if unused else ()
+        return (*super()._warnings(spec), *more)
+
+    def _wanted(self) -> Wanted:
+        wanted, runtime = super()._wanted(), self._options.runtime
+        if self._options.checkpoint_uri is not None:
+            wanted = replace(wanted, packages={**wanted.packages, "google-cloud-storage": "google.cloud.storage"})
+        if self._options.cpu:
+            return wanted
+        python = _TORCH_TPU_PYTHON if runtime == "torch_tpu" else wanted.python
+        return replace(wanted, python=python, packages={**wanted.packages, runtime: runtime})
+
+    def _check(self, spec: JobSpec) -> None:
+        meaning.check_job(spec, self._options, self.name)
+        super()._check(spec)
+
+    def _told(self) -> dict[str, Any]:
+        return {"metadata_server": _METADATA}
+
+    def _taken(self, asked: int, named: Sequence[Host]) -> int:
+        if asked not in (1, len(named)):
+            raise SpecError(
+                f"target {self.name}: --nodes {asked}: {self._options.name} has {len(named)} hosts; leave it out"
+            )
+        if self._options.transport == "ssh":
+            from .sign_in import let_in
+
+            let_in(self._api, str(self._options.name), self._hosts.pool, named)
+        return len(named)
+
+    def _slice(self) -> Slice | None:
+        from . import slices
+
+        for key in ("zone", "name"):
+            if getattr(self._options, key) is None:
+                raise SpecError(f"target {self.name}: which slice? say {key}: in accel.yaml, or --option {key}=…")
+        node = self._api.node(str(self._options.name))
+        return None if node is None else slices.read(node, self._options)
+
+    def _ended(self) -> Status | None:
+        """How jobs have ended whose hosts are silent; None where that cannot be told."""
+        from . import slices
+
+        try:
+            return slices.ended(self._slice(), self._options)
+        except SchedulerError:
+            return None
+
+    def _is_mine(self, native_id: str) -> bool:
+        try:
+            return all(host.name.startswith(f"{self._options.name}-w") for host in Native.parse(native_id).hosts)
+        except SpecError:
+            return False
+
+    @property
+    def _api(self) -> Api:
+        if self._made is None:
+            from .api import Api
+
+            self._made = Api(self._options, self.name)
+        return self._made
+
+    @property
+    def _folder(self) -> Path:
+        project = self._options.project or os.environ.get("CLOUDSDK_CORE_PROJECT") or "default"
+        place = (project, str(self._options.zone), str(self._options.name))
+        return Path(self._jobs).parent.joinpath("tpu", *place)
