@@ -267,7 +267,8 @@ class AcceleratorState(PartialState):
         _from_accelerator: bool = False,
         **kwargs: Any,
     ) -> None:
-        _refuse_unbuilt(
+        refuse_unbuilt(
+            "AcceleratorState",
             deepspeed_plugin=deepspeed_plugin,
             fsdp_plugin=fsdp_plugin,
             torch_tp_plugin=torch_tp_plugin,
@@ -329,10 +330,11 @@ class AcceleratorState(PartialState):
         )
 
 
-def _refuse_unbuilt(**given: Any) -> None:
+def refuse_unbuilt(owner: str, **given: Any) -> None:
+    """Raise `ArgumentError` for the first argument of ``given`` that asks for a way of training which is not here."""
     for name, value in given.items():
         if value is not None:
-            raise ArgumentError(f"AcceleratorState({name}=…) is not in this version of accel: leave it out")
+            raise ArgumentError(f"{owner}({name}=…) is not in this version of accel: leave it out")
 
 
 def _asked_precision(given: str | None) -> str:

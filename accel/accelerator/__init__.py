@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch.utils.data import DataLoader
@@ -22,17 +22,20 @@ from accel.accelerator.arguments import (
     loading,
     project,
     refuse_environment,
-    refuse_unbuilt,
     refuse_unknown,
 )
 from accel.accelerator.checkpoints import CheckpointControl
 from accel.accelerator.communication import ProcessControl
 from accel.accelerator.loaders import LoadingControl
 from accel.accelerator.preemption import PreemptionControl
+from accel.accelerator.profiling import ProfileControl
+from accel.accelerator.run import Run
 from accel.accelerator.trackers import TrackingControl
 from accel.accelerator.training import TrainingControl
 from accel.accelerator.unsupported import Dimensions
 from accel.errors import ArgumentError
+from accel.exit_codes import REQUEUE
+from accel.logging import get_logger
 from accel.parallel import choose_strategy
 from accel.plugins import (
     AutocastKwargs,
@@ -42,19 +45,23 @@ from accel.plugins import (
     GradScalerKwargs,
     InitProcessGroupKwargs,
     KwargsHandler,
+    ProfileKwargs,
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
 from accel.precision import choose_precision
-from accel.state import AcceleratorState, GradientState
+from accel.state import AcceleratorState, GradientState, refuse_unbuilt
 from accel.training.accumulation import Window
 from accel.training.compile import compile_regions, compiles, dynamo
 from accel.training.optimizer import AcceleratedOptimizer
-from accel.training.profiling import ProfileControl, ProfileKwargs
 from accel.training.scheduler import AcceleratedScheduler
 from accel.world.available import is_bitsandbytes_multi_backend_available, is_xpu_available
 
-Handler = TypeVar("Handler", bound=KwargsHandler)
+# An object, and whether it is put on the device; None: as the `Accelerator` says.
+_Given: TypeAlias = "tuple[Any, bool | None]"
+
+
+logger = get_logger(__name__)
 
 
 class Accelerator(
@@ -108,6 +115,7 @@ class Accelerator(
     ) -> None:
         refuse_unknown(others, Accelerator.__init__.__annotations__)
         refuse_unbuilt(
+            "Accelerator",
             deepspeed_plugin=deepspeed_plugin,
             deepspeed_plugins=deepspeed_plugins,
             fsdp_plugin=fsdp_plugin,
@@ -126,25 +134,22 @@ class Accelerator(
         self.init_handler = handlers.get(InitProcessGroupKwargs)
         self.profile_handler = handlers.get(ProfileKwargs)
         self.dataloader_config = loading(dataloader_config, split_batches)
-        self.project_configuration = project(project_config, project_dir)
-        self._init_tracking(log_with)
+        files = project(project_config, project_dir)
+        self._init_tracking(log_with, files.logging_dir)
         self.dynamo_plugin = dynamo(dynamo_backend, dynamo_plugin)
         options = self.init_handler.to_kwargs() if self.init_handler else {}
-        self.state = AcceleratorState(mixed_precision, cpu, self.dynamo_plugin, **options)
-        self.gradient_state = GradientState(accumulation(gradient_accumulation_plugin, gradient_accumulation_steps))
-        self.strategy = choose_strategy(self.state, self.ddp_handler)
-        self.precision = choose_precision(self.mixed_precision, self.device, self.autocast_handler, self.scaler_handler)
-        self._window = Window(self.gradient_state)
-        self._forget()
+        state = AcceleratorState(mixed_precision, cpu, self.dynamo_plugin, **options)
+        gradient_state = GradientState(accumulation(gradient_accumulation_plugin, gradient_accumulation_steps))
+        self._run = Run(
+            state=state,
+            gradient_state=gradient_state,
+            strategy=choose_strategy(state, handlers),
+            precision=choose_precision(state.mixed_precision, state.device, self.autocast_handler, self.scaler_handler),
+            window=Window(gradient_state),
+            project=files,
+        )
         self._init_checkpoints()
         self._init_preemption()
-
-    def _forget(self) -> None:
-        self._models: list[torch.nn.Module] = []
-        self._optimizers: list[AcceleratedOptimizer] = []
-        self._schedulers: list[AcceleratedScheduler] = []
-        self._dataloaders: list[DataLoader[Any]] = []
-        self._custom_objects: list[Any] = []
 
     def prepare(self, *args: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
         """Return models, optimizers, data loaders and schedulers, in the order given, ready for this world.
@@ -155,77 +160,159 @@ class Accelerator(
         places = list(device_placement) if device_placement is not None else [None] * len(args)
         if len(places) != len(args):
             raise ArgumentError(f"prepare(device_placement=…) has {len(places)} values for {len(args)} objects")
-        ready = [self._prepare_one(item, place) for item, place in zip(args, places, strict=True)]
+        given = list(zip(args, places, strict=True))
+        ready: dict[int, Any] = {}
+        for item, place in given:
+            if isinstance(item, DataLoader):
+                ready[id(item)] = self.prepare_data_loader(item, device_placement=place)
+        ready |= self._prepare_training(
+            [(item, place) for item, place in given if isinstance(item, torch.nn.Module)],
+            [(item, place) for item, place in given if isinstance(item, torch.optim.Optimizer)],
+        )
         # Schedulers come last: each is joined to the prepared optimizer that holds its own.
-        ready = [self.prepare_scheduler(item) if _is_scheduler(item) else item for item in ready]
-        return ready[0] if len(ready) == 1 else tuple(ready)
-
-    def _prepare_one(self, item: Any, place: bool | None) -> Any:
-        if isinstance(item, torch.nn.Module):
-            return self.prepare_model(item, device_placement=place)
-        if isinstance(item, torch.optim.Optimizer):
-            return self.prepare_optimizer(item, device_placement=place)
-        if isinstance(item, DataLoader):
-            return self.prepare_data_loader(item, device_placement=place)
-        return item
+        ready |= {id(item): self.prepare_scheduler(item) for item in args if _is_scheduler(item)}
+        made = [ready.get(id(item), item) for item in args]
+        return made[0] if len(made) == 1 else tuple(made)
 
     def prepare_model(
         self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> torch.nn.Module:
-        """Return ``model`` on its device, in its precision and, but for ``evaluation_mode``, spread over the world."""
-        if any(known is model for known in self._models):
-            return model
-        spread = self.verify_device_map(model)
-        if spread and self.use_distributed and not evaluation_mode:
-            raise ArgumentError(
-                "prepare: a model that is dispatched over several devices cannot be trained by several processes: "
-                "load it without device_map, or start one process"
-            )
-        placed = _is_quantised_in_place(model, self.device) or spread
-        if not placed and (self.device_placement if device_placement is None else device_placement):
-            model = self.strategy.place(model)
-            for optimizer in self._optimizers:
-                self.strategy.adopt(optimizer.optimizer)
-        self.precision.wrap_forward(model)
-        if compiles(self.dynamo_plugin, model, regions=True):
-            model = compile_regions(model, **self.dynamo_plugin.to_kwargs())
-        if not evaluation_mode:
-            model = self.strategy.wrap(model)
-        if compiles(self.dynamo_plugin, model, regions=False):
-            model = cast(torch.nn.Module, torch.compile(model, **self.dynamo_plugin.to_kwargs()))
-        self._models.append(model)
-        return model
+        """Return ``model`` on its device, in its precision and, but for ``evaluation_mode``, spread over the world.
+
+        One that is prepared already comes back as what the first call made of it.
+        """
+        made = self._prepare_training([(model, device_placement)], [], evaluation=evaluation_mode)
+        return cast(torch.nn.Module, made[id(model)])
 
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
         """Return ``optimizer`` so that it steps with the accumulation windows; see `AcceleratedOptimizer`."""
-        if not isinstance(optimizer, AcceleratedOptimizer):
-            place = self.device_placement if device_placement is None else device_placement
-            self.strategy.adopt(optimizer)
-            optimizer = AcceleratedOptimizer(optimizer, place, precision=self.precision)
-        if all(known is not optimizer for known in self._optimizers):
-            self._optimizers.append(optimizer)
-        return optimizer
+        made = self._prepare_training([], [(optimizer, device_placement)])
+        return cast(AcceleratedOptimizer, made[id(optimizer)])
+
+    def _prepare_training(
+        self, models: Sequence[_Given], optimizers: Sequence[_Given], *, evaluation: bool = False
+    ) -> dict[int, Any]:
+        """What is made of each, by its `id`; a model and its optimizer may come in different calls, in either order."""
+        made: dict[int, Any] = {id(model): self._known_model(model, evaluation) for model, _ in models}
+        made |= {id(optimizer): self._known_optimizer(optimizer) for optimizer, _ in optimizers}
+        new = {id(model): (model, place) for model, place in models if made[id(model)] is None}
+        steps = {id(optimizer): (optimizer, place) for optimizer, place in optimizers if made[id(optimizer)] is None}
+        begun = [self._begin_model(model, place, evaluation) for model, place in new.values()]
+        spread, stepping = self.strategy.prepare([] if evaluation else begun, [item for item, _ in steps.values()])
+        for key, model in zip(new, begun if evaluation else spread, strict=True):
+            made[key] = self._end_model(model)
+            self._run.models.append(made[key])
+            if evaluation:
+                self._run.evaluated.add(made[key])
+        for (key, (_, place)), optimizer in zip(steps.items(), stepping, strict=True):
+            place = self.device_placement if place is None else place
+            made[key] = AcceleratedOptimizer(optimizer, place, precision=self.precision)
+            self._run.optimizers.append(made[key])
+        return made
+
+    def _known_model(self, model: torch.nn.Module, evaluation: bool) -> torch.nn.Module | None:
+        """What an earlier call has made of ``model``; to train one that was for evaluation alone, it is made anew."""
+        run = self._run
+        for known in run.models:
+            if known is model or self.strategy.unwrap(known) is model:
+                if evaluation:
+                    return model
+                if known not in run.evaluated:
+                    return known
+                run.models = [other for other in run.models if other is not known]
+        return None
+
+    def _known_optimizer(self, optimizer: torch.optim.Optimizer) -> AcceleratedOptimizer | None:
+        for known in self._run.optimizers:
+            if optimizer is known or optimizer is known.optimizer:
+                return known
+        if isinstance(optimizer, AcceleratedOptimizer):
+            self._run.optimizers.append(optimizer)
+            return optimizer
+        return None
+
+    def _begin_model(self, model: torch.nn.Module, place: bool | None, evaluation: bool) -> torch.nn.Module:
+        spread = self.verify_device_map(model)
+        if spread and self.use_distributed and not evaluation:
+            raise ArgumentError(
+                "prepare: a model that is dispatched over several devices cannot be trained by several processes: "
+                "load it without device_map, or start one process"
+            )
+        placed = _is_quantised_in_place(model, self.device) or spread
+        if not placed and (self.device_placement if place is None else place):
+            model = self.strategy.place(model)
+        self.precision.wrap_forward(model)
+        if compiles(self.dynamo_plugin, model, regions=True):
+            model = compile_regions(model, **self.dynamo_plugin.to_kwargs())
+        return model
+
+    def _end_model(self, model: torch.nn.Module) -> torch.nn.Module:
+        if compiles(self.dynamo_plugin, model, regions=False):
+            return cast(torch.nn.Module, torch.compile(model, **self.dynamo_plugin.to_kwargs()))
+        return model
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
         """Return ``scheduler`` so that it steps when its optimizer did; see `AcceleratedScheduler`."""
         if not isinstance(scheduler, AcceleratedScheduler):
             inner = getattr(scheduler, "optimizer", None)
-            mine = [known for known in self._optimizers if inner is known or inner is known.optimizer]
-            found = mine or self._optimizers
-            prepared = AcceleratedScheduler(scheduler, found, self.step_scheduler_with_optimizer, self.split_batches)
+            mine = [known for known in self._run.optimizers if inner is known or inner is known.optimizer]
+            found = mine or self._run.optimizers
+            prepared = AcceleratedScheduler(
+                scheduler,
+                found,
+                self.step_scheduler_with_optimizer,
+                self.split_batches,
+                shares=self.strategy.data_place[0],
+            )
         else:
             prepared = scheduler
-        if all(known is not prepared for known in self._schedulers):
-            self._schedulers.append(prepared)
+        if all(known is not prepared for known in self._run.schedulers):
+            self._run.schedulers.append(prepared)
         return prepared
+
+    def checkpoint_on_preemption(self, dir: str | os.PathLike[str] | None = None) -> None:
+        """Once this run is `preempted`: save its state, wait until that is on the disk, and end the process.
+
+        Trackers are finished in between; one that cannot be is named in a warning and costs no more than its records.
+        ``dir`` is where, as for `save_state`; without it checkpoints must be named automatically. Ends by `SystemExit`
+        with `accel.exit_codes.REQUEUE` (85), on every process, which ``accel launch`` reports as preempted. Otherwise
+        returns at once. To be called by all, where a step is complete: like `preempted`, equally often.
+        """
+        if dir is None and not self.project_configuration.automatic_checkpoint_naming:
+            raise ArgumentError(
+                "checkpoint_on_preemption() needs a directory, or Accelerator(project_config="
+                "ProjectConfiguration(automatic_checkpoint_naming=True), project_dir=…)"
+            )
+        if not self.preempted:
+            return
+        place = self.save_state(dir)
+        try:
+            self._finish_trackers()
+        except Exception as error:
+            from accel.tracking.isolation import first_line
+
+            # The state is safe: whoever starts the run again must still hear that it is to be started.
+            logger.warning(f"a tracker could not be finished: {first_line(error)}", main_process_only=False)
+        logger.warning(f"preempted: saved {place}, ending with code {REQUEUE} to be started again")
+        raise SystemExit(REQUEUE)
+
+    def end_training(self) -> None:
+        """End the run: give back signals, wait for the checkpoint under way, finish the trackers, leave the world.
+
+        To be called by all, last of all. Each is done whatever became of the ones before it; the last error is raised,
+        such as `CheckpointError` where the last checkpoint could not be written.
+        """
+        _call_all(
+            [self._end_preemption, self._checkpoints.release, self._finish_trackers, self.state.destroy_process_group]
+        )
 
     def free_memory(self, *objects: Any) -> list[Any]:
         """Let go of everything prepared and of ``objects``; returns as many ``None``."""
         released: list[Any] = [None] * len(objects)
         del objects
-        self._forget()
+        self._run.forget()
         self.step = 0
         gc.collect()
         if self.device.type in ("cuda", "xpu"):
@@ -235,6 +322,15 @@ class Accelerator(
     def clear(self, *objects: Any) -> list[Any]:
         """The same as `free_memory`."""
         return self.free_memory(*objects)
+
+
+def _call_all(steps: Sequence[Callable[[], None]]) -> None:
+    """Call each whatever the ones before it raised. Raises the last error, with those before it as its context."""
+    if steps:
+        try:
+            steps[0]()
+        finally:
+            _call_all(steps[1:])
 
 
 def _is_scheduler(item: Any) -> bool:

@@ -50,13 +50,6 @@ def refuse_unknown(others: Mapping[str, Any], known: Iterable[str]) -> None:
         raise ArgumentError(f"Accelerator({name}=…) is unknown{nearest(name, known)}")
 
 
-def refuse_unbuilt(**given: Any) -> None:
-    """Raise `ArgumentError` for the first argument of ``given`` that asks for a way of training which is not here."""
-    for name, value in given.items():
-        if value is not None:
-            raise ArgumentError(f"Accelerator({name}=…) is not in this version of accel: leave it out")
-
-
 def refuse_environment(env: Mapping[str, str]) -> None:
     """Raise `ArgumentError` for a variable that asks for a way of training which this version does not have.
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from accel.accelerator.run import Part
 from accel.checkpoint.all_ranks import together
 from accel.checkpoint.contents import Contents, Piece
 from accel.checkpoint.full_disk import reporting_full_disk
@@ -18,28 +19,12 @@ from accel.checkpoint.save_load import keeps, save
 from accel.checkpoint.weights import refuse_unsavable, save_weights
 from accel.checkpoint.writer import Checkpoints, logger
 from accel.errors import ArgumentError, CheckpointError, one_of
-from accel.parallel.base import Strategy
-from accel.plugins import ProjectConfiguration
-from accel.precision.base import Precision
-from accel.state import AcceleratorState
-from accel.training.accumulation import Window
 
 _LOAD_OPTIONS = ("weights_only", "mmap", "encoding")
 
 
-class CheckpointControl:
+class CheckpointControl(Part):
     """Saving and loading the state of a run; every method that touches a checkpoint is called by all processes."""
-
-    state: AcceleratorState
-    strategy: Strategy
-    precision: Precision
-    project_configuration: ProjectConfiguration
-    _window: Window
-    _models: list[torch.nn.Module]
-    _optimizers: list[Any]
-    _schedulers: list[Any]
-    _dataloaders: list[Any]
-    _custom_objects: list[Any]
 
     def _init_checkpoints(self) -> None:
         self._save_model_state_pre_hook: OrderedDict[int, Callable[..., None]] = OrderedDict()
@@ -68,7 +53,7 @@ class CheckpointControl:
                 raise ArgumentError(
                     f"register_for_checkpointing: {type(item).__name__} has no state_dict and load_state_dict"
                 )
-        self._custom_objects.extend(objects)
+        self._run.registered.extend(objects)
 
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """Have ``hook(models, weights, output_dir)`` called on every process before models are written.
@@ -92,10 +77,10 @@ class CheckpointControl:
             process_index=self.state.process_index,
             strategy=self.strategy,
             precision=self.precision,
-            optimizers=self._optimizers,
-            schedulers=self._schedulers,
-            loaders=self._dataloaders,
-            custom=self._custom_objects,
+            optimizers=self._run.optimizers,
+            schedulers=self._run.schedulers,
+            loaders=self._run.loaders,
+            custom=self._run.registered,
             **how,
         )
 
@@ -138,12 +123,12 @@ class CheckpointControl:
         return str(place)
 
     def _collect(self, folder: Path, safe: bool) -> list[Piece]:
-        contents = self._contents(models=self._models, safe=safe)
-        weights = [self.strategy.model_state(model) for model in self._models]
+        contents = self._contents(models=self._run.models, safe=safe)
+        weights = [self.strategy.model_state(model) for model in self._run.models]
         for hook in self._save_model_state_pre_hook.values():
-            hook(self._models, weights, str(folder))
+            hook(self._run.models, weights, str(folder))
         pieces = list(contents.shared(weights)) if self._checkpoints.keeper else []
-        return [*pieces, *contents.own(self._window.step, self._window.is_open)]
+        return [*pieces, *contents.own(self._run.window.step, self._run.window.is_open)]
 
     def wait_for_checkpoint(self) -> None:
         """Return when the checkpoint being written beside training is whole; nothing if there is none.
@@ -151,17 +136,6 @@ class CheckpointControl:
         Raises `CheckpointError`, on every process, if it could not be written.
         """
         self._checkpoints.wait()
-
-    def end_training(self) -> None:
-        """Wait for the checkpoint under way, finish the trackers, and end the world of processes.
-
-        To be called by all, last of all. Raises `CheckpointError`, when all else is ended, if the last checkpoint could
-        not be written.
-        """
-        try:
-            self._checkpoints.release()
-        finally:
-            super().end_training()  # type: ignore[misc]
 
     def load_state(
         self,
@@ -187,11 +161,11 @@ class CheckpointControl:
         folder = self._checkpoints.find(None if newest or input_dir is None else Path(input_dir))
         if newest:
             self.project_configuration.iteration = int(folder.name.rpartition("_")[2]) + 1
-        models = list(self._models)
+        models = list(self._run.models)
         for hook in self._load_model_state_pre_hook.values():
             hook(models, str(folder))
         contents = self._contents(models=models, options=options)
-        self._window.resume(self._checkpoints.load(folder, contents, **load_model_func_kwargs))
+        self._run.window.resume(self._checkpoints.load(folder, contents, **load_model_func_kwargs))
         logger.info(f"loaded {folder}")
 
     def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:

@@ -9,19 +9,17 @@ from typing import Any, TypeVar
 import torch
 
 from accel import collectives
+from accel.accelerator.run import Part
 from accel.data.repeated_rows import last_counts, own_part, without_repetitions
 from accel.enums import DistributedType
 from accel.pytree import collect
-from accel.state import AcceleratorState, GradientState
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-class ProcessControl:
+class ProcessControl(Part):
     """Delegates to `AcceleratorState` and `accel.collectives`; see there for what each member promises."""
 
-    state: AcceleratorState
-    gradient_state: GradientState
     flag_tensor: torch.Tensor | None = None
 
     @property
@@ -133,9 +131,9 @@ class ProcessControl:
         found: list[Any] = []
         collect(input_data, found)
         if use_gather_object or not all(isinstance(leaf, torch.Tensor) for leaf in found):
-            mine = input_data if counts is None else own_part(input_data, counts, self.process_index)
-            return collectives.gather_object(mine)
-        gathered = collectives.gather(input_data)
+            mine = input_data if counts is None else own_part(input_data, counts, self.strategy.data_place[1])
+            return self.strategy.gather_objects(mine)
+        gathered = self.strategy.gather(input_data)
         loader = self.gradient_state.active_dataloader
         if counts is None or loader is None:
             return gathered

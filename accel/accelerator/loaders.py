@@ -8,20 +8,18 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from accel.accelerator.run import Part
 from accel.data.prepare import prepare_data_loader
 from accel.data.skip_batches import skip_first_batches
 from accel.plugins import DataLoaderConfiguration
-from accel.state import AcceleratorState
 
 
-class LoadingControl:
+class LoadingControl(Part):
     """Prepares loaders as `DataLoaderConfiguration` says."""
 
-    state: AcceleratorState
     dataloader_config: DataLoaderConfiguration
     device_placement: bool
     rng_types: Sequence[str] | None
-    _dataloaders: list[Any]
 
     @property
     def split_batches(self) -> bool:
@@ -69,8 +67,7 @@ class LoadingControl:
         prepared = prepare_data_loader(
             data_loader,
             device,
-            self.state.num_processes,
-            self.state.process_index,
+            *self.strategy.data_place,
             split_batches=config.split_batches,
             put_on_device=self.device_placement if device_placement is None else device_placement,
             rng_types=self.rng_types,
@@ -83,8 +80,8 @@ class LoadingControl:
             use_stateful_dataloader=config.use_stateful_dataloader,
             already_sharded=config.already_sharded,
         )
-        if all(known is not prepared for known in self._dataloaders):
-            self._dataloaders.append(prepared)
+        if all(known is not prepared for known in self._run.loaders):
+            self._run.loaders.append(prepared)
         return prepared
 
     def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:

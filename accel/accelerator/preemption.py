@@ -16,15 +16,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 import torch.distributed as dist
 
+from accel.accelerator.run import Part
 from accel.checkpoint.all_ranks import side_group
-from accel.errors import ArgumentError, StateError
-from accel.exit_codes import REQUEUE
+from accel.errors import StateError
 from accel.logging import get_logger
-from accel.plugins import ProjectConfiguration
 from accel.state import AcceleratorState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    pass
 
 logger = get_logger(__name__)
 
@@ -151,13 +150,8 @@ class Agreement:
                 logger.debug(f"the last exchange about preemption came to nothing: {error}", main_process_only=False)
 
 
-class PreemptionControl:
+class PreemptionControl(Part):
     """The part of `Accelerator` that is about being preempted."""
-
-    state: AcceleratorState
-    project_configuration: ProjectConfiguration
-    save_state: Callable[..., str]
-    _finish_trackers: Callable[[], None]
 
     def _init_preemption(self) -> None:
         self._preemption = Agreement(self.state)
@@ -184,36 +178,9 @@ class PreemptionControl:
             raise StateError("Accelerator.preempted must first be read in the main thread: signals go there")
         self._watching = True
 
-    def checkpoint_on_preemption(self, dir: str | os.PathLike[str] | None = None) -> None:
-        """Once this run is `preempted`: save its state, wait until that is on the disk, and end the process.
-
-        Trackers are finished in between; one that cannot be is named in a warning and costs no more than its records.
-        ``dir`` is where, as for `save_state`; without it checkpoints must be named automatically. Ends by `SystemExit`
-        with `accel.exit_codes.REQUEUE` (85), on every process, which ``accel launch`` reports as preempted. Otherwise
-        returns at once. To be called by all, where a step is complete: like `preempted`, equally often.
-        """
-        if dir is None and not self.project_configuration.automatic_checkpoint_naming:
-            raise ArgumentError(
-                "checkpoint_on_preemption() needs a directory, or Accelerator(project_config="
-                "ProjectConfiguration(automatic_checkpoint_naming=True), project_dir=…)"
-            )
-        if not self.preempted:
-            return
-        place = self.save_state(dir)
-        try:
-            self._finish_trackers()
-        except Exception as error:
-            from accel.tracking.isolation import first_line
-
-            # The state is safe: whoever starts the run again must still hear that it is to be started.
-            logger.warning(f"a tracker could not be finished: {first_line(error)}", main_process_only=False)
-        logger.warning(f"preempted: saved {place}, ending with code {REQUEUE} to be started again")
-        raise SystemExit(REQUEUE)
-
-    def end_training(self) -> None:
-        """See `CheckpointControl.end_training`; also gives signals back that `preempted` took."""
+    def _end_preemption(self) -> None:
+        """Give back the signals that `preempted` took."""
         self._preemption.drop()
         if self._watching:
             self._watching = False
             Warnings.give_back()
-        super().end_training()  # type: ignore[misc]

@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from accel.accelerator.run import Part
 from accel.errors import ArgumentError, StateError, nearest
 
 if TYPE_CHECKING:
-    from accel.plugins import ProjectConfiguration
-    from accel.state import AcceleratorState
     from accel.tracking.base import GeneralTracker
     from accel.tracking.isolation import Guard
     from accel.tracking.registry import Choice
@@ -19,21 +18,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger("accel.tracking")
 
 
-class TrackingControl:
+class TrackingControl(Part):
     """Trackers run on the main process.
 
     A script's own runs on every process if its class, or the instance, sets ``main_process_only=False``.
     """
 
-    state: AcceleratorState
-    project_configuration: ProjectConfiguration
     log_with: list[Choice]
     trackers: list[GeneralTracker]
     _guards: list[Guard]
     _tracking_begun: bool
     _silence_said: bool
 
-    def _init_tracking(self, log_with: Any) -> None:
+    def _init_tracking(self, log_with: Any, logging_dir: str | None) -> None:
         self.log_with = []
         self.trackers = []
         self._guards = []
@@ -42,7 +39,7 @@ class TrackingControl:
         if log_with is not None:
             from accel.tracking.registry import filter_trackers
 
-            self.log_with = filter_trackers(log_with, self.project_configuration.logging_dir)
+            self.log_with = filter_trackers(log_with, logging_dir)
 
     def init_trackers(
         self, project_name: str, config: dict[str, Any] | None = None, init_kwargs: dict[str, Any] | None = None
@@ -108,13 +105,6 @@ class TrackingControl:
         if known and not self._tracking_begun:
             raise StateError(f"get_tracker({name!r}): no tracker runs; init_trackers() starts them")
         return NoTracker()
-
-    def end_training(self) -> None:
-        """Finish the trackers, then end the world of processes. To be called by all, last of all."""
-        try:
-            self._finish_trackers()
-        finally:
-            self.state.destroy_process_group()
 
     def _finish_trackers(self) -> None:
         guards, self._guards = self._guards, []

@@ -9,29 +9,19 @@ from typing import Any
 
 import torch
 
+from accel.accelerator.run import Part
 from accel.data.loader import PreparedLoader
 from accel.errors import ArgumentError, StateError
-from accel.parallel.base import Strategy
-from accel.parallel.ddp import sync_in_backward
+from accel.parallel import sync_in_backward
 from accel.parallel.unwrap import extract_model_from_parallel
 from accel.plugins import AutocastKwargs
 from accel.precision.amp import LowPrecision
-from accel.precision.base import Precision
-from accel.state import AcceleratorState, GradientState
-from accel.training.accumulation import Accumulation, Window
+from accel.training.accumulation import Accumulation
 from accel.training.optimizer import AcceleratedOptimizer
 
 
-class TrainingControl:
+class TrainingControl(Part):
     """Delegates to the strategy, the precision and the accumulation window of the run."""
-
-    state: AcceleratorState
-    gradient_state: GradientState
-    strategy: Strategy
-    precision: Precision
-    _window: Window
-    _optimizers: list[AcceleratedOptimizer]
-    _dataloaders: list[Any]
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
@@ -53,7 +43,7 @@ class TrainingControl:
         if not isinstance(steps, int) or steps < 1:
             raise ArgumentError(f"gradient accumulation steps must be a whole number from 1 on, got {steps!r}")
         self.gradient_state.plugin.num_steps = steps
-        self._window.length = steps
+        self._run.window.length = steps
 
     @property
     def sync_gradients(self) -> bool:
@@ -67,20 +57,20 @@ class TrainingControl:
     @property
     def step(self) -> int:
         """Batches counted in accumulation windows since a loader last ended."""
-        return self._window.step
+        return self._run.window.step
 
     @step.setter
     def step(self, step: int) -> None:
-        self._window.resume(step)
+        self._run.window.resume(step)
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
         """Whether the last step of any prepared optimizer was left out because fp16 gradients overflowed."""
-        return any(optimizer.step_was_skipped for optimizer in self._optimizers)
+        return any(optimizer.step_was_skipped for optimizer in self._run.optimizers)
 
     def accumulate(self, *models: torch.nn.Module) -> AbstractContextManager[None]:
         """A region for one batch: until it ends a window, optimizers rest and gradients of ``models`` do not travel."""
-        return Accumulation(self._window, self.strategy, models)
+        return Accumulation(self._run.window, self.strategy, models)
 
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
         """A region whose backward passes leave the gradients of ``model`` on their process."""
@@ -98,9 +88,9 @@ class TrainingControl:
         ``even_batches`` stands for that setting of every prepared loader inside the region. Warns where the region has
         no effect: in a world whose models are not data-parallel.
         """
-        if self.state.use_distributed and type(self.strategy).uneven_inputs is Strategy.uneven_inputs:
+        if self.state.use_distributed and not self.strategy.joins:
             warnings.warn("join_uneven_inputs has no effect: it is for data-parallel training (DDP)", stacklevel=3)
-        samplers = [loader if isinstance(loader, PreparedLoader) else None for loader in self._dataloaders]
+        samplers = [loader if isinstance(loader, PreparedLoader) else None for loader in self._run.loaders]
         kept = [(sampler, sampler.even_batches) for sampler in samplers if sampler is not None]
         for sampler, _ in kept:
             sampler.even_batches = sampler.even_batches if even_batches is None else even_batches
@@ -125,7 +115,7 @@ class TrainingControl:
         """
         if "learning_rate" in kwargs:
             self.lomo_backward(loss, kwargs["learning_rate"])
-        length = self._window.length
+        length = self._run.window.length
         self.precision.backward(loss if length == 1 else loss / length, **kwargs)
         if self.sync_gradients:
             self.strategy.after_backward()
@@ -139,7 +129,7 @@ class TrainingControl:
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Make gradients those of the loss itself (fp16), for one optimizer, several, or all prepared ones."""
         if optimizer is None:
-            optimizer = self._optimizers
+            optimizer = self._run.optimizers
         for item in optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]:
             self.precision.unscale(item.optimizer if isinstance(item, AcceleratedOptimizer) else item)
 

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from accel.accelerator.run import Part
 from accel.enums import FP8BackendType
-from accel.state import AcceleratorState
 
 
-class Dimensions:
+class Dimensions(Part):
     """Properties that Accelerate's `Accelerator` has, with the answers that hold for a data-parallel run."""
-
-    state: AcceleratorState
 
     fp8_enabled = False
     has_fp8_handler = False
@@ -63,8 +61,8 @@ class Dimensions:
 
     @property
     def data_parallel_rank(self) -> int:
-        """This process's rank among those with different data: `process_index`."""
-        return self.state.process_index
+        """This process's rank among those with different data."""
+        return self.strategy.data_place[1]
 
     @property
     def data_parallel_shard_rank(self) -> int:

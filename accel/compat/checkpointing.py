@@ -102,7 +102,7 @@ def _contents(
     return Contents(
         device=state.device,
         process_index=process_index,
-        strategy=choose_strategy(state, None),
+        strategy=choose_strategy(state, {}),
         precision=Precision(state.device),
         models=models,
         optimizers=optimizers,

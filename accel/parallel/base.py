@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
+from accel import collectives
 from accel.parallel.unwrap import bare
 from accel.state import PartialState
 
@@ -15,15 +16,36 @@ from accel.state import PartialState
 class Strategy:
     """Leaves the model as it is; each method is the plain way to do its thing on whole parameters."""
 
+    joins: ClassVar[bool] = False  # whether `uneven_inputs` has an effect
+
     def __init__(self, state: PartialState) -> None:
         self.state = state
+
+    @property
+    def data_place(self) -> tuple[int, int]:
+        """How many shares the data is in, and which of them this process sees."""
+        return self.state.num_processes, self.state.process_index
+
+    def gather(self, tensors: Any) -> Any:
+        """See `accel.collectives.gather`: what the processes with different data have, in the order of the shares."""
+        return collectives.gather(tensors)
+
+    def gather_objects(self, items: Any) -> Any:
+        """See `accel.collectives.gather_object`, likewise."""
+        return collectives.gather_object(items)
 
     def place(self, model: torch.nn.Module) -> torch.nn.Module:
         """Move ``model`` to this process's device."""
         return model.to(self.state.device)
 
-    def adopt(self, optimizer: torch.optim.Optimizer) -> None:
-        """Have ``optimizer`` step the parameters that `place` has left, whichever of the two came first."""
+    def prepare(
+        self, models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]
+    ) -> tuple[list[torch.nn.Module], list[torch.optim.Optimizer]]:
+        """Return ``models``, placed already, as to be called in training, and optimizers that step their parameters.
+
+        One for one. Either may come in a later call than what it belongs to, or be empty.
+        """
+        return [self.wrap(model) for model in models], list(optimizers)
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Return ``model``, on its device already, as the thing to call in training."""

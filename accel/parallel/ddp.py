@@ -20,6 +20,8 @@ from accel.world.process_group import hold_open
 class DataParallel(Strategy):
     """torch's DistributedDataParallel, with the script's ``DistributedDataParallelKwargs``."""
 
+    joins = True
+
     def __init__(self, state: PartialState, kwargs: DistributedDataParallelKwargs | None = None) -> None:
         super().__init__(state)
         self.kwargs = kwargs or DistributedDataParallelKwargs()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -22,6 +22,7 @@ class Xla(Strategy):
     def __init__(self, state: PartialState) -> None:
         super().__init__(state)
         self._models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._held = 0
         # The parameter that a model had before it came to the device → the one it has there.
         self._moved: Any = WeakIdKeyDictionary()
@@ -36,8 +37,16 @@ class Xla(Strategy):
                 module._parameters[name] = moved
         return model
 
-    def adopt(self, optimizer: torch.optim.Optimizer) -> None:
-        """Have ``optimizer`` step the parameters on the device, and keep their state."""
+    def prepare(
+        self, models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]
+    ) -> tuple[list[torch.nn.Module], list[torch.optim.Optimizer]]:
+        """See `Strategy.prepare`; optimizers step the parameters on the device, and keep their state."""
+        self._optimizers.update(optimizers)
+        for optimizer in self._optimizers:
+            self._adopt(optimizer)
+        return super().prepare(models, optimizers)
+
+    def _adopt(self, optimizer: torch.optim.Optimizer) -> None:
         for group in optimizer.param_groups:
             group["params"] = [self._moved.get(parameter, parameter) for parameter in group["params"]]
         for parameter in list(optimizer.state):

@@ -1,3 +1,3 @@
-"""What a training step is made of: the optimizer, the scheduler, accumulation, compilation and profiling; not the
-loop, which is the user's.
+"""What a training step is made of: the optimizer, the scheduler, accumulation and compilation; not the loop, which is
+the user's.
 """

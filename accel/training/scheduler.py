@@ -11,19 +11,26 @@ from accel.state import GradientState, PartialState
 class AcceleratedScheduler:
     """A scheduler that steps when its optimizers did, and as often as there are processes.
 
-    A schedule is written for one process. With P processes each optimizer step uses P batches, so that the schedule
-    moves on by P; with ``split_batches`` (the batch size is that of all processes together) it moves on by one. It
-    stays where a step was left out (fp16 overflow) or gradients are being accumulated. With
-    ``step_with_optimizer=False`` every ``step()`` is one step.
+    A schedule is written for one process. With P processes that see different data (``shares``, else all of the world)
+    each optimizer step uses P batches, so that the schedule moves on by P; with ``split_batches`` (the batch size is
+    that of all processes together) it moves on by one. It stays where a step was left out (fp16 overflow) or gradients
+    are being accumulated. With ``step_with_optimizer=False`` every ``step()`` is one step.
     """
 
     def __init__(
-        self, scheduler: Any, optimizers: Any, step_with_optimizer: bool = True, split_batches: bool = False
+        self,
+        scheduler: Any,
+        optimizers: Any,
+        step_with_optimizer: bool = True,
+        split_batches: bool = False,
+        *,
+        shares: int | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.optimizers: Sequence[Any] = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
         self.step_with_optimizer = step_with_optimizer
         self.split_batches = split_batches
+        self._shares = shares
         self.gradient_state = GradientState()
 
     def step(self, *args: Any, **kwargs: Any) -> None:
@@ -38,7 +45,7 @@ class AcceleratedScheduler:
 
     def _step(self, *args: Any, **kwargs: Any) -> None:
         total = getattr(self.scheduler, "total_steps", None)
-        for _ in range(1 if self.split_batches else PartialState().num_processes):
+        for _ in range(1 if self.split_batches else self._shares or PartialState().num_processes):
             # Several steps at once may overshoot a schedule of fixed length, which would fail or rise again there.
             if total is None or self.scheduler.last_epoch + 1 < total:
                 self.scheduler.step(*args, **kwargs)

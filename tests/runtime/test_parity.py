@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import accel.accelerator.profiling
 import accel.collectives.rng
 import accel.enums
 import accel.launch.function
@@ -18,7 +19,6 @@ import accel.plugins
 import accel.progress
 import accel.state
 import accel.training.introspection
-import accel.training.profiling
 import accel.world.available
 import accel.world.environment
 import accel.world.hardware

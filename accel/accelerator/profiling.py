@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from accel.plugins import ProfileKwargs as ProfileKwargs
-from accel.state import AcceleratorState
+from accel.accelerator.run import Part
+from accel.plugins import ProfileKwargs
 
 if TYPE_CHECKING:
     from torch.profiler import profile
@@ -16,10 +16,9 @@ if TYPE_CHECKING:
 PROFILE_PATTERN_NAME = "profile_{suffix}.json"
 
 
-class ProfileControl:
+class ProfileControl(Part):
     """The part of `Accelerator` that profiles."""
 
-    state: AcceleratorState
     profile_handler: ProfileKwargs | None = None
 
     @contextmanager

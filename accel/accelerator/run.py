@@ -1,0 +1,110 @@
+"""The run that the parts of `Accelerator` are parts of: what it is, and what is prepared in it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch.utils.data import DataLoader
+
+from accel.parallel.base import Strategy
+from accel.plugins import ProjectConfiguration
+from accel.precision.base import Precision
+from accel.state import AcceleratorState, GradientState
+from accel.training.accumulation import Window
+from accel.training.optimizer import AcceleratedOptimizer
+from accel.training.scheduler import AcceleratedScheduler
+
+
+@dataclass(kw_only=True)
+class Run:
+    """What all parts share.
+
+    registered: the script's own objects that checkpoints hold.
+    evaluated:  those of ``models`` that were prepared for evaluation alone, and are not spread over the world.
+    """
+
+    state: AcceleratorState
+    gradient_state: GradientState
+    strategy: Strategy
+    precision: Precision
+    window: Window
+    project: ProjectConfiguration
+    models: list[torch.nn.Module] = field(default_factory=list)
+    optimizers: list[AcceleratedOptimizer] = field(default_factory=list)
+    schedulers: list[AcceleratedScheduler] = field(default_factory=list)
+    loaders: list[DataLoader[Any]] = field(default_factory=list)
+    registered: list[Any] = field(default_factory=list)
+    evaluated: WeakSet[torch.nn.Module] = field(default_factory=WeakSet)
+
+    def forget(self) -> None:
+        """Let go of everything that is prepared and registered."""
+        self.models, self.optimizers, self.schedulers = [], [], []
+        self.loaders, self.registered, self.evaluated = [], [], WeakSet()
+
+
+class Part:
+    """A part of `Accelerator`. Whatever it has beside the run is its own, and no other part's."""
+
+    _run: Run
+
+    @property
+    def state(self) -> AcceleratorState:
+        """The process's state."""
+        return self._run.state
+
+    @property
+    def gradient_state(self) -> GradientState:
+        """Where the process is in its accumulation window and loaders."""
+        return self._run.gradient_state
+
+    @property
+    def strategy(self) -> Strategy:
+        """How models are spread over the world."""
+        return self._run.strategy
+
+    @strategy.setter
+    def strategy(self, strategy: Strategy) -> None:
+        self._run.strategy = strategy
+
+    @property
+    def precision(self) -> Precision:
+        """In which precision models compute."""
+        return self._run.precision
+
+    @precision.setter
+    def precision(self, precision: Precision) -> None:
+        self._run.precision = precision
+
+    @property
+    def project_configuration(self) -> ProjectConfiguration:
+        """Where the run keeps its files."""
+        return self._run.project
+
+    @project_configuration.setter
+    def project_configuration(self, project: ProjectConfiguration) -> None:
+        self._run.project = project
+
+    # By the names of Accelerate, whose users read them.
+
+    @property
+    def _models(self) -> list[torch.nn.Module]:
+        return self._run.models
+
+    @property
+    def _optimizers(self) -> list[AcceleratedOptimizer]:
+        return self._run.optimizers
+
+    @property
+    def _schedulers(self) -> list[AcceleratedScheduler]:
+        return self._run.schedulers
+
+    @property
+    def _dataloaders(self) -> list[DataLoader[Any]]:
+        return self._run.loaders
+
+    @property
+    def _custom_objects(self) -> list[Any]:
+        return self._run.registered
