@@ -22,7 +22,7 @@ from schedulers.kubernetes.logs import reader, streams
 from schedulers.kubernetes.native_id import Native
 from tests.clusters.kubernetes import Kubernetes
 from tests.marks import long
-from tests.waiting import until
+from tests.waiting import comes, until
 
 from ..conftest import Submit
 
@@ -609,7 +609,8 @@ def test_a_node_s_log_is_archived_when_its_pod_is_evicted(
     until(lambda: "hello\n" in follower.text(), "it runs")
     (pod,) = (each["metadata"]["name"] for each in kubernetes.pods(namespace))
     kubernetes.displace(namespace, pod)
-    until(lambda: follower.text().count("hello\n") == 2, "it runs again")
+    again = comes(lambda: follower.text().count("hello\n") == 2, 120)
+    assert again, (follower.failure, follower.lines, job.status(), kubernetes.pods(namespace))
     (shared / "go").touch()
     followed = follower.ended()
     assert _text(followed) == "hello\ngoodbye\nhello\ndone\n"
