@@ -225,6 +225,7 @@ class Accelerator(
         return None
 
     def _known_optimizer(self, optimizer: torch.optim.Optimizer) -> AcceleratedOptimizer | None:
+        """What an earlier call has made of ``optimizer``; one that another `Accelerator` has made is taken over."""
         for known in self._run.optimizers:
             if optimizer is known or optimizer is known.optimizer:
                 return known

@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from types import FrameType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -21,9 +21,6 @@ from accel.checkpoint.all_ranks import side_group
 from accel.errors import StateError
 from accel.logging import get_logger
 from accel.state import AcceleratorState
-
-if TYPE_CHECKING:
-    pass
 
 logger = get_logger(__name__)
 

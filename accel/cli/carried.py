@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from .argv import UsageError
-
-if TYPE_CHECKING:
-    pass
 
 
 class Carried(NamedTuple):

@@ -27,8 +27,8 @@ from ..store import atomic_files
 from ..target import Checked, Found, Plan, TargetContext
 from . import api, slices
 from . import options as meaning
-from .base import CODE, SliceTarget
 from .node_request import JOB_LABEL, body, node_id, result_url
+from .slice_target import CODE, SliceTarget
 
 _AGAIN_S = (5.0, 300.0)  # after a stockout: first, last
 _MOST_LEFT = 10

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..target import TargetContext
 from . import options as meaning
-from .base import SliceTarget
+from .slice_target import SliceTarget
 
 
 class TpuTarget(SliceTarget):

@@ -227,6 +227,7 @@ def main():
 def test_torch_xla_itself_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One device: its collectives abort between several on the CPU."""
     if find_spec("torch_xla") is None:
+        # In CI too: it needs another torch than all other tests.
         pytest.skip("torch_xla is not installed; it needs torch 2.9.0: pip install torch==2.9.0 torch_xla==2.9.0")
     monkeypatch.setattr(sys.modules[__name__], "STANDINS", ROOT)
     device, kind, moved = launched(tmp_path, REAL, *TPU, PJRT_DEVICE="CPU")

@@ -19,8 +19,8 @@ from accel.checkpoint.durable import Digest
 from accel.world import project_root
 from schedulers import SpecError, State
 from schedulers.tpu import checkpoints, node_request
-from schedulers.tpu.base import _KEEP
 from schedulers.tpu.checkpoints import Bucket, Save, Uploads, restore
+from schedulers.tpu.slice_target import _KEEP
 from tests.clusters.tpu import Tpu
 from tests.marks import long
 from tests.needs import package

@@ -123,7 +123,7 @@ ROWS = {
     "asked for, and nobody goes on": Row(point=("after", f"{API}.create", 1), alone=True),
     "the submit not recorded": Row(point=("before", "schedulers.jobs.submit:_keep", 1), options={"queued": True}),
     # … to the start …
-    "READY": Row(point=("before", "schedulers.tpu.base:SliceTarget.reach", 1)),
+    "READY": Row(point=("before", "schedulers.tpu.slice_target:SliceTarget.reach", 1)),
     "shipped and not started": Row(point=("before", START, 1)),
     "shipped, and nobody goes on": Row(point=("before", START, 1), alone=True),
     "started, and not seen": Row(point=("after", START, 1)),

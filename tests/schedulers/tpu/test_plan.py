@@ -16,8 +16,8 @@ from schedulers.errors import ConfigError, SubmitError
 from schedulers.hosts.ssh_config import resolve
 from schedulers.target import TargetContext
 from schedulers.tpu import slices
-from schedulers.tpu.base import SliceTarget
 from schedulers.tpu.options import TpuOptions
+from schedulers.tpu.slice_target import SliceTarget
 from schedulers.tpu.slices import Slice
 from schedulers.tpu.target import TpuTarget
 from schedulers.tpu.topology import hosts_of
