@@ -205,8 +205,10 @@ def ssh_fabric(rounds: int) -> bool:
 
             def through_fabric() -> None:
                 settings = fabric.Config(lazy=True, ssh_config=paramiko.SSHConfig())
+                made = fabric.Connection("nowhere", config=settings, gateway="sh -c 'sleep 0.2; exit 1'")
                 with contextlib.suppress(paramiko.SSHException):
-                    fabric.Connection("nowhere", config=settings, gateway="sh -c 'sleep 0.2; exit 1'").open()
+                    made.open()
+                made.client.close()  # else a thread of it reads the end of the program again and again
 
             def through_accel() -> None:
                 with contextlib.suppress(SchedulerError):
@@ -223,7 +225,9 @@ def ssh_fabric(rounds: int) -> bool:
             names = list(measures)
             bars = [Bar(ours=ours, base=base, limit=1) for ours, base in zip(names[::2], names[1::2], strict=True)]
             timed = {name: _timed(measure) for name, measure in measures.items()}
-            return report("ssh_fabric", interleaved(timed, rounds), bars)
+            # Apart: what is measured after Fabric's 15 s of waiting finds a machine that has gone to sleep.
+            proxies = {name: timed.pop(name) for name in names[-2:]}
+            return report("ssh_fabric", interleaved(timed, rounds) | interleaved(proxies, rounds), bars)
 
 
 @contextlib.contextmanager
