@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-MOST = 5
+MOST = 10
 REPORT = Path("build/failed-beside-others.txt")
 
 

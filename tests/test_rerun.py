@@ -52,7 +52,7 @@ def test_what_failed_beside_others_and_passes_alone_is_named_and_the_run_passes(
     [
         (RACE, ""),
         (RACE + "    assert False\n", "1"),
-        (RACE.replace('["a b", "x::y"]', "range(6)"), "1"),
+        (RACE.replace('["a b", "x::y"]', "range(11)"), "1"),
         (RACE + "import no_such_module\n", "1"),
     ],
     ids=["not in CI", "fails alone too", "too many", "collection"],

@@ -195,6 +195,7 @@ def using(cluster: Kubernetes, request: pytest.FixtureRequest) -> Iterator[Kuber
     cluster.alone = request.node.get_closest_marker("alone") is not None
     with Shared("kubernetes").using(alone=cluster.alone):
         cluster.start_api()
+        cluster.check()
         try:
             yield cluster
         finally:

@@ -32,7 +32,9 @@ from pathlib import Path
 
 import yaml
 
-from .kube import images, nodes, objects, programs, webhook
+from tests.waiting import comes
+
+from .kube import health, images, nodes, objects, programs, webhook
 from .kube.client import MERGE, Client, Object, Refused
 from .kube.control import ControlPlane, Daemon
 from .kube.crds import INSTALLED, definitions, established
@@ -43,6 +45,7 @@ from .netns import ClusterError, Network, Slot, lacking, wait_until
 ROOT = Path(__file__).parents[2]
 IMAGE = os.environ.get("ACCEL_TEST_IMAGE", images.TRAIN)
 START_S = 120.0
+_HEAL_S = 60.0
 _KIND = "ak"
 _COMMAND_SLOT = Slot(_KIND, 250)
 _MOST_NODES = 4
@@ -308,9 +311,25 @@ class Kubernetes:
         self.nodes[name].start()
         wait_until(f"{name} is ready", lambda: self._takes_pods(name), START_S)
 
+    def check(self) -> None:
+        """Raises ClusterError where a part that no test has taken away is gone, with all that is wrong, and mends what
+        can be mended: whoever comes next may find a cluster that works."""
+
+        def well() -> bool:
+            return not health.faults(self.client, self.daemons, self.nodes)
+
+        if comes(well, _HEAL_S):
+            return
+        found = self.diagnose()
+        nodes.route_pods(self.network, list(self.nodes.values()))
+        self.control.restart_ended(self.kubeconfig())
+        raise ClusterError(f"the cluster is not well:\n{found}")
+
     def diagnose(self) -> str:
-        """The last lines of every log."""
-        words = [daemon.last_words() for daemon in self.daemons]
+        """What is wrong, the pods that have not ended, and the last lines of every log."""
+        wrong = health.faults(self.client, self.daemons, self.nodes)
+        words = [*wrong, *health.unfinished(self.client)]
+        words += [daemon.last_words() for daemon in self.daemons]
         return "\n".join([*words, *(node.last_words() for node in self.nodes.values())])
 
     def _breaks(self) -> None:

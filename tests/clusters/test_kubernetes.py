@@ -182,6 +182,20 @@ def test_nothing_is_left_of_a_cluster_that_was_stopped_nor_of_its_pods(tmp_path:
         assert _left(made) == []
 
 
+@pytest.mark.alone
+def test_a_part_that_has_gone_is_named_and_mended(cluster: Kubernetes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.clusters.kubernetes._HEAL_S", 0.5)
+    cluster.check()
+    cluster.control.names.stop()
+    subprocess.run(["ip", "route", "del", cluster.nodes["n1"].pods], check=True)
+    with pytest.raises(
+        ClusterError, match="the cluster is not well:\ncoredns has ended\nthe pods of n1 are not routed"
+    ):
+        cluster.check()
+    monkeypatch.undo()
+    cluster.check()
+
+
 def test_the_command_says_what_it_takes(capsys: pytest.CaptureFixture[str]) -> None:
     absent = lacks()
     if absent:

@@ -300,11 +300,12 @@ class Api:
         shown.extend(self._credentials().headers())
         times = (_CONNECT_S, timeout_s)
         while True:
+            sent = time.time()
             try:
                 answer = client.call_api(method, self._url(path, query), shown, body, _request_timeout=times)
                 response: urllib3.BaseHTTPResponse = answer.response
                 if (date := parsedate_tz(response.headers.get("date"))) is not None:
-                    self._ahead_s = mktime_tz(date) - time.time()
+                    self._ahead_s = _ahead(mktime_tz(date), sent, time.time())
                 return response
             except (ApiException, exceptions.HTTPError, OSError) as error:  # the first is the client's for TLS
                 never_sent = isinstance(error, exceptions.NewConnectionError)
@@ -368,3 +369,9 @@ def _pause(seconds: float, advised: str | None) -> None:
 
 def _text(error: Exception) -> str:
     return str(error).partition(": ")[2] or str(error)
+
+
+def _ahead(date: float, sent: float, received: float) -> float:
+    """How far a server's clock must be ahead of ours which says ``date``, in whole seconds, in answer to a request."""
+    least, most = date - received, date + 1 - sent
+    return least if least > 0 else min(most, 0.0)

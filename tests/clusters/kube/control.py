@@ -133,11 +133,26 @@ class ControlPlane:
     def start_controllers(self, kubeconfig: Path) -> None:
         """Kubernetes' own controllers, the scheduler and the cluster's name server."""
         self.start_manager(kubeconfig)
+        self._start_scheduler(kubeconfig)
+        self._start_names(kubeconfig)
+
+    def _start_scheduler(self, kubeconfig: Path) -> None:
         words = {**_client(kubeconfig), "secure-port": "0"}
         self.scheduler.start([self._program("kube-scheduler"), *_options(words)])
+
+    def _start_names(self, kubeconfig: Path) -> None:
         config = self.box / "Corefile"
         config.write_text(_CORE_FILE.format(address=self.address, kubeconfig=kubeconfig))
         self.names.start([self._program("coredns"), "-conf", config])
+
+    def restart_ended(self, kubeconfig: Path) -> None:
+        """Those of `start_controllers` that have ended."""
+        if not self.controllers.alive():
+            self.start_manager(kubeconfig)
+        if not self.scheduler.alive():
+            self._start_scheduler(kubeconfig)
+        if not self.names.alive():
+            self._start_names(kubeconfig)
 
     def start_manager(self, kubeconfig: Path, *, node_grace_s: int = 60) -> None:
         """The controllers, in place of those that run; they miss a node that is silent for so long."""

@@ -74,7 +74,7 @@ class Node:
         self.name = f"n{index}"
         self.machine = Machine(network, index, self.name, self._boot)
         self.pods = _subnet(network, index)
-        self._others = {
+        self.others = {
             _subnet(network, other): network.address(other) for other in range(1, count + 1) if other != index
         }
         self._gateway = network.address(0)
@@ -188,7 +188,7 @@ class Node:
 
     def _boot(self, machine: Machine) -> str:
         routes = [f"ip route replace default via {self._gateway}"]
-        routes += [f"ip route replace {pods} via {address}" for pods, address in self._others.items()]
+        routes += [f"ip route replace {pods} via {address}" for pods, address in self.others.items()]
         return _BOOT.format(own=machine.own, disk=DISK_MB, routes="\n".join(routes))
 
     def _booted(self) -> bool:

@@ -40,9 +40,14 @@ def create(submit: Submit) -> Submit:
     return create
 
 
-def test_a_slice_is_created_and_deleted(tpu: Tpu, create: Submit, project: Path) -> None:
+def test_a_slice_is_created_and_deleted(tpu: Tpu, create: Submit, project: Path, tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir(mode=0o777)
+    shared.chmod(0o777)
     tpu.hold("CreateNode")
-    job = create('echo "$RANK of $WORLD_SIZE on $(hostname)"; exit 7')
+    # Which rank fails first is left to chance; none may before both have written, since the other is then ended.
+    written = f"touch {shared}/$RANK; until [ -e {shared}/0 ] && [ -e {shared}/1 ]; do sleep 0.1; done"
+    job = create(f'echo "$RANK of $WORLD_SIZE on $(hostname)"; {written}; exit 7')
     assert job.native_id == f"accel-{job.id}/{job.id}"
     status = job.status()
     assert (status.state, status.message) == (State.QUEUED, f"accel-{job.id}-0 is CREATING")

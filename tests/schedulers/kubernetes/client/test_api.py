@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from schedulers.errors import ConfigError, SchedulerError, Unreachable
-from schedulers.kubernetes.client import errors
+from schedulers.kubernetes.client import api, errors
 from schedulers.kubernetes.client.errors import ApiError, Conflict, Forbidden, Gone, Invalid, NotFound, Unauthorized
 
 from ..conftest import MakeApi
@@ -219,6 +219,21 @@ def test_a_server_that_never_answers(make: MakeApi) -> None:
         told = line(lambda: make(server.url).call("GET", "/x", timeout_s=0.2), Unreachable)
         over.set()
     assert told.endswith("cannot be reached: no answer in time")
+
+
+@pytest.mark.parametrize(
+    ("date", "sent", "received", "ahead"),
+    [
+        (10.0, 10.98, 11.02, 0.0),  # within the second that it says
+        (12.0, 10.0, 15.0, 0.0),  # after long
+        (3610.0, 10.2, 10.5, 3599.5),
+        (10.0, 3610.5, 3611.0, -3599.5),
+    ],
+)
+def test_a_clock_is_ahead_only_as_far_as_its_seconds_show(
+    date: float, sent: float, received: float, ahead: float
+) -> None:
+    assert api._ahead(date, sent, received) == ahead
 
 
 def test_a_token_that_ended_is_renewed(make: MakeApi, tmp_path: Path) -> None:
