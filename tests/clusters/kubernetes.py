@@ -18,6 +18,7 @@ cluster and another end it.
 from __future__ import annotations
 
 import datetime
+import fcntl
 import json
 import os
 import shutil
@@ -321,8 +322,10 @@ class Kubernetes:
         if comes(well, _HEAL_S):
             return
         found = self.diagnose()
-        nodes.route_pods(self.network, list(self.nodes.values()))
-        self.control.restart_ended(self.kubeconfig())
+        with (self.box / "mending.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # other workers have found the same
+            nodes.route_pods(self.network, list(self.nodes.values()))
+            self.control.restart_ended(self.kubeconfig())
         raise ClusterError(f"the cluster is not well:\n{found}")
 
     def diagnose(self) -> str:

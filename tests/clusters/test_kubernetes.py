@@ -19,7 +19,7 @@ from tests.clusters.kube import programs
 from tests.clusters.kube.client import Client, Credentials, Object, Refused
 from tests.clusters.kube.images import TRAIN
 from tests.clusters.kubernetes import Kubernetes, claim, lacks, main
-from tests.clusters.netns import ClusterError, wait_until
+from tests.clusters.netns import ClusterError, call, wait_until
 from tests.needs import missing
 
 ROOT = Path(__file__).parents[2]
@@ -187,7 +187,7 @@ def test_a_part_that_has_gone_is_named_and_mended(cluster: Kubernetes, monkeypat
     monkeypatch.setattr("tests.clusters.kubernetes._HEAL_S", 0.5)
     cluster.check()
     cluster.control.names.stop()
-    subprocess.run(["ip", "route", "del", cluster.nodes["n1"].pods], check=True)
+    call("ip", "route", "del", cluster.nodes["n1"].pods)
     with pytest.raises(
         ClusterError, match="the cluster is not well:\ncoredns has ended\nthe pods of n1 are not routed"
     ):

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from ..netns import ClusterError
+from ..netns import ClusterError, call
 from .client import Client, Refused
 from .control import Daemon
 from .nodes import Node
@@ -47,9 +46,12 @@ def _of_nodes(items: Iterable[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _of_network(node: Node) -> Iterator[str]:
-    here = _said(["ip", "route", "get", node.pods.partition("/")[0]])
-    if node.address not in here:
-        yield f"the pods of {node.name} are not routed to from this computer: {here}"
+    try:
+        here = call("ip", "route", "get", node.pods.partition("/")[0])
+        if node.address not in here:
+            yield f"the pods of {node.name} are not routed to from this computer: {here}"
+    except ClusterError as error:
+        yield f"the pods of {node.name} are not routed to from this computer: {error}"
     try:
         node.machine.run("getent", "hosts", _API)
     except ClusterError as error:
@@ -70,8 +72,3 @@ def _line(pod: Mapping[str, Any]) -> str:
     where = f"{metadata['namespace']}/{metadata['name']} on {pod['spec'].get('nodeName')} at {status.get('podIP')}"
     going = " is deleted" if "deletionTimestamp" in metadata else ""
     return f"{where}: {status.get('phase')}{going} {states} {[each for each in waits if each]}"
-
-
-def _said(argv: list[str]) -> str:
-    done = subprocess.run(argv, capture_output=True, text=True)
-    return (done.stdout + done.stderr).strip()
