@@ -25,6 +25,7 @@ _HOME_OF = {
     "DataLoaderShard": "accel.data",
     "DistributedDataParallelKwargs": "accel.plugins",
     "DistributedType": "accel.enums",
+    "FullyShardedDataParallelPlugin": "accel.plugins.fsdp",
     "GeneralTracker": "accel.tracking",
     "GradScalerKwargs": "accel.plugins",
     "GradientAccumulationPlugin": "accel.plugins",
@@ -36,6 +37,7 @@ _HOME_OF = {
     "LocalSGD": "accel.local_sgd",
     "LogLine": "schedulers",
     "LoggerType": "accel.enums",
+    "ParallelismConfig": "accel.plugins.parallelism",
     "PartialState": "accel.state",
     "ProcessError": "accel.errors",
     "ProfileKwargs": "accel.plugins",
@@ -95,6 +97,7 @@ __all__ = [
     "DataLoaderShard",
     "DistributedDataParallelKwargs",
     "DistributedType",
+    "FullyShardedDataParallelPlugin",
     "GeneralTracker",
     "GradScalerKwargs",
     "GradientAccumulationPlugin",
@@ -106,6 +109,7 @@ __all__ = [
     "LocalSGD",
     "LogLine",
     "LoggerType",
+    "ParallelismConfig",
     "PartialState",
     "ProcessError",
     "ProfileKwargs",
@@ -208,6 +212,8 @@ if TYPE_CHECKING:
         ProjectConfiguration,
         TorchDynamoPlugin,
     )
+    from accel.plugins.fsdp import FullyShardedDataParallelPlugin
+    from accel.plugins.parallelism import ParallelismConfig
     from accel.state import AcceleratorState, GradientState, PartialState
     from accel.tracking import GeneralTracker, register_tracker_class
     from accel.training.compile import compile_regions

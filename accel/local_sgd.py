@@ -24,7 +24,7 @@ class LocalSGD:
     They are averaged at every ``local_sgd_steps``-th call of `step`, which goes after the optimizer's, and at the end
     of the region, unless that is left by an error. In a world of one, or with ``enabled=False``, nothing is done. The
     state of optimizers is not averaged. Every process must take as many steps. Raises `ArgumentError` for fewer than
-    one step.
+    one step, and where models are sharded.
     """
 
     def __init__(
@@ -32,6 +32,8 @@ class LocalSGD:
     ) -> None:
         if local_sgd_steps < 1:
             raise ArgumentError(f"LocalSGD(local_sgd_steps={local_sgd_steps}): it must be 1 or more")
+        if enabled and accelerator.is_fsdp2:
+            raise ArgumentError("LocalSGD averages whole models: sharded ones have no process of their own to train in")
         self.accelerator = accelerator
         self.model = model
         self.local_sgd_steps = local_sgd_steps

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
-from typing import Any, ClassVar, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar, cast
 
 import torch
 
@@ -23,6 +23,12 @@ from accel.world import xla
 from accel.world.environment import World, read_flag, read_world, torchrun_variables
 from accel.world.hardware import avoid_unsafe_links, set_numa_affinity
 from accel.world.split import share_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from accel.plugins.fsdp import FullyShardedDataParallelPlugin
+    from accel.plugins.parallelism import ParallelismConfig
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -117,8 +123,7 @@ class PartialState:
         self.is_main_process = world.rank == 0
         self.is_local_main_process = world.local_rank <= 0
         self.is_last_process = world.rank == world.size - 1
-        kind = worlds.BACKENDS.get(device.type, worlds.BACKENDS["cpu"])[1]
-        self.distributed_type = kind if self.use_distributed else DistributedType.NO
+        self.distributed_type = worlds.kind_of(device) if self.use_distributed else DistributedType.NO
         self.device = device
 
     def __getattr__(self, name: str) -> Any:
@@ -238,8 +243,9 @@ class AcceleratorState(PartialState):
     """`PartialState` and what the run was asked to compute with.
 
     ``mixed_precision`` is ``"no"``, ``"bf16"`` or ``"fp16"``; without it ``ACCELERATE_MIXED_PRECISION`` counts.
-    ``dynamo_plugin`` is kept for those who ask. Raises `StateError` when a precision is asked for and another was
-    taken the first time, and `ArgumentError` for a plugin that asks for a way of training which is not here.
+    ``dynamo_plugin`` is kept for those who ask. With an ``fsdp_plugin`` models are sharded in worlds of several
+    processes, on CPUs too, and ``distributed_type`` is FSDP. Raises `StateError` where a precision or sharding is asked
+    for after the first state was made without, and `ArgumentError` for a plugin that asks for what is not here.
     """
 
     _shared_state: ClassVar[dict[str, Any]] = PartialState._shared_state
@@ -247,11 +253,11 @@ class AcceleratorState(PartialState):
     _mixed_precision: str
     dynamo_plugin: Any = None
     deepspeed_plugins: Any = None
-    fsdp_plugin: Any = None
+    fsdp_plugin: FullyShardedDataParallelPlugin | None = None
     torch_tp_plugin: Any = None
     megatron_lm_plugin: Any = None
-    parallelism_config: Any = None
-    device_mesh: Any = None
+    parallelism_config: ParallelismConfig | None = None
+    device_mesh: DeviceMesh | None = None
     downcast_bfloat: bool = False
 
     def __init__(
@@ -270,13 +276,15 @@ class AcceleratorState(PartialState):
         refuse_unbuilt(
             "AcceleratorState",
             deepspeed_plugin=deepspeed_plugin,
-            fsdp_plugin=fsdp_plugin,
             torch_tp_plugin=torch_tp_plugin,
             megatron_lm_plugin=megatron_lm_plugin,
-            parallelism_config=parallelism_config,
         )
         super().__init__(cpu, **kwargs)
         with _beginning:
+            if fsdp_plugin is not None:
+                self._shard(fsdp_plugin)
+            if parallelism_config is not None:
+                self.parallelism_config = parallelism_config
             if "_mixed_precision" not in self.__dict__:
                 self._mixed_precision = _asked_precision(mixed_precision)
                 if self._mixed_precision == PrecisionType.BF16 and self.backend == xla.BACKEND:
@@ -289,6 +297,18 @@ class AcceleratorState(PartialState):
             if dynamo_plugin is not None:
                 self.dynamo_plugin = dynamo_plugin
 
+    def _shard(self, plugin: FullyShardedDataParallelPlugin) -> None:
+        if "_mixed_precision" in self.__dict__ and self.fsdp_plugin is None:
+            raise StateError(
+                "fsdp_plugin was asked after this process began without: give it to the first Accelerator or "
+                "AcceleratorState"
+            )
+        if self.backend == xla.BACKEND:
+            raise ArgumentError("fsdp_plugin is for GPUs and CPUs: under torch_xla models are whole on every process")
+        self.fsdp_plugin = plugin
+        if self.use_distributed and not plugin.whole:
+            self.distributed_type = DistributedType.FSDP
+
     def __repr__(self) -> str:
         return f"{super().__repr__()}Mixed precision type: {self._mixed_precision}\n"
 
@@ -296,8 +316,11 @@ class AcceleratorState(PartialState):
     def _reset_state(reset_partial_state: bool = False) -> None:
         if reset_partial_state:
             PartialState._shared_state.clear()
-        for name in ("_mixed_precision", "dynamo_plugin", "downcast_bfloat"):
-            PartialState._shared_state.pop(name, None)
+        shared = PartialState._shared_state
+        for name in ("_mixed_precision", "dynamo_plugin", "downcast_bfloat", "parallelism_config", "device_mesh"):
+            shared.pop(name, None)
+        if shared.pop("fsdp_plugin", None) is not None and shared.get("distributed_type") == DistributedType.FSDP:
+            shared["distributed_type"] = worlds.kind_of(shared["device"])
 
     @property
     def initialized(self) -> bool:
@@ -311,8 +334,8 @@ class AcceleratorState(PartialState):
 
     @property
     def is_fsdp2(self) -> bool:
-        """Whether the model is sharded by FSDP 2: no, in this version."""
-        return False
+        """Whether models are sharded, which is by FSDP 2."""
+        return self.distributed_type == DistributedType.FSDP
 
     @property
     def deepspeed_plugin(self) -> None:

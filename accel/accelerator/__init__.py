@@ -20,19 +20,21 @@ from accel.accelerator.arguments import (
     accumulation,
     by_type,
     loading,
+    parallelism,
     project,
     refuse_environment,
     refuse_unknown,
+    sharding,
 )
 from accel.accelerator.checkpoints import CheckpointControl
 from accel.accelerator.communication import ProcessControl
+from accel.accelerator.dimensions import Dimensions
 from accel.accelerator.loaders import LoadingControl
 from accel.accelerator.preemption import PreemptionControl
 from accel.accelerator.profiling import ProfileControl
 from accel.accelerator.run import Run
 from accel.accelerator.trackers import TrackingControl
 from accel.accelerator.training import TrainingControl
-from accel.accelerator.unsupported import Dimensions
 from accel.errors import ArgumentError
 from accel.exit_codes import REQUEUE
 from accel.logging import get_logger
@@ -52,7 +54,7 @@ from accel.plugins import (
 from accel.precision import choose_precision
 from accel.state import AcceleratorState, GradientState, refuse_unbuilt
 from accel.training.accumulation import Window
-from accel.training.compile import compile_regions, compiles, dynamo
+from accel.training.compile import compile_regions, compile_regions_in_place, compiles, dynamo
 from accel.training.optimizer import AcceleratedOptimizer
 from accel.training.scheduler import AcceleratedScheduler
 from accel.world.available import is_bitsandbytes_multi_backend_available, is_xpu_available
@@ -82,7 +84,8 @@ class Accelerator(
     on `device`. ``rng_types``: which generators are made equal on all processes when an epoch begins.
     ``log_with``: the trackers that `log` writes to, by name, instance or class; see `init_trackers`.
     ``kwargs_handlers``: at most one each of `AutocastKwargs`, `DistributedDataParallelKwargs`, `GradScalerKwargs`,
-    `InitProcessGroupKwargs` and `ProfileKwargs`.
+    `InitProcessGroupKwargs` and `ProfileKwargs`. ``fsdp_plugin``: models are sharded over the processes
+    (`FullyShardedDataParallelPlugin`); ``parallelism_config``: over which of them (`ParallelismConfig`).
 
     Raises `WorldError` where the environment speaks of several processes that cannot form one world, `PrecisionError`
     where the device lacks the precision, and `ArgumentError` for any other argument that cannot be used.
@@ -118,9 +121,7 @@ class Accelerator(
             "Accelerator",
             deepspeed_plugin=deepspeed_plugin,
             deepspeed_plugins=deepspeed_plugins,
-            fsdp_plugin=fsdp_plugin,
             megatron_lm_plugin=megatron_lm_plugin,
-            parallelism_config=parallelism_config,
             torch_tp_plugin=torch_tp_plugin,
         )
         refuse_environment(os.environ)
@@ -138,12 +139,23 @@ class Accelerator(
         self._init_tracking(log_with, files.logging_dir)
         self.dynamo_plugin = dynamo(dynamo_backend, dynamo_plugin)
         options = self.init_handler.to_kwargs() if self.init_handler else {}
-        state = AcceleratorState(mixed_precision, cpu, self.dynamo_plugin, **options)
+        fsdp_plugin = sharding(fsdp_plugin)
+        parallelism_config = parallelism(parallelism_config, fsdp_plugin)
+        if fsdp_plugin is not None:
+            options = {**fsdp_plugin.world_options(), **options}
+        state = AcceleratorState(
+            mixed_precision,
+            cpu,
+            self.dynamo_plugin,
+            fsdp_plugin=fsdp_plugin,
+            parallelism_config=parallelism_config,
+            **options,
+        )
         gradient_state = GradientState(accumulation(gradient_accumulation_plugin, gradient_accumulation_steps))
         self._run = Run(
             state=state,
             gradient_state=gradient_state,
-            strategy=choose_strategy(state, handlers),
+            strategy=choose_strategy(state, {**handlers, **_by_class(state.fsdp_plugin, state.parallelism_config)}),
             precision=choose_precision(state.mixed_precision, state.device, self.autocast_handler, self.scaler_handler),
             window=Window(gradient_state),
             project=files,
@@ -243,10 +255,11 @@ class Accelerator(
             )
         placed = _is_quantised_in_place(model, self.device) or spread
         if not placed and (self.device_placement if place is None else place):
-            model = self.strategy.place(model)
+            model = self.strategy.place(model, evaluation)
         self.precision.wrap_forward(model)
         if compiles(self.dynamo_plugin, model, regions=True):
-            model = compile_regions(model, **self.dynamo_plugin.to_kwargs())
+            by_regions = compile_regions_in_place if self.strategy.compiles_in_place else compile_regions
+            model = by_regions(model, **self.dynamo_plugin.to_kwargs())
         return model
 
     def _end_model(self, model: torch.nn.Module) -> torch.nn.Module:
@@ -332,6 +345,10 @@ def _call_all(steps: Sequence[Callable[[], None]]) -> None:
             steps[0]()
         finally:
             _call_all(steps[1:])
+
+
+def _by_class(*plugins: Any) -> dict[type, Any]:
+    return {type(plugin): plugin for plugin in plugins if plugin is not None}
 
 
 def _is_scheduler(item: Any) -> bool:

@@ -20,15 +20,15 @@ from accel.plugins import (
     ProfileKwargs,
     ProjectConfiguration,
 )
+from accel.plugins.fsdp import FullyShardedDataParallelPlugin
+from accel.plugins.parallelism import ParallelismConfig
 from accel.world.environment import read_flag, read_int
 
 _HANDLERS = (AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs, InitProcessGroupKwargs, ProfileKwargs)
 _STEPS = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
 _WAYS_NOT_HERE = (
     "ACCELERATE_USE_DEEPSPEED",
-    "ACCELERATE_USE_FSDP",
     "ACCELERATE_USE_MEGATRON_LM",
-    "ACCELERATE_USE_PARALLELISM_CONFIG",
 )
 
 
@@ -58,6 +58,39 @@ def refuse_environment(env: Mapping[str, str]) -> None:
     asked = [name for name in _WAYS_NOT_HERE if read_flag(env, name)]
     if asked:
         raise ArgumentError(f"environment variable {asked[0]}={env[asked[0]]}: not in this version of accel; unset it")
+
+
+def sharding(plugin: Any) -> FullyShardedDataParallelPlugin | None:
+    """How models are sharded, from the argument, or where ``ACCELERATE_USE_FSDP`` asks for it from ``FSDP_…``."""
+    if plugin is not None and not isinstance(plugin, FullyShardedDataParallelPlugin):
+        raise ArgumentError(
+            f"Accelerator(fsdp_plugin=…) must be a FullyShardedDataParallelPlugin, not {type(plugin).__name__}"
+        )
+    if isinstance(plugin, FullyShardedDataParallelPlugin):
+        os.environ["ACCELERATE_USE_FSDP"] = "true"  # transformers asks for it when it loads a model
+        return plugin
+    return FullyShardedDataParallelPlugin() if read_flag(os.environ, "ACCELERATE_USE_FSDP") else None
+
+
+def parallelism(
+    config: ParallelismConfig | None, plugin: FullyShardedDataParallelPlugin | None
+) -> ParallelismConfig | None:
+    """Over which dimensions the work is shared, from the argument or ``PARALLELISM_CONFIG_…``.
+
+    Raises `ArgumentError` where it says that models are sharded, and nothing says how.
+    """
+    if config is not None and not isinstance(config, ParallelismConfig):
+        raise ArgumentError(
+            f"Accelerator(parallelism_config=…) must be a ParallelismConfig, not {type(config).__name__}"
+        )
+    if config is None and read_flag(os.environ, "ACCELERATE_USE_PARALLELISM_CONFIG"):
+        config = ParallelismConfig()
+    if config is not None and config.dp_shard_enabled and plugin is None:
+        raise ArgumentError(
+            f"ParallelismConfig(dp_shard_size={config.dp_shard_size}) shards models: "
+            "give fsdp_plugin=FullyShardedDataParallelPlugin() too (--use_fsdp)"
+        )
+    return config
 
 
 def by_type(handlers: Sequence[KwargsHandler]) -> dict[type, Any]:

@@ -106,6 +106,7 @@ class CheckpointControl(Part):
         waits for it does. ``save_model_func_kwargs`` are for ways of training that write a model otherwise; here they
         are named in a warning.
         """
+        self.strategy.refuse_unsavable()
         automatic = output_dir is None
         if automatic and not self.project_configuration.automatic_checkpoint_naming:
             raise ArgumentError(
@@ -153,6 +154,7 @@ class CheckpointControl(Part):
         `torch.nn.Module.load_state_dict`; of these ``map_location`` has no effect, as tensors are read straight to
         where the objects are. Raises `CheckpointError`, on every process.
         """
+        self.strategy.refuse_unsavable()
         newest = input_dir is None or os.fspath(input_dir) == "latest"
         if newest and self.project_dir is None:
             raise ArgumentError("load_state() without a directory needs Accelerator(project_dir=…)")

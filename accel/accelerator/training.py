@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -72,9 +72,11 @@ class TrainingControl(Part):
         """A region for one batch: until it ends a window, optimizers rest and gradients of ``models`` do not travel."""
         return Accumulation(self._run.window, self.strategy, models)
 
-    def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
-        """A region whose backward passes leave the gradients of ``model`` on their process."""
-        return self.strategy.no_sync(model)
+    def no_sync(self, model: torch.nn.Module | Sequence[torch.nn.Module]) -> AbstractContextManager[Any]:
+        """A region whose backward passes leave the gradients of ``model``, or of several, on their process."""
+        return (
+            self.strategy.no_sync(model) if isinstance(model, torch.nn.Module) else _all(self.strategy.no_sync, model)
+        )
 
     @staticmethod
     def trigger_sync_in_backward(model: torch.nn.Module) -> AbstractContextManager[None]:
@@ -179,3 +181,13 @@ class TrainingControl(Part):
     ) -> AbstractContextManager[None]:
         """A region without effect: sequences are not spread over processes in this version."""
         return nullcontext()
+
+
+@contextmanager
+def _all(
+    region: Callable[[torch.nn.Module], AbstractContextManager[Any]], models: Iterable[torch.nn.Module]
+) -> Iterator[None]:
+    with ExitStack() as held:
+        for model in models:
+            held.enter_context(region(model))
+        yield

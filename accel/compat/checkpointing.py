@@ -18,7 +18,7 @@ from accel.checkpoint.file_names import SCALER_NAME, custom_name
 from accel.errors import CheckpointError, one_of
 from accel.parallel import choose_strategy
 from accel.precision import Precision
-from accel.state import PartialState
+from accel.state import AcceleratorState, PartialState, is_initialized
 
 
 def save_accelerator_state(
@@ -98,7 +98,7 @@ def _contents(
     process_index: int,
     **more: Any,
 ) -> Contents:
-    state = PartialState()
+    state = AcceleratorState() if is_initialized() else PartialState()
     return Contents(
         device=state.device,
         process_index=process_index,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable
@@ -53,6 +54,16 @@ def move_to_device(state: Any, device: torch.device) -> Any:
 def get_module_class_from_name(module: torch.nn.Module, name: str) -> type | None:
     """The class called ``name`` of a module inside ``module``, or its own; ``None`` if there is none."""
     return next((type(inner) for inner in module.modules() if type(inner).__name__ == name), None)
+
+
+def enable_fsdp_ram_efficient_loading() -> None:
+    """Have transformers read a checkpoint on rank 0 alone, from now on."""
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "True"
+
+
+def disable_fsdp_ram_efficient_loading() -> None:
+    """Have transformers read a checkpoint on every rank, from now on."""
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "False"
 
 
 def get_parameters_from_modules(

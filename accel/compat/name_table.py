@@ -54,7 +54,7 @@ TABLE: dict[str, dict[str, str]] = {
         "accel.training.optimizer": "AcceleratedOptimizer",
         "accel.compat.helpers": "move_to_device",
     },
-    "accelerate.parallelism_config": {"accel.compat.unsupported_plugins": "ParallelismConfig"},
+    "accelerate.parallelism_config": {"accel.plugins.parallelism": "ParallelismConfig"},
     "accelerate.scheduler": {"accel.training.scheduler": "AcceleratedScheduler"},
     "accelerate.state": {"accel.state": "AcceleratorState GradientState PartialState do_nothing is_initialized"},
     "accelerate.test_utils": {},
@@ -102,7 +102,8 @@ TABLE: dict[str, dict[str, str]] = {
         "ProjectConfiguration TorchDynamoPlugin",
         "accel.collectives.operations": "TensorInformation",
         "accel.fp8_recipes": "AORecipeKwargs FP8RecipeKwargs MSAMPRecipeKwargs TERecipeKwargs",
-        "accel.compat.unsupported_plugins": "DeepSpeedPlugin FullyShardedDataParallelPlugin",
+        "accel.compat.unsupported_plugins": "DeepSpeedPlugin",
+        "accel.plugins.fsdp": "FullyShardedDataParallelPlugin",
         "accel.compat.helpers": "get_module_class_from_name",
     },
     "accelerate.utils.deepspeed": {
@@ -118,7 +119,8 @@ TABLE: dict[str, dict[str, str]] = {
     },
     "accelerate.utils.fsdp_utils": {
         "accel.compat.unsupported_plugins": "load_fsdp_model load_fsdp_optimizer save_fsdp_model save_fsdp_optimizer",
-        "accel.compat.helpers": "get_parameters_from_modules",
+        "accel.compat.helpers": "disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading "
+        "get_parameters_from_modules",
         "accel.checkpoint.merge": "merge_fsdp_weights",
     },
     "accelerate.utils.imports": {

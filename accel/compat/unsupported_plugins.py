@@ -13,32 +13,6 @@ from accel.errors import ArgumentError
 
 
 @dataclass
-class FullyShardedDataParallelPlugin:
-    """What fully sharded data parallelism is to be like."""
-
-    fsdp_version: int | None = None
-    sharding_strategy: Any = None
-    reshard_after_forward: Any = None
-    backward_prefetch: Any = None
-    mixed_precision_policy: Any = None
-    auto_wrap_policy: Any = None
-    cpu_offload: Any = None
-    ignored_modules: Any = None
-    state_dict_type: Any = None
-    state_dict_config: Any = None
-    optim_state_dict_config: Any = None
-    limit_all_gathers: bool = True
-    use_orig_params: bool | None = None
-    param_init_fn: Any = None
-    sync_module_states: bool | None = None
-    forward_prefetch: bool | None = None
-    activation_checkpointing: bool | None = None
-    cpu_ram_efficient_loading: bool | None = None
-    transformer_cls_names_to_wrap: list[str] | None = None
-    min_num_params: int | None = None
-
-
-@dataclass
 class DeepSpeedPlugin:
     """What DeepSpeed is to do."""
 
@@ -58,63 +32,7 @@ class DeepSpeedPlugin:
     msamp_opt_level: str | None = None
 
 
-@dataclass
-class ParallelismConfig:
-    """Over how many processes each dimension of a device mesh goes; a size that is not given is 1."""
-
-    dp_replicate_size: int | None = None
-    dp_shard_size: int | None = None
-    tp_size: int | None = None
-    cp_size: int | None = None
-    cp_backend: str | None = None
-    sp_size: int | None = None
-    sp_backend: str | None = None
-    tp_handler: Any = None
-    cp_handler: Any = None
-    sp_handler: Any = None
-
-    @property
-    def dp_replicate_enabled(self) -> bool:
-        """Whether models are replicated."""
-        return (self.dp_replicate_size or 1) > 1
-
-    @property
-    def dp_shard_enabled(self) -> bool:
-        """Whether models are sharded over data-parallel processes."""
-        return (self.dp_shard_size or 1) > 1
-
-    @property
-    def tp_enabled(self) -> bool:
-        """Whether tensors are spread."""
-        return (self.tp_size or 1) > 1
-
-    @property
-    def cp_enabled(self) -> bool:
-        """Whether sequences are spread, by context parallelism."""
-        return (self.cp_size or 1) > 1
-
-    @property
-    def sp_enabled(self) -> bool:
-        """Whether sequences are spread, by sequence parallelism."""
-        return (self.sp_size or 1) > 1
-
-    @property
-    def data_parallel_size(self) -> int:
-        """Processes that see different data."""
-        return (self.dp_replicate_size or 1) * (self.dp_shard_size or 1)
-
-    @property
-    def non_data_parallel_size(self) -> int:
-        """Processes that see the same data."""
-        return (self.tp_size or 1) * (self.cp_size or 1) * (self.sp_size or 1)
-
-    @property
-    def total_size(self) -> int:
-        """Processes in all."""
-        return self.data_parallel_size * self.non_data_parallel_size
-
-
-def _refuse(what: str = "fully sharded data parallelism") -> NoReturn:
+def _refuse(what: str = "this function for sharded models") -> NoReturn:
     raise ArgumentError(f"{what} is not in this version of accel: see docs/migrating.md")
 
 

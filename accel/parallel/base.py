@@ -17,6 +17,7 @@ class Strategy:
     """Leaves the model as it is; each method is the plain way to do its thing on whole parameters."""
 
     joins: ClassVar[bool] = False  # whether `uneven_inputs` has an effect
+    compiles_in_place: ClassVar[bool] = False  # whether modules must stay the objects that they are
 
     def __init__(self, state: PartialState) -> None:
         self.state = state
@@ -34,8 +35,8 @@ class Strategy:
         """See `accel.collectives.gather_object`, likewise."""
         return collectives.gather_object(items)
 
-    def place(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Move ``model`` to this process's device."""
+    def place(self, model: torch.nn.Module, evaluation: bool = False) -> torch.nn.Module:
+        """Move ``model`` to this process's device; ``evaluation``: it is not going to be given to `prepare`."""
         return model.to(self.state.device)
 
     def prepare(
@@ -73,6 +74,9 @@ class Strategy:
     def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
         """Limit each gradient element to ``[-clip_value, clip_value]``, in place."""
         torch.nn.utils.clip_grad_value_(parameters, clip_value)
+
+    def refuse_unsavable(self) -> None:
+        """Raise `ArgumentError` where the state of a run cannot be saved and loaded."""
 
     def model_state(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
         """The whole state dict of ``model``, by the names it has unwrapped; shares memory with it if it can."""

@@ -27,7 +27,7 @@ class Xla(Strategy):
         # The parameter that a model had before it came to the device → the one it has there.
         self._moved: Any = WeakIdKeyDictionary()
 
-    def place(self, model: torch.nn.Module) -> torch.nn.Module:
+    def place(self, model: torch.nn.Module, evaluation: bool = False) -> torch.nn.Module:
         """Move ``model`` to the device, where torch makes its parameters anew; tied ones stay tied."""
         before = [(module, name, kept) for module, name, kept in _parameters(model)]
         model = model.to(self.state.device)

@@ -111,7 +111,9 @@ def _sizes(options: Options, said: Callable[[str], str]) -> Iterator[str]:
         return
     names = [name for name in _SIZES if options[name] > 1]
     product = math.prod(options[name] for name in names)
-    if names and product != options["num_processes"]:
+    # What nobody has said the shards of a replica to be is what the other sizes leave.
+    rest = options["num_processes"] // product if "parallelism_config_dp_shard_size" not in names else 1
+    if names and product * rest != options["num_processes"]:
         sizes = " times ".join(said(name) for name in names)
         yield f"{said('num_processes')} and {sizes} contradict each other: the sizes' product is {product}"
 

@@ -26,7 +26,8 @@ FSDP = Group(
     "FSDP",
     "With --use_fsdp.",
     (
-        _fsdp("version", "1: FullyShardedDataParallel; 2: fully_shard", default="1", choices=("1", "2")),
+        _fsdp("version", "2: fully_shard; 1: settings of FullyShardedDataParallel, mapped to it by accel's runtime",
+              default="2", choices=("1", "2")),
         _fsdp("offload_params", "keep parameters and gradients on the CPU", "yesno", False),
         _fsdp("min_num_params", "parameters from which SIZE_BASED_WRAP makes a unit", "whole", 100_000_000,
               metavar="N"),

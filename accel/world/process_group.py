@@ -41,6 +41,11 @@ _last: Any = None
 _holders: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 
+def kind_of(device: torch.device) -> DistributedType:
+    """What a world of several processes on such a device is called."""
+    return BACKENDS.get(device.type, BACKENDS["cpu"])[1]
+
+
 def default_device_type() -> str:
     """The kind of device this machine offers best: cuda, xpu, mps, one that a package has added to torch, or cpu."""
     if torch.cuda.is_available():

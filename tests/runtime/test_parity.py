@@ -223,7 +223,7 @@ def test_states_need_no_accelerator() -> None:
 def _refused() -> list[str]:
     told = []
     actions: list[Any] = [
-        lambda: accel.state.AcceleratorState(fsdp_plugin=object()),
+        lambda: accel.state.AcceleratorState(deepspeed_plugin=object()),
         lambda: accel.state.AcceleratorState().select_deepspeed_plugin("b"),
         lambda: accel.state.AcceleratorState().get_deepspeed_plugin("b"),
         lambda: (accel.state.AcceleratorState._reset_state(), accel.state.AcceleratorState("fp8")),
@@ -238,7 +238,7 @@ def _refused() -> list[str]:
 
 def test_ways_of_training_that_are_not_here_are_named() -> None:
     assert run_one(_refused) == [
-        "AcceleratorState(fsdp_plugin=…) is not in this version of accel: leave it out",
+        "AcceleratorState(deepspeed_plugin=…) is not in this version of accel: leave it out",
         "select_deepspeed_plugin('b') needs a run under DeepSpeed, this is NO",
         "get_deepspeed_plugin('b') needs a run under DeepSpeed, this is NO",
         "mixed_precision: 'fp8' is not in this version of accel: use 'bf16' or 'fp16'",

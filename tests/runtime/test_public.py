@@ -21,8 +21,9 @@ ROOT = Path(__file__).parents[2]
 NAMES = """
 AccelError Accelerator AcceleratorState AutocastKwargs BatchSamplerShard CollectiveError DDPCommunicationHookType
 DataLoaderConfiguration DataLoaderDispatcher DataLoaderShard DistributedDataParallelKwargs DistributedType
-GeneralTracker GradScalerKwargs GradientAccumulationPlugin GradientState InitProcessGroupKwargs IterableDatasetShard
-Job JobSpec LocalSGD LogLine LoggerType PartialState ProcessError ProfileKwargs ProjectConfiguration Reason Resources
+FullyShardedDataParallelPlugin GeneralTracker GradScalerKwargs GradientAccumulationPlugin GradientState
+InitProcessGroupKwargs IterableDatasetShard Job JobSpec LocalSGD LogLine LoggerType ParallelismConfig PartialState
+ProcessError ProfileKwargs ProjectConfiguration Reason Resources
 Retry SeedableRandomSampler SkipBatchSampler SkipDataLoader State Status TorchDynamoPlugin broadcast
 broadcast_object_list compile_regions concatenate cpu_offload cpu_offload_with_hook debug_launcher disk_offload
 dispatch_model extract_model_from_parallel find_executable_batch_size gather gather_object get_logger get_sampler
@@ -137,7 +138,7 @@ def test_seeds() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("ACCELERATE_USE_FSDP", "true"), ("ACCELERATE_USE_DEEPSPEED", "1")],
+    [("ACCELERATE_USE_MEGATRON_LM", "true"), ("ACCELERATE_USE_DEEPSPEED", "1")],
 )
 def test_a_way_of_training_that_is_not_here_is_refused(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, value)

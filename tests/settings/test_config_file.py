@@ -187,7 +187,8 @@ def test_json_is_read_too(somewhere: Path) -> None:
         ("num_processes: 1\nnum_processes: 2", "@:2: key 'num_processes' is already on line 1"),
         ("num_processes: -1", "@:1: num_processes: -1 leaves it to --num_processes: give it"),
         ("use_cpu: true\ndistributed_type: MULTI_GPU", "--cpu (@:1) and --multi_gpu (@:2)"),
-        ("distributed_type: FSDP\nparallelism_config: {tp_size: 2}", "--use_parallelism_config (@:2) and"),
+        ("distributed_type: FSDP\nparallelism_config: {tp_size: 2}\nfsdp_config: {version: 1}",
+         "--use_parallelism_config (@:2) and"),
         ("distributed_type: FSDP\nfsdp_config:\n  sync_module_states: no", "--fsdp_sync_module_states false (@:3)"),
         ("a: \t@", "@:1"),
     ],
@@ -319,8 +320,8 @@ def test_explain_says_where_each_comes_from(somewhere: Path, capsys: pytest.Capt
     lines = capsys.readouterr().out.splitlines()
     assert "num_processes\t2\t--num_processes" in lines
     assert "mixed_precision\tbf16\taccelerate.yaml:1" in lines
-    assert "fsdp_version\t1\tdefault" in lines
-    assert lines.index("mixed_precision\tbf16\taccelerate.yaml:1") < lines.index("fsdp_version\t1\tdefault")
+    assert "fsdp_version\t2\tdefault" in lines
+    assert lines.index("mixed_precision\tbf16\taccelerate.yaml:1") < lines.index("fsdp_version\t2\tdefault")
 
 
 @pytest.mark.parametrize("without", ["flag", "environment", "scheduler", "file"])
@@ -330,13 +331,13 @@ def test_explain_names_the_next_where_one_says_nothing(
     """Flags, the environment, the scheduler, the file, the defaults: who has the word where all of them speak."""
     from accel.cli import main
 
-    name = written(somewhere, "fsdp_config: {fsdp_version: 1}\nmain_process_port: 1\nnum_processes: 2\ndebug: true")
+    name = written(somewhere, "fsdp_config: {fsdp_version: 2}\nmain_process_port: 1\nnum_processes: 2\ndebug: true")
     flags = {
-        "flag": ["--use_fsdp", "--fsdp_version", "2", "--main_process_port", "3", "--num_processes", "4"],
+        "flag": ["--use_fsdp", "--fsdp_version", "1", "--main_process_port", "3", "--num_processes", "4"],
         "file": ["--config_file", name],
     }
     env = {
-        "environment": {"FSDP_VERSION": "1", "ACCELERATE_MIXED_PRECISION": "fp16"},
+        "environment": {"FSDP_VERSION": "2", "ACCELERATE_MIXED_PRECISION": "fp16"},
         "scheduler": {"ACCEL_NODE_RANK": "0", "ACCEL_NODES": "2", "ACCEL_MASTER": "h", "ACCEL_PORT": "2"},
     }
     for layer in env.keys() - {without}:
@@ -346,8 +347,8 @@ def test_explain_names_the_next_where_one_says_nothing(
     assert main(["launch", "--explain", *words]) == 0
     found = {line.split("\t")[0]: tuple(line.split("\t")[1:]) for line in capsys.readouterr().out.splitlines()}
     scheduler = "the job's environment (ACCEL_NODES)"
-    assert found["fsdp_version"] == {"flag": ("1", "environment variable FSDP_VERSION")}.get(
-        without, ("2", "--fsdp_version")
+    assert found["fsdp_version"] == {"flag": ("2", "environment variable FSDP_VERSION")}.get(
+        without, ("1", "--fsdp_version")
     )
     assert found["main_process_port"] == {"flag": ("2", scheduler)}.get(without, ("3", "--main_process_port"))
     assert found["mixed_precision"] == {"environment": ("", "default")}.get(

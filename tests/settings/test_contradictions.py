@@ -39,8 +39,8 @@ def test_both_are_named(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     [
         ("--use_parallelism_config", "--use_fsdp"),
         ("--use_fsdp --fsdp_activation_checkpointing_offload true", "--fsdp_activation_checkpointing true"),
-        ("--use_fsdp --fsdp_activation_checkpointing true --fsdp_activation_checkpointing_offload true",
-         "--fsdp_version 2"),
+        ("--use_fsdp --fsdp_version 1 --fsdp_activation_checkpointing true "
+         "--fsdp_activation_checkpointing_offload true", "--fsdp_version 2"),
         ("--use_deepspeed --offload_param_device nvme", "--offload_param_nvme_path"),
         ("--aws_access_key_id A", "--aws_secret_access_key"),
     ],

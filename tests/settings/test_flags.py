@@ -34,7 +34,7 @@ ENVIRONMENT: dict[str, tuple[str, dict[str, str]]] = {
     "dynamo_use_regional_compilation": ("--dynamo_backend eager --dynamo_use_regional_compilation",
                                         {"ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "True"}),
     "use_deepspeed": ("--use_deepspeed", {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_CONFIG_DS_FIELDS": ""}),
-    "use_fsdp": ("--use_fsdp", {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1",
+    "use_fsdp": ("--use_fsdp", {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2",
                                 "FSDP_SHARDING_STRATEGY": "FULL_SHARD",
                                 "FSDP_MIN_NUM_PARAMS": "100000000", "FSDP_USE_ORIG_PARAMS": "true",
                                 "FSDP_RESHARD_AFTER_FORWARD": "true", "FSDP_SYNC_MODULE_STATES": "true",
@@ -248,4 +248,4 @@ def test_a_switch_of_megatron_can_be_said_no() -> None:
 def test_accelerates_launcher_makes_no_cpu_of_fsdp(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accel.launch.plan, "find", lambda env: only_cpu())
     assert "ACCELERATE_USE_CPU" not in planned("--use_fsdp").env
-    assert planned("--use_fsdp").env["FSDP_VERSION"] == "1"
+    assert planned("--use_fsdp").env["FSDP_VERSION"] == "2"

@@ -77,7 +77,7 @@ EFFECTS = {
     "to-fsdp2 --output_file": "tests.cli.test_fsdp2:test_it_is_rewritten",
 }  # fmt: skip
 # Where our default says the same in another way, or better: Accelerate's own is text, or names no value of the option.
-OTHER_DEFAULTS = {"--no_tpu_cluster", "--fp8_override_linear_precision"}
+OTHER_DEFAULTS = {"--no_tpu_cluster", "--fp8_override_linear_precision", "--fsdp_version"}
 
 
 def test_the_table_is_whole() -> None:

@@ -280,7 +280,7 @@ def test_arguments_that_cannot_be_used_are_named() -> None:
     handlers = ", ".join(f"{name}Kwargs" for name in known)
     assert run_one(_refusals) == [
         "Accelerator(mixed_precison=…) is unknown; did you mean 'mixed_precision'?",
-        "Accelerator(fsdp_plugin=…) is not in this version of accel: leave it out",
+        "Accelerator(fsdp_plugin=…) must be a FullyShardedDataParallelPlugin, not object",
         "kwargs_handlers: GradScalerKwargs is given twice",
         f"kwargs_handlers: str is none of {handlers}",
         "gradient accumulation steps must be a whole number from 1 on, got 0",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -35,7 +36,8 @@ def submit(home: Path, project: Path) -> Iterator[Submit]:
         supervisor = supervisor_of(job)
         if supervisor is not None:
             for pid in [*descendants(supervisor.pid), supervisor.pid] if supervisor.alive() else of_job(job):
-                os.kill(pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):  # it was about to end
+                    os.kill(pid, signal.SIGKILL)
 
 
 def supervisor_of(job: Job) -> Identity | None:

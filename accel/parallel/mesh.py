@@ -1,0 +1,132 @@
+"""The processes of a world as a grid: a dimension for each way to share the work."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from accel.errors import ArgumentError
+from accel.plugins.parallelism import DIMENSIONS, ParallelismConfig
+from accel.state import AcceleratorState
+from accel.world.environment import read_int
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_NOT_HERE = {"cp": "context parallelism", "sp": "sequence parallelism", "tp": "tensor parallelism"}
+# What several dimensions are together, by Accelerate's names.
+_FLATTENED = {
+    "dp": ("dp_replicate", "dp_shard"),
+    "dp_shard_cp": ("dp_shard", "cp"),
+    "dp_cp": ("dp_replicate", "dp_shard", "cp"),
+}
+
+
+class Mesh:
+    """All dimensions of a configuration, those of size 1 too, and this process's place in them.
+
+    device_mesh: torch's, in a world of several processes; of a process alone there is none.
+
+    The sizes that ``config`` leaves open are settled in it: where models are ``sharded``, ``dp_shard_size`` is what the
+    others leave of the world; elsewhere ``dp_replicate_size``. ``hybrid``: a replica is what fits a node.
+
+    Raises `ArgumentError`, before any collective, where the sizes do not make up the world, and for what is not here.
+    """
+
+    def __init__(
+        self, config: ParallelismConfig, state: AcceleratorState, *, sharded: bool = False, hybrid: bool = False
+    ) -> None:
+        self.config = config
+        self.state = state
+        self.device_mesh: DeviceMesh | None = None
+        if hybrid and not config.said:
+            _settle_by_node(config, state.num_processes)
+        else:
+            _settle(config, state.num_processes, "dp_shard" if sharded else "dp_replicate")
+        self.check()
+        if state.use_distributed:
+            known = state.device_mesh  # of an earlier Accelerator
+            fits = known is not None and tuple(known.shape) == tuple(self.sizes.values())
+            config.device_mesh = self.device_mesh = known if fits else self._make()
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The size of every dimension, outermost first."""
+        return self.config.sizes
+
+    def check(self) -> None:
+        """Raise `ArgumentError` for a combination that cannot be, in one line."""
+        for name, what in _NOT_HERE.items():
+            if self.sizes[name] > 1:
+                raise ArgumentError(
+                    f"ParallelismConfig({name}_size={self.sizes[name]}): {what} is not in this version of accel: "
+                    "leave it out"
+                )
+        total, world = self.config.total_size, self.state.num_processes
+        if total != world:
+            said = " × ".join(f"{name}_size={size}" for name, size in self.sizes.items() if size > 1) or "all sizes 1"
+            raise ArgumentError(f"ParallelismConfig: {said} is {total}, and this world has {world} processes")
+
+    def rank(self, name: str) -> int:
+        """This process's place in a dimension."""
+        inner = math.prod(list(self.sizes.values())[DIMENSIONS.index(name) + 1 :])
+        return self.state.process_index // inner % self.sizes[name]
+
+    @property
+    def data_place(self) -> tuple[int, int]:
+        """How many shares the data is in, and which of them this process sees."""
+        return (
+            self.config.data_parallel_size,
+            self.rank("dp_replicate") * self.sizes["dp_shard"] + self.rank("dp_shard"),
+        )
+
+    @property
+    def sharding(self) -> DeviceMesh:
+        """The part that `fully_shard` gets: of one dimension, or with the replicas in front."""
+        mesh: Any = self.device_mesh
+        part: DeviceMesh = mesh["dp_replicate", "dp_shard"] if self.sizes["dp_replicate"] > 1 else mesh["dp_shard"]
+        return part
+
+    def _make(self) -> DeviceMesh:
+        from torch.distributed.device_mesh import DeviceMesh
+
+        world = torch.arange(self.state.num_processes).view(tuple(self.sizes.values()))
+        here = (world == self.state.process_index).nonzero()[0].tolist()
+        # By its own members alone: torch has all processes of the world wait for the making of each group.
+        by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = {tuple(range(world.numel())): dist.group.WORLD}  # type: ignore[dict-item]
+        groups = []
+        for axis in range(world.ndim):
+            place = tuple(slice(None) if axis == other else at for other, at in enumerate(here))
+            ranks = tuple(world[place].tolist())
+            if ranks not in by_ranks:
+                by_ranks[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+            groups.append(by_ranks[ranks])
+        mesh = DeviceMesh.from_group(groups, self.state.device.type, world, mesh_dim_names=DIMENSIONS)
+        for name, parts in _FLATTENED.items():
+            mesh[parts]._flatten(name)
+        return mesh
+
+
+def _settle(config: ParallelismConfig, world: int, open_dimension: str) -> None:
+    """Give what the other dimensions leave of the world to ``open_dimension``, if nobody has said its size."""
+    if open_dimension in config.said or (config.said and open_dimension == "dp_replicate" and config.total_size > 1):
+        return
+    others = config.total_size // config.sizes[open_dimension]
+    if world % others:
+        said = " × ".join(f"{name}_size={size}" for name, size in config.sizes.items() if size > 1)
+        raise ArgumentError(f"ParallelismConfig: {said} does not divide the {world} processes of this world")
+    setattr(config, f"{open_dimension}_size", world // others)
+
+
+def _settle_by_node(config: ParallelismConfig, world: int) -> None:
+    on_node = read_int(os.environ, "LOCAL_WORLD_SIZE", minimum=1) or world
+    if world % on_node:
+        raise ArgumentError(
+            f"HYBRID_SHARD: this node has {on_node} of {world} processes, so that nodes are not alike: "
+            "give parallelism_config=ParallelismConfig(dp_replicate_size=…, dp_shard_size=…)"
+        )
+    config.dp_replicate_size, config.dp_shard_size = world // on_node, on_node

@@ -1,0 +1,47 @@
+"""Optimizers of models that were sharded: they step the shards, with the groups and the state that they had."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from accel.errors import ArgumentError
+
+
+def adopt(optimizer: torch.optim.Optimizer, shards: Mapping[torch.Tensor, torch.Tensor]) -> None:
+    """Have ``optimizer`` step the shards in the place of the parameters that they were made of."""
+    for group in optimizer.param_groups:
+        group["params"] = [shards.get(parameter, parameter) for parameter in group["params"]]
+    for parameter in list(optimizer.state):
+        shard = shards.get(parameter, parameter)
+        if shard is not parameter:
+            kept = optimizer.state.pop(parameter)
+            optimizer.state[shard] = {name: _cut(value, shard) for name, value in kept.items()}
+
+
+def refuse_strangers(optimizer: torch.optim.Optimizer, known: Callable[[], Iterable[torch.Tensor]]) -> None:
+    """Have the first step raise `ArgumentError` for a trained parameter that is none of ``known()``."""
+
+    def check(stepped: torch.optim.Optimizer, *_: Any) -> None:
+        handle.remove()
+        ours = {id(parameter) for parameter in known()}
+        for parameter in (p for group in stepped.param_groups for p in group["params"] if p.requires_grad):
+            if id(parameter) not in ours:
+                raise ArgumentError(
+                    f"{type(stepped).__name__}: a parameter of shape {tuple(parameter.shape)} is of no prepared "
+                    "model, so that its steps would change nothing: prepare its model too, or list "
+                    "model.parameters() after prepare"
+                )
+
+    handle = optimizer.register_step_pre_hook(check)
+
+
+def _cut(value: Any, shard: Any) -> Any:
+    """Of a parameter's optimizer state, the part that belongs to its shard."""
+    from torch.distributed.tensor import distribute_tensor
+
+    if not isinstance(value, torch.Tensor) or value.shape != shard.shape or not hasattr(shard, "device_mesh"):
+        return value
+    return distribute_tensor(value.to(shard.device), shard.device_mesh, shard.placements, src_data_rank=None)

@@ -1,0 +1,241 @@
+"""Fully sharded data parallel (FSDP 2, `torch.distributed.fsdp.fully_shard`), over all processes or within replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from torch import nn
+
+from accel import collectives
+from accel.errors import ArgumentError
+from accel.logging import get_logger
+from accel.parallel.activation_checkpointing import checkpoint_activations
+from accel.parallel.base import Strategy
+from accel.parallel.clipping import by_mesh, clip_norm, whole
+from accel.parallel.mesh import Mesh
+from accel.parallel.optimizers import adopt, refuse_strangers
+from accel.parallel.units import find_units, ignored_parameters, members_of, refuse_unshardable
+from accel.parallel.whole_weights import WholeWeights
+from accel.plugins.fsdp import FullyShardedDataParallelPlugin
+from accel.state import AcceleratorState
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+logger = get_logger(__name__)
+
+# The models in a `no_sync` → what says whether their gradients are reduced.
+_deferring: WeakKeyDictionary[nn.Module, Callable[[bool], None]] = WeakKeyDictionary()
+_METHODS = ("generate",)  # methods beside `forward` that compute with the weights
+
+
+class Sharded(Strategy):
+    """Every process has a share of each parameter, its gradient and its optimizer's state.
+
+    Models are sharded in place, and the optimizers of parameters that they had before step the shares.
+    """
+
+    joins = True
+    compiles_in_place = True
+    state: AcceleratorState
+
+    def __init__(self, state: AcceleratorState, plugin: FullyShardedDataParallelPlugin, mesh: Mesh) -> None:
+        from torch.utils.weak import WeakTensorKeyDictionary
+
+        super().__init__(state)
+        self.plugin = plugin
+        self.mesh = mesh
+        self._models: WeakSet[nn.Module] = WeakSet()
+        self._optimizers: WeakSet[torch.optim.Optimizer] = WeakSet()
+        # The parameter that a model had before it was sharded → the one it has now.
+        self._shards: Any = WeakTensorKeyDictionary()
+
+    @property
+    def data_place(self) -> tuple[int, int]:
+        """See `Strategy.data_place`."""
+        return self.mesh.data_place
+
+    def place(self, model: nn.Module, evaluation: bool = False) -> nn.Module:
+        """Leave ``model`` where it is, to be moved a unit at a time, unless it is for evaluation alone."""
+        return super().place(model) if evaluation else model
+
+    def prepare(
+        self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]
+    ) -> tuple[list[nn.Module], list[torch.optim.Optimizer]]:
+        """See `Strategy.prepare`; optimizers keep their groups and their state."""
+        for optimizer in set(optimizers) - set(self._optimizers):
+            self._optimizers.add(optimizer)
+            refuse_strangers(optimizer, self._parameters)
+        made = super().prepare(models, optimizers)
+        self.settle()
+        for optimizer in self._optimizers:
+            adopt(optimizer, self._shards)
+        return made
+
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        self.settle()
+        for model in self._models:
+            yield from model.parameters()
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Shard ``model``, in place; one that the script has sharded itself stays as it is."""
+        from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+
+        self._models.add(model)
+        if isinstance(model, FSDPModule):
+            return model
+        plugin = self.plugin
+        policy = self._precision()
+        ignored = ignored_parameters(model, plugin.ignored_modules)
+        units = find_units(model, plugin, ignored)
+        weights = WholeWeights(
+            model,
+            self.state.device,
+            broadcast=plugin.sync_module_states is not False,
+            upcast=policy.param_dtype not in (None, torch.float32),
+            init=plugin.param_init_fn,
+        )
+        members = members_of([name for name, _ in units], weights.names, ignored)
+        refuse_unshardable(members, weights.names, weights.dtype)
+        if plugin.activation_checkpointing:
+            _checkpoint(model, [unit for _, unit in units[:-1]], plugin.activation_checkpointing_offload)
+        weights.settle(ignored)
+        weights.settle_buffers()
+        apart = {model.get_parameter(weights.names[parameter][0]) for parameter in ignored}
+        for name, unit in units:
+            weights.settle(members[name])
+            fully_shard(
+                unit,
+                mesh=self.mesh.sharding,
+                # Of the whole model's own parameters, the backward pass needs first what the forward needed last.
+                reshard_after_forward=None if unit is model else plugin.reshard_after_forward,
+                mp_policy=policy,
+                offload_policy=plugin.cpu_offload,
+                ignored_params=apart,
+            )
+        for parameter, names in weights.names.items():
+            self._shards[parameter] = model.get_parameter(names[0])
+        _prefetch([unit for _, unit in units[:-1]] if plugin.forward_prefetch else [])
+        for method in _METHODS:
+            if callable(getattr(model, method, None)):
+                register_fsdp_forward_method(model, method)
+        model.register_forward_hook(_reshard_after_evaluation)
+        return model
+
+    def _precision(self) -> MixedPrecisionPolicy:
+        if self.plugin.mixed_precision_policy is None and self.state.mixed_precision != "no":
+            self.plugin.set_mixed_precision(self.state.mixed_precision)
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
+        policy = self.plugin.mixed_precision_policy
+        return policy if isinstance(policy, MixedPrecisionPolicy) else MixedPrecisionPolicy()
+
+    def settle(self) -> None:
+        """Have every model's ``parameters()`` be the shards, whatever its last pass has left gathered."""
+        from torch.distributed.fsdp import FSDPModule
+
+        for model in self._models:
+            for part in model.modules():
+                if isinstance(part, FSDPModule):
+                    part.reshard()
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """A region whose backward passes leave gradients on their process: whole ones, but for replicas of shards.
+
+        Where there are replicas, gradients are reduced to shards all the same, and only not between the replicas.
+        """
+        inside: Any = self.unwrap(model)
+        defer = (
+            inside.set_requires_all_reduce if self.mesh.sizes["dp_replicate"] > 1 else inside.set_requires_gradient_sync
+        )
+        defer(False)
+        _deferring[inside] = defer
+        try:
+            yield
+        finally:
+            del _deferring[inside]
+            defer(True)
+
+    def after_backward(self) -> None:
+        """Average the gradients of the parameters that are not sharded; twice is as once."""
+        whole = [p for model in self._models for p in model.parameters() if not hasattr(p, "device_mesh")]
+        gradients = [p.grad for p in whole if p.grad is not None]
+        if gradients:
+            torch._foreach_copy_(gradients, collectives.reduce(gradients, "mean"))
+
+    def uneven_inputs(self, models: Sequence[Any]) -> AbstractContextManager[Any]:
+        """Raises `ArgumentError`: a process that has run out of batches would keep the others waiting."""
+        raise ArgumentError(
+            "join_uneven_inputs is for DDP: with sharded models every process runs as many batches as the others; "
+            "leave it out, and keep even_batches=True"
+        )
+
+    def clip_grad_norm(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
+        """See `Strategy.clip_grad_norm`; the norm is over all processes, which all call it."""
+        self.settle()
+        return clip_norm(parameters, max_norm, norm_type, self.state.device)
+
+    def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
+        """See `Strategy.clip_grad_value`."""
+        self.settle()
+        for group in by_mesh(parameters):
+            torch.nn.utils.clip_grad_value_(group, clip_value)
+
+    def refuse_unsavable(self) -> None:
+        """Raises `ArgumentError`."""
+        raise ArgumentError(
+            "save_state and load_state of sharded models are not in this version: save_model writes the weights"
+        )
+
+    def model_state(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """The whole state dict, in the memory of each node's main process, a parameter at a time; empty elsewhere."""
+        self.settle()
+        kept: dict[str, torch.Tensor] = {}
+        made: dict[int, Any] = {}  # tied ones stay one tensor
+        for name, value in self.unwrap(model).state_dict(keep_vars=True).items():
+            if id(value) not in made:
+                found = whole(value)
+                made[id(value)] = found.detach().cpu() if isinstance(found, torch.Tensor) else found
+            if self.state.is_local_main_process:
+                kept[name] = made[id(value)]
+            else:
+                made[id(value)] = None
+        return kept
+
+
+@contextmanager
+def reduce_in_backward(model: Any) -> Iterator[None]:
+    """A region in a `Sharded.no_sync` of ``model`` whose backward passes reduce its gradients all the same."""
+    defer = _deferring.get(model)
+    if defer is None:
+        yield
+        return
+    defer(True)
+    try:
+        yield
+    finally:
+        defer(False)
+
+
+def _checkpoint(model: nn.Module, units: list[nn.Module], offload: bool) -> None:
+    if not units:
+        logger.warning(f"activation_checkpointing has no effect: a {type(model).__name__} is one unit")
+    checkpoint_activations(units, offload)
+
+
+def _prefetch(units: Sequence[Any]) -> None:
+    for unit, following in pairwise(units):
+        unit.set_modules_to_forward_prefetch([following])
+
+
+def _reshard_after_evaluation(model: Any, args: Any, outputs: Any) -> None:
+    # A pass without a backward pass would leave the model's own parameters gathered: whoever lists them meanwhile, to
+    # clip or to save, would get tensors without gradients.
+    if not torch.is_grad_enabled():
+        model.reshard()

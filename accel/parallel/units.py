@@ -1,0 +1,172 @@
+"""Which modules of a model are units of sharding: whose parameters are gathered at once, and gradients reduced."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from accel.errors import ArgumentError
+from accel.plugins.fsdp import UNIT_SIZE, FullyShardedDataParallelPlugin
+
+
+def find_units(
+    model: nn.Module, plugin: FullyShardedDataParallelPlugin, ignored: Iterable[torch.Tensor] = ()
+) -> list[tuple[str, nn.Module]]:
+    """Return the units of ``model`` by name, children before their parents and ``("", model)`` last.
+
+    Modules that share a parameter are in one unit: those that would be in several are left to the unit around them.
+    Raises `ArgumentError` where ``plugin`` names a class that the model does not have.
+    """
+    policy = _policy(model, plugin)
+    without = {id(parameter) for parameter in ignored}
+    names = {module: name for name, module in reversed(list(model.named_modules()))}
+    chosen = [] if policy is None else [unit for unit in _chosen(model, policy, without) if unit is not model]
+    units = _without_ties(model, {names[unit] for unit in chosen}, without)
+    return [*((names[unit], unit) for unit in chosen if names[unit] in units), ("", model)]
+
+
+def unit_of(name: str, units: Iterable[str]) -> str:
+    """Of the units with these names, the one that a parameter or buffer called ``name`` belongs to."""
+    owner = name.rpartition(".")[0]
+    known = set(units)
+    while owner and owner not in known:
+        owner = owner.rpartition(".")[0]
+    return owner
+
+
+def aliases(model: nn.Module) -> dict[torch.nn.Parameter, list[str]]:
+    """Every parameter of ``model`` with all of its names, in the model's order."""
+    found: dict[int, tuple[nn.Parameter, list[str]]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        found.setdefault(id(parameter), (parameter, []))[1].append(name)
+    return dict(found.values())
+
+
+def ignored_parameters(model: nn.Module, ignored: Any) -> set[nn.Parameter]:
+    """The parameters of the modules that are not sharded: given themselves, or by a regular expression for names.
+
+    Raises `ArgumentError` for an expression that is none, or that no module's whole name meets.
+    """
+    if isinstance(ignored, str):
+        import re
+
+        try:
+            pattern = re.compile(ignored)
+        except re.error as error:
+            raise ArgumentError(f"ignored_modules={ignored!r} is no regular expression: {error}") from None
+        modules = [module for name, module in model.named_modules() if pattern.fullmatch(name)]
+        if not modules:
+            raise ArgumentError(f"ignored_modules={ignored!r}: no module of the {type(model).__name__} is called so")
+    else:
+        modules = list(ignored or ())
+    return {parameter for module in modules for parameter in module.parameters()}
+
+
+def members_of(
+    units: Iterable[str], names: Mapping[nn.Parameter, list[str]], ignored: Container[nn.Parameter]
+) -> dict[str, list[nn.Parameter]]:
+    """The parameters of every unit, but for those that are not sharded."""
+    found: dict[str, list[nn.Parameter]] = {unit: [] for unit in units}
+    for parameter, known in names.items():
+        if parameter not in ignored:
+            found[unit_of(known[0], found)].append(parameter)
+    return found
+
+
+def refuse_unshardable(
+    members: Mapping[str, Iterable[nn.Parameter]],
+    names: Mapping[nn.Parameter, list[str]],
+    dtype: Callable[[nn.Parameter], torch.dtype],
+) -> None:
+    """Raise `ArgumentError` for a parameter without dimensions, and for a unit that trains parameters of two types."""
+    for unit, parameters in members.items():
+        trained: dict[torch.dtype, str] = {}
+        for parameter in parameters:
+            name = names[parameter][0]
+            if parameter.ndim == 0:
+                raise ArgumentError(f"prepare: {name} has no dimension that can be sharded: make it by reshape(1)")
+            if parameter.requires_grad:
+                trained.setdefault(dtype(parameter), name)
+        if len(trained) > 1:
+            (kind, name), (other, second) = list(trained.items())[:2]
+            raise ArgumentError(
+                f"prepare: {name} is {kind} and {second} is {other}, both trained in one unit ({unit or 'the model'}): "
+                "convert one, or make them parts of different units"
+            )
+
+
+def _policy(model: nn.Module, plugin: FullyShardedDataParallelPlugin) -> Callable[..., bool] | None:
+    from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
+
+    if plugin.auto_wrap_policy is not None:
+        return plugin.auto_wrap_policy  # type: ignore[return-value]
+    if plugin.wraps == "NO_WRAP":
+        return None
+    if plugin.wraps in (None, "TRANSFORMER_BASED_WRAP"):
+        classes = _named_classes(model, plugin.transformer_cls_names_to_wrap or ()) or _own_classes(model)
+        if classes:
+            return partial(transformer_auto_wrap_policy, transformer_layer_cls=classes)
+        if plugin.wraps is not None:
+            raise ArgumentError(
+                f"transformer_based_wrap: a {type(model).__name__} has no _no_split_modules: "
+                "give transformer_cls_names_to_wrap (--fsdp_transformer_layer_cls_to_wrap)"
+            )
+    least = UNIT_SIZE if plugin.min_num_params is None else plugin.min_num_params
+    return partial(size_based_auto_wrap_policy, min_num_params=least)
+
+
+def _named_classes(model: nn.Module, names: Iterable[str]) -> set[type[nn.Module]]:
+    known = {type(module).__name__: type(module) for module in model.modules()}
+    for name in names:
+        if name not in known:
+            raise ArgumentError(
+                f"Could not find the transformer layer class {name} in the model. It has {', '.join(sorted(known))}"
+            )
+    return {known[name] for name in names}
+
+
+def _own_classes(model: nn.Module) -> set[type[nn.Module]]:
+    """The classes that the models of transformers inside ``model`` name as not to be split."""
+    named = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
+    return {type(module) for module in model.modules() if type(module).__name__ in named}
+
+
+def _chosen(model: nn.Module, policy: Callable[..., bool], ignored: set[int]) -> list[nn.Module]:
+    """What a policy of `torch.distributed.fsdp.wrap` chooses, children first."""
+    found: list[nn.Module] = []
+    taken: set[int] = set(ignored)
+
+    def own(module: nn.Module) -> int:
+        return sum(p.numel() for p in module.parameters() if id(p) not in taken)
+
+    def visit(module: nn.Module) -> None:
+        if any(module is known for known in found):
+            return
+        if policy(module=module, recurse=True, nonwrapped_numel=own(module)):
+            for child in module.children():
+                visit(child)
+            if policy(module=module, recurse=False, nonwrapped_numel=own(module)):
+                found.append(module)
+                taken.update(id(parameter) for parameter in module.parameters())
+
+    visit(model)
+    return found
+
+
+def _without_ties(model: nn.Module, units: set[str], ignored: set[int]) -> set[str]:
+    """The units that share no parameter with another; one that did is dissolved in the unit around it."""
+    while True:
+        owners: defaultdict[int, set[str]] = defaultdict(set)
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if id(parameter) not in ignored:
+                owners[id(parameter)].add(unit_of(name, units))
+        tied = next((found for found in owners.values() if len(found) > 1), None)
+        if tied is None:
+            return units
+        deepest = max(name.count(".") + bool(name) for name in tied)
+        units = units - {name for name in tied if name.count(".") + bool(name) == deepest}

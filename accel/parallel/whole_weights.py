@@ -1,0 +1,134 @@
+"""The whole values of a unit's parameters, the same on every process, just before it is sharded.
+
+A unit at a time, so that no process ever holds more than its shards and one whole unit beside what it was given.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from accel import collectives
+from accel.errors import ArgumentError
+from accel.parallel.units import aliases
+
+_SHORT = (torch.float16, torch.bfloat16)
+
+
+class WholeWeights:
+    """Gives the parameters of ``model`` the values that the main process has, or that ``init`` makes.
+
+    device:    where they go.
+    broadcast: whether the main process's values are sent; otherwise every process's own count.
+    upcast:    whether trained parameters in 16 bits become fp32.
+    init:      makes a module's own parameters that are on the meta device on the main process too; without it the
+               module's ``reset_parameters``, or the ``_init_weights`` of a model of transformers.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        *,
+        broadcast: bool,
+        upcast: bool,
+        init: Callable[[nn.Module], Any] | None,
+    ) -> None:
+        self.model = model
+        self.device = device
+        self.broadcast = broadcast
+        self.upcast = upcast
+        self.init = init
+        self.names = aliases(model)
+        self.is_main = dist.get_rank() == 0
+        self._lacking = _agree(model, self.names)
+        if self._lacking and not broadcast:
+            raise ArgumentError(
+                f"prepare: {self._lacking[0]} is on the meta device, where it has no value, "
+                "and sync_module_states=False says that every process has its own: leave that out"
+            )
+
+    def dtype(self, parameter: torch.Tensor) -> torch.dtype:
+        """The type that ``parameter`` will have."""
+        return (
+            torch.float32 if self.upcast and parameter.requires_grad and parameter.dtype in _SHORT else parameter.dtype
+        )
+
+    def settle(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Put these on the device, with their values, under all of their names."""
+        parameters = list(parameters)
+        for parameter in parameters:
+            self._initialise(self.names[parameter])
+        for parameter in parameters:
+            names = self.names[parameter]
+            now = next((p for p in map(self.model.get_parameter, names) if not p.is_meta), parameter)
+            self._put(names, self._made(now, parameter))
+
+    def settle_buffers(self) -> None:
+        """The same for all buffers, which are whole on every process."""
+        for name, buffer in list(self.model.named_buffers(remove_duplicate=False)):
+            owner, _, own = name.rpartition(".")
+            value = self._value(buffer)
+            if self.broadcast:
+                dist.broadcast(value, 0)
+            self.model.get_submodule(owner)._buffers[own] = value
+
+    def _value(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What this process has to give, or room for what it gets, on the device."""
+        if tensor.is_meta or (self.broadcast and not self.is_main):
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
+        return tensor.detach().to(self.device)
+
+    def _made(self, now: nn.Parameter, given: nn.Parameter) -> nn.Parameter:
+        value = self._value(now)
+        if self.broadcast:
+            dist.broadcast(value, 0)
+        made = nn.Parameter(value.to(self.dtype(given)), requires_grad=given.requires_grad)
+        vars(made).update(vars(given))
+        return made
+
+    def _put(self, names: Iterable[str], parameter: nn.Parameter) -> None:
+        for name in names:
+            owner, _, own = name.rpartition(".")
+            self.model.get_submodule(owner)._parameters[own] = parameter
+
+    def _initialise(self, names: list[str]) -> None:
+        """Have the module make the parameter of these names, where not even the main process has a value."""
+        if names[0] not in self._lacking:
+            return
+        module = self.model.get_submodule(names[0].rpartition(".")[0])
+        if not any(p.is_meta for p in module.parameters(recurse=False)):
+            return
+        if self.init is not None:
+            self.init(module)
+            return
+        reset = getattr(module, "reset_parameters", None)
+        inits: list[Any] = [part for part in self.model.modules() if callable(getattr(part, "_init_weights", None))]
+        if reset is None and not inits:
+            raise ArgumentError(
+                f"prepare: {names[0]} is on the meta device on the main process too, and a {type(module).__name__} has "
+                "no reset_parameters: give FullyShardedDataParallelPlugin(param_init_fn=…)"
+            )
+        module.to_empty(device=self.device, recurse=False)
+        with torch.no_grad():
+            reset() if reset is not None else inits[0]._init_weights(module)
+
+
+def _agree(model: nn.Module, names: Mapping[nn.Parameter, list[str]]) -> list[str]:
+    """The parameters that have no value on the main process. Raises where processes have different models."""
+    said = [(known[0], tuple(p.shape), str(p.dtype), p.requires_grad) for p, known in names.items()]
+    digests = collectives.all_objects(hashlib.sha256(repr(said).encode()).digest())
+    odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if odd:
+        raise ArgumentError(
+            f"prepare: the {type(model).__name__} of process {odd[0]} is not that of process 0: "
+            "names, shapes, types or requires_grad of parameters differ"
+        )
+    lacking = [[known[0] for p, known in names.items() if p.is_meta]]
+    found: list[str] = collectives.broadcast_object_list(lacking)[0]
+    return found

@@ -1,0 +1,158 @@
+"""What a script may say about the dimensions over which its processes share the work."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from accel.errors import ArgumentError, one_of
+from accel.world.environment import read_int
+
+DIMENSIONS = ("dp_replicate", "dp_shard", "cp", "sp", "tp")  # outermost first, as ranks are laid out
+_VARIABLES = {
+    "dp_replicate_size": "PARALLELISM_CONFIG_DP_REPLICATE_SIZE",
+    "dp_shard_size": "PARALLELISM_CONFIG_DP_SHARD_SIZE",
+    "cp_size": "PARALLELISM_CONFIG_CP_SIZE",
+    "sp_size": "PARALLELISM_CONFIG_SP_SIZE",
+    "tp_size": "PARALLELISM_CONFIG_TP_SIZE",
+    "cp_backend": "PARALLELISM_CONFIG_CP_BACKEND",
+    "sp_backend": "PARALLELISM_CONFIG_SP_BACKEND",
+}
+
+
+@dataclass(repr=False)
+class ParallelismConfig:
+    """Over how many processes each dimension goes; their product is the number of processes.
+
+    ``dp_replicate_size``: replicas of the model. ``dp_shard_size``: processes among which one replica is sharded.
+    Sizes that are not given are read from ``PARALLELISM_CONFIG_DP_SHARD_SIZE`` and so on, and are 1 otherwise; where
+    models are sharded and nothing is said of ``dp_shard_size``, it is what the others leave of the world.
+
+    Raises `ArgumentError` for a size below 1 and an unknown backend.
+    """
+
+    dp_replicate_size: int = None  # type: ignore[assignment]
+    dp_shard_size: int = None  # type: ignore[assignment]
+    tp_size: int = None  # type: ignore[assignment]
+    cp_size: int = None  # type: ignore[assignment]
+    cp_backend: str = None  # type: ignore[assignment]
+    sp_size: int = None  # type: ignore[assignment]
+    sp_backend: str = None  # type: ignore[assignment]
+    tp_handler: Any = None
+    cp_handler: Any = None
+    sp_handler: Any = None
+    device_mesh: Any = field(default=None, init=False)  # as an `Accelerator` has made it
+
+    def __post_init__(self) -> None:
+        self.said: set[str] = set()  # the sizes that somebody gave
+        for name in DIMENSIONS:
+            self._settle_size(f"{name}_size")
+        for name, known in (("cp_backend", "torch"), ("sp_backend", "deepspeed")):
+            variable = _VARIABLES[name]
+            given = getattr(self, name)
+            source = f"environment variable {variable}" if given is None else f"ParallelismConfig({name}=…)"
+            setattr(self, name, one_of(given or os.environ.get(variable, known), (known,), what=source))
+
+    def _settle_size(self, name: str) -> None:
+        given = getattr(self, name)
+        if given is None:
+            given = read_int(os.environ, _VARIABLES[name], minimum=1)
+            given = None if given == 1 else given  # what launchers export where nothing was asked for
+        elif not isinstance(given, int) or given < 1:
+            raise ArgumentError(f"ParallelismConfig({name}={given!r}): a whole number from 1 on")
+        if given is not None:
+            self.said.add(name.removesuffix("_size"))
+        setattr(self, name, 1 if given is None else given)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The size of every dimension, outermost first."""
+        return {name: getattr(self, f"{name}_size") for name in DIMENSIONS}
+
+    @property
+    def dp_replicate_enabled(self) -> bool:
+        """Whether models are replicated."""
+        return self.dp_replicate_size > 1
+
+    @property
+    def dp_shard_enabled(self) -> bool:
+        """Whether models are sharded over data-parallel processes."""
+        return self.dp_shard_size > 1
+
+    @property
+    def tp_enabled(self) -> bool:
+        """Whether tensors are spread."""
+        return self.tp_size > 1
+
+    @property
+    def cp_enabled(self) -> bool:
+        """Whether sequences are spread, by context parallelism."""
+        return self.cp_size > 1
+
+    @property
+    def sp_enabled(self) -> bool:
+        """Whether sequences are spread, by sequence parallelism."""
+        return self.sp_size > 1
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Processes that see different data."""
+        return self.dp_replicate_size * self.dp_shard_size
+
+    @property
+    def non_data_parallel_size(self) -> int:
+        """Processes that see the same data."""
+        return self.tp_size * self.cp_size * self.sp_size
+
+    @property
+    def total_size(self) -> int:
+        """Processes in all."""
+        return self.data_parallel_size * self.non_data_parallel_size
+
+    def _enabled(self, *names: str) -> list[str]:
+        return [name for name in names if self.sizes[name] > 1]
+
+    @property
+    def dp_dim_names(self) -> list[str]:
+        """The dimensions above 1 along which processes see different data."""
+        return self._enabled("dp_replicate", "dp_shard")
+
+    @property
+    def non_dp_dim_names(self) -> list[str]:
+        """The dimensions above 1 along which processes see the same data."""
+        return self._enabled("tp", "cp", "sp")
+
+    @property
+    def dp_shard_cp_dim_names(self) -> list[str]:
+        """The dimensions above 1 along which parameters are sharded."""
+        return self._enabled("dp_shard", "cp")
+
+    @property
+    def dp_cp_dim_names(self) -> list[str]:
+        """The dimensions above 1 over which a loss is averaged."""
+        return self._enabled("dp_replicate", "dp_shard", "cp")
+
+    @property
+    def fsdp_dim_names(self) -> list[str]:
+        """The dimensions of the mesh that `fully_shard` gets."""
+        return [*self._enabled("dp_replicate"), "dp_shard_cp"]
+
+    @property
+    def active_mesh_dims(self) -> list[str]:
+        """All dimensions above 1."""
+        return self.dp_dim_names + self.non_dp_dim_names
+
+    def get_device_mesh(self, device_type: str | None = None) -> Any:
+        """The mesh that an `Accelerator` has made. Raises `ArgumentError` before, and for another type of device."""
+        if self.device_mesh is None:
+            raise ArgumentError("ParallelismConfig.get_device_mesh: give it to an Accelerator first, which makes it")
+        if device_type not in (None, self.device_mesh.device_type):
+            raise ArgumentError(
+                f"ParallelismConfig.get_device_mesh({device_type!r}): the mesh is of {self.device_mesh.device_type}"
+            )
+        return self.device_mesh
+
+    def __repr__(self) -> str:
+        said = ", ".join(f"{each.name}={getattr(self, each.name)!r}" for each in fields(self) if each.init)
+        return f"ParallelismConfig({said})"

@@ -1,0 +1,154 @@
+"""What cannot be is one line, on every process, before anything waits for anything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from accel import Accelerator
+from accel.local_sgd import LocalSGD
+from accel.plugins.fsdp import FullyShardedDataParallelPlugin as Plugin
+from accel.plugins.parallelism import ParallelismConfig
+from tests.runtime.worlds import outcomes, run_one
+
+from .training import decoder
+
+
+def _sizes() -> Any:
+    Accelerator(fsdp_plugin=Plugin(), parallelism_config=ParallelismConfig(dp_replicate_size=2, dp_shard_size=2))
+
+
+def _divides() -> Any:
+    Accelerator(fsdp_plugin=Plugin(), parallelism_config=ParallelismConfig(dp_replicate_size=3))
+
+
+def _tensors() -> Any:
+    Accelerator(fsdp_plugin=Plugin(), parallelism_config=ParallelismConfig(tp_size=2))
+
+
+def _unsharded() -> Any:
+    Accelerator(parallelism_config=ParallelismConfig(dp_shard_size=2))
+
+
+def _class() -> Any:
+    Accelerator(fsdp_plugin=Plugin(transformer_cls_names_to_wrap=["Blok"])).prepare(decoder())
+
+
+def _scalar() -> Any:
+    model = nn.Linear(2, 2)
+    model.temperature = nn.Parameter(torch.tensor(1.0))
+    Accelerator(fsdp_plugin=Plugin()).prepare(model)
+
+
+def _types() -> Any:
+    Accelerator(fsdp_plugin=Plugin()).prepare(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).bfloat16()))
+
+
+def _stranger() -> Any:
+    accelerator = Accelerator(fsdp_plugin=Plugin())
+    model = decoder()
+    stray = nn.Parameter(torch.ones(5))
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD([*model.parameters(), stray], lr=0.1))
+    optimizer.step()
+
+
+def _joined() -> Any:
+    accelerator = Accelerator(fsdp_plugin=Plugin())
+    with accelerator.join_uneven_inputs([accelerator.prepare(decoder())]):
+        pass
+
+
+def _state() -> Any:
+    accelerator = Accelerator(fsdp_plugin=Plugin())
+    accelerator.prepare(decoder())
+    accelerator.save_state("nowhere")
+
+
+def _local_sgd() -> Any:
+    accelerator = Accelerator(fsdp_plugin=Plugin())
+    LocalSGD(accelerator, accelerator.prepare(decoder()), 2)
+
+
+def _stale() -> Any:
+    accelerator = Accelerator(fsdp_plugin=Plugin())
+    model = accelerator.prepare(decoder())
+    model(torch.zeros(1, 6, dtype=torch.int64))
+    listed = list(model.parameters())
+    accelerator.clip_grad_norm_(listed, 1.0)
+
+
+def _other() -> Any:
+    accelerator = Accelerator(fsdp_plugin=Plugin())
+    accelerator.prepare(nn.Linear(2, 2 + accelerator.process_index))
+
+
+def _late() -> Any:
+    Accelerator()
+    Accelerator(fsdp_plugin=Plugin())
+
+
+def _wrong() -> Any:
+    Accelerator(fsdp_plugin="full_shard")
+
+
+def _no_value() -> Any:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(3, 2, device="meta"))
+
+    Accelerator(fsdp_plugin=Plugin()).prepare(Odd())
+
+
+CASES: list[tuple[Callable[[], Any], str]] = [
+    (_sizes, "ParallelismConfig: dp_replicate_size=2 × dp_shard_size=2 is 4, and this world has 2 processes"),
+    (_divides, "ParallelismConfig: dp_replicate_size=3 does not divide the 2 processes of this world"),
+    (_tensors, "ParallelismConfig(tp_size=2): tensor parallelism is not in this version of accel: leave it out"),
+    (_unsharded, "ParallelismConfig(dp_shard_size=2) shards models: give fsdp_plugin=FullyShardedDataParallelPlugin() "
+                 "too (--use_fsdp)"),
+    (_class, "Could not find the transformer layer class Blok in the model. It has Block, Decoder, Embedding, "
+             "LayerNorm, Linear, ModuleList"),
+    (_scalar, "prepare: temperature has no dimension that can be sharded: make it by reshape(1)"),
+    (_types, "prepare: 0.weight is torch.float32 and 1.weight is torch.bfloat16, both trained in one unit (the model): "
+             "convert one, or make them parts of different units"),
+    (_stranger, "SGD: a parameter of shape (5,) is of no prepared model, so that its steps would change nothing: "
+                "prepare its model too, or list model.parameters() after prepare"),
+    (_joined, "join_uneven_inputs is for DDP: with sharded models every process runs as many batches as the others; "
+              "leave it out, and keep even_batches=True"),
+    (_state, "save_state and load_state of sharded models are not in this version: save_model writes the weights"),
+    (_local_sgd, "LocalSGD averages whole models: sharded ones have no process of their own to train in"),
+    (_stale, "clipping: these parameters were listed while the model had them gathered: give model.parameters()"),
+    (_other, "prepare: the Linear of process 1 is not that of process 0: names, shapes, types or requires_grad of "
+             "parameters differ"),
+    (_late, "fsdp_plugin was asked after this process began without: give it to the first Accelerator or "
+            "AcceleratorState"),
+    (_wrong, "Accelerator(fsdp_plugin=…) must be a FullyShardedDataParallelPlugin, not str"),
+    (_no_value, "prepare: weight is on the meta device on the main process too, and a Odd has no reset_parameters: "
+                "give FullyShardedDataParallelPlugin(param_init_fn=…)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("mistake", "words"), CASES, ids=[case[0].__name__ for case in CASES])
+def test_a_mistake_is_one_line_on_every_process(mistake: Callable[[], Any], words: str) -> None:
+    ended = outcomes(mistake)
+    assert [outcome.message for outcome in ended] == [words, words], ended[0].trace
+
+
+def _alone() -> list[Any]:
+    """One process has nothing to share: the same script trains there."""
+    accelerator = Accelerator(fsdp_plugin=Plugin(), parallelism_config=ParallelismConfig())
+    model = accelerator.prepare(nn.Linear(2, 2))
+    return [
+        str(accelerator.distributed_type),
+        type(model).__name__,
+        accelerator.torch_device_mesh,
+        accelerator.is_fsdp2,
+    ]
+
+
+def test_on_one_process_nothing_is_sharded() -> None:
+    assert run_one(_alone) == ["NO", "Linear", None, False]

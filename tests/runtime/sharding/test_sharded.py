@@ -1,0 +1,312 @@
+"""What a sharded model is: its shares, its buffers, what is left out of it, its methods, and its windows."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import pickle
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from accel import Accelerator
+from accel.enums import DistributedType
+from accel.parallel.activation_checkpointing import CheckpointedForward
+from accel.plugins.fsdp import FullyShardedDataParallelPlugin as Plugin
+from accel.plugins.parallelism import ParallelismConfig
+from tests.runtime.worlds import run
+
+from .training import Decoder, batch, decoder, loss_of, train
+
+_DIMENSIONS = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
+
+
+def _here(value: Any) -> Any:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def _bytes(tensors: Any) -> int:
+    storages = {part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in map(_here, tensors)}
+    return sum(storages.values())
+
+
+def _step(accelerator: Accelerator, model: Any, optimizer: Any, step: int = 0) -> None:
+    accelerator.backward(loss_of(model, batch(step, accelerator)))
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _shares() -> list[float]:
+    """The share of parameters and optimizer state of this process over that of an equal cut: at rest, after an
+    evaluation in the middle of a window, and after the weights were saved."""
+    accelerator = Accelerator(gradient_accumulation_steps=2, fsdp_plugin=Plugin())
+    model: Any = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4)), nn.Linear(64, 8))
+    whole: int = sum(p.numel() * 4 for p in model.parameters())
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    rows = torch.ones(2, 64)
+
+    def share() -> float:
+        states = [value for state in optimizer.state.values() for value in state.values() if value.ndim]
+        held = _bytes(model.parameters()) + _bytes(states)
+        return held * accelerator.num_processes / (3 * whole)
+
+    found = []
+    for step in range(4):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(rows).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        if step >= 1:
+            found.append(share())
+        if step == 2:
+            with torch.no_grad():
+                model(rows)
+            found.append(share())
+            accelerator.get_state_dict(model)
+            found.append(share())
+    return found
+
+
+def test_a_process_holds_its_share_of_parameters_and_optimizer_state() -> None:
+    for found in run(_shares, processes=4):
+        assert max(found) <= 1.1, found
+
+
+def _mesh() -> dict[str, Any]:
+    config = ParallelismConfig(dp_replicate_size=2)
+    accelerator: Any = Accelerator(fsdp_plugin=Plugin(), parallelism_config=config)
+    mesh: Any = accelerator.torch_device_mesh
+    again = Accelerator(fsdp_plugin=Plugin())
+    warnings.simplefilter("ignore")  # torch's, of slicing by a flattened name
+    return {
+        "names": mesh.mesh_dim_names,
+        "shape": tuple(mesh.shape),
+        "flattened": [mesh[name].size() for name in ("dp", "dp_shard_cp", "dp_cp", "sp")],
+        "sizes": list(accelerator.parallelism_config.sizes.values()),
+        "made": config.get_device_mesh("cpu") is mesh,
+        "type": (accelerator.distributed_type, accelerator.is_fsdp2, again.is_fsdp2),
+        "ranks": (
+            accelerator.data_parallel_rank, accelerator.data_parallel_shard_rank, accelerator.tensor_parallel_rank,
+            accelerator.strategy.data_place,
+        ),
+    }  # fmt: skip
+
+
+def test_the_mesh_has_every_dimension_and_answers_what_several_are_together() -> None:
+    for rank, seen in enumerate(run(_mesh, processes=4)):
+        assert seen == {
+            "names": _DIMENSIONS,
+            "shape": (2, 2, 1, 1, 1),
+            "flattened": [4, 2, 4, 1],
+            "sizes": [2, 2, 1, 1, 1],
+            "made": True,
+            "type": (DistributedType.FSDP, True, True),
+            "ranks": (rank // 2, rank % 2, 0, (4, rank)),
+        }
+
+
+def _by_node() -> tuple[Any, Any]:
+    os.environ.update(LOCAL_WORLD_SIZE="2", LOCAL_RANK=str(int(os.environ["RANK"]) % 2))  # as of two nodes
+    accelerator = Accelerator(fsdp_plugin=Plugin(sharding_strategy="HYBRID_SHARD"))
+    mesh: Any = accelerator.torch_device_mesh
+    return tuple(mesh.shape), accelerator.prepare(nn.Linear(4, 4)).weight.placements
+
+
+def test_hybrid_sharding_is_within_a_node() -> None:
+    from torch.distributed.tensor import Replicate, Shard
+
+    for shape, placements in run(_by_node, processes=4):
+        assert (shape, placements) == ((2, 2, 1, 1, 1), (Replicate(), Shard(0)))
+
+
+def _left_out() -> dict[str, Any]:
+    """Ignored modules are whole, alike on all processes, and so are buffers."""
+    accelerator = Accelerator(fsdp_plugin=Plugin(ignored_modules="norm"), gradient_accumulation_steps=2)
+    model: Any = decoder(accelerator.process_index)
+    model.scale.fill_(1.0 + accelerator.process_index)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    _, norms = train(accelerator, model, optimizer, steps=4, clip=0.1)
+    return {
+        "sharded": sorted({name.split(".")[0] for name, p in model.named_parameters() if isinstance(p, DTensor)}),
+        "whole": [name for name, p in model.named_parameters() if not isinstance(p, DTensor)],
+        "norm": model.norm.weight.tolist(),
+        "scale": model.scale.item(),
+        "norms": norms,
+    }
+
+
+def test_what_is_ignored_is_whole_and_stays_alike_on_all_processes() -> None:
+    first, second = run(_left_out)
+    assert first == second
+    assert (first["sharded"], first["whole"]) == (["blocks", "embed", "position"], ["norm.weight", "norm.bias"])
+    assert first["scale"] == 1.0
+    assert len(set(first["norm"])) > 1  # it was trained
+
+
+class _Speaker(Decoder):
+    def generate(self, words: torch.Tensor) -> torch.Tensor:
+        first: torch.Tensor = self.head(self.embed(words))  # the weights of the root, outside forward
+        rest: torch.Tensor = self(words)
+        return first + rest
+
+
+def _features() -> dict[str, Any]:
+    accelerator = Accelerator(
+        fsdp_plugin=Plugin(
+            activation_checkpointing=True, activation_checkpointing_offload=True, forward_prefetch=True,
+            reshard_after_forward=False, cpu_offload=True,
+        )
+    )  # fmt: skip
+    torch.manual_seed(0)
+    bare = _Speaker().double()
+    names = list(bare.state_dict())
+    model, optimizer = accelerator.prepare(bare, torch.optim.AdamW(bare.parameters(), lr=0.02))
+    calls: list[int] = []
+    model.blocks[0].up.register_forward_hook(lambda *_: calls.append(1))
+    losses = train(accelerator, model, optimizer, steps=3)[0]
+    forward = vars(model.blocks[0])["forward"]
+    with torch.no_grad():
+        spoken = model.generate(batch(0, accelerator)[:, :-1])
+    return {
+        "losses": losses,
+        "forwards": len(calls),
+        "names": list(model.state_dict()) == names,
+        "signature": list(inspect.signature(model.blocks[0].forward).parameters),
+        "pickles": isinstance(
+            pickle.loads(pickle.dumps(CheckpointedForward(nn.Identity(), True))), CheckpointedForward
+        ),
+        "kind": type(forward).__name__,
+        "spoken": tuple(spoken.shape),
+        "gathered": [name for name, p in model.named_parameters() if not isinstance(p, DTensor)],
+    }
+
+
+def _plain_losses() -> list[float]:
+    accelerator = Accelerator()
+    model = decoder()
+    return train(accelerator, *accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.02)), steps=3)[0]
+
+
+def test_activations_are_computed_again_and_methods_beside_forward_gather() -> None:
+    expected = run(_plain_losses, processes=1)[0]
+    for seen in run(_features):
+        assert seen.pop("losses") == pytest.approx(expected, abs=1e-9)
+        assert seen == {
+            "forwards": 7,  # twice a step, and once in generate
+            "names": True,
+            "signature": ["hidden"],
+            "pickles": True,
+            "kind": "CheckpointedForward",
+            "spoken": (6, 6, 33),
+            "gathered": [],
+        }
+
+
+def _windows(replicas: bool) -> list[bool]:
+    """Whether the gradient of a batch came to the shares: held back, triggered, held back again, and at the end."""
+    config = ParallelismConfig(dp_replicate_size=2) if replicas else None
+    accelerator = Accelerator(fsdp_plugin=Plugin(), parallelism_config=config)
+    model = accelerator.prepare(decoder())
+    rows = batch(accelerator.process_index, accelerator)
+
+    def arrives() -> bool:
+        model.zero_grad()
+        accelerator.backward(loss_of(model, rows))
+        return model.norm.weight.grad is not None
+
+    with accelerator.no_sync([model]):
+        seen = [arrives()]
+        with accelerator.trigger_sync_in_backward(model):
+            seen.append(arrives())
+        seen.append(arrives())
+    return [*seen, arrives()]
+
+
+def test_windows_hold_gradients_back_until_they_end_or_are_triggered() -> None:
+    assert run(_windows, False) == [[False, True, False, True]] * 2
+    # What is held back are the sums over replicas: torch keeps shards of gradients for itself meanwhile.
+    assert run(_windows, True, processes=4) == [[False, True, False, True]] * 4
+
+
+def _compiled(regional: bool) -> dict[str, Any]:
+    from accel.plugins import TorchDynamoPlugin
+
+    warnings.simplefilter("ignore")  # dynamo looks at the gradients of what is no leaf
+    plugin = TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=regional)
+    accelerator = Accelerator(fsdp_plugin=Plugin(), dynamo_plugin=plugin)
+    model, optimizer = accelerator.prepare(bare := decoder(), torch.optim.AdamW(bare.parameters(), lr=0.02))
+    losses = train(accelerator, model, optimizer, steps=3, clip=10.0)[0]
+    inside = accelerator.unwrap_model(model)
+    return {"losses": losses, "block": type(bare.blocks[0]).__name__, "same": inside is bare or inside is model}
+
+
+@pytest.mark.parametrize("regional", [True, False])
+def test_a_compiled_model_trains_as_the_plain_one(regional: bool) -> None:
+    expected = run(_plain_losses, processes=1)[0]
+    for seen in run(_compiled, regional):
+        assert seen.pop("losses") == pytest.approx(expected, abs=1e-9)
+        assert seen == {"block": "FSDPBlock", "same": True}
+
+
+class _Odd(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(3, 2))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows @ self.weight.T
+
+
+def _from_meta(case: str) -> Any:
+    main = Accelerator(fsdp_plugin=Plugin(param_init_fn=_ones if case == "init" else None))
+    torch.manual_seed(main.process_index)
+    if case == "main":  # as transformers loads: only the main process has read the weights
+        with torch.device("cpu" if main.is_main_process else "meta"):
+            model: Any = Decoder()
+    else:
+        with torch.device("meta"):
+            model = nn.Sequential(_Odd()) if case in ("init", "nothing") else nn.Sequential(nn.Linear(4, 4))
+    kept = {name: value.clone() for name, value in model.state_dict().items()} if case == "main" else {}
+    model = main.prepare(model)
+    found = {
+        name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in model.state_dict().items()
+    }
+    if case == "main" and main.is_main_process:
+        return all(torch.equal(found[name], kept[name]) for name in kept) and model.head.weight is model.embed.weight
+    return {name: value.tolist() for name, value in found.items()} if case != "main" else True
+
+
+def _ones(module: nn.Module) -> None:
+    module.to_empty(device="cpu", recurse=False)
+    for parameter in module.parameters(recurse=False):
+        nn.init.ones_(parameter)
+
+
+def test_weights_come_from_the_main_process_or_are_made_where_no_process_has_them() -> None:
+    assert run(_from_meta, "main") == [True, True]
+    first, second = run(_from_meta, "reset")
+    assert first == second
+    assert any(any(row) for row in first["0.weight"])
+    assert run(_from_meta, "init") == [{"0.weight": [[1.0, 1.0]] * 3}] * 2
+
+
+def _saved(folder: str) -> Any:
+    accelerator = Accelerator(fsdp_plugin=Plugin())
+    model = accelerator.prepare(decoder())
+    accelerator.save_model(model, folder)
+    return sorted(accelerator.get_state_dict(model))
+
+
+def test_the_weights_are_saved_whole(tmp_path: Any) -> None:
+    from safetensors.torch import load_file
+
+    names, _ = run(_saved, str(tmp_path))
+    expected = decoder().state_dict()
+    assert names == sorted(expected)
+    written = load_file(tmp_path / "model.safetensors")
+    assert all(torch.equal(written[name], expected[name]) for name in written)
+    assert written.keys() == expected.keys() - {"head.weight"}
