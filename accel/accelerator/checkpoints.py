@@ -106,7 +106,8 @@ class CheckpointControl(Part):
         waits for it does. ``save_model_func_kwargs`` are for ways of training that write a model otherwise; here they
         are named in a warning.
         """
-        self.strategy.refuse_unsavable()
+        window = self._run.window
+        self.strategy.refuse_unsavable(window.is_open and not window.state.plugin.sync_each_batch)
         automatic = output_dir is None
         if automatic and not self.project_configuration.automatic_checkpoint_naming:
             raise ArgumentError(
@@ -125,11 +126,18 @@ class CheckpointControl(Part):
 
     def _collect(self, folder: Path, safe: bool) -> list[Piece]:
         contents = self._contents(models=self._run.models, safe=safe)
-        weights = [self.strategy.model_state(model) for model in self._run.models]
+        in_shards, keeper, window = self.strategy.keeps_shards, self._checkpoints.keeper, self._run.window
+        weights = [self.strategy.model_state(model, whole=not in_shards) for model in self._run.models]
         for hook in self._save_model_state_pre_hook.values():
             hook(self._run.models, weights, str(folder))
-        pieces = list(contents.shared(weights)) if self._checkpoints.keeper else []
-        return [*pieces, *contents.own(self._run.window.step, self._run.window.is_open)]
+        pieces: list[Piece] = []
+        if not in_shards:
+            states = [self.strategy.optimizer_state(optimizer) for optimizer in self._run.optimizers]
+            pieces += contents.shared(weights, states) if keeper else ()
+        pieces += contents.spread(
+            weights if in_shards else None, window.is_open, keeper=keeper, every_copy=self._checkpoints.on_each_node
+        )
+        return [*pieces, *contents.own(window.step, window.is_open)]
 
     def wait_for_checkpoint(self) -> None:
         """Return when the checkpoint being written beside training is whole; nothing if there is none.
@@ -154,7 +162,6 @@ class CheckpointControl(Part):
         `torch.nn.Module.load_state_dict`; of these ``map_location`` has no effect, as tensors are read straight to
         where the objects are. Raises `CheckpointError`, on every process.
         """
-        self.strategy.refuse_unsavable()
         newest = input_dir is None or os.fspath(input_dir) == "latest"
         if newest and self.project_dir is None:
             raise ArgumentError("load_state() without a directory needs Accelerator(project_dir=…)")

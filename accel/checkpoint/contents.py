@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
+from accel.checkpoint.chunks import Saved, chunks_name, own_chunks
 from accel.checkpoint.durable import Digest
 from accel.checkpoint.file_names import (
     EXTRA,
     OPTIMIZER,
+    OUTLINE,
     SAFE_WEIGHTS_NAME,
     SAMPLER,
     SCALER_NAME,
@@ -25,6 +28,7 @@ from accel.checkpoint.file_names import (
 )
 from accel.checkpoint.random_states import random_states, set_random_states
 from accel.checkpoint.restore import load_module, load_optimizer
+from accel.checkpoint.spread import fill_module, fill_optimizer, fill_whole_optimizer, is_spread, split_optimizer
 from accel.checkpoint.tensors import read_tensors, write_tensors
 from accel.checkpoint.torch_files import read_object, write_safe_object
 from accel.checkpoint.weights import read_weights
@@ -43,10 +47,17 @@ class Piece:
     name: str
     kind: Literal["tensors", "object"]
     value: Any
+    metadata: dict[str, str] | None = None  # of a file of tensors
 
     def write(self, folder: Path) -> Digest:
         """Make the file in ``folder``; it is on the disk when this returns."""
-        return (write_tensors if self.kind == "tensors" else write_safe_object)(folder / self.name, self.value)
+        path = folder / self.name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return (
+            write_tensors(path, self.value, self.metadata)
+            if self.kind == "tensors"
+            else write_safe_object(path, self.value)
+        )
 
 
 @dataclass(kw_only=True)
@@ -85,15 +96,66 @@ class Contents:
             if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
                 yield numbered_name(SAMPLER, index), loader
 
-    def shared(self, weights: Sequence[dict[str, Any]]) -> Iterator[Piece]:
-        """What is the same on every process; ``weights`` are the state dicts of the models."""
+    def shared(self, weights: Sequence[dict[str, Any]], states: Sequence[dict[str, Any]]) -> Iterator[Piece]:
+        """What is the same on every process.
+
+        weights: the state dicts of the models. states: those of the optimizers.
+        """
         self.precision.settle()
         for index, state in enumerate(weights):
             yield from self._weights(index, state)
-        for index, optimizer in enumerate(self.optimizers):
-            yield Piece(numbered_name(OPTIMIZER, index), "object", self.strategy.on_host(optimizer.state_dict()))
+        for index, state in enumerate(states):
+            yield Piece(numbered_name(OPTIMIZER, index), "object", state)
+        yield from self._objects()
+
+    def _objects(self) -> Iterator[Piece]:
         for name, item in (*self.stateful, *self.samplers):
             yield Piece(name, "object", item.state_dict())
+
+    def spread(
+        self, weights: Sequence[dict[str, Any]] | None, window_open: bool, *, keeper: bool, every_copy: bool
+    ) -> Iterator[Piece]:
+        """What this process has of what is spread over processes, and of a keeper also what all have in common.
+
+        weights: the sharded state dicts of the models; without them only the gradients of an open window are yielded.
+        See `own_chunks` for the rest.
+        """
+        self.precision.settle()
+        tensors: dict[str, torch.Tensor] = {}
+        common: list[Piece] = []
+        if window_open and self._is_spread:
+            tensors.update({f"gradient.{name}": p.grad for name, p in self._parameters() if p.grad is not None})
+        for index, state in enumerate(weights or ()):
+            mine = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+            tensors.update({f"model.{index}.{key}": value for key, value in mine.items()})
+            extra = {key: value for key, value in state.items() if key not in mine}
+            common += [Piece(numbered_name(EXTRA, index), "object", extra)] if extra else []
+        for index, optimizer in enumerate(self.optimizers if weights is not None else ()):
+            outline, moments = split_optimizer(optimizer, self._names)
+            tensors.update({f"optimizer.{index}.{key}": value for key, value in moments.items()})
+            common.append(Piece(numbered_name(OUTLINE, index), "object", outline))
+        if tensors:
+            parts, table = own_chunks(tensors, keeper=keeper, every_copy=every_copy)
+            yield Piece(chunks_name(self.process_index), "tensors", parts, table)
+        if keeper and weights is not None:
+            yield from common
+            yield from self._objects()
+
+    @property
+    def _is_spread(self) -> bool:
+        return any(is_spread(parameter) for _, parameter in self._parameters())
+
+    @cached_property
+    def _known(self) -> dict[int, str]:
+        return {id(parameter): name for name, parameter in self._parameters()}
+
+    def _names(self, parameter: torch.Tensor) -> str:
+        if id(parameter) not in self._known:
+            raise CheckpointError(
+                f"an optimizer has a parameter of shape {tuple(parameter.shape)} that is of no prepared model, and so "
+                "has no name in a sharded checkpoint: prepare its model too"
+            )
+        return self._known[id(parameter)]
 
     def _weights(self, index: int, state: dict[str, Any]) -> Iterator[Piece]:
         if not self.safe:
@@ -110,7 +172,7 @@ class Contents:
 
         In an open window, also the gradients accumulated in it, which no other process has.
         """
-        if window_open:
+        if window_open and not self._is_spread:
             held = {key: p.grad for key, p in self._parameters() if p.grad is not None}
             yield Piece(gradients_name(self.process_index), "tensors", self.strategy.on_host(held))
         states = random_states(step, self.device)
@@ -130,15 +192,17 @@ class Contents:
         Raises `CheckpointError` naming the file that is missing or does not fit.
         """
         self.precision.settle()
+        self.strategy.settle()
+        saved = Saved.in_folder(folder)
         for index, model in enumerate(self.models):
-            self._read_weights(folder, index, model, load_model_kwargs)
+            self._read_weights(folder, saved, index, model, load_model_kwargs)
         for index, optimizer in enumerate(self.optimizers):
-            self._read_optimizer(folder / numbered_name(OPTIMIZER, index), optimizer)
+            self._read_optimizer(folder, saved, index, optimizer)
         for name, item in self.stateful:
             _load(item, name, self._object(folder / name))
         for name, loader in self.samplers:
             self._read_sampler(folder / name, loader)
-        self._read_gradients(folder)
+        self._read_gradients(folder, saved)
         return self._read_own(folder / random_states_name(self.process_index))
 
     def _read_own(self, path: Path) -> int | None:
@@ -158,12 +222,21 @@ class Contents:
             )
         return read_object(path, **how, **(self.options or {}))
 
-    def _read_weights(self, folder: Path, index: int, model: torch.nn.Module, kwargs: dict[str, Any]) -> None:
+    def _read_weights(
+        self, folder: Path, saved: Saved, index: int, model: torch.nn.Module, kwargs: dict[str, Any]
+    ) -> None:
         target = self.strategy.unwrap(model)
+        path = folder / numbered_name(EXTRA, index)
+        extra = read_object(path) if path.exists() else {}
+        strict = kwargs.get("strict", True)
+        if saved.under(f"model.{index}."):
+            fill_module(target, saved, f"model.{index}.", extra, strict)
+            return
         state = read_weights(folder, index)
-        extra = folder / numbered_name(EXTRA, index)
-        if extra.exists():
-            state.update(read_object(extra))
+        if any(is_spread(parameter) for parameter in target.parameters()):
+            fill_module(target, Saved.whole(state, str(folder)), "", extra, strict)
+            return
+        state.update(extra)
         wanted = target.state_dict()
         if state and all(name.startswith("module.") for name in state) and not set(state) & set(wanted):
             state = {name.removeprefix("module."): value for name, value in state.items()}
@@ -174,10 +247,17 @@ class Contents:
             detail = " ".join(str(error).split())
             raise CheckpointError(f"{folder}: model {index} does not fit: {detail}") from error
 
-    def _read_optimizer(self, path: Path, optimizer: Any) -> None:
+    def _read_optimizer(self, folder: Path, saved: Saved, index: int, optimizer: Any) -> None:
+        outline = folder / numbered_name(OUTLINE, index)
+        path = outline if outline.exists() else folder / numbered_name(OPTIMIZER, index)
         state = self._object(path, mapped=True)
         try:
-            load_optimizer(optimizer, state, mapped=True)
+            if path == outline:
+                fill_optimizer(optimizer, self._names, state, saved, f"optimizer.{index}.")
+            elif any(is_spread(parameter) for group in optimizer.param_groups for parameter in group["params"]):
+                fill_whole_optimizer(optimizer, state, path)
+            else:
+                load_optimizer(optimizer, state, mapped=True)
         except (ValueError, KeyError, RuntimeError, TypeError) as error:
             raise _misfit(path.name, optimizer, error) from error
 
@@ -193,10 +273,14 @@ class Contents:
             return
         _load(loader, path.name, state)
 
-    def _read_gradients(self, folder: Path) -> None:
+    def _read_gradients(self, folder: Path, saved: Saved) -> None:
         path = folder / gradients_name(self.process_index)
         held = read_tensors(path) if path.exists() else {}
         for name, parameter in self._parameters():
+            if f"gradient.{name}" in saved:
+                parameter.grad = torch.empty_like(parameter.detach())
+                saved.fill(f"gradient.{name}", parameter.grad)
+                continue
             gradient = held.get(name)
             parameter.grad = None if gradient is None else gradient.to(parameter.device, copy=True)
 

@@ -19,6 +19,7 @@ SAFE_WEIGHTS_INDEX_NAME = "model.safetensors.index.json"
 
 EXTRA = "model_extra.bin"
 OPTIMIZER = f"{OPTIMIZER_NAME}.bin"
+OUTLINE = f"{OPTIMIZER_NAME}_outline.bin"
 SCHEDULER = f"{SCHEDULER_NAME}.bin"
 SAMPLER = f"{SAMPLER_NAME}.bin"
 MANIFEST = "accel_manifest.json"

@@ -104,6 +104,11 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
     The tensors are the file itself, read where they are touched: see `let_go`. What is written into them stays in
     memory. Raises `CheckpointError` for a damaged file.
     """
+    return read_tensors_and_metadata(path)[0]
+
+
+def read_tensors_and_metadata(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """`read_tensors`, and what `write_tensors` was given as metadata."""
     try:
         header, start = _read_header(path)
         metadata = header.pop("__metadata__", {})
@@ -115,7 +120,7 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
     for alias, name in metadata.items():
         if name in tensors:
             tensors.setdefault(alias, tensors[name])
-    return tensors
+    return tensors, metadata
 
 
 def _read_header(path: Path) -> tuple[dict[str, Any], int]:

@@ -44,9 +44,14 @@ class Checkpoints:
         self._passed_over: set[Path] = set()
 
     @property
+    def on_each_node(self) -> bool:
+        """Whether every node keeps a checkpoint of its own."""
+        return self.config.save_on_each_node or project_root.root() is not None
+
+    @property
     def keeper(self) -> bool:
         """Whether this process writes what all have in common: one in the world, or one a node."""
-        return keeps(self.state, self.config.save_on_each_node or project_root.root() is not None)
+        return keeps(self.state, self.on_each_node)
 
     def next_place(self) -> Path:
         """Where the next automatically named checkpoint goes. Raises `CheckpointError` if something is there."""
@@ -114,7 +119,9 @@ class Checkpoints:
     def _copied(self, pieces: Sequence[Piece]) -> list[Piece]:
         assert self._staging is not None
         values = self._staging.copy([piece.value for piece in pieces])
-        return [Piece(piece.name, piece.kind, value) for piece, value in zip(pieces, values, strict=True)]
+        return [
+            Piece(piece.name, piece.kind, value, piece.metadata) for piece, value in zip(pieces, values, strict=True)
+        ]
 
     def _finish(
         self, draft: Path, place: Path, pieces: Callable[[], Sequence[Piece]], publish: _Publish, group: Any

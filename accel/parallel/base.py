@@ -75,12 +75,31 @@ class Strategy:
         """Limit each gradient element to ``[-clip_value, clip_value]``, in place."""
         torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
-    def refuse_unsavable(self) -> None:
-        """Raise `ArgumentError` where the state of a run cannot be saved and loaded."""
+    def settle(self) -> None:
+        """Have every model's ``parameters()`` be what optimizers step, whatever its last pass has left."""
 
-    def model_state(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-        """The whole state dict of ``model``, by the names it has unwrapped; shares memory with it if it can."""
+    @property
+    def keeps_shards(self) -> bool:
+        """Whether checkpoints hold what each process has; otherwise whole models and optimizers."""
+        return False
+
+    def refuse_unsavable(self, held_back: bool) -> None:
+        """Raise `ArgumentError` where the state of a run cannot be saved.
+
+        held_back: whether gradients have been kept from travelling and wait for the end of their window.
+        """
+
+    def model_state(self, model: torch.nn.Module, whole: bool = True) -> dict[str, torch.Tensor]:
+        """The state dict of ``model``, by the names it has unwrapped; shares memory with it if it can.
+
+        whole: with tensors that are whole on the main process of each node; otherwise with what each process has.
+        """
         state: dict[str, torch.Tensor] = self.on_host(self.unwrap(model).state_dict())
+        return state
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """The state dict of ``optimizer``, whole on the main process of each node."""
+        state: dict[str, Any] = self.on_host(optimizer.state_dict())
         return state
 
     def on_host(self, value: Any) -> Any:

@@ -11,6 +11,7 @@ import torch
 
 from accel import collectives
 from accel.errors import ArgumentError
+from accel.parallel.shares import share, whole
 
 
 def clip_norm(
@@ -58,13 +59,3 @@ def by_mesh(parameters: Iterable[torch.Tensor]) -> list[list[Any]]:
                 "clipping: these parameters were listed while the model had them gathered: give model.parameters()"
             )
     return list(found.values())
-
-
-def share(value: Any) -> Any:
-    """What this process has of ``value``."""
-    return value.to_local() if hasattr(value, "to_local") else value
-
-
-def whole(value: Any) -> Any:
-    """What all processes have of ``value``, by a collective where each has a share."""
-    return value.full_tensor() if hasattr(value, "full_tensor") else value

@@ -16,9 +16,10 @@ from accel.errors import ArgumentError
 from accel.logging import get_logger
 from accel.parallel.activation_checkpointing import checkpoint_activations
 from accel.parallel.base import Strategy
-from accel.parallel.clipping import by_mesh, clip_norm, whole
+from accel.parallel.clipping import by_mesh, clip_norm
 from accel.parallel.mesh import Mesh
 from accel.parallel.optimizers import adopt, refuse_strangers
+from accel.parallel.shares import whole_state
 from accel.parallel.units import find_units, ignored_parameters, members_of, refuse_unshardable
 from accel.parallel.whole_weights import WholeWeights
 from accel.plugins.fsdp import FullyShardedDataParallelPlugin
@@ -187,26 +188,33 @@ class Sharded(Strategy):
         for group in by_mesh(parameters):
             torch.nn.utils.clip_grad_value_(group, clip_value)
 
-    def refuse_unsavable(self) -> None:
-        """Raises `ArgumentError`."""
-        raise ArgumentError(
-            "save_state and load_state of sharded models are not in this version: save_model writes the weights"
-        )
+    @property
+    def keeps_shards(self) -> bool:
+        """See `Strategy.keeps_shards`."""
+        return bool(self.plugin.state_dict_type.name == "SHARDED_STATE_DICT")
 
-    def model_state(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """The whole state dict, in the memory of each node's main process, a parameter at a time; empty elsewhere."""
+    def refuse_unsavable(self, held_back: bool) -> None:
+        """See `Strategy.refuse_unsavable`."""
+        if held_back:
+            raise ArgumentError(
+                "save_state in an open accumulation window of a sharded model: its gradients are nowhere that they "
+                "could be saved from; save where accelerator.sync_gradients is true, or give "
+                "GradientAccumulationPlugin(sync_each_batch=True)"
+            )
+
+    def model_state(self, model: nn.Module, whole: bool = True) -> dict[str, torch.Tensor]:
+        """See `Strategy.model_state`; a whole one is made a parameter at a time, and is empty but on main processes."""
         self.settle()
-        kept: dict[str, torch.Tensor] = {}
-        made: dict[int, Any] = {}  # tied ones stay one tensor
-        for name, value in self.unwrap(model).state_dict(keep_vars=True).items():
-            if id(value) not in made:
-                found = whole(value)
-                made[id(value)] = found.detach().cpu() if isinstance(found, torch.Tensor) else found
-            if self.state.is_local_main_process:
-                kept[name] = made[id(value)]
-            else:
-                made[id(value)] = None
-        return kept
+        inside = self.unwrap(model)
+        if not whole:
+            return inside.state_dict()
+        return whole_state(inside.state_dict(keep_vars=True), self.state.is_local_main_process)
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """See `Strategy.optimizer_state`; likewise."""
+        state = optimizer.state_dict()
+        keep = self.state.is_local_main_process
+        return {**state, "state": {number: whole_state(entry, keep) for number, entry in state["state"].items()}}
 
 
 @contextmanager

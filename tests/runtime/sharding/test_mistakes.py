@@ -62,12 +62,6 @@ def _joined() -> Any:
         pass
 
 
-def _state() -> Any:
-    accelerator = Accelerator(fsdp_plugin=Plugin())
-    accelerator.prepare(decoder())
-    accelerator.save_state("nowhere")
-
-
 def _local_sgd() -> Any:
     accelerator = Accelerator(fsdp_plugin=Plugin())
     LocalSGD(accelerator, accelerator.prepare(decoder()), 2)
@@ -119,7 +113,6 @@ CASES: list[tuple[Callable[[], Any], str]] = [
                 "prepare its model too, or list model.parameters() after prepare"),
     (_joined, "join_uneven_inputs is for DDP: with sharded models every process runs as many batches as the others; "
               "leave it out, and keep even_batches=True"),
-    (_state, "save_state and load_state of sharded models are not in this version: save_model writes the weights"),
     (_local_sgd, "LocalSGD averages whole models: sharded ones have no process of their own to train in"),
     (_stale, "clipping: these parameters were listed while the model had them gathered: give model.parameters()"),
     (_other, "prepare: the Linear of process 1 is not that of process 0: names, shapes, types or requires_grad of "

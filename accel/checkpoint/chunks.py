@@ -1,0 +1,157 @@
+"""Tensors that are spread over processes, on disk: each process writes what it has, and any other cut is read back.
+
+A process's chunks are one safetensors file, ``chunks/node_<node>/rank_<rank>.safetensors``. Its metadata say, under
+``accel_chunks``, which part of which whole tensor each one is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+
+from accel.checkpoint.tensors import let_go, read_tensors_and_metadata
+from accel.errors import CheckpointError
+from accel.world.environment import read_int
+
+_FOLDER = "chunks"
+_TABLE = "accel_chunks"
+_FILE = re.compile(r"rank_(\d+)\.safetensors")
+
+Place: TypeAlias = tuple[int, ...]
+
+
+def chunks_name(process_index: int) -> str:
+    """The file of a process's chunks."""
+    node = read_int(os.environ, "GROUP_RANK", minimum=0) or 0
+    return f"{_FOLDER}/node_{node}/rank_{process_index}.safetensors"
+
+
+def place_of(tensor: Any) -> tuple[Place, torch.Tensor]:
+    """Where the part of ``tensor`` begins that this process has, and that part, which shares memory with it."""
+    if not hasattr(tensor, "placements"):
+        return (0,) * tensor.ndim, tensor
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(offset), tensor.to_local()
+
+
+def own_chunks(
+    tensors: Mapping[str, torch.Tensor], *, keeper: bool, every_copy: bool
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Of ``tensors``, the parts that this process writes, and the metadata of their file.
+
+    keeper:     whether it writes what is whole on every process.
+    every_copy: whether it writes parts that another process has too, and writes to a disk of its own.
+    """
+    parts: dict[str, torch.Tensor] = {}
+    table: dict[str, Any] = {}
+    for name, tensor in tensors.items():
+        if every_copy or _is_first_copy(tensor) if hasattr(tensor, "placements") else keeper:
+            offset, part = place_of(tensor)
+            parts[name] = part.detach()
+            table[name] = [list(tensor.shape), list(offset)]
+    return parts, {_TABLE: json.dumps(table)}
+
+
+def _is_first_copy(tensor: Any) -> bool:
+    places = tensor.device_mesh.get_coordinate()
+    return not any(at for at, placement in zip(places, tensor.placements, strict=True) if placement.is_replicate())
+
+
+class Saved:
+    """Tensors on file by name, each in as many chunks as it was saved in.
+
+    where: what errors call the place that they are read from.
+    """
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+        self.mapped = False  # whether they are pages of files, which need not stay in memory
+        self.shapes: dict[str, Place] = {}
+        self._chunks: dict[str, dict[tuple[Place, Place], torch.Tensor]] = {}
+
+    @classmethod
+    def whole(cls, tensors: Mapping[str, torch.Tensor], where: str) -> Saved:
+        """Tensors of which each is one chunk."""
+        saved = cls(where)
+        for name, tensor in tensors.items():
+            saved._add(name, tuple(tensor.shape), (0,) * tensor.ndim, tensor)
+        return saved
+
+    @classmethod
+    def in_folder(cls, folder: Path) -> Saved:
+        """All chunks in a checkpoint; they are pages of files. Raises `CheckpointError` for a damaged file."""
+        saved = cls(str(folder))
+        saved.mapped = True
+        for path in sorted((folder / _FOLDER).glob("node_*/rank_*")):
+            tensors, metadata = read_tensors_and_metadata(path)
+            try:
+                for name, (shape, offset) in json.loads(metadata[_TABLE]).items():
+                    saved._add(name, tuple(shape), tuple(offset), tensors[name])
+            except (KeyError, TypeError, ValueError) as error:
+                raise CheckpointError(f"{path} cannot be loaded: its table of chunks is damaged") from error
+        return saved
+
+    def _add(self, name: str, shape: Place, offset: Place, data: torch.Tensor) -> None:
+        if self.shapes.setdefault(name, shape) != shape:
+            raise CheckpointError(f"{self.where}: {name} is {self.shapes[name]} in one file and {shape} in another")
+        self._chunks.setdefault(name, {})[offset, tuple(data.shape)] = data
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.shapes
+
+    def under(self, prefix: str) -> list[str]:
+        """The names that begin with ``prefix``, without it."""
+        return [name.removeprefix(prefix) for name in self.shapes if name.startswith(prefix)]
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The type that a tensor was saved in."""
+        return next(iter(self._chunks[name].values())).dtype
+
+    @torch.no_grad()
+    def fill(self, name: str, tensor: torch.Tensor) -> None:
+        """Give this process's part of ``tensor`` what was saved under ``name``.
+
+        Raises `CheckpointError` where the whole has another shape, and where chunks of this part are not there.
+        """
+        if self.shapes[name] != tuple(tensor.shape):
+            raise CheckpointError(
+                f"{self.where}: {name} is {self.shapes[name]} there, and {tuple(tensor.shape)} in this run"
+            )
+        offset, part = place_of(tensor)
+        lacking = part.numel()
+        for (start, size), data in self._chunks[name].items():
+            common = [
+                (max(a, b), min(a + m, b + n)) for a, m, b, n in zip(offset, part.shape, start, size, strict=True)
+            ]
+            if all(first < past for first, past in common):
+                source = data[_slices(common, start)]
+                target = part[_slices(common, offset)]
+                target.copy_(source)
+                if self.mapped:
+                    let_go(source)
+                lacking -= target.numel()
+        if lacking:
+            raise CheckpointError(f"{self.where}: {lacking} elements of {name} are not there{self._why()}")
+
+    def _why(self) -> str:
+        files = sorted(Path(self.where).glob(f"{_FOLDER}/node_*/rank_*"))
+        nodes = sorted({path.parent.name.removeprefix("node_") for path in files}, key=int)
+        ranks = sorted(int(match[1]) for path in files if (match := _FILE.fullmatch(path.name)))
+        if not files:
+            return ""
+        return (
+            f": it has the chunks of rank {', '.join(map(str, ranks))} on node {', '.join(nodes)} alone. Load it with "
+            "the processes that it was saved by, or save to a file system that all nodes share"
+        )
+
+
+def _slices(common: Sequence[tuple[int, int]], start: Place) -> tuple[slice, ...]:
+    return tuple(slice(first - at, past - at) for (first, past), at in zip(common, start, strict=True))

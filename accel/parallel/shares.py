@@ -1,0 +1,34 @@
+"""Tensors of which each process has a share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+
+def share(value: Any) -> Any:
+    """What this process has of ``value``."""
+    return value.to_local() if hasattr(value, "to_local") else value
+
+
+def whole(value: Any) -> Any:
+    """What all processes have of ``value``, by a collective where each has a share."""
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+def whole_state(state: Mapping[str, Any], keep: bool) -> dict[str, Any]:
+    """``state`` with whole tensors on the CPU, gathered one at a time, where ``keep``; elsewhere nothing.
+
+    Collectives: every process calls it. Names of one tensor have one tensor afterwards too.
+    """
+    kept: dict[str, Any] = {}
+    made: dict[int, Any] = {}
+    for name, value in state.items():
+        if id(value) not in made:
+            found = whole(value)
+            made[id(value)] = (found.detach().cpu() if isinstance(found, torch.Tensor) else found) if keep else None
+        if keep:
+            kept[name] = made[id(value)]
+    return kept

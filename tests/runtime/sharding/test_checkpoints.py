@@ -1,0 +1,320 @@
+"""What a sharded run keeps comes back to the bit on any number of processes, on any mesh and on one process alone."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from accel import Accelerator
+from accel.accelerator import Accelerator as Façade
+from accel.checkpoint.chunks import Saved
+from accel.errors import ArgumentError, CheckpointError
+from accel.plugins import GradientAccumulationPlugin, ProjectConfiguration
+from accel.plugins.fsdp import FullyShardedDataParallelPlugin
+from accel.plugins.parallelism import ParallelismConfig
+from tests.runtime.worlds import run, run_one
+
+from .training import batch, decoder, loss_of, train
+
+Kept = dict[str, Any]
+
+
+def _accelerator(mesh: str, layout: str = "SHARDED_STATE_DICT", **how: Any) -> Façade:
+    plugin = None if mesh == "ddp" else FullyShardedDataParallelPlugin(state_dict_type=layout)
+    config = ParallelismConfig(dp_replicate_size=2) if mesh == "hybrid" else None
+    return Accelerator(fsdp_plugin=plugin, parallelism_config=config, **how)
+
+
+def _made(accelerator: Façade, seed: int) -> tuple[Any, Any, Any]:
+    """A model with tied weights, an optimizer of two groups, and its schedule."""
+    model = decoder(seed)
+    blocks = list(model.blocks.parameters())
+    others = [p for p in model.parameters() if not any(p is block for block in blocks)]
+    optimizer = torch.optim.AdamW([{"params": blocks, "lr": 0.02}, {"params": others, "lr": 0.01}])
+    prepared: tuple[Any, Any, Any] = accelerator.prepare(
+        model, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    )
+    return prepared
+
+
+def _whole(accelerator: Façade, model: Any, optimizer: Any) -> Kept:
+    state = {"model": accelerator.get_state_dict(model), "optimizer": accelerator.strategy.optimizer_state(optimizer)}
+    return copy.deepcopy(state)
+
+
+def _save(folder: str, mesh: str, layout: str, beside: bool = False) -> tuple[Kept, list[float]]:
+    accelerator = _accelerator(mesh, layout)
+    model, optimizer, schedule = _made(accelerator, accelerator.process_index)
+    train(accelerator, model, optimizer, steps=3, clip=0.5)
+    schedule.step()
+    kept = _whole(accelerator, model, optimizer)
+    accelerator.save_state(folder, async_save=beside)
+    losses, _ = train(accelerator, model, optimizer, steps=3, first=3)
+    accelerator.end_training()
+    return kept, losses
+
+
+def _load(folder: str, mesh: str, stepped: bool = False) -> tuple[Kept, list[float]]:
+    accelerator = _accelerator(mesh)
+    model, optimizer, _ = _made(accelerator, 7)
+    if stepped:  # the optimizer has state already, which is replaced
+        train(accelerator, model, optimizer, steps=1)
+    accelerator.load_state(folder)
+    kept = _whole(accelerator, model, optimizer)
+    return kept, train(accelerator, model, optimizer, steps=3, first=3)[0]
+
+
+def _same(one: Any, other: Any, path: str = "") -> None:
+    if isinstance(one, dict):
+        assert one.keys() == other.keys(), path
+        for key in one:
+            _same(one[key], other[key], f"{path}.{key}")
+    elif isinstance(one, torch.Tensor):
+        assert one.dtype == other.dtype, path
+        assert torch.equal(one, other), path
+    else:
+        assert one == other, path
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Kept, list[float]]]:
+    """Checkpoints by four processes, sharded and within two replicas, in both layouts."""
+    made = {}
+    for mesh in ("sharded", "hybrid"):
+        for layout in ("SHARDED_STATE_DICT", "FULL_STATE_DICT"):
+            folder = tmp_path_factory.mktemp("checkpoints") / "of 4"
+            kept, losses = run(_save, str(folder), mesh, layout, processes=4)[0]
+            made[f"{mesh} {layout}"] = folder, kept, losses
+    return made
+
+
+WORLDS = [("ddp", 1), ("ddp", 2), ("sharded", 1), ("sharded", 2), ("sharded", 3), ("sharded", 4), ("hybrid", 4)]
+
+
+@pytest.mark.parametrize(("mesh", "processes"), WORLDS)
+def test_it_loads_on_every_world(mesh: str, processes: int, folders: dict[str, Any]) -> None:
+    for folder, kept, losses in folders.values():
+        found, after = run(_load, str(folder), mesh, processes == 4, processes=processes)[0]
+        found["optimizer"].pop("param_groups", None)
+        _same(found["model"], kept["model"])
+        _same(found["optimizer"]["state"], kept["optimizer"]["state"])
+        assert after == pytest.approx(losses, abs=1e-9)
+
+
+def test_whole_files_are_those_of_an_unsharded_run(folders: dict[str, Any], tmp_path: Path) -> None:
+    run(_save, str(tmp_path / "ddp"), "ddp", "")
+    names = {path.name for path in (tmp_path / "ddp").iterdir() if "random_states" not in path.name}
+    folder, _, _ = folders["sharded FULL_STATE_DICT"]
+    assert {path.name for path in folder.iterdir() if "random_states" not in path.name} == names
+    kept = run_one(_load, str(tmp_path / "ddp"), "ddp")[0]
+    _same(run(_load, str(tmp_path / "ddp"), "sharded", processes=3)[0][0]["model"], kept["model"])
+
+
+def test_each_process_writes_what_it_has_and_replicas_nothing(folders: dict[str, Any]) -> None:
+    def sizes(mesh: str) -> list[int]:
+        folder = folders[f"{mesh} SHARDED_STATE_DICT"][0]
+        return [path.stat().st_size for path in sorted((folder / "chunks" / "node_0").iterdir())]
+
+    total = sum(t.numel() * t.element_size() for t in folders["sharded SHARDED_STATE_DICT"][1]["model"].values())
+    assert len(sizes("sharded")) == 4
+    assert sum(sizes("sharded")) < 3 * total + 4 * 10_000
+    assert sum(sizes("hybrid")) < 3 * total + 4 * 10_000
+
+
+def test_it_is_written_beside_training(folders: dict[str, Any], tmp_path: Path) -> None:
+    kept, _ = run(_save, str(tmp_path / "beside"), "sharded", "SHARDED_STATE_DICT", True, processes=2)[0]
+    _same(run_one(_load, str(tmp_path / "beside"), "ddp")[0]["model"], kept["model"])
+
+
+def _open_window(folder: str, each: bool) -> tuple[list[float], list[float]]:
+    plugin = GradientAccumulationPlugin(num_steps=4, sync_each_batch=each)
+    accelerator = _accelerator("sharded", gradient_accumulation_plugin=plugin)
+    model, optimizer, _ = _made(accelerator, 0)
+    train(accelerator, model, optimizer, steps=6)
+    accelerator.save_state(folder)
+    expected, _ = train(accelerator, model, optimizer, steps=6, first=6)
+    train(accelerator, model, optimizer, steps=1)
+    accelerator.load_state(folder)
+    return train(accelerator, model, optimizer, steps=6, first=6)[0], expected
+
+
+def test_an_open_window_goes_on(tmp_path: Path) -> None:
+    again, expected = run(_open_window, str(tmp_path / "open"), True)[0]
+    assert again == expected
+
+
+def _refused(folder: str) -> str:
+    with pytest.raises(ArgumentError) as caught:
+        _open_window(folder, False)
+    return str(caught.value)
+
+
+def test_gradients_that_are_held_back_cannot_be_saved(tmp_path: Path) -> None:
+    said = set(run(_refused, str(tmp_path / "open")))
+    assert len(said) == 1
+    assert "sync_each_batch=True" in said.pop()
+    assert not (tmp_path / "open").exists()
+
+
+def _misfit(folder: str, change: Callable[[Any], None]) -> str:
+    accelerator = _accelerator("sharded")
+    model = decoder()
+    change(model)
+    accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    with pytest.raises(CheckpointError) as caught:
+        accelerator.load_state(folder)
+    return str(caught.value)
+
+
+def _wider(model: Any) -> None:
+    model.blocks[1].norm = torch.nn.LayerNorm(24).double()
+
+
+def _more(model: Any) -> None:
+    model.more = torch.nn.Linear(2, 2).double()
+
+
+def _fewer(model: Any) -> None:
+    del model.blocks[2]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (_wider, "model.0.blocks.1.norm.weight is (16,) there, and (24,) in this run"),
+        (_more, "it lacks more.weight"),
+        (_fewer, "this run has no blocks.2.norm.weight"),
+    ],
+)
+def test_what_does_not_fit_is_named(change: Any, said: str, folders: dict[str, Any]) -> None:
+    folder = folders["sharded SHARDED_STATE_DICT"][0]
+    for told in run(_misfit, str(folder), change):
+        assert said in told
+
+
+def test_chunks_of_another_node_are_named(folders: dict[str, Any], tmp_path: Path) -> None:
+    import shutil
+
+    folder = tmp_path / "half"
+    shutil.copytree(folders["sharded SHARDED_STATE_DICT"][0], folder)
+    (folder / "accel_manifest.json").unlink()
+    shutil.rmtree(folder / "chunks" / "node_0")
+    (folder / "chunks" / "node_1").mkdir()
+    for rank in (2, 3):
+        name = f"rank_{rank}.safetensors"
+        shutil.copy(folders["sharded SHARDED_STATE_DICT"][0] / "chunks" / "node_0" / name, folder / "chunks" / "node_1")
+    for told in run(_misfit, str(folder), _nothing):
+        assert "has the chunks of rank 2, 3 on node 1 alone" in told
+        assert "\n" not in told
+
+
+def _nothing(model: Any) -> None:
+    pass
+
+
+def _damaged(folder: str) -> str:
+    accelerator = _accelerator("sharded")
+    _made(accelerator, 0)
+    with pytest.raises(CheckpointError) as caught:
+        accelerator.load_state(folder)
+    return str(caught.value)
+
+
+def test_a_damaged_chunk_is_found_before_anything_is_loaded(folders: dict[str, Any], tmp_path: Path) -> None:
+    import shutil
+
+    shutil.copytree(folders["sharded SHARDED_STATE_DICT"][0], tmp_path / "damaged")
+    path = tmp_path / "damaged" / "chunks" / "node_0" / "rank_3.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(data)
+    for told in run(_damaged, str(tmp_path / "damaged")):
+        assert "rank_3.safetensors is not as it was written" in told
+
+
+def _latest(folder: str) -> tuple[int, list[float], list[float]]:
+    config = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True, total_limit=1)
+    accelerator = _accelerator("sharded", project_config=config)
+    model, optimizer, _ = _made(accelerator, 0)
+    for step in range(2):
+        train(accelerator, model, optimizer, steps=1, first=step)
+        accelerator.save_state(async_save=True)
+    expected, _ = train(accelerator, model, optimizer, steps=2, first=2)
+    accelerator.load_state("latest")
+    after = train(accelerator, model, optimizer, steps=2, first=2)[0]
+    return accelerator.save_iteration, after, expected
+
+
+def test_the_latest_is_found(tmp_path: Path) -> None:
+    iteration, after, expected = run(_latest, str(tmp_path))[0]
+    assert iteration == 2
+    assert after == expected
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["checkpoint_1"]
+
+
+def _cuts(data: st.DataObject, length: int) -> list[int]:
+    return sorted({0, length, *data.draw(st.lists(st.integers(0, length), max_size=3))})
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(1, 7), min_size=1, max_size=3), st.data())
+def test_any_cut_of_a_tensor_is_read_through_any_other(shape: list[int], data: st.DataObject) -> None:
+    from itertools import pairwise, product
+
+    whole = torch.arange(torch.Size(shape).numel()).reshape(shape)
+    saved = Saved("here")
+    for box in product(*(list(pairwise(_cuts(data, length))) for length in shape)):
+        part = whole[tuple(slice(*side) for side in box)]
+        saved._add("x", tuple(shape), tuple(first for first, _ in box), part)
+    found = torch.zeros_like(whole)
+    saved.fill("x", found)
+    assert torch.equal(found, whole)
+
+
+def _every_placement(folder: str) -> list[bool]:
+    """A tensor over two dimensions of a mesh, in every way, read from a file in rows."""
+    from itertools import product
+
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    Accelerator(cpu=True)
+    mesh = init_device_mesh("cpu", (2, 2))
+    whole = torch.arange(35.0).reshape(5, 7)
+    saved = Saved.whole({"x": whole}, folder)
+    found = []
+    for placements in product((Shard(0), Shard(1), Replicate()), repeat=2):
+        empty = distribute_tensor(torch.zeros(5, 7), mesh, placements)
+        saved.fill("x", empty)
+        found.append(torch.equal(empty.full_tensor(), whole))
+    return found
+
+
+def test_every_placement_is_filled(tmp_path: Path) -> None:
+    assert run(_every_placement, str(tmp_path), processes=4) == [[True] * 9] * 4
+
+
+def _one_step(folder: str) -> float:
+    accelerator = _accelerator("sharded")
+    model, optimizer, _ = _made(accelerator, 0)
+    model.eval()
+    with torch.no_grad():
+        model(batch(0, accelerator)[:, :-1])
+    accelerator.backward(loss_of(model, batch(0, accelerator)))
+    optimizer.step()
+    model(batch(1, accelerator)[:, :-1])  # leaves the root gathered
+    accelerator.save_state(folder)
+    return loss_of(model, batch(1, accelerator)).item()
+
+
+def test_a_pass_without_a_backward_pass_before_a_save_does_no_harm(tmp_path: Path) -> None:
+    run(_one_step, str(tmp_path / "folder"))
+    saved = Saved.in_folder(tmp_path / "folder")
+    assert {"model.0.embed.weight", "model.0.position", "optimizer.0.0.position:exp_avg"} <= set(saved.shapes)
