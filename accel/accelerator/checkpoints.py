@@ -16,7 +16,7 @@ from accel.checkpoint.all_ranks import together
 from accel.checkpoint.contents import Contents, Piece
 from accel.checkpoint.full_disk import reporting_full_disk
 from accel.checkpoint.save_load import keeps, save
-from accel.checkpoint.weights import refuse_unsavable, save_weights
+from accel.checkpoint.weights import refuse_unsavable, save_spread_weights, save_weights
 from accel.checkpoint.writer import Checkpoints, logger
 from accel.errors import ArgumentError, CheckpointError, one_of
 
@@ -200,18 +200,22 @@ class CheckpointControl(Part):
 
         ``model.safetensors``, or where it is larger ``model-00001-of-0000N.safetensors`` and an index; without
         ``safe_serialization`` ``pytorch_model.bin`` likewise. Tied weights are written once. Weights that hooks have
-        moved to the CPU or the disk are fetched. Raises `ArgumentError` for a directory that is a file, for weights on
-        the meta device and for what safetensors cannot hold; `CheckpointError`, on every process, if one cannot write.
+        moved to the CPU or the disk are fetched; sharded ones are gathered one at a time, for safetensors. Raises
+        `ArgumentError` for a directory that is a file, for weights on the meta device and for what safetensors cannot
+        hold; `CheckpointError`, on every process, if one cannot write.
         """
         folder = Path(save_directory)
-        state = self._whole_state(model)
+        streams = safe_serialization and self.strategy.spreads
+        state = self.strategy.model_state(model, whole=False) if streams else self._whole_state(model)
+        writes = keeps(self.state, self.project_configuration.save_on_each_node)
 
         @reporting_full_disk(folder)
         def write() -> None:
-            if folder.is_file():
-                raise ArgumentError(f"save_model: {folder} is a file, and must be a directory")
-            refuse_unsavable(state, max_shard_size, safe_serialization)
-            if keeps(self.state, self.project_configuration.save_on_each_node):
+            if streams:
+                save_spread_weights(state, folder, max_shard_size, writes)
+                return
+            refuse_unsavable(state, folder, max_shard_size, safe_serialization)
+            if writes:
                 save_weights(state, folder, max_shard_size, safe_serialization)
 
         try:

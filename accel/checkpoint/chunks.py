@@ -7,29 +7,19 @@ A process's chunks are one safetensors file, ``chunks/node_<node>/rank_<rank>.sa
 from __future__ import annotations
 
 import json
-import os
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 
+from accel.checkpoint.file_names import CHUNKS
 from accel.checkpoint.tensors import let_go, read_tensors_and_metadata
 from accel.errors import CheckpointError
-from accel.world.environment import read_int
 
-_FOLDER = "chunks"
 _TABLE = "accel_chunks"
-_FILE = re.compile(r"rank_(\d+)\.safetensors")
 
 Place: TypeAlias = tuple[int, ...]
-
-
-def chunks_name(process_index: int) -> str:
-    """The file of a process's chunks."""
-    node = read_int(os.environ, "GROUP_RANK", minimum=0) or 0
-    return f"{_FOLDER}/node_{node}/rank_{process_index}.safetensors"
 
 
 def place_of(tensor: Any) -> tuple[Place, torch.Tensor]:
@@ -90,7 +80,7 @@ class Saved:
         """All chunks in a checkpoint; they are pages of files. Raises `CheckpointError` for a damaged file."""
         saved = cls(str(folder))
         saved.mapped = True
-        for path in sorted((folder / _FOLDER).glob("node_*/rank_*")):
+        for path in sorted(folder.glob(CHUNKS)):
             tensors, metadata = read_tensors_and_metadata(path)
             try:
                 for name, (shape, offset) in json.loads(metadata[_TABLE]).items():
@@ -142,13 +132,13 @@ class Saved:
             raise CheckpointError(f"{self.where}: {lacking} elements of {name} are not there{self._why()}")
 
     def _why(self) -> str:
-        files = sorted(Path(self.where).glob(f"{_FOLDER}/node_*/rank_*"))
+        files = list(Path(self.where).glob(CHUNKS))
         nodes = sorted({path.parent.name.removeprefix("node_") for path in files}, key=int)
-        ranks = sorted(int(match[1]) for path in files if (match := _FILE.fullmatch(path.name)))
+        ranks = sorted({path.stem.removeprefix("rank_") for path in files}, key=int)
         if not files:
             return ""
         return (
-            f": it has the chunks of rank {', '.join(map(str, ranks))} on node {', '.join(nodes)} alone. Load it with "
+            f": it has the chunks of rank {', '.join(ranks)} on node {', '.join(nodes)} alone. Load it with "
             "the processes that it was saved by, or save to a file system that all nodes share"
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from accel.checkpoint.chunks import Saved, chunks_name, own_chunks
+from accel.checkpoint.chunks import Saved, own_chunks
 from accel.checkpoint.durable import Digest
 from accel.checkpoint.file_names import (
     EXTRA,
@@ -21,6 +22,7 @@ from accel.checkpoint.file_names import (
     SCALER_NAME,
     SCHEDULER,
     WEIGHTS_NAME,
+    chunks_name,
     custom_name,
     gradients_name,
     numbered_name,
@@ -36,6 +38,7 @@ from accel.errors import CheckpointError
 from accel.logging import get_logger
 from accel.parallel.base import Strategy
 from accel.precision.base import Precision
+from accel.world.environment import read_int
 
 logger = get_logger(__name__)
 
@@ -136,7 +139,8 @@ class Contents:
             common.append(Piece(numbered_name(OUTLINE, index), "object", outline))
         if tensors:
             parts, table = own_chunks(tensors, keeper=keeper, every_copy=every_copy)
-            yield Piece(chunks_name(self.process_index), "tensors", parts, table)
+            node = read_int(os.environ, "GROUP_RANK", minimum=0) or 0
+            yield Piece(chunks_name(node, self.process_index), "tensors", parts, table)
         if keeper and weights is not None:
             yield from common
             yield from self._objects()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 MODEL_NAME = "pytorch_model"
 SAFE_MODEL_NAME = "model"
 OPTIMIZER_NAME = "optimizer"
@@ -24,6 +26,8 @@ SCHEDULER = f"{SCHEDULER_NAME}.bin"
 SAMPLER = f"{SAMPLER_NAME}.bin"
 MANIFEST = "accel_manifest.json"
 CHECKPOINT_PREFIX = "checkpoint_"
+CHUNKS = "chunks/node_*/rank_*.safetensors"
+_CHUNKS = re.compile(r"chunks/node_\d+/rank_(\d+)\.safetensors")
 
 
 def numbered_name(name: str, index: int) -> str:
@@ -47,6 +51,17 @@ def gradients_name(process_index: int) -> str:
 def random_states_name(process_index: int) -> str:
     """The file of a process's random number generators."""
     return f"{RNG_STATE_NAME}_{process_index}.pkl"
+
+
+def chunks_name(node: int, process_index: int) -> str:
+    """The file of what a process has of tensors that are spread over processes."""
+    return f"chunks/node_{node}/rank_{process_index}.safetensors"
+
+
+def rank_of_chunks(name: str) -> int | None:
+    """The process that wrote a file of that name, if it is one of chunks."""
+    match = _CHUNKS.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 def shard_name(pattern: str, number: int, total: int) -> str:

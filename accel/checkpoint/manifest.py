@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from accel.checkpoint.durable import BLOCK, Digest, block_checksum
-from accel.checkpoint.file_names import MANIFEST
+from accel.checkpoint.file_names import MANIFEST, rank_of_chunks
 from accel.checkpoint.torch_files import write_bytes
 from accel.errors import CheckpointError
 
@@ -71,6 +71,11 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 def damage(folder: Path) -> str | None:
     """What is wrong with the checkpoint in ``folder``, in one line, or ``None`` if every file is as it was written."""
+    return misfit(folder) or differing(folder)
+
+
+def misfit(folder: Path) -> str | None:
+    """The same, as far as it can be seen from the lengths of the files."""
     try:
         manifest = read_manifest(folder)
     except CheckpointError as error:
@@ -78,7 +83,7 @@ def damage(folder: Path) -> str | None:
     if manifest is None:
         return f"{folder} has no {NAME}"
     problems = (_measure(folder / name, digest) for name, digest in manifest.files.items())
-    return next(filter(None, problems), None) or _differing(folder, manifest)
+    return next(filter(None, problems), None)
 
 
 def _measure(path: Path, digest: Digest) -> str | None:
@@ -91,12 +96,17 @@ def _measure(path: Path, digest: Digest) -> str | None:
     return None if length == digest.length else f"{path} has {length} bytes where {digest.length} were written"
 
 
-def _differing(folder: Path, manifest: Manifest) -> str | None:
-    """The first file of which a block is not as it was written, reading several blocks, of any files, at a time."""
+def differing(folder: Path, part: int = 0, parts: int = 1) -> str | None:
+    """The first file of which a block is not as it was written, in one line; several blocks are read at a time.
+
+    Where ``parts`` processes call this, each reads its own part of the blocks: of chunks those of its number.
+    """
+    manifest = read_manifest(folder)
     blocks = [
         (folder / name, number, digest.crc32[8 * number : 8 * number + 8])
-        for name, digest in manifest.files.items()
+        for name, digest in (manifest.files.items() if manifest else ())
         for number in range(-(-digest.length // BLOCK))
+        if (number if (rank := rank_of_chunks(name)) is None else rank) % parts == part
     ]
     with ThreadPoolExecutor(min(_READERS, os.cpu_count() or 1)) as pool:
         futures = [pool.submit(_compare, *block) for block in blocks]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from accel.checkpoint.manifest import damage, read_manifest
+from accel.checkpoint.manifest import misfit, read_manifest
 from accel.errors import CheckpointError
 from accel.world.project_root import own
 
@@ -23,15 +23,15 @@ class Copy:
     problem: str | None = None
 
 
-def verified(place: Path, num_processes: int) -> Copy:
-    """This node's copy of the checkpoint in ``place``, every file of it read.
+def copy_in(place: Path, num_processes: int) -> Copy:
+    """This node's copy of the checkpoint in ``place``, of which no file has been read yet.
 
     Of a checkpoint by another number of processes a new node has no copy of its own: it takes that of node 0.
     """
     folder = own(place)
     if not folder.is_dir() and folder != place and _written_by(place) not in (None, num_processes):
         folder = place
-    problem = damage(folder) if folder.is_dir() else f"{folder} is not there"
+    problem = misfit(folder) if folder.is_dir() else f"{folder} is not there"
     manifest = None if problem else read_manifest(folder)
     return Copy(folder=str(folder), save=manifest.save if manifest else None, problem=problem)
 

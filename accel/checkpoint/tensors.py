@@ -44,10 +44,16 @@ _ALIGNMENT = 64  # as torch aligns memory: the data can be used where they are m
 _POPULATE_READ = 22  # MADV_POPULATE_READ, from Linux 5.14 on
 
 
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> Digest:
+def write_tensors(
+    path: Path,
+    tensors: Mapping[str, torch.Tensor],
+    metadata: Mapping[str, str] | None = None,
+    fetch: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> Digest:
     """Write ``tensors`` as a safetensors file, one at a time, so that no second copy of them all is made.
 
-    Of names for the same memory (tied weights) the first is written and the others are noted in the header.
+    Of names for the same memory (tied weights) the first is written and the others are noted in the header. ``fetch``
+    is called with each one as its turn comes, in order, for the tensor that is written in its place.
     """
     kept, aliases = untie(tensors)
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {}), **aliases}}
@@ -66,7 +72,7 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Map
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
         for tensor in kept.values():
-            _write_elements(file, tensor)
+            _write_elements(file, tensor if fetch is None else fetch(tensor))
 
     return write_durably(path, fill)
 
@@ -89,13 +95,20 @@ def untie(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor],
     aliases: dict[str, str] = {}
     seen: dict[Any, str] = {}
     for name, tensor in tensors.items():
-        key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        key = identity(tensor)
         if tensor.numel() and key in seen:
             aliases[name] = seen[key]
         else:
             seen[key] = name
             kept[name] = tensor
     return kept, aliases
+
+
+def identity(tensor: torch.Tensor) -> Any:
+    """What tensors have in common that are the same memory, seen the same way."""
+    if hasattr(tensor, "placements"):  # this process may have no memory of it
+        return id(tensor)
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:

@@ -26,6 +26,7 @@ from accel.checkpoint.file_names import (
 from accel.checkpoint.tensors import read_tensors, untie, write_tensors
 from accel.checkpoint.torch_files import read_object, replacing, write_bytes, write_object
 from accel.errors import ArgumentError, CheckpointError
+from accel.parallel.shares import whole
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B", re.IGNORECASE)
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
@@ -70,6 +71,8 @@ def shards(state: Mapping[str, Any], most: int) -> list[dict[str, Any]]:
 def _memory_of(value: Any) -> Any:
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or not value.numel():
         return None
+    if hasattr(value, "placements"):
+        return id(value)
     return value.device, value.untyped_storage().data_ptr()
 
 
@@ -90,12 +93,18 @@ def clean_state_dict_for_safetensors(state_dict: dict[str, Any]) -> dict[str, An
     }
 
 
-def save_weights(state: Mapping[str, Any], folder: Path, max_shard_size: int | str, safe: bool) -> list[str]:
+def save_weights(
+    state: Mapping[str, Any],
+    folder: Path,
+    max_shard_size: int | str,
+    safe: bool,
+    fetch: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> list[str]:
     """Write ``state`` into ``folder``, split where it is larger than ``max_shard_size``; returns the files' names.
 
     Files of an earlier save that no longer belong to it are deleted, last. Every file is whole at every moment; the
-    index, of which readers begin, is replaced when all it names are there. Raises `ArgumentError` for what safetensors
-    cannot hold.
+    index, of which readers begin, is replaced when all it names are there. ``fetch`` is that of `write_tensors`. Raises
+    `ArgumentError` for what safetensors cannot hold.
     """
     most = size_in_bytes(max_shard_size)
     aliases: dict[str, str] = {}
@@ -110,7 +119,7 @@ def save_weights(state: Mapping[str, Any], folder: Path, max_shard_size: int | s
     for name, part in zip(names, parts, strict=True):
         with replacing(folder / name) as draft:
             if safe:
-                write_tensors(draft, part, {alias: owner for alias, owner in aliases.items() if owner in part})
+                write_tensors(draft, part, {alias: owner for alias, owner in aliases.items() if owner in part}, fetch)
             else:
                 write_object(draft, part)
     if len(parts) > 1:
@@ -124,8 +133,28 @@ def save_weights(state: Mapping[str, Any], folder: Path, max_shard_size: int | s
     return names
 
 
-def refuse_unsavable(state: Mapping[str, Any], max_shard_size: int | str, safe: bool) -> None:
-    """Raise `ArgumentError` for what `save_weights` cannot write."""
+def save_spread_weights(state: Mapping[str, Any], folder: Path, max_shard_size: int | str, writes: bool) -> None:
+    """`save_weights`, as safetensors, of tensors of which each process has a share, gathered one at a time.
+
+    Every process calls it; those that do not write help to gather, also when the one that does has failed.
+    """
+    most = size_in_bytes(max_shard_size)
+    _refuse_objects(state)
+    kept, _ = untie(state)
+    ahead = iter([value for part in shards(kept, most) for value in part.values()])
+    try:
+        refuse_unsavable(state, folder, max_shard_size, True)
+        if writes:
+            save_weights(state, folder, max_shard_size, True, lambda _: whole(next(ahead)))
+    finally:
+        for value in ahead:
+            whole(value)
+
+
+def refuse_unsavable(state: Mapping[str, Any], folder: Path, max_shard_size: int | str, safe: bool) -> None:
+    """Raise `ArgumentError` for what `save_weights` cannot write, and where it cannot."""
+    if folder.is_file():
+        raise ArgumentError(f"save_model: {folder} is a file, and must be a directory")
     size_in_bytes(max_shard_size)
     if safe:
         _refuse_objects(state)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -16,8 +17,8 @@ from accel.checkpoint.directory import delete_given_up, leftovers, numbered, pub
 from accel.checkpoint.durable import Digest, fsync_directory, settle
 from accel.checkpoint.file_names import CHECKPOINT_PREFIX, MANIFEST, random_states_name
 from accel.checkpoint.full_disk import reporting_full_disk
-from accel.checkpoint.manifest import Manifest, read_manifest, write_manifest
-from accel.checkpoint.node_copies import Copy, verified
+from accel.checkpoint.manifest import Manifest, differing, read_manifest, write_manifest
+from accel.checkpoint.node_copies import Copy, copy_in
 from accel.checkpoint.save_load import keeps
 from accel.checkpoint.staging import Staging
 from accel.errors import CheckpointError
@@ -174,7 +175,7 @@ class Checkpoints:
         self.wait()
         if asked is None:
             return self._newest()
-        copies = self._copies(lambda: self._find(asked))
+        copies = self._verified(lambda: self._find(asked))
         problem = _disagreement(copies)
         if problem is not None:
             raise CheckpointError(f"loading a checkpoint: {problem}")
@@ -184,12 +185,26 @@ class Checkpoints:
         """What ``find`` returns on each keeper, and None of the other processes, in rank order."""
         return together("loading a checkpoint", lambda: find() if self.keeper else None)
 
+    def _verified(self, find: Callable[[], Copy]) -> list[Copy | None]:
+        """The keepers' copies, every file of them read: each process reads its part of its keeper's."""
+        copies = self._copies(find)
+        keepers = [rank for rank, copy in enumerate(copies) if copy is not None]
+        mine = [max(k for k in keepers if k <= rank) for rank in range(self.state.num_processes)]
+        copy, here = self._own(copies), mine[self.state.process_index]
+        part, parts = self.state.process_index - here, mine.count(here)
+        problems = together("loading a checkpoint", lambda: copy.problem or differing(Path(copy.folder), part, parts))
+        for keeper, problem in zip(mine, problems, strict=True):
+            found = copies[keeper]
+            if found is not None and found.problem is None and problem is not None:
+                copies[keeper] = replace(found, problem=problem)
+        return copies
+
     def _find(self, asked: Path) -> Copy:
         place = project_root.own(asked.resolve())
         done = recover(place)
         if done is not None:
             logger.warning(done)
-        copy = verified(asked.resolve(), self.state.num_processes)
+        copy = copy_in(asked.resolve(), self.state.num_processes)
         folder = Path(copy.folder)
         if not folder.is_dir():
             waiting = leftovers(place, "draft") + leftovers(place, "old")
@@ -210,7 +225,7 @@ class Checkpoints:
         problems: list[str] = []
         for number in sorted({number for numbers in held for number in numbers or ()}, reverse=True):
             place = self.config.checkpoints / f"{CHECKPOINT_PREFIX}{number}"
-            copies = self._copies(partial(verified, place.resolve(), self.state.num_processes))
+            copies = self._verified(partial(copy_in, place.resolve(), self.state.num_processes))
             problem = _disagreement(copies)
             if problem is None:
                 for told in problems:

@@ -18,6 +18,7 @@ class Strategy:
 
     joins: ClassVar[bool] = False  # whether `uneven_inputs` has an effect
     compiles_in_place: ClassVar[bool] = False  # whether modules must stay the objects that they are
+    spreads: ClassVar[bool] = False  # whether each process has a share of every model
 
     def __init__(self, state: PartialState) -> None:
         self.state = state

@@ -42,6 +42,7 @@ class Sharded(Strategy):
     """
 
     joins = True
+    spreads = True
     compiles_in_place = True
     state: AcceleratorState
 
@@ -207,7 +208,7 @@ class Sharded(Strategy):
         self.settle()
         inside = self.unwrap(model)
         if not whole:
-            return inside.state_dict()
+            return inside.state_dict(keep_vars=True)
         return whole_state(inside.state_dict(keep_vars=True), self.state.is_local_main_process)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:

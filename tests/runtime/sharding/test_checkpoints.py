@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,12 @@ from hypothesis import strategies as st
 from accel import Accelerator
 from accel.accelerator import Accelerator as Façade
 from accel.checkpoint.chunks import Saved
+from accel.checkpoint.manifest import damage, differing
 from accel.errors import ArgumentError, CheckpointError
 from accel.plugins import GradientAccumulationPlugin, ProjectConfiguration
 from accel.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel.plugins.parallelism import ParallelismConfig
-from tests.runtime.worlds import run, run_one
+from tests.runtime.worlds import outcomes, run, run_one
 
 from .training import batch, decoder, loss_of, train
 
@@ -71,6 +73,10 @@ def _load(folder: str, mesh: str, stepped: bool = False) -> tuple[Kept, list[flo
     return kept, train(accelerator, model, optimizer, steps=3, first=3)[0]
 
 
+def _load_each(folders: list[str], mesh: str, stepped: bool) -> list[tuple[Kept, list[float]]]:
+    return [_load(folder, mesh, stepped) for folder in folders]
+
+
 def _same(one: Any, other: Any, path: str = "") -> None:
     if isinstance(one, dict):
         assert one.keys() == other.keys(), path
@@ -100,9 +106,9 @@ WORLDS = [("ddp", 1), ("ddp", 2), ("sharded", 1), ("sharded", 2), ("sharded", 3)
 
 @pytest.mark.parametrize(("mesh", "processes"), WORLDS)
 def test_it_loads_on_every_world(mesh: str, processes: int, folders: dict[str, Any]) -> None:
-    for folder, kept, losses in folders.values():
-        found, after = run(_load, str(folder), mesh, processes == 4, processes=processes)[0]
-        found["optimizer"].pop("param_groups", None)
+    places = [str(folder) for folder, _, _ in folders.values()]
+    loaded = run(_load_each, places, mesh, processes == 4, processes=processes)[0]
+    for (found, after), (_, kept, losses) in zip(loaded, folders.values(), strict=True):
         _same(found["model"], kept["model"])
         _same(found["optimizer"]["state"], kept["optimizer"]["state"])
         assert after == pytest.approx(losses, abs=1e-9)
@@ -131,6 +137,45 @@ def test_each_process_writes_what_it_has_and_replicas_nothing(folders: dict[str,
 def test_it_is_written_beside_training(folders: dict[str, Any], tmp_path: Path) -> None:
     kept, _ = run(_save, str(tmp_path / "beside"), "sharded", "SHARDED_STATE_DICT", True, processes=2)[0]
     _same(run_one(_load, str(tmp_path / "beside"), "ddp")[0]["model"], kept["model"])
+
+
+def _model_saved(folder: str, kind: str) -> list[str]:
+    import resource
+    import signal
+
+    accelerator = _accelerator("sharded")
+    model, _, _ = _made(accelerator, 0)
+    told = ["whole"]
+    try:
+        if kind == "full" and accelerator.is_main_process:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))
+        accelerator.save_model(model, folder, max_shard_size="10kB")
+    except (ArgumentError, CheckpointError) as error:
+        told = [type(error).__name__, str(error)]
+    accelerator.reduce(torch.ones(1))  # every process is where the others are
+    return told
+
+
+def test_weights_are_written_a_parameter_at_a_time(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    assert run(_model_saved, str(tmp_path / "model"), "") == [["whole"]] * 2
+    files = sorted((tmp_path / "model").glob("*.safetensors"))
+    assert len(files) > 2
+    written = {name: value for file in files for name, value in load_file(file).items()}
+    expected = decoder(0).state_dict()
+    assert written.keys() == expected.keys() - {"head.weight"}
+    assert all(torch.equal(written[name], expected[name]) for name in written)
+
+
+def test_a_writer_that_fails_leaves_nobody_waiting(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for kind, _ in run(_model_saved, str(tmp_path / "file"), ""):
+        assert kind == "ArgumentError"
+    for kind, said in run(_model_saved, str(tmp_path / "full"), "full"):
+        assert kind == "CheckpointError"
+        assert "File too large" in said
 
 
 def _open_window(folder: str, each: bool) -> tuple[list[float], list[float]]:
@@ -237,6 +282,48 @@ def test_a_damaged_chunk_is_found_before_anything_is_loaded(folders: dict[str, A
     path.write_bytes(data)
     for told in run(_damaged, str(tmp_path / "damaged")):
         assert "rank_3.safetensors is not as it was written" in told
+
+
+def test_each_block_is_read_by_one_process(folders: dict[str, Any]) -> None:
+    folder = folders["sharded SHARDED_STATE_DICT"][0]
+    assert damage(folder) is None
+    for path in [path for path in folder.rglob("*") if path.is_file() and path.name != "accel_manifest.json"]:
+        content = path.read_bytes()
+        path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        try:
+            found = [part for part in range(3) if differing(folder, part, 3)]
+        finally:
+            path.write_bytes(content)
+        assert len(found) == 1, path
+
+
+def _killed(folder: str, after: int) -> None:
+    """Save twice; the process of rank ``after % 2`` dies when it has written ``after`` bytes of the second."""
+    from accel.checkpoint.durable import DurableFile
+
+    accelerator = _accelerator("sharded")
+    model, optimizer, _ = _made(accelerator, 0)
+    train(accelerator, model, optimizer, steps=1)
+    accelerator.save_state(folder)
+    train(accelerator, model, optimizer, steps=1, first=1)
+    left = [after]
+    write = DurableFile.write
+
+    def count(file: DurableFile, data: Any) -> int:
+        left[0] -= len(memoryview(data).cast("B"))
+        if left[0] < 0 and accelerator.process_index == after % 2:
+            os._exit(1)
+        return write(file, data)
+
+    DurableFile.write = count  # type: ignore[method-assign, assignment]
+    accelerator.save_state(folder)
+
+
+@pytest.mark.parametrize("after", [0, 1, 3000, 20_001, 60_000, 90_001])
+def test_a_writer_killed_at_any_byte_leaves_a_whole_checkpoint(after: int, tmp_path: Path) -> None:
+    assert any(ended.error for ended in outcomes(_killed, str(tmp_path / "here"), after))
+    kept, _ = run_one(_load, str(tmp_path / "here"), "ddp")
+    assert kept["optimizer"]["state"][0]["step"] in (1, 2)
 
 
 def _latest(folder: str) -> tuple[int, list[float], list[float]]:
