@@ -105,6 +105,18 @@ class Saved:
         """The type that a tensor was saved in."""
         return next(iter(self._chunks[name].values())).dtype
 
+    def gathered(self, prefix: str) -> dict[str, torch.Tensor]:
+        """Whole tensors in memory, by the names under ``prefix``; tied ones are one tensor."""
+        made: dict[int, torch.Tensor] = {}
+        found: dict[str, torch.Tensor] = {}
+        for name in self.under(prefix):
+            first = next(iter(self._chunks[prefix + name].values()))
+            if id(first) not in made:
+                made[id(first)] = torch.empty(self.shapes[prefix + name], dtype=first.dtype)
+                self.fill(prefix + name, made[id(first)])
+            found[name] = made[id(first)]
+        return found
+
     @torch.no_grad()
     def fill(self, name: str, tensor: torch.Tensor) -> None:
         """Give this process's part of ``tensor`` what was saved under ``name``.

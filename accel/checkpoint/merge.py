@@ -1,4 +1,4 @@
-"""Sharded checkpoints of `torch.distributed.checkpoint`, as FSDP writes them, made into one file of weights."""
+"""Sharded checkpoints, ours and those of `torch.distributed.checkpoint`, made into one file of weights."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 
+from accel.checkpoint.chunks import Saved
 from accel.checkpoint.durable import fsync_directory
-from accel.checkpoint.file_names import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
+from accel.checkpoint.file_names import CHUNKS, MANIFEST, SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from accel.checkpoint.full_disk import reporting_full_disk
+from accel.checkpoint.manifest import damage
 from accel.checkpoint.tensors import TYPES, write_tensors
 from accel.checkpoint.torch_files import replacing, write_object
 from accel.errors import CheckpointError
@@ -30,11 +32,12 @@ def merge_fsdp_weights(
     """Write the weights of ``checkpoint_dir`` to ``output_path``/model.safetensors, or pytorch_model.bin; return that.
 
     Only tensors are read: no code in the checkpoint runs. The file appears whole, and the checkpoint is removed only
-    after that. The weights are in memory once. Raises `CheckpointError` in one line; nothing is then written.
+    after that. The weights are in memory once. Of a checkpoint by `Accelerator.save_state` the first model's are taken,
+    and it is not removed, as it holds more. Raises `CheckpointError` in one line; nothing is then written.
     """
     source, folder = Path(checkpoint_dir), Path(output_path)
     _check(source, folder, remove=remove_checkpoint_dir)
-    state = read_sharded(source)
+    state = _read_chunks(source) if _has_chunks(source) else read_sharded(source)
     if safe_serialization:
         _check_types(source, state)
     try:
@@ -51,6 +54,20 @@ def merge_fsdp_weights(
     if remove_checkpoint_dir:
         shutil.rmtree(source)
     return path
+
+
+def _has_chunks(folder: Path) -> bool:
+    return next(folder.glob(CHUNKS), None) is not None
+
+
+def _read_chunks(folder: Path) -> dict[str, torch.Tensor]:
+    problem = damage(folder) if (folder / MANIFEST).exists() else None
+    if problem is not None:
+        raise CheckpointError(problem)
+    state = Saved.in_folder(folder).gathered("model.0.")
+    if not state:
+        raise CheckpointError(f"{folder} holds no weights in chunks")
+    return state
 
 
 def read_sharded(folder: Path) -> dict[str, torch.Tensor]:
@@ -132,6 +149,10 @@ def _reader(folder: Path) -> Any:
 def _check(source: Path, folder: Path, *, remove: bool) -> None:
     if not source.is_dir():
         raise CheckpointError(f"{source}: there is no such directory")
+    if _has_chunks(source):
+        if remove:
+            raise CheckpointError(f"--remove_checkpoint_dir: {source} holds more than weights, and is not removed")
+        return
     if not (source / _METADATA).is_file():
         parts = sorted(path.parent.name for path in source.glob(f"*/{_METADATA}"))
         hint = f": name one of those in it: {', '.join(parts)}" if parts else ""

@@ -139,6 +139,25 @@ def test_it_is_written_beside_training(folders: dict[str, Any], tmp_path: Path) 
     _same(run_one(_load, str(tmp_path / "beside"), "ddp")[0]["model"], kept["model"])
 
 
+def test_the_weights_are_merged_into_one_file(
+    folders: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from safetensors.torch import load_file
+
+    from accel.cli import exit_status, main
+
+    for mesh in ("sharded", "hybrid"):
+        folder, kept, _ = folders[f"{mesh} SHARDED_STATE_DICT"]
+        assert main(["merge-weights", str(folder), str(tmp_path / mesh)]) == 0
+        written = load_file(tmp_path / mesh / "model.safetensors")
+        assert written.keys() == kept["model"].keys() - {"head.weight"}
+        assert all(torch.equal(written[name], kept["model"][name]) for name in written)
+    assert main(["merge-weights", str(folder), str(tmp_path / "x"), "--remove_checkpoint_dir"]) != exit_status.USAGE
+    assert "holds more than weights, and is not removed" in capsys.readouterr().err
+    assert folder.is_dir()
+    assert not (tmp_path / "x").exists()
+
+
 def _model_saved(folder: str, kind: str) -> list[str]:
     import resource
     import signal
