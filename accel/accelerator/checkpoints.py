@@ -107,7 +107,7 @@ class CheckpointControl(Part):
         are named in a warning.
         """
         window = self._run.window
-        self.strategy.refuse_unsavable(window.is_open and not window.state.plugin.sync_each_batch)
+        self.strategy.refuse_open_window(window.is_open and not window.state.plugin.sync_each_batch)
         automatic = output_dir is None
         if automatic and not self.project_configuration.automatic_checkpoint_naming:
             raise ArgumentError(

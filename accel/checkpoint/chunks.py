@@ -16,6 +16,7 @@ import torch
 from accel.checkpoint.file_names import CHUNKS
 from accel.checkpoint.tensors import let_go, read_tensors_and_metadata
 from accel.errors import CheckpointError
+from accel.parallel.shares import is_spread
 
 _TABLE = "accel_chunks"
 
@@ -24,7 +25,7 @@ Place: TypeAlias = tuple[int, ...]
 
 def place_of(tensor: Any) -> tuple[Place, torch.Tensor]:
     """Where the part of ``tensor`` begins that this process has, and that part, which shares memory with it."""
-    if not hasattr(tensor, "placements"):
+    if not is_spread(tensor):
         return (0,) * tensor.ndim, tensor
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -43,7 +44,7 @@ def own_chunks(
     parts: dict[str, torch.Tensor] = {}
     table: dict[str, Any] = {}
     for name, tensor in tensors.items():
-        if every_copy or _is_first_copy(tensor) if hasattr(tensor, "placements") else keeper:
+        if (every_copy or _is_first_copy(tensor)) if is_spread(tensor) else keeper:
             offset, part = place_of(tensor)
             parts[name] = part.detach()
             table[name] = [list(tensor.shape), list(offset)]

@@ -30,13 +30,14 @@ from accel.checkpoint.file_names import (
 )
 from accel.checkpoint.random_states import random_states, set_random_states
 from accel.checkpoint.restore import load_module, load_optimizer
-from accel.checkpoint.spread import fill_module, fill_optimizer, fill_whole_optimizer, is_spread, split_optimizer
+from accel.checkpoint.spread import fill_module, fill_optimizer, fill_whole_optimizer, split_optimizer
 from accel.checkpoint.tensors import read_tensors, write_tensors
 from accel.checkpoint.torch_files import read_object, write_safe_object
 from accel.checkpoint.weights import read_weights
 from accel.errors import CheckpointError
 from accel.logging import get_logger
 from accel.parallel.base import Strategy
+from accel.parallel.shares import is_spread
 from accel.precision.base import Precision
 from accel.world.environment import read_int
 

@@ -15,13 +15,9 @@ from torch import nn
 from accel.checkpoint.chunks import Saved
 from accel.checkpoint.restore import load_optimizer
 from accel.errors import CheckpointError
+from accel.parallel.shares import is_spread
 
 Names: TypeAlias = Callable[[torch.Tensor], str]
-
-
-def is_spread(tensor: Any) -> bool:
-    """Whether each process has a part of ``tensor``."""
-    return hasattr(tensor, "placements")
 
 
 def split_optimizer(optimizer: Any, names: Names) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -30,21 +26,32 @@ def split_optimizer(optimizer: Any, names: Names) -> tuple[dict[str, Any], dict[
     The outline is the state dict with names in the place of numbers, ``chunked`` telling which entries are elsewhere.
     """
     state = optimizer.state_dict()
-    numbers = {
-        number: names(parameter)
+    return _outline(state, _by_number(optimizer, state, names))
+
+
+def _by_number(optimizer: Any, state: Mapping[str, Any], name: Callable[[torch.Tensor], str]) -> dict[int, str]:
+    """What ``name`` says of the parameter that each number in ``state`` stands for."""
+    there, here = ([len(group["params"]) for group in side] for side in (state["param_groups"], optimizer.param_groups))
+    if there != here:
+        raise ValueError(f"its groups have {there} parameters, and {here} in this run")
+    return {
+        number: name(parameter)
         for saved, present in zip(state["param_groups"], optimizer.param_groups, strict=True)
         for number, parameter in zip(saved["params"], present["params"], strict=True)
     }
+
+
+def _outline(state: Mapping[str, Any], names: Mapping[int, str]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     outline: dict[str, Any] = {"state": {}, "chunked": {}}
     tensors: dict[str, torch.Tensor] = {}
     for number, entry in state["state"].items():
-        name = numbers[number]
+        name = names[number]
         chunked = [key for key, value in entry.items() if isinstance(value, torch.Tensor) and value.ndim]
         outline["state"][name] = {key: value for key, value in entry.items() if key not in chunked}
         outline["chunked"][name] = chunked
         tensors.update({f"{name}:{key}": entry[key] for key in chunked})
     outline["param_groups"] = [
-        {**group, "params": [numbers[number] for number in group["params"]]} for group in state["param_groups"]
+        {**group, "params": [names[number] for number in group["params"]]} for group in state["param_groups"]
     ]
     return outline, tensors
 
@@ -104,22 +111,9 @@ def _beside(value: torch.Tensor, parameter: Any) -> torch.Tensor:
 
 def fill_whole_optimizer(optimizer: Any, state: Mapping[str, Any], where: Path) -> None:
     """Put the state dict of an unsharded optimizer into this process's parts, by the order of the parameters."""
-    numbers = {
-        id(parameter): str(number)
-        for there, here in zip(state["param_groups"], optimizer.param_groups, strict=True)
-        for number, parameter in zip(there["params"], here["params"], strict=True)
-    }
-    tensors: dict[str, torch.Tensor] = {}
-    outline: dict[str, Any] = {"state": {}, "chunked": {}}
-    for number, entry in state["state"].items():
-        chunked = [key for key, value in entry.items() if isinstance(value, torch.Tensor) and value.ndim]
-        outline["chunked"][str(number)] = chunked
-        outline["state"][str(number)] = {key: value for key, value in entry.items() if key not in chunked}
-        tensors.update({f"{number}:{key}": entry[key] for key in chunked})
-    outline["param_groups"] = [
-        {**group, "params": [str(number) for number in group["params"]]} for group in state["param_groups"]
-    ]
-    fill_optimizer(optimizer, lambda parameter: numbers[id(parameter)], outline, Saved.whole(tensors, str(where)))
+    identities = _by_number(optimizer, state, lambda parameter: str(id(parameter)))
+    outline, tensors = _outline(state, identities)
+    fill_optimizer(optimizer, lambda parameter: str(id(parameter)), outline, Saved.whole(tensors, str(where)))
 
 
 def fill_module(

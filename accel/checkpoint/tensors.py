@@ -19,6 +19,7 @@ import torch
 
 from accel.checkpoint.durable import Digest, DurableFile, write_durably
 from accel.errors import CheckpointError
+from accel.parallel.shares import is_spread
 
 TYPES = {
     torch.float64: "F64",
@@ -106,7 +107,7 @@ def untie(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor],
 
 def identity(tensor: torch.Tensor) -> Any:
     """What tensors have in common that are the same memory, seen the same way."""
-    if hasattr(tensor, "placements"):  # this process may have no memory of it
+    if is_spread(tensor):  # this process may have no memory of it
         return id(tensor)
     return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 

@@ -26,7 +26,7 @@ from accel.checkpoint.file_names import (
 from accel.checkpoint.tensors import read_tensors, untie, write_tensors
 from accel.checkpoint.torch_files import read_object, replacing, write_bytes, write_object
 from accel.errors import ArgumentError, CheckpointError
-from accel.parallel.shares import whole
+from accel.parallel.shares import is_spread, whole
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B", re.IGNORECASE)
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
@@ -71,7 +71,7 @@ def shards(state: Mapping[str, Any], most: int) -> list[dict[str, Any]]:
 def _memory_of(value: Any) -> Any:
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or not value.numel():
         return None
-    if hasattr(value, "placements"):
+    if is_spread(value):
         return id(value)
     return value.device, value.untyped_storage().data_ptr()
 

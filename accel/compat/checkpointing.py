@@ -99,11 +99,15 @@ def _contents(
     process_index: int,
     **more: Any,
 ) -> Contents:
-    state = AcceleratorState() if is_initialized() else PartialState()
+    state: PartialState = PartialState()
+    plugins: dict[type, Any] = {}
+    if is_initialized():
+        state = AcceleratorState()
+        plugins = {type(plugin): plugin for plugin in (state.fsdp_plugin, state.parallelism_config) if plugin}
     return Contents(
         device=state.device,
         process_index=process_index,
-        strategy=choose_strategy(state, {}),
+        strategy=choose_strategy(state, plugins),
         precision=Precision(state.device),
         models=models,
         optimizers=optimizers,

@@ -84,8 +84,8 @@ class Strategy:
         """Whether checkpoints hold what each process has; otherwise whole models and optimizers."""
         return False
 
-    def refuse_unsavable(self, held_back: bool) -> None:
-        """Raise `ArgumentError` where the state of a run cannot be saved.
+    def refuse_open_window(self, held_back: bool) -> None:
+        """Raise `ArgumentError` where a run cannot be saved in the middle of an accumulation window.
 
         held_back: whether gradients have been kept from travelling and wait for the end of their window.
         """

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from accel.errors import ArgumentError
+from accel.parallel.shares import is_spread
 
 
 def adopt(optimizer: torch.optim.Optimizer, shards: Mapping[torch.Tensor, torch.Tensor]) -> None:
@@ -42,6 +43,6 @@ def _cut(value: Any, shard: Any) -> Any:
     """Of a parameter's optimizer state, the part that belongs to its shard."""
     from torch.distributed.tensor import distribute_tensor
 
-    if not isinstance(value, torch.Tensor) or value.shape != shard.shape or not hasattr(shard, "device_mesh"):
+    if not isinstance(value, torch.Tensor) or value.shape != shard.shape or not is_spread(shard):
         return value
     return distribute_tensor(value.to(shard.device), shard.device_mesh, shard.placements, src_data_rank=None)

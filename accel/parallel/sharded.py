@@ -19,7 +19,7 @@ from accel.parallel.base import Strategy
 from accel.parallel.clipping import by_mesh, clip_norm
 from accel.parallel.mesh import Mesh
 from accel.parallel.optimizers import adopt, refuse_strangers
-from accel.parallel.shares import whole_state
+from accel.parallel.shares import is_spread, whole_state
 from accel.parallel.units import find_units, ignored_parameters, members_of, refuse_unshardable
 from accel.parallel.whole_weights import WholeWeights
 from accel.plugins.fsdp import FullyShardedDataParallelPlugin
@@ -166,7 +166,7 @@ class Sharded(Strategy):
 
     def after_backward(self) -> None:
         """Average the gradients of the parameters that are not sharded; twice is as once."""
-        whole = [p for model in self._models for p in model.parameters() if not hasattr(p, "device_mesh")]
+        whole = [p for model in self._models for p in model.parameters() if not is_spread(p)]
         gradients = [p.grad for p in whole if p.grad is not None]
         if gradients:
             torch._foreach_copy_(gradients, collectives.reduce(gradients, "mean"))
@@ -194,8 +194,8 @@ class Sharded(Strategy):
         """See `Strategy.keeps_shards`."""
         return bool(self.plugin.state_dict_type.name == "SHARDED_STATE_DICT")
 
-    def refuse_unsavable(self, held_back: bool) -> None:
-        """See `Strategy.refuse_unsavable`."""
+    def refuse_open_window(self, held_back: bool) -> None:
+        """See `Strategy.refuse_open_window`."""
         if held_back:
             raise ArgumentError(
                 "save_state in an open accumulation window of a sharded model: its gradients are nowhere that they "

@@ -8,14 +8,19 @@ from typing import Any
 import torch
 
 
+def is_spread(value: Any) -> bool:
+    """Whether each process has a share of ``value``, of torch's `DTensor` class."""
+    return hasattr(value, "placements")
+
+
 def share(value: Any) -> Any:
     """What this process has of ``value``."""
-    return value.to_local() if hasattr(value, "to_local") else value
+    return value.to_local() if is_spread(value) else value
 
 
 def whole(value: Any) -> Any:
     """What all processes have of ``value``, by a collective where each has a share."""
-    return value.full_tensor() if hasattr(value, "full_tensor") else value
+    return value.full_tensor() if is_spread(value) else value
 
 
 def whole_state(state: Mapping[str, Any], keep: bool) -> dict[str, Any]:

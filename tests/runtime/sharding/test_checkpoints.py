@@ -263,6 +263,13 @@ def test_what_does_not_fit_is_named(change: Any, said: str, folders: dict[str, A
         assert said in told
 
 
+def test_whole_files_with_other_groups_are_refused(folders: dict[str, Any]) -> None:
+    folder = folders["sharded FULL_STATE_DICT"][0]
+    for told in run(_misfit, str(folder), _nothing):
+        assert "optimizer.bin does not fit" in told
+        assert "its groups have [18, 4] parameters, and [22] in this run" in told
+
+
 def test_chunks_of_another_node_are_named(folders: dict[str, Any], tmp_path: Path) -> None:
     import shutil
 
