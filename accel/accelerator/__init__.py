@@ -292,14 +292,15 @@ class Accelerator(
         Trackers are finished in between; one that cannot be is named in a warning and costs no more than its records.
         ``dir`` is where, as for `save_state`; without it checkpoints must be named automatically. Ends by `SystemExit`
         with `accel.exit_codes.REQUEUE` (85), on every process, which ``accel launch`` reports as preempted. Otherwise
-        returns at once. To be called by all, where a step is complete: like `preempted`, equally often.
+        returns at once, and so it does in an accumulation window whose gradients cannot be saved, to save at its end.
+        To be called by all, after each batch: like `preempted`, equally often.
         """
         if dir is None and not self.project_configuration.automatic_checkpoint_naming:
             raise ArgumentError(
                 "checkpoint_on_preemption() needs a directory, or Accelerator(project_config="
                 "ProjectConfiguration(automatic_checkpoint_naming=True), project_dir=…)"
             )
-        if not self.preempted:
+        if not self.preempted or not self._can_be_saved:
             return
         place = self.save_state(dir)
         try:

@@ -84,6 +84,12 @@ class CheckpointControl(Part):
             **how,
         )
 
+    @property
+    def _can_be_saved(self) -> bool:
+        """Whether all that makes up the run can be had at this moment."""
+        window = self._run.window
+        return self.strategy.saves_held_back or not window.is_open or window.state.plugin.sync_each_batch
+
     def save_state(
         self,
         output_dir: str | os.PathLike[str] | None = None,
@@ -102,12 +108,20 @@ class CheckpointControl(Part):
         the writing goes on beside training. The next save or load, `wait_for_checkpoint` and `end_training` wait for
         it, and so does the interpreter before it ends.
 
+        Every process calls it; in debug mode (``ACCELERATE_DEBUG_MODE=1``) the main process names those that do not
+        within five minutes, by `CollectiveError`. Raises `ArgumentError` in an open accumulation window of a sharded
+        model, without ``sync_each_batch``.
+
         Raises `CheckpointError`, on every process, if any process cannot write; for what fails beside training, whoever
         waits for it does. ``save_model_func_kwargs`` are for ways of training that write a model otherwise; here they
         are named in a warning.
         """
-        window = self._run.window
-        self.strategy.refuse_open_window(window.is_open and not window.state.plugin.sync_each_batch)
+        if not self._can_be_saved:
+            raise ArgumentError(
+                "save_state in an open accumulation window of a sharded model: its gradients are nowhere that they "
+                "could be saved from; save where accelerator.sync_gradients is true, or give "
+                "GradientAccumulationPlugin(sync_each_batch=True)"
+            )
         automatic = output_dir is None
         if automatic and not self.project_configuration.automatic_checkpoint_naming:
             raise ArgumentError(

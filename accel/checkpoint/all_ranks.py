@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from accel.errors import AccelError, CheckpointError
+from accel.errors import AccelError, CheckpointError, CollectiveError
 from accel.state import PartialState
 
 Result = TypeVar("Result")
+_PATIENCE = timedelta(minutes=5)
 
 
 def together(what: str, action: Callable[[], Result], group: Any = None) -> list[Result]:
@@ -42,6 +45,21 @@ def _all(value: Any, group: Any) -> list[Any]:
     seen: list[Any] = [None] * state.num_processes
     dist.all_gather_object(seen, value, group=group)
     return seen
+
+
+def refuse_absent(what: str, group: Any) -> None:
+    """Raise `CollectiveError` unless all processes call this within five minutes; the main process names the others.
+
+    group: one of `side_group`, in which nothing else is under way; None, of a world of one, does nothing.
+    """
+    if group is None:
+        return
+    try:
+        dist.monitored_barrier(group, _PATIENCE, wait_all_ranks=True)
+    except RuntimeError as error:
+        absent = re.search(r"Ranks ([\d, ]+) failed", str(error))
+        who = f"process {absent[1]} did not" if absent else "some process did not"
+        raise CollectiveError(f"{what} is for all processes to call, and {who}: is it in a part for one?") from error
 
 
 def side_group() -> Any:

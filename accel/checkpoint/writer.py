@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from accel.checkpoint import fence
-from accel.checkpoint.all_ranks import Result, side_group, together
+from accel.checkpoint.all_ranks import Result, refuse_absent, side_group, together
 from accel.checkpoint.background import Background
 from accel.checkpoint.contents import Contents, Piece
 from accel.checkpoint.directory import delete_given_up, leftovers, numbered, publish, recover, remove, start_draft
@@ -41,6 +41,7 @@ class Checkpoints:
         self._background = Background()
         self._staging: Staging | None = None
         self._group: Any = None
+        self._roll_call = side_group() if state.debug else None
         self._last: Path | None = None  # the last checkpoint that this run has saved or loaded
         self._passed_over: set[Path] = set()
 
@@ -81,6 +82,7 @@ class Checkpoints:
         deletes, when it is whole, the oldest automatically named checkpoints beyond ``total_limit``, and what killed
         writers left of older ones.
         """
+        refuse_absent("save_state", self._roll_call)
         self.wait()
         place = project_root.own(place.resolve())
         drafts = self._saving(place, lambda: self._start(place))

@@ -19,6 +19,7 @@ class Strategy:
     joins: ClassVar[bool] = False  # whether `uneven_inputs` has an effect
     compiles_in_place: ClassVar[bool] = False  # whether modules must stay the objects that they are
     spreads: ClassVar[bool] = False  # whether each process has a share of every model
+    saves_held_back: ClassVar[bool] = True  # whether gradients that wait for their window's end can be saved
 
     def __init__(self, state: PartialState) -> None:
         self.state = state
@@ -83,12 +84,6 @@ class Strategy:
     def keeps_shards(self) -> bool:
         """Whether checkpoints hold what each process has; otherwise whole models and optimizers."""
         return False
-
-    def refuse_open_window(self, held_back: bool) -> None:
-        """Raise `ArgumentError` where a run cannot be saved in the middle of an accumulation window.
-
-        held_back: whether gradients have been kept from travelling and wait for the end of their window.
-        """
 
     def model_state(self, model: torch.nn.Module, whole: bool = True) -> dict[str, torch.Tensor]:
         """The state dict of ``model``, by the names it has unwrapped; shares memory with it if it can.

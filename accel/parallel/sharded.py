@@ -43,6 +43,7 @@ class Sharded(Strategy):
 
     joins = True
     spreads = True
+    saves_held_back = False  # torch has them, and shows them to nobody
     compiles_in_place = True
     state: AcceleratorState
 
@@ -193,15 +194,6 @@ class Sharded(Strategy):
     def keeps_shards(self) -> bool:
         """See `Strategy.keeps_shards`."""
         return bool(self.plugin.state_dict_type.name == "SHARDED_STATE_DICT")
-
-    def refuse_open_window(self, held_back: bool) -> None:
-        """See `Strategy.refuse_open_window`."""
-        if held_back:
-            raise ArgumentError(
-                "save_state in an open accumulation window of a sharded model: its gradients are nowhere that they "
-                "could be saved from; save where accelerator.sync_gradients is true, or give "
-                "GradientAccumulationPlugin(sync_each_batch=True)"
-            )
 
     def model_state(self, model: nn.Module, whole: bool = True) -> dict[str, torch.Tensor]:
         """See `Strategy.model_state`; a whole one is made a parameter at a time, and is empty but on main processes."""

@@ -71,7 +71,7 @@ def _found(options: Options, sources: Mapping[str, str]) -> Iterator[str]:
         return word + (f" ({sources[name]})" if name in sources else "")
 
     ways = [name for name in WAYS if is_given(name, options)]
-    pairs = [(ways[0], ways[1])] if len(ways) > 1 else []
+    pairs = [(ways[0], ways[1])] if len(ways) > 1 and ways != ["cpu", "use_fsdp"] else []
     for one, other in [*pairs, *(pair for pair in PAIRS if all(is_given(name, options) for name in pair))]:
         yield f"{said(one)} and {said(other)} contradict each other: keep one"
     for rule in (_precision, _port, _gpus, _fsdp, _parallelism, _sizes, _nvme, _fp8, _keys, _variables):

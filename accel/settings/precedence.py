@@ -126,7 +126,7 @@ def _from_file(
 ) -> dict[str, Value]:
     values = {name: Value(entry.value, where(entry.keys), "file") for name, entry in file.items()}
     kind = values.get("distributed_type", Value("NO"))
-    if decided or kind.value in ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA"):
+    if decided or kind.value in ("DEEPSPEED", "MEGATRON_LM", "XLA"):
         values.pop("cpu", None)
     way = _WAY_OF.get(kind.value, "multi_gpu" if str(kind.value).startswith("MULTI_") else "")
     if way and not decided:

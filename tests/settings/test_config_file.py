@@ -264,6 +264,11 @@ class TestWhoWins:
         values = options("--config_file", name, "--multi_gpu")
         assert (values["multi_gpu"], values["use_fsdp"]) == (True, False)
 
+    def test_sharding_is_on_the_cpu_too(self, somewhere: Path) -> None:
+        name = written(somewhere, "distributed_type: FSDP\nuse_cpu: true\nnum_processes: 2")
+        for line in (["--config_file", name], ["--cpu", "--use_fsdp"]):
+            assert planned(*line).env["ACCELERATE_USE_CPU"] == planned(*line).env["ACCELERATE_USE_FSDP"] == "true"
+
     @pytest.mark.parametrize(
         ("text", "flags", "wanted"),
         [

@@ -14,7 +14,7 @@ from .lines import given, options
 pytestmark = pytest.mark.usefixtures("somewhere")
 
 CONTRADICTIONS = [
-    "--cpu --multi_gpu", "--cpu --tpu", "--cpu --use_deepspeed", "--cpu --use_fsdp", "--multi_gpu --use_fsdp",
+    "--cpu --multi_gpu", "--cpu --tpu", "--cpu --use_deepspeed", "--cpu --use_megatron_lm", "--multi_gpu --use_fsdp",
     "--use_deepspeed --use_fsdp", "--use_fsdp --use_megatron_lm", "--tpu --use_fsdp", "--module --no_python",
     "--tpu --gpu_ids=0", "--tpu --mpirun_hostfile=h", "--multi_gpu --mpirun_hostfile=h",
     "--tpu_cluster --no_tpu_cluster", "--deepspeed_inclusion_filter=a --deepspeed_exclusion_filter=b",

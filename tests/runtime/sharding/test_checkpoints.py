@@ -18,7 +18,7 @@ from accel.accelerator import Accelerator as Façade
 from accel.checkpoint.chunks import Saved
 from accel.checkpoint.manifest import damage, differing
 from accel.errors import ArgumentError, CheckpointError
-from accel.plugins import GradientAccumulationPlugin, ProjectConfiguration
+from accel.plugins import ProjectConfiguration
 from accel.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel.plugins.parallelism import ParallelismConfig
 from tests.runtime.worlds import outcomes, run, run_one
@@ -195,36 +195,6 @@ def test_a_writer_that_fails_leaves_nobody_waiting(tmp_path: Path) -> None:
     for kind, said in run(_model_saved, str(tmp_path / "full"), "full"):
         assert kind == "CheckpointError"
         assert "File too large" in said
-
-
-def _open_window(folder: str, each: bool) -> tuple[list[float], list[float]]:
-    plugin = GradientAccumulationPlugin(num_steps=4, sync_each_batch=each)
-    accelerator = _accelerator("sharded", gradient_accumulation_plugin=plugin)
-    model, optimizer, _ = _made(accelerator, 0)
-    train(accelerator, model, optimizer, steps=6)
-    accelerator.save_state(folder)
-    expected, _ = train(accelerator, model, optimizer, steps=6, first=6)
-    train(accelerator, model, optimizer, steps=1)
-    accelerator.load_state(folder)
-    return train(accelerator, model, optimizer, steps=6, first=6)[0], expected
-
-
-def test_an_open_window_goes_on(tmp_path: Path) -> None:
-    again, expected = run(_open_window, str(tmp_path / "open"), True)[0]
-    assert again == expected
-
-
-def _refused(folder: str) -> str:
-    with pytest.raises(ArgumentError) as caught:
-        _open_window(folder, False)
-    return str(caught.value)
-
-
-def test_gradients_that_are_held_back_cannot_be_saved(tmp_path: Path) -> None:
-    said = set(run(_refused, str(tmp_path / "open")))
-    assert len(said) == 1
-    assert "sync_each_batch=True" in said.pop()
-    assert not (tmp_path / "open").exists()
 
 
 def _misfit(folder: str, change: Callable[[Any], None]) -> str:
