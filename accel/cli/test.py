@@ -2,7 +2,8 @@
 
 stdout has a line for every check: `ok` or `FAILED`, its name, the number of processes. The exit code is 0 if all went
 well; else 1 (or, for a target, that of the job). The last line on stderr says that all went well, or names the check
-that failed. The configuration file that `accel launch` would read is tested, and without one 1, 2 and 4 processes.
+that failed. The configuration file that `accel launch` would read is tested, and without one 1, 2 and 4 processes,
+the last once more with sharded models (FSDP).
 
 --json  a line each: {"check", "processes", "ok", "seconds"}; a failed one has "process" and "message" too
 """
@@ -37,8 +38,8 @@ EXAMPLES = """\
   accel test --config_file accelerate.yaml
   accel test --target cluster --num_processes 4
 
-Without --num_processes it runs on as many as the configuration file says, where there is one; else on 1, 2 and 4: on
-GPUs if there are as many, else on the CPU."""
+Without --num_processes it runs on as many as the configuration file says, where there is one; else on 1, 2 and 4,
+and on 4 once more with sharded models (FSDP): on GPUs if there are as many, else on the CPU."""
 
 _COMMAND = "accel test"
 _COUNTS = (1, 2, 4)
@@ -91,11 +92,16 @@ def launches(args: Namespace, path: str | None) -> list[list[str]]:
     flags = [*([] if path is None else [f"--config_file={path}"]), *(["--cpu"] if args.cpu else [])]
     if found["num_processes"].layer == "file":
         return [flags]
-    here = None if any(found[name].value for name in WAYS) else find().count  # said, else a CPU does for want of GPUs
-    return [
-        [*flags, f"--num_processes={count}", *(["--cpu"] if here is not None and count > here else [])]
-        for count in ([args.num_processes] if args.num_processes else _COUNTS)
-    ]
+    ways = [name for name in WAYS if found[name].value]
+    here = None if ways else find().count  # said, else a CPU does for want of GPUs
+
+    def on(count: int) -> list[str]:
+        return [*flags, f"--num_processes={count}", *(["--cpu"] if here is not None and count > here else [])]
+
+    if args.num_processes:
+        return [on(args.num_processes)]
+    sharded = [[*on(_COUNTS[-1]), "--use_fsdp"]] if path is None and ways in ([], ["cpu"]) else []
+    return [*map(on, _COUNTS), *sharded]
 
 
 def _run_here(flags: Sequence[str], *, as_json: bool) -> int:

@@ -5,6 +5,7 @@ A unit at a time, so that no process ever holds more than its shards and one who
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -18,6 +19,7 @@ from accel.errors import ArgumentError
 from accel.parallel.units import aliases
 
 _SHORT = (torch.float16, torch.bfloat16)
+_MUCH = 64 << 20  # bytes of weights; giving memory back takes as long as sharding a tenth as many
 
 
 class WholeWeights:
@@ -46,6 +48,7 @@ class WholeWeights:
         self.init = init
         self.names = aliases(model)
         self.is_main = dist.get_rank() == 0
+        self._settled = 0  # bytes
         self._lacking = _agree(model, self.names)
         if self._lacking and not broadcast:
             raise ArgumentError(
@@ -62,6 +65,10 @@ class WholeWeights:
     def settle(self, parameters: Iterable[nn.Parameter]) -> None:
         """Put these on the device, with their values, under all of their names."""
         parameters = list(parameters)
+        if self._settled >= _MUCH:  # most of which is in shards by now
+            _give_back_freed()
+            self._settled = 0
+        self._settled += sum(parameter.nbytes for parameter in parameters)
         for parameter in parameters:
             self._initialise(self.names[parameter])
         for parameter in parameters:
@@ -80,7 +87,9 @@ class WholeWeights:
 
     def _value(self, tensor: torch.Tensor) -> torch.Tensor:
         """What this process has to give, or room for what it gets, on the device."""
-        if tensor.is_meta or (self.broadcast and not self.is_main):
+        receives = self.broadcast and not self.is_main
+        fits = tensor.device == self.device and tensor.is_contiguous()
+        if tensor.is_meta or (receives and not fits):
             return torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
         return tensor.detach().to(self.device)
 
@@ -117,6 +126,16 @@ class WholeWeights:
         module.to_empty(device=self.device, recurse=False)
         with torch.no_grad():
             reset() if reset is not None else inits[0]._init_weights(module)
+
+
+def _give_back_freed() -> None:
+    """Have the C library return what is freed to the system, where it can (glibc).
+
+    It would keep the room of a unit's whole weights, among the shards, which no later unit fits into.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _agree(model: nn.Module, names: Mapping[nn.Parameter, list[str]]) -> list[str]:

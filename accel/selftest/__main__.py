@@ -1,6 +1,7 @@
-"""``python -m accel.sanity [--json]``: run every check in this world, a line each; the first failure ends it with 1.
+"""``python -m accel.sanity [--json]``: run the checks in this world, a line each; the first failure ends it with 1.
 
-Started by a launcher, all processes run every check together. ``--json`` prints a line a check:
+Started by a launcher, all processes run every check together; in a world whose models are sharded, those of sharding
+stand for those of whole models. ``--json`` prints a line a check:
 ``{"check", "processes", "ok", "seconds"}``; that of a failed one has ``"process"`` and ``"message"`` too.
 """
 
@@ -32,6 +33,7 @@ CHECKS: dict[str, Callable[[Accelerator], None]] = {
     "stepping": training_checks.stepping,
     "uneven inputs": training_checks.uneven_inputs,
     "local steps": training_checks.local_steps,
+    "sharding": training_checks.sharding,
     "precision": training_checks.precision,
     "checkpoints": persistence_checks.checkpoints,
     "records": persistence_checks.records,
@@ -40,12 +42,21 @@ CHECKS: dict[str, Callable[[Accelerator], None]] = {
     "preemption": persistence_checks.preemption,  # last: from then on this run counts as preempted
 }
 
+# Where models are sharded, and where they are not.
+_ONLY_WHOLE, _ONLY_SHARDED = ("uneven inputs", "local steps"), ("sharding",)
+
+
+def chosen(sharded: bool) -> list[str]:
+    """The names of the checks of a world whose models are ``sharded``, or whole."""
+    return [name for name in CHECKS if name not in (_ONLY_WHOLE if sharded else _ONLY_SHARDED)]
+
 
 def main(argv: list[str]) -> int:
-    """Run every check and return the exit code."""
+    """Run every check that this world is for and return the exit code."""
     as_json = "--json" in argv
     accelerator = Accelerator()
-    for name, check in CHECKS.items():
+    for name in chosen(accelerator.is_fsdp2):
+        check = CHECKS[name]
         started = time.monotonic()
         try:
             check(accelerator)

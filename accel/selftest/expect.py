@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from accel.parallel.shares import whole
+
 
 class SanityError(Exception):
     """Something is not as it must be; the message says what was expected and what was found."""
@@ -18,8 +20,11 @@ def expect_equal(what: str, found: Any, expected: Any) -> None:
 
 
 def expect_close(what: str, found: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-4) -> None:
-    """Raise `SanityError` unless the two differ by rounding only: by ``tolerance`` of their size."""
-    found, expected = found.detach().cpu(), expected.detach().cpu()
+    """Raise `SanityError` unless the two differ by rounding only: by ``tolerance`` of their size.
+
+    A sharded tensor is made whole, for which all processes come here.
+    """
+    found, expected = whole(found).detach().cpu(), expected.detach().cpu()
     if not torch.allclose(found, expected, rtol=tolerance, atol=tolerance / 100):
         raise SanityError(f"{what}: expected {expected.flatten()[:4].tolist()}…, got {found.flatten()[:4].tolist()}…")
 

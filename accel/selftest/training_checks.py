@@ -11,6 +11,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from accel.accelerator import Accelerator
 from accel.data import skip_first_batches
 from accel.local_sgd import LocalSGD
+from accel.parallel.shares import share
 from accel.plugins import DataLoaderConfiguration
 from accel.selftest.expect import expect_close, expect_equal
 
@@ -149,6 +150,25 @@ def local_steps(accelerator: Accelerator) -> None:
         local.step()
         expect_equal("a process's own weight", bare.weight, [[rank + 1.0]])
     expect_close("the mean weight", bare.weight, torch.tensor([[(size + 1) / 2]]))
+    accelerator.free_memory()
+
+
+def sharding(accelerator: Accelerator) -> None:
+    """Of a sharded model every process has its part, and sees the whole model's gradients in the norm."""
+    size, mesh = accelerator.num_processes, accelerator.torch_device_mesh
+    assert mesh is not None
+    torch.manual_seed(accelerator.process_index)  # only the main process's weights count
+    model = accelerator.prepare(torch.nn.Linear(4, 2 * size, bias=False))
+    inputs = torch.ones(1, 4, device=accelerator.device)
+    accelerator.backward(model(inputs).sum())
+    held = [share(parameter).numel() for parameter in model.parameters()]
+    expect_equal("numbers of the model on a process", held, [8 * size // mesh["dp_shard"].size()])
+    norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    expect_close("the norm of the gradient", norm, torch.tensor(8.0 * size).sqrt(), 1e-2)
+    torch.manual_seed(0)
+    expect_close(
+        "the main process's weights", next(model.parameters()), torch.nn.Linear(4, 2 * size, bias=False).weight
+    )
     accelerator.free_memory()
 
 

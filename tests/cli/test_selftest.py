@@ -15,7 +15,7 @@ from accel.cli import exit_status, main
 from accel.cli.launch import resolved
 from accel.cli.parser import Parser
 from accel.cli.test import add_arguments, launches
-from accel.selftest.__main__ import CHECKS
+from accel.selftest.__main__ import CHECKS, chosen
 from schedulers.processes import Identity
 from tests.settings.lines import given
 from tests.waiting import until
@@ -27,10 +27,26 @@ def checks(shown: str) -> list[tuple[str, str]]:
     return [(line[:8].strip(), line[8:24].strip()) for line in shown.splitlines()]
 
 
-def test_every_check_runs_on_1_2_and_4_processes(accel: Accel) -> None:
+WHOLE, SHARDED = chosen(sharded=False), chosen(sharded=True)
+
+
+def test_every_check_runs_on_1_2_and_4_processes_and_those_of_sharding_on_4(accel: Accel) -> None:
     shown = accel("test", "--cpu")
-    assert checks(shown) == [("ok", name) for name in CHECKS] * 3
-    assert [line.split()[-2] for line in shown.splitlines()] == [count for count in "124" for _ in CHECKS]
+    assert checks(shown) == [("ok", name) for name in [*WHOLE * 3, *SHARDED]]
+    assert [line.split()[-2] for line in shown.splitlines()] == [
+        *(n for n in "124" for _ in WHOLE),
+        *("4" * len(SHARDED)),
+    ]
+    assert {*WHOLE, *SHARDED} == CHECKS.keys()
+
+
+def test_the_settings_of_a_file_that_shards_are_used(accel: Accel) -> None:
+    (accel.here / "fsdp.yaml").write_text(
+        "distributed_type: FSDP\nnum_processes: 2\nmixed_precision: bf16\nuse_cpu: true\n"
+        "fsdp_config: {fsdp_state_dict_type: FULL_STATE_DICT}\n"
+        "parallelism_config: {parallelism_config_dp_replicate_size: 2}\n"
+    )
+    assert checks(accel("test", "--config_file", "fsdp.yaml")) == [("ok", name) for name in SHARDED]
 
 
 # Put before accel by PYTHONPATH: a machine on which gathering gives another result.
@@ -72,7 +88,7 @@ def test_the_settings_of_a_file_are_used_and_a_line_of_json_a_check(accel: Accel
     done = accel.finish("test", "--config_file", "accelerate.yaml", "--json")
     said = done.stderr.decode()
     lines = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [line["check"] for line in lines] == list(CHECKS), said
+    assert [line["check"] for line in lines] == WHOLE, said
     assert all(line["ok"] and line["processes"] == 2 and line["seconds"] >= 0 for line in lines)
     assert said.splitlines()[-1] == (
         "accel: test: all went well with the settings of accelerate.yaml: training works here"
@@ -103,7 +119,7 @@ def test_it_runs_as_a_job_on_a_target(accel: Accel) -> None:
     done = accel.finish("test", "--target", "local", "--num_processes", "2", "--cpu")
     assert done.returncode == 0, done.stderr
     lines = [line.removeprefix("[rank 0] ") for line in done.stdout.decode().splitlines()]
-    assert lines == [f"ok      {name}" for name in CHECKS]
+    assert lines == [f"ok      {name}" for name in WHOLE]
     assert b"succeeded" in done.stderr
     assert done.stderr.endswith(b"accel: test: all went well: training works on local\n")
 
