@@ -66,14 +66,14 @@ class Saved:
         self.where = where
         self.mapped = False  # whether they are pages of files, which need not stay in memory
         self.shapes: dict[str, Place] = {}
-        self._chunks: dict[str, dict[tuple[Place, Place], torch.Tensor]] = {}
+        self._chunks: dict[str, dict[tuple[Place, Place], Any]] = {}
 
     @classmethod
     def whole(cls, tensors: Mapping[str, torch.Tensor], where: str) -> Saved:
         """Tensors of which each is one chunk."""
         saved = cls(where)
         for name, tensor in tensors.items():
-            saved._add(name, tuple(tensor.shape), (0,) * tensor.ndim, tensor)
+            saved.add(name, tuple(tensor.shape), (0,) * tensor.ndim, tensor)
         return saved
 
     @classmethod
@@ -85,12 +85,13 @@ class Saved:
             tensors, metadata = read_tensors_and_metadata(path)
             try:
                 for name, (shape, offset) in json.loads(metadata[_TABLE]).items():
-                    saved._add(name, tuple(shape), tuple(offset), tensors[name])
+                    saved.add(name, tuple(shape), tuple(offset), tensors[name])
             except (KeyError, TypeError, ValueError) as error:
                 raise CheckpointError(f"{path} cannot be loaded: its table of chunks is damaged") from error
         return saved
 
-    def _add(self, name: str, shape: Place, offset: Place, data: torch.Tensor) -> None:
+    def add(self, name: str, shape: Place, offset: Place, data: Any) -> None:
+        """Add a chunk of the tensor ``name``: a tensor, or what has its shape and type and gives one when sliced."""
         if self.shapes.setdefault(name, shape) != shape:
             raise CheckpointError(f"{self.where}: {name} is {self.shapes[name]} in one file and {shape} in another")
         self._chunks.setdefault(name, {})[offset, tuple(data.shape)] = data
@@ -102,9 +103,18 @@ class Saved:
         """The names that begin with ``prefix``, without it."""
         return [name.removeprefix(prefix) for name in self.shapes if name.startswith(prefix)]
 
+    def renamed(self, names: Mapping[str, str]) -> Saved:
+        """The tensors that ``names`` has the present name of, by new names."""
+        saved = Saved(self.where)
+        saved.mapped = self.mapped
+        saved.shapes = {name: self.shapes[old] for name, old in names.items()}
+        saved._chunks = {name: self._chunks[old] for name, old in names.items()}
+        return saved
+
     def dtype(self, name: str) -> torch.dtype:
         """The type that a tensor was saved in."""
-        return next(iter(self._chunks[name].values())).dtype
+        kind: torch.dtype = next(iter(self._chunks[name].values())).dtype
+        return kind
 
     def gathered(self, prefix: str) -> dict[str, torch.Tensor]:
         """Whole tensors in memory, by the names under ``prefix``; tied ones are one tensor."""

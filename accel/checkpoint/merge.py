@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
 import shutil
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ from typing import Any
 import torch
 
 from accel.checkpoint.chunks import Saved
+from accel.checkpoint.dcp import METADATA, DcpFolder
 from accel.checkpoint.durable import fsync_directory
 from accel.checkpoint.file_names import CHUNKS, MANIFEST, SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from accel.checkpoint.full_disk import reporting_full_disk
@@ -19,8 +18,6 @@ from accel.checkpoint.manifest import damage
 from accel.checkpoint.tensors import TYPES, write_tensors
 from accel.checkpoint.torch_files import replacing, write_object
 from accel.errors import CheckpointError
-
-_METADATA = ".metadata"
 
 
 def merge_fsdp_weights(
@@ -75,75 +72,19 @@ def read_sharded(folder: Path) -> dict[str, torch.Tensor]:
 
     Raises `CheckpointError`.
     """
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-    from torch.distributed.checkpoint.state_dict_loader import load
-
-    try:
-        reader = _reader(folder)
-        metadata = reader.read_metadata()
-        wanted = {
-            name: about
-            for name, about in metadata.state_dict_metadata.items()
-            if isinstance(about, TensorStorageMetadata)
-        }
-        state: dict[str, Any] = {
-            name: torch.empty(about.size, dtype=about.properties.dtype) for name, about in wanted.items()
-        }
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as is meant here
-            load(state, storage_reader=reader, planner=DefaultLoadPlanner(), no_dist=True)
-    except (Exception, CheckpointException) as error:
-        # torch gathers what went wrong under each rank, on many lines; the last says it
-        said = (f"{error}".strip().splitlines() or [type(error).__name__])[-1].strip()[:300]
-        raise CheckpointError(f"{folder} cannot be read: {said}") from error
+    saved = DcpFolder(folder)
+    state = saved.tensors.gathered("")
     if not state:
         raise CheckpointError(f"{folder} holds no tensors")
-    return _unwrapped(state, metadata.planner_data or {})
+    return _unwrapped(state, saved.paths)
 
 
 def _unwrapped(state: Mapping[str, torch.Tensor], paths: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """What was saved as ``{"model": {…}}`` has that key before each name, which no loader wants."""
-    ways = [paths.get(name, (name,)) for name in state]
+    ways = [paths[name] for name in state]
     if len({way[0] for way in ways}) > 1 or any(len(way) < 2 for way in ways):
         return dict(state)
     return {".".join(str(step) for step in way[1:]): state[name] for name, way in zip(state, ways, strict=True)}
-
-
-# What a checkpoint's table of contents is made of; it is a pickle, and another name in it could run anything.
-_ALLOWED = {
-    "torch.distributed.checkpoint.metadata": None,
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
-    "torch.serialization": {"_get_layout"},
-    "torch": {"Size"} | {str(kind).removeprefix("torch.") for kind in TYPES},
-    "pathlib": {"Path", "PosixPath", "PurePath", "PurePosixPath", "WindowsPath"},
-    "collections": {"OrderedDict"},
-}
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        names = _ALLOWED.get(module, set())
-        found = super().find_class(module, name) if names is None or name in names else None
-        if found is None or (names is None and not isinstance(found, type)) or "." in name:
-            raise pickle.UnpicklingError(f"its {_METADATA} names {module}.{name}, which belongs in no checkpoint")
-        return found
-
-
-def _reader(folder: Path) -> Any:
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.metadata import StorageMeta
-
-    class Reader(FileSystemReader):
-        def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
-            with open(folder / _METADATA, "rb") as file:
-                metadata = _Unpickler(file).load()
-            metadata.storage_meta = getattr(metadata, "storage_meta", None) or StorageMeta()
-            metadata.storage_meta.load_id = self.load_id
-            return metadata
-
-    return Reader(str(folder))
 
 
 def _check(source: Path, folder: Path, *, remove: bool) -> None:
@@ -153,10 +94,10 @@ def _check(source: Path, folder: Path, *, remove: bool) -> None:
         if remove:
             raise CheckpointError(f"--remove_checkpoint_dir: {source} holds more than weights, and is not removed")
         return
-    if not (source / _METADATA).is_file():
-        parts = sorted(path.parent.name for path in source.glob(f"*/{_METADATA}"))
+    if not (source / METADATA).is_file():
+        parts = sorted(path.parent.name for path in source.glob(f"*/{METADATA}"))
         hint = f": name one of those in it: {', '.join(parts)}" if parts else ""
-        raise CheckpointError(f"{source} is no sharded checkpoint, it has no {_METADATA}{hint}")
+        raise CheckpointError(f"{source} is no sharded checkpoint, it has no {METADATA}{hint}")
     if remove and folder.resolve().is_relative_to(source.resolve()):
         raise CheckpointError(f"--remove_checkpoint_dir would remove {folder} too, which is in {source}")
 

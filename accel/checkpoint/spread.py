@@ -26,7 +26,7 @@ def split_optimizer(optimizer: Any, names: Names) -> tuple[dict[str, Any], dict[
     The outline is the state dict with names in the place of numbers, ``chunked`` telling which entries are elsewhere.
     """
     state = optimizer.state_dict()
-    return _outline(state, _by_number(optimizer, state, names))
+    return outline_of(state, _by_number(optimizer, state, names))
 
 
 def _by_number(optimizer: Any, state: Mapping[str, Any], name: Callable[[torch.Tensor], str]) -> dict[int, str]:
@@ -41,7 +41,8 @@ def _by_number(optimizer: Any, state: Mapping[str, Any], name: Callable[[torch.T
     }
 
 
-def _outline(state: Mapping[str, Any], names: Mapping[int, str]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+def outline_of(state: Mapping[str, Any], names: Mapping[Any, str]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """`split_optimizer` for a state dict; ``names`` are those of the parameters by what stands for them in it."""
     outline: dict[str, Any] = {"state": {}, "chunked": {}}
     tensors: dict[str, torch.Tensor] = {}
     for number, entry in state["state"].items():
@@ -112,7 +113,7 @@ def _beside(value: torch.Tensor, parameter: Any) -> torch.Tensor:
 def fill_whole_optimizer(optimizer: Any, state: Mapping[str, Any], where: Path) -> None:
     """Put the state dict of an unsharded optimizer into this process's parts, by the order of the parameters."""
     identities = _by_number(optimizer, state, lambda parameter: str(id(parameter)))
-    outline, tensors = _outline(state, identities)
+    outline, tensors = outline_of(state, identities)
     fill_optimizer(optimizer, lambda parameter: str(id(parameter)), outline, Saved.whole(tensors, str(where)))
 
 

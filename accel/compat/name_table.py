@@ -118,7 +118,7 @@ TABLE: dict[str, dict[str, str]] = {
         "override_numa_affinity set_numa_affinity",
     },
     "accelerate.utils.fsdp_utils": {
-        "accel.compat.unsupported_plugins": "load_fsdp_model load_fsdp_optimizer save_fsdp_model save_fsdp_optimizer",
+        "accel.compat.fsdp_checkpoints": "load_fsdp_model load_fsdp_optimizer save_fsdp_model save_fsdp_optimizer",
         "accel.compat.helpers": "disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading "
         "get_parameters_from_modules",
         "accel.checkpoint.merge": "merge_fsdp_weights",

@@ -1,7 +1,7 @@
 """Configuration of ways to train that this version of accel does not have, for code that imports it unconditionally.
 
 The classes hold what they are given, so that ``isinstance`` and annotations work; `Accelerator` refuses them in one
-line. The functions that would save and load such models raise `ArgumentError`.
+line.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class DeepSpeedPlugin:
     msamp_opt_level: str | None = None
 
 
-def _refuse(what: str = "this function for sharded models") -> NoReturn:
+def _refuse(what: str) -> NoReturn:
     raise ArgumentError(f"{what} is not in this version of accel: see docs/migrating.md")
 
 
@@ -57,56 +57,3 @@ class DummyScheduler(_DeepSpeeds):
 
 class DeepSpeedSchedulerWrapper(_DeepSpeeds):
     """A scheduler that a DeepSpeed engine steps. Raises `ArgumentError` when it is made."""
-
-
-def save_fsdp_model(
-    fsdp_plugin: Any,
-    accelerator: Any,
-    model: Any,
-    output_dir: Any,
-    model_index: int = 0,
-    adapter_only: bool = False,
-    use_dcp: bool = True,
-) -> None:
-    """Raise `ArgumentError`."""
-    _refuse()
-
-
-def load_fsdp_model(
-    fsdp_plugin: Any,
-    accelerator: Any,
-    model: Any,
-    input_dir: Any,
-    model_index: int = 0,
-    adapter_only: bool = False,
-    use_dcp: bool = True,
-) -> None:
-    """Raise `ArgumentError`."""
-    _refuse()
-
-
-def save_fsdp_optimizer(
-    fsdp_plugin: Any,
-    accelerator: Any,
-    optimizer: Any,
-    model: Any,
-    output_dir: Any,
-    optimizer_index: int = 0,
-    use_dcp: bool = True,
-) -> None:
-    """Raise `ArgumentError`."""
-    _refuse()
-
-
-def load_fsdp_optimizer(
-    fsdp_plugin: Any,
-    accelerator: Any,
-    optimizer: Any,
-    model: Any,
-    input_dir: Any,
-    optimizer_index: int = 0,
-    adapter_only: bool = False,
-    use_dcp: bool = True,
-) -> None:
-    """Raise `ArgumentError`."""
-    _refuse()

@@ -67,7 +67,6 @@ def test_plugins_of_other_ways_are_importable_and_refused_in_one_line(argument: 
     [
         ("HfDeepSpeedConfig({})", "DeepSpeed"),
         ("DummyOptim([])", "DeepSpeed"),
-        ("save_fsdp_model(None, None, None, 'x')", "this function for sharded models"),
     ],
 )
 def test_what_libraries_import_of_them_is_refused_when_it_is_used(call: str, what: str) -> None:

@@ -355,7 +355,7 @@ def test_any_cut_of_a_tensor_is_read_through_any_other(shape: list[int], data: s
     saved = Saved("here")
     for box in product(*(list(pairwise(_cuts(data, length))) for length in shape)):
         part = whole[tuple(slice(*side) for side in box)]
-        saved._add("x", tuple(shape), tuple(first for first, _ in box), part)
+        saved.add("x", tuple(shape), tuple(first for first, _ in box), part)
     found = torch.zeros_like(whole)
     saved.fill("x", found)
     assert torch.equal(found, whole)

@@ -1,0 +1,172 @@
+"""Folders of `torch.distributed.checkpoint` (DCP), which other programs write and read.
+
+No code in them runs: ``.metadata`` is a pickle, read by an unpickler that admits DCP's own classes alone. Everything
+else is read with ``weights_only=True``.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import warnings
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from accel.checkpoint.all_ranks import together
+from accel.checkpoint.chunks import Saved
+from accel.checkpoint.save_load import load
+from accel.checkpoint.tensors import TYPES
+from accel.errors import CheckpointError
+from accel.state import PartialState
+
+METADATA = ".metadata"
+
+
+class DcpFolder:
+    """A folder that DCP wrote. Tensors are read in parts, by the processes that want them.
+
+    tensors: all tensors, by their names in the folder. paths: the keys that lead to each item in what was saved.
+
+    Raises `CheckpointError` for a folder that is missing or damaged.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        metadata = _read_metadata(folder)
+        try:
+            self._index(metadata)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{folder} cannot be read: its {METADATA} is damaged") from error
+
+    def _index(self, metadata: Any) -> None:
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+
+        self.tensors = Saved(str(self.folder))
+        self.paths: dict[str, tuple[Any, ...]] = {}
+        self._others: dict[str, Any] = {}
+        paths = metadata.planner_data or {}
+        for name, about in metadata.state_dict_metadata.items():
+            self.paths[name] = paths.get(name, (name,))
+            if not isinstance(about, TensorStorageMetadata):
+                self._others[name] = metadata.storage_data[MetadataIndex(name)]
+                continue
+            for chunk in about.chunks:
+                entry = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+                stored = _Stored(self.folder, entry, about.properties.dtype, tuple(chunk.sizes))
+                self.tensors.add(name, tuple(about.size), tuple(chunk.offsets), stored)
+
+    def nested(self, key: str, skip: Collection[str]) -> dict[str, Any]:
+        """Read what was saved under ``key``, nested as it was, without the items named in ``skip``."""
+        names = [name for name, path in self.paths.items() if path[0] == key and len(path) > 1 and name not in skip]
+        whole = self.tensors.renamed({name: name for name in names if name in self.tensors}).gathered("")
+        tree: dict[Any, Any] = {}
+        for name in names:
+            branch = tree
+            for step in self.paths[name][1:-1]:
+                branch = branch.setdefault(step, {})
+            value = whole[name] if name in whole else _read_item(self.folder, self._others[name])
+            branch[self.paths[name][-1]] = value
+        found: dict[str, Any] = _with_lists(tree)
+        return found
+
+
+def write_dcp(folder: Path, state: dict[str, Any]) -> None:
+    """Write ``state`` to ``folder``, each process its part; every process calls it. Raises `CheckpointError`."""
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    together(f"saving {folder}", lambda: _clear(folder))
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # in a world of one process
+            save(state, storage_writer=FileSystemWriter(folder))
+    except (Exception, CheckpointException) as error:
+        raise CheckpointError(f"{folder} cannot be written: {_last_line(error)}") from error
+
+
+def _clear(folder: Path) -> None:
+    """Remove an older checkpoint: the new one may have fewer files, and is complete once it has its ``.metadata``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if PartialState().is_local_main_process:
+        for path in (folder / METADATA, *folder.glob("*.distcp")):
+            path.unlink(missing_ok=True)
+
+
+def _with_lists(tree: Any) -> Any:
+    """``tree`` with a list in the place of each dictionary of numbers."""
+    if not isinstance(tree, dict):
+        return tree
+    items = {step: _with_lists(value) for step, value in tree.items()}
+    return [items[step] for step in sorted(items)] if items and all(type(step) is int for step in items) else items
+
+
+@dataclass(frozen=True, eq=False)
+class _Stored:
+    """A chunk of a tensor in a file, which is read when it is sliced."""
+
+    folder: Path
+    entry: Any
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def __getitem__(self, part: tuple[slice, ...]) -> torch.Tensor:
+        value = _read_item(self.folder, self.entry)
+        if not isinstance(value, torch.Tensor) or tuple(value.shape) != self.shape:
+            raise CheckpointError(f"{self.folder} cannot be read: {self.entry.relative_path} differs from {METADATA}")
+        return value[part]
+
+
+def _read_item(folder: Path, entry: Any) -> Any:
+    if getattr(entry, "transform_descriptors", None):
+        raise CheckpointError(f"{folder} cannot be read: {entry.relative_path} is compressed by an extension of DCP")
+    try:
+        with (folder / entry.relative_path).open("rb") as file:
+            file.seek(entry.offset)
+            return load(io.BytesIO(file.read(entry.length)), map_location="cpu")
+    except pickle.UnpicklingError as error:
+        problem = "holds an object that cannot be loaded safely, or is damaged"
+        raise CheckpointError(f"{folder} cannot be read: {entry.relative_path} {problem}") from error
+    except Exception as error:
+        raise CheckpointError(f"{folder} cannot be read: {entry.relative_path}: {_last_line(error)}") from error
+
+
+def _last_line(error: BaseException) -> str:
+    """The line that says what went wrong: DCP gathers the tracebacks of all ranks into one message."""
+    return (f"{error}".strip().splitlines() or [type(error).__name__])[-1].strip()[:300]
+
+
+# What a checkpoint's table of contents is made of; it is a pickle, and another name in it could run anything.
+_ALLOWED: Mapping[str, set[str] | None] = {
+    "torch.distributed.checkpoint.metadata": None,
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size"} | {str(kind).removeprefix("torch.") for kind in TYPES},
+    "pathlib": {"Path", "PosixPath", "PurePath", "PurePosixPath", "WindowsPath"},
+    "collections": {"OrderedDict"},
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        names = _ALLOWED.get(module, set())
+        found = super().find_class(module, name) if names is None or name in names else None
+        if found is None or (names is None and not isinstance(found, type)) or "." in name:
+            raise pickle.UnpicklingError(f"its {METADATA} names {module}.{name}, which belongs in no checkpoint")
+        return found
+
+
+def _read_metadata(folder: Path) -> Any:
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: there is no such directory")
+    if not (folder / METADATA).is_file():
+        raise CheckpointError(f"{folder} is no sharded checkpoint, it has no {METADATA}")
+    try:
+        with (folder / METADATA).open("rb") as file:
+            return _Unpickler(file).load()
+    except Exception as error:
+        raise CheckpointError(f"{folder} cannot be read: {_last_line(error)}") from error

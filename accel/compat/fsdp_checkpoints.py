@@ -1,0 +1,250 @@
+"""Checkpoints of sharded models in Accelerate's layout, which other programs write and read too.
+
+SHARDED_STATE_DICT is a folder of `torch.distributed.checkpoint` (DCP) for each model and optimizer, FULL_STATE_DICT one
+file of whole tensors. `Accelerator.save_state` does more: what it writes is verified when it is read.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.modules.module import _IncompatibleKeys
+
+from accel.checkpoint import save
+from accel.checkpoint.all_ranks import together
+from accel.checkpoint.chunks import Saved
+from accel.checkpoint.dcp import DcpFolder, write_dcp
+from accel.checkpoint.file_names import OPTIMIZER_NAME, numbered_name
+from accel.checkpoint.spread import (
+    Names,
+    fill_module,
+    fill_optimizer,
+    fill_whole_optimizer,
+    outline_of,
+    split_optimizer,
+)
+from accel.checkpoint.torch_files import read_object
+from accel.compat.constants import FSDP_MODEL_NAME
+from accel.compat.helpers import is_peft_model
+from accel.errors import ArgumentError, CheckpointError
+from accel.parallel.shares import whole_state
+
+
+def save_fsdp_model(
+    fsdp_plugin: Any,
+    accelerator: Any,
+    model: Any,
+    output_dir: Any,
+    model_index: int = 0,
+    adapter_only: bool = False,
+    use_dcp: bool = True,
+) -> None:
+    """Write the weights of ``model``: ``pytorch_model_fsdp_<index>/``, or whole ones to ``pytorch_model_fsdp.bin``.
+
+    The ``state_dict_type`` of ``fsdp_plugin`` selects the layout. ``adapter_only``: of a `peft.PeftModel`, the adapter
+    alone. Every process calls it. An older checkpoint of that name is replaced. Raises `CheckpointError`.
+    """
+    whole = _is_whole(fsdp_plugin, use_dcp)
+    path = _place(output_dir, FSDP_MODEL_NAME, model_index, whole)
+    state = _weights(accelerator, model, adapter_only, whole)
+    if whole:
+        _write_file(path, whole_state(state, accelerator.is_main_process))
+    else:
+        write_dcp(path, {"model": state})
+
+
+def load_fsdp_model(
+    fsdp_plugin: Any,
+    accelerator: Any,
+    model: Any,
+    input_dir: Any,
+    model_index: int = 0,
+    adapter_only: bool = False,
+    use_dcp: bool = True,
+) -> Any:
+    """Load what `save_fsdp_model` or Accelerate wrote, on any number of processes, into the parts that ``model`` has.
+
+    Returns what `torch.nn.Module.load_state_dict` does. Raises `CheckpointError`, on all processes, for a checkpoint
+    that is missing or damaged, and for names and shapes that differ.
+    """
+    whole = _is_whole(fsdp_plugin, use_dcp)
+    path = _place(input_dir, FSDP_MODEL_NAME, model_index, whole)
+    accelerator.strategy.settle()
+    inside = accelerator.strategy.unwrap(model)
+    adapter = _weights(accelerator, model, adapter_only, whole) if _is_adapter(inside, adapter_only) else None
+
+    def fill() -> None:
+        saved, extra = _read_weights(path, whole)
+        if adapter is None:
+            fill_module(inside, saved, extra=extra)
+        for name, value in (adapter or {}).items():
+            if name not in saved:
+                raise CheckpointError(f"{saved.where}: it lacks {name}")
+            saved.fill(name, value)
+
+    together("load_fsdp_model", fill)
+    if adapter is None or whole:
+        return _IncompatibleKeys([], [])
+    from peft import set_peft_model_state_dict
+
+    return set_peft_model_state_dict(inside, adapter, adapter_name=inside.active_adapter)
+
+
+def save_fsdp_optimizer(
+    fsdp_plugin: Any,
+    accelerator: Any,
+    optimizer: Any,
+    model: Any,
+    output_dir: Any,
+    optimizer_index: int = 0,
+    use_dcp: bool = True,
+) -> None:
+    """Write the state of ``optimizer`` by the names of parameters in ``model``: ``optimizer_<index>/``.
+
+    Whole state goes to ``optimizer.bin``. See `save_fsdp_model` for the rest.
+    """
+    whole = _is_whole(fsdp_plugin, use_dcp)
+    path = _place(output_dir, OPTIMIZER_NAME, optimizer_index, whole)
+    outline, tensors = split_optimizer(optimizer, _names(accelerator, model))
+    entries = {
+        name: {**entry, **{key: tensors[f"{name}:{key}"] for key in outline["chunked"][name]}}
+        for name, entry in outline["state"].items()
+    }
+    groups = outline["param_groups"]
+    if whole:
+        keep = accelerator.is_main_process
+        entries = {name: whole_state(entry, keep) for name, entry in entries.items()}
+        _write_file(path, {"state": entries, "param_groups": groups})
+    else:
+        write_dcp(path, {"optimizer": {"state": entries, "param_groups": groups}})
+
+
+def load_fsdp_optimizer(
+    fsdp_plugin: Any,
+    accelerator: Any,
+    optimizer: Any,
+    model: Any,
+    input_dir: Any,
+    optimizer_index: int = 0,
+    adapter_only: bool = False,
+    use_dcp: bool = True,
+) -> None:
+    """Load what `save_fsdp_optimizer` or Accelerate wrote; ``optimizer`` need not have taken a step.
+
+    ``adapter_only`` changes nothing: a checkpoint has the state of the parameters that the optimizer had. Raises
+    `CheckpointError`, on all processes, for what is missing, damaged or does not fit.
+    """
+    whole = _is_whole(fsdp_plugin, use_dcp)
+    path = _place(input_dir, OPTIMIZER_NAME, optimizer_index, whole)
+    names = _names(accelerator, model)
+    fill = _fill_from_file if whole else _fill_from_folder
+    together("load_fsdp_optimizer", lambda: fill(optimizer, names, path))
+
+
+def _is_whole(plugin: Any, use_dcp: bool) -> bool:
+    if plugin is None:
+        raise ArgumentError("fsdp_plugin is None: the run is not sharded. Use accelerator.save_state and load_state")
+    whole: bool = plugin.state_dict_type.name == "FULL_STATE_DICT"
+    if not whole and not use_dcp:
+        raise ArgumentError(
+            "use_dcp=False is not supported: its files fit only as many processes as wrote them. Leave it out"
+        )
+    return whole
+
+
+def _place(folder: Any, name: str, index: int, whole: bool) -> Path:
+    """The file or folder of a model or an optimizer in ``folder``, which may be that folder itself."""
+    if whole:
+        return Path(folder) / numbered_name(f"{name}.bin", index)
+    numbered = f"{name}_{index}"
+    return Path(folder) if Path(folder).name == numbered else Path(folder) / numbered
+
+
+def _is_adapter(model: Any, adapter_only: bool) -> bool:
+    return adapter_only and is_peft_model(model)
+
+
+def _weights(accelerator: Any, model: Any, adapter_only: bool, whole: bool) -> dict[str, Any]:
+    """The state dict of ``model`` or its adapter, which shares memory with it.
+
+    Accelerate names the adapter's weights as peft does, without the adapter's own name, in a DCP folder alone.
+    """
+    accelerator.strategy.settle()
+    inside = accelerator.strategy.unwrap(model)
+    if _is_adapter(inside, adapter_only) and not whole:
+        from peft import get_peft_model_state_dict
+
+        adapter: dict[str, Any] = get_peft_model_state_dict(inside, adapter_name=inside.active_adapter)
+        return adapter
+    state: dict[str, Any] = inside.state_dict(keep_vars=whole)  # tied weights are then one tensor
+    if not _is_adapter(inside, adapter_only):
+        return state
+    frozen = {name for name, value in inside.named_parameters(remove_duplicate=False) if not value.requires_grad}
+    return {name: value for name, value in state.items() if name not in frozen}
+
+
+def _names(accelerator: Any, model: Any) -> Names:
+    accelerator.strategy.settle()
+    known: dict[int, str] = {id(value): name for name, value in accelerator.strategy.unwrap(model).named_parameters()}
+
+    def name_of(parameter: torch.Tensor) -> str:
+        if id(parameter) not in known:
+            raise CheckpointError(
+                f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not in the model: "
+                "prepare both, and give the model that the optimizer was made for"
+            )
+        return known[id(parameter)]
+
+    return name_of
+
+
+def _write_file(path: Path, state: Any) -> None:
+    def write() -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save(state, path)
+
+    together(f"saving {path}", write)
+
+
+def _read_weights(path: Path, whole: bool) -> tuple[Saved, dict[str, Any]]:
+    """The tensors of a model, and what else is in its state dict."""
+    if whole:
+        state = read_object(path, mapped=True)
+        tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+        extra = {name: value for name, value in state.items() if name not in tensors}
+        return Saved.whole(tensors, str(path)), extra
+    folder = _opened(path, "model")
+    ways = {item: folder.paths[item] for item in folder.tensors.shapes}
+    items = {way[1]: item for item, way in ways.items() if way[0] == "model" and len(way) == 2}
+    return folder.tensors.renamed(items), folder.nested("model", set(items.values()))
+
+
+def _fill_from_file(optimizer: Any, names: Names, path: Path) -> None:
+    state = read_object(path, mapped=True)
+    if all(isinstance(number, int) for group in state["param_groups"] for number in group["params"]):
+        fill_whole_optimizer(optimizer, state, path)  # by `save_state`, which numbers parameters
+        return
+    outline, tensors = outline_of(state, {name: name for group in state["param_groups"] for name in group["params"]})
+    fill_optimizer(optimizer, names, outline, Saved.whole(tensors, str(path)))
+
+
+def _fill_from_folder(optimizer: Any, names: Names, path: Path) -> None:
+    folder = _opened(path, "optimizer")
+    chunked: dict[str, list[str]] = {}
+    items: dict[str, str] = {}
+    for item, shape in folder.tensors.shapes.items():
+        way = folder.paths[item]
+        if way[:2] == ("optimizer", "state") and len(way) == 4 and shape:
+            chunked.setdefault(way[2], []).append(way[3])
+            items[f"{way[2]}:{way[3]}"] = item
+    outline = {"state": {}, "param_groups": [], **folder.nested("optimizer", set(items.values())), "chunked": chunked}
+    fill_optimizer(optimizer, names, outline, folder.tensors.renamed(items))
+
+
+def _opened(path: Path, key: str) -> DcpFolder:
+    folder = DcpFolder(path)
+    if not any(way[0] == key and len(way) > 1 for way in folder.paths.values()):
+        raise CheckpointError(f"{path} has no {key}: name the folder that save_fsdp_{key} wrote")
+    return folder
