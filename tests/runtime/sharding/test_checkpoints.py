@@ -63,12 +63,19 @@ def _save(folder: str, mesh: str, layout: str, beside: bool = False) -> tuple[Ke
     return kept, losses
 
 
+def _cut(tensor: Any) -> Any:
+    return getattr(tensor, "placements", None), getattr(tensor, "device_mesh", None)
+
+
 def _load(folder: str, mesh: str, stepped: bool = False) -> tuple[Kept, list[float]]:
     accelerator = _accelerator(mesh)
     model, optimizer, _ = _made(accelerator, 7)
     if stepped:  # the optimizer has state already, which is replaced
         train(accelerator, model, optimizer, steps=1)
     accelerator.load_state(folder)
+    for parameter, state in optimizer.state.items():  # a resumed run must not be slower than it was
+        for value in (state["exp_avg"], state["exp_avg_sq"]):
+            assert (value.dtype, value.device, _cut(value)) == (parameter.dtype, parameter.device, _cut(parameter))
     kept = _whole(accelerator, model, optimizer)
     return kept, train(accelerator, model, optimizer, steps=3, first=3)[0]
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import warnings
+from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +24,7 @@ from torch.distributed.fsdp import (
 from accel.errors import AccelError, ArgumentError
 from accel.plugins.fsdp import FullyShardedDataParallelPlugin as Plugin
 from accel.plugins.parallelism import ParallelismConfig
+from accel.settings.fsdp import FSDP
 
 
 @pytest.fixture(autouse=True)
@@ -155,3 +159,13 @@ def test_sizes_are_read_and_are_1_otherwise(monkeypatch: pytest.MonkeyPatch) -> 
         ParallelismConfig(cp_backend="ring")
     with pytest.raises(ArgumentError, match="give it to an Accelerator first"):
         config.get_device_mesh()
+
+
+def test_the_documentation_has_every_setting() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "parallel.md").read_text()
+    table = text.partition("## All settings")[2].partition("\n## ")[0]
+    shown = set(re.findall(r"`(\w+)`", table)) | set(re.findall(r"--(\w+)", table))
+    arguments = {field.name for field in fields(Plugin) if field.init} - {"state_dict_config", "optim_state_dict_config"}
+    flags = {setting.name for setting in FSDP.settings}
+    variables = {setting.env for setting in FSDP.settings}
+    assert (arguments | flags | variables) - shown == set()

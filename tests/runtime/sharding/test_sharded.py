@@ -252,48 +252,6 @@ def test_a_compiled_model_trains_as_the_plain_one(regional: bool) -> None:
         assert seen == {"block": "FSDPBlock", "same": True}
 
 
-class _Odd(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(3, 2))
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows @ self.weight.T
-
-
-def _from_meta(case: str) -> Any:
-    main = Accelerator(fsdp_plugin=Plugin(param_init_fn=_ones if case == "init" else None))
-    torch.manual_seed(main.process_index)
-    if case == "main":  # as transformers loads: only the main process has read the weights
-        with torch.device("cpu" if main.is_main_process else "meta"):
-            model: Any = Decoder()
-    else:
-        with torch.device("meta"):
-            model = nn.Sequential(_Odd()) if case in ("init", "nothing") else nn.Sequential(nn.Linear(4, 4))
-    kept = {name: value.clone() for name, value in model.state_dict().items()} if case == "main" else {}
-    model = main.prepare(model)
-    found = {
-        name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in model.state_dict().items()
-    }
-    if case == "main" and main.is_main_process:
-        return all(torch.equal(found[name], kept[name]) for name in kept) and model.head.weight is model.embed.weight
-    return {name: value.tolist() for name, value in found.items()} if case != "main" else True
-
-
-def _ones(module: nn.Module) -> None:
-    module.to_empty(device="cpu", recurse=False)
-    for parameter in module.parameters(recurse=False):
-        nn.init.ones_(parameter)
-
-
-def test_weights_come_from_the_main_process_or_are_made_where_no_process_has_them() -> None:
-    assert run(_from_meta, "main") == [True, True]
-    first, second = run(_from_meta, "reset")
-    assert first == second
-    assert any(any(row) for row in first["0.weight"])
-    assert run(_from_meta, "init") == [{"0.weight": [[1.0, 1.0]] * 3}] * 2
-
-
 def _saved(folder: str) -> Any:
     accelerator = Accelerator(fsdp_plugin=Plugin())
     model = accelerator.prepare(decoder())
