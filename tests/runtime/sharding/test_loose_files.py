@@ -1,4 +1,4 @@
-"""`accelerate.checkpointing`'s functions, which write and read a checkpoint's files by themselves, with sharded models."""
+"""The functions of `accelerate.checkpointing`, which write and read a checkpoint's files, with sharded models."""
 
 from __future__ import annotations
 

@@ -165,7 +165,10 @@ def test_the_documentation_has_every_setting() -> None:
     text = (Path(__file__).parents[3] / "docs" / "parallel.md").read_text()
     table = text.partition("## All settings")[2].partition("\n## ")[0]
     shown = set(re.findall(r"`(\w+)`", table)) | set(re.findall(r"--(\w+)", table))
-    arguments = {field.name for field in fields(Plugin) if field.init} - {"state_dict_config", "optim_state_dict_config"}
+    arguments = {field.name for field in fields(Plugin) if field.init} - {
+        "state_dict_config",
+        "optim_state_dict_config",
+    }
     flags = {setting.name for setting in FSDP.settings}
     variables = {setting.env for setting in FSDP.settings}
     assert (arguments | flags | variables) - shown == set()

@@ -15,11 +15,11 @@ from accel.plugins.fsdp import FullyShardedDataParallelPlugin as Plugin
 from tests.runtime.worlds import run
 
 
-class _Counted(TorchDispatchMode):
+class _Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes that go through collectives."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.sizes: list[int] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
