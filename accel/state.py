@@ -126,6 +126,11 @@ class PartialState:
         self.distributed_type = worlds.kind_of(device) if self.use_distributed else DistributedType.NO
         self.device = device
 
+    def __getstate__(self) -> dict[str, Any]:
+        # `transformers.TrainingArguments` hold one and are saved beside every model, where plugins have no place.
+        left_out = AcceleratorState.__annotations__ if type(self) is PartialState else {}
+        return {name: value for name, value in vars(self).items() if name not in left_out}
+
     def __getattr__(self, name: str) -> Any:
         if name in type(self).__annotations__ or name in PartialState.__annotations__:
             raise AttributeError(

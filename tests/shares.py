@@ -37,7 +37,7 @@ SERVERS = {
 _MORE_SERVERS = (
     "tests/clusters/*", "tests/cli/test_image.py", "tests/launch/test_nodes.py", "tests/launch/test_kills.py",
     "tests/runtime/tracking/test_outage.py", "tests/runtime/tracking/test_packages.py", "tests/test_docs.py",
-    "tests/compat/test_libraries.py", "tests/cli/test_estimate_memory.py",
+    "tests/compat/test_libraries.py", "tests/compat/test_sharded_libraries.py", "tests/cli/test_estimate_memory.py",
 )  # fmt: skip
 # Take more than their share of the time; `make test-fast` leaves them out too.
 _SLOW = (
@@ -54,6 +54,7 @@ _SLOW = (
 # Begun early: files that take minutes would otherwise be what everybody waits for at the end.
 _LONG = frozenset({
     "tests/runtime/tracking/test_packages.py", "tests/compat/test_libraries.py",
+    "tests/compat/test_sharded_libraries.py",
     "tests/launch/test_kills.py", "tests/launch/test_nodes.py", "tests/cli/test_image.py",
     "tests/cli/test_estimate_memory.py",
 })  # fmt: skip

@@ -35,7 +35,7 @@ class Dimensions(Part):
 
     @property
     def parallelism_config(self) -> ParallelismConfig | None:
-        """What was said about the dimensions, completed; ``None`` where nothing was."""
+        """The size of every dimension; ``None`` where models are whole and nobody gave a `ParallelismConfig`."""
         return self.state.parallelism_config
 
     @property

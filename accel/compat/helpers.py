@@ -15,13 +15,15 @@ from accel.big_models.device_names import dtype_named as _get_proper_dtype  # no
 from accel.errors import CollectiveError
 from accel.parallel.unwrap import extract_model_from_parallel
 from accel.pytree import send_to_device
+from accel.training.compile import compile_regions_in_place
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 DistributedOperationException = CollectiveError
+compile_regions_fsdp2 = compile_regions_in_place
 
 
 class GatheredParameters(nullcontext[None]):
-    """A region in which parameters are whole. Those of models that accel prepares always are: does nothing."""
+    """A region in which parameters that DeepSpeed has split are whole: there are none here, so that it does nothing."""
 
     def __init__(self, params: Any, modifier_rank: int | None = None, fwd_module: Any = None, enabled: bool = True):
         super().__init__()

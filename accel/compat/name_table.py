@@ -121,6 +121,7 @@ TABLE: dict[str, dict[str, str]] = {
         "accel.compat.fsdp_checkpoints": "load_fsdp_model load_fsdp_optimizer save_fsdp_model save_fsdp_optimizer",
         "accel.compat.helpers": "disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading "
         "get_parameters_from_modules",
+        "accel.compat.precision": "get_fsdp2_grad_scaler",
         "accel.checkpoint.merge": "merge_fsdp_weights",
     },
     "accelerate.utils.imports": {
@@ -178,6 +179,7 @@ TABLE: dict[str, dict[str, str]] = {
         "accel.training.compile": "compile_regions has_compiled_regions has_repeated_blocks is_repeated_blocks",
         "accel.parallel.unwrap": "extract_model_from_parallel is_compiled_module",
         "accel.compat.commands": "write_basic_config",
+        "accel.compat.helpers": "compile_regions_fsdp2",
     },
     "accelerate.utils.random": {"accel.collectives.rng": "set_seed synchronize_rng_state synchronize_rng_states"},
     "accelerate.utils.tqdm": {"accel.progress": "tqdm"},

@@ -1,4 +1,4 @@
-"""Accelerate's two helpers about precision."""
+"""Accelerate's helpers about precision."""
 
 from __future__ import annotations
 
@@ -26,3 +26,8 @@ def get_grad_scaler(distributed_type: Any = None, **kwargs: Any) -> torch.amp.Gr
     """A gradient scaler for this machine's kind of accelerator; ``kwargs`` are `torch.amp.GradScaler`'s."""
     device = torch.accelerator.current_accelerator() if hasattr(torch, "accelerator") else None
     return torch.amp.GradScaler(device.type if device is not None else "cuda", **kwargs)
+
+
+def get_fsdp2_grad_scaler(**kwargs: Any) -> torch.amp.GradScaler:
+    """`torch.amp.GradScaler`, which scales the gradients of sharded models too."""
+    return torch.amp.GradScaler(**kwargs)

@@ -38,7 +38,7 @@ def choose_strategy(state: PartialState, plugins: Mapping[type, Any]) -> Strateg
     sharded = state.distributed_type == DistributedType.FSDP
     if isinstance(state, AcceleratorState) and (sharded or config is not None):
         mesh = Mesh(config or ParallelismConfig(), state, sharded=sharded, hybrid=plugin is not None and plugin.hybrid)
-        state.device_mesh, state.parallelism_config = mesh.device_mesh, config
+        state.device_mesh, state.parallelism_config = mesh.device_mesh, mesh.config
         if sharded:
             return Sharded(state, plugin or FullyShardedDataParallelPlugin(), mesh)
     if state.backend == xla.BACKEND:

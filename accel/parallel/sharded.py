@@ -19,7 +19,7 @@ from accel.parallel.base import Strategy
 from accel.parallel.clipping import by_mesh, clip_norm
 from accel.parallel.mesh import Mesh
 from accel.parallel.optimizers import adopt, refuse_strangers
-from accel.parallel.shares import is_spread, whole_state
+from accel.parallel.shares import gather_before_inference, is_spread, reshard, whole_state
 from accel.parallel.units import find_units, ignored_parameters, members_of, refuse_unshardable
 from accel.parallel.whole_weights import WholeWeights
 from accel.plugins.fsdp import FullyShardedDataParallelPlugin
@@ -127,6 +127,7 @@ class Sharded(Strategy):
         for method in _METHODS:
             if callable(getattr(model, method, None)):
                 register_fsdp_forward_method(model, method)
+        gather_before_inference(model)
         model.register_forward_hook(_reshard_after_evaluation)
         return model
 
@@ -140,12 +141,8 @@ class Sharded(Strategy):
 
     def settle(self) -> None:
         """Have every model's ``parameters()`` be the shards, whatever its last pass has left gathered."""
-        from torch.distributed.fsdp import FSDPModule
-
         for model in self._models:
-            for part in model.modules():
-                if isinstance(part, FSDPModule):
-                    part.reshard()
+            reshard(model)
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
@@ -236,7 +233,7 @@ def _prefetch(units: Sequence[Any]) -> None:
 
 
 def _reshard_after_evaluation(model: Any, args: Any, outputs: Any) -> None:
-    # A pass without a backward pass would leave the model's own parameters gathered: whoever lists them meanwhile, to
-    # clip or to save, would get tensors without gradients.
+    # A pass without a backward pass would leave the model's own parameters gathered, and with
+    # reshard_after_forward=False those of every unit: to list them meanwhile would give no shards.
     if not torch.is_grad_enabled():
-        model.reshard()
+        reshard(model)

@@ -23,6 +23,35 @@ def whole(value: Any) -> Any:
     return value.full_tensor() if is_spread(value) else value
 
 
+def reshard(model: torch.nn.Module) -> None:
+    """Free what passes have left gathered, so that ``model.parameters()`` are the shares."""
+    for part in _units(model):
+        part.reshard()
+
+
+def gather_before_inference(model: torch.nn.Module) -> None:
+    """Gather each unit of ``model`` before its first pass, if that is in inference mode.
+
+    torch keeps the tensors of the first gathering. If they were of inference mode, training would fail.
+    """
+
+    def gather(inside: torch.nn.Module, *_: Any) -> None:
+        handle.remove()
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                for part in _units(inside):
+                    part.unshard()
+                    part.reshard()
+
+    handle = model.register_forward_pre_hook(gather, prepend=True)
+
+
+def _units(model: torch.nn.Module) -> list[Any]:
+    from torch.distributed.fsdp import FSDPModule
+
+    return [part for part in model.modules() if isinstance(part, FSDPModule)]
+
+
 def whole_state(state: Mapping[str, Any], keep: bool) -> dict[str, Any]:
     """``state`` with whole tensors on the CPU, gathered one at a time, where ``keep``; elsewhere nothing.
 

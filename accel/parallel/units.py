@@ -117,7 +117,7 @@ def _policy(model: nn.Module, plugin: FullyShardedDataParallelPlugin) -> Callabl
                 "give transformer_cls_names_to_wrap (--fsdp_transformer_layer_cls_to_wrap)"
             )
     least = UNIT_SIZE if plugin.min_num_params is None else plugin.min_num_params
-    return partial(size_based_auto_wrap_policy, min_num_params=least)
+    return partial(size_based_auto_wrap_policy, min_num_params=least) if least else None
 
 
 def _named_classes(model: nn.Module, names: Iterable[str]) -> set[type[nn.Module]]:

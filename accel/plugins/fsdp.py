@@ -50,7 +50,7 @@ class FullyShardedDataParallelPlugin:
     sharding_strategy: Any = None
     reshard_after_forward: Any = None
     backward_prefetch: Any = None
-    mixed_precision_policy: MixedPrecisionPolicy | Mapping[str, Any] | str | None = None
+    mixed_precision_policy: MixedPrecisionPolicy | Mapping[str, Any] | torch.dtype | str | None = None
     auto_wrap_policy: Callable[..., Any] | str | None = None
     cpu_offload: Any = None
     ignored_modules: Iterable[torch.nn.Module] | str | None = None
@@ -183,14 +183,14 @@ class FullyShardedDataParallelPlugin:
     def set_mixed_precision(self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False) -> None:
         """Settle in which types units compute and reduce gradients: by one name, by torch's policy, or its fields.
 
-        A name is ``"bf16"``, ``"fp16"`` or ``"fp32"``; gradients are then reduced in fp32.
+        A name is ``"bf16"``, ``"fp16"`` or ``"fp32"``, or a type of torch; gradients are then reduced in fp32.
         """
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
         if isinstance(mixed_precision, MixedPrecisionPolicy):
             self.mixed_precision_policy = mixed_precision
             return
-        if isinstance(mixed_precision, str):
+        if isinstance(mixed_precision, (str, torch.dtype)):
             kind = _dtype(mixed_precision)
             self.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=kind, reduce_dtype=torch.float32)
             return

@@ -89,13 +89,27 @@ print(accelerator.data_parallel_rank, accelerator.tensor_parallel_rank, accelera
     assert said("-c", code) == "0 0 0 0 0 None None True False NO None [1] False"
 
 
+def test_loading_on_one_process_is_switched_for_the_next_plugin() -> None:
+    code = """
+import os
+import accel.compat
+from accelerate import FullyShardedDataParallelPlugin
+from accelerate.utils import disable_fsdp_ram_efficient_loading, enable_fsdp_ram_efficient_loading
+for switch in (enable_fsdp_ram_efficient_loading, disable_fsdp_ram_efficient_loading):
+    switch()
+    print(FullyShardedDataParallelPlugin().cpu_ram_efficient_loading, os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"])
+"""
+    assert said("-c", code).splitlines() == ["True true", "False false"]
+
+
 def test_small_helpers_do_what_they_say() -> None:
     code = """
 import torch
 import accel.compat
-from accelerate.utils import (GatheredParameters, get_grad_scaler, get_mixed_precision_context_manager, is_peft_model)
+from accelerate.utils import (GatheredParameters, compile_regions_fsdp2, get_grad_scaler,
+    get_mixed_precision_context_manager, is_peft_model)
 from accelerate.utils.dataclasses import get_module_class_from_name
-from accelerate.utils.fsdp_utils import get_parameters_from_modules
+from accelerate.utils.fsdp_utils import get_fsdp2_grad_scaler, get_parameters_from_modules
 from accelerate.utils.operations import chained_operation, verify_operation
 from accelerate.optimizer import move_to_device
 from accelerate.state import AcceleratorState
@@ -113,6 +127,11 @@ assert not is_peft_model(net)
 assert chained_operation(len) is verify_operation(len) is len
 assert move_to_device({"a": [torch.ones(1)]}, torch.device("meta"))["a"][0].device.type == "meta"
 assert get_grad_scaler(enabled=False).is_enabled() is False
+assert type(get_fsdp2_grad_scaler(enabled=False)) is torch.amp.GradScaler
+blocks = torch.nn.Sequential(torch.nn.ModuleList([torch.nn.Linear(2, 2) for _ in range(2)]), torch.nn.ReLU())
+assert compile_regions_fsdp2(blocks, backend="eager") is blocks
+assert [type(block) for block in blocks[0]] == [torch.nn.Linear] * 2
+assert all(part._compiled_call_impl is not None for part in [*blocks[0], blocks[1]])
 print("ok")
 """
     assert said("-c", code) == "ok"

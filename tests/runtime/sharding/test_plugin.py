@@ -22,6 +22,7 @@ from torch.distributed.fsdp import (
 )
 
 from accel.errors import AccelError, ArgumentError
+from accel.plugins.fsdp import PREFETCHES, STATES, STRATEGIES, WRAPS
 from accel.plugins.fsdp import FullyShardedDataParallelPlugin as Plugin
 from accel.plugins.parallelism import ParallelismConfig
 from accel.settings.fsdp import FSDP
@@ -76,6 +77,37 @@ def test_a_variable_says_what_an_argument_does(
     assert vars(read) != vars(Plugin(reshard_after_forward=17))
 
 
+_ENUMS = [
+    ("sharding_strategy", "SHARDING_STRATEGY", STRATEGIES),
+    ("backward_prefetch", "BACKWARD_PREFETCH", PREFETCHES),
+    ("state_dict_type", "STATE_DICT_TYPE", STATES),
+    ("auto_wrap_policy", "AUTO_WRAP_POLICY", WRAPS),
+]
+
+
+@pytest.mark.filterwarnings("ignore:FullyShardedDataParallelPlugin")
+@pytest.mark.parametrize(
+    ("argument", "variable", "number", "name"),
+    [
+        (argument, variable, number, name)
+        for argument, variable, names in _ENUMS
+        for number, name in enumerate(names, 1)
+        if name != "LOCAL_STATE_DICT"
+    ],
+)
+def test_an_enum_is_read_by_number_and_name_from_variables_and_arguments(
+    argument: str, variable: str, number: int, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ways: list[dict[str, Any]] = [{argument: value} for value in (name, name.lower(), number)]
+    plugins = [Plugin(1, **way) for way in ways]
+    for value in (name, str(number)):
+        monkeypatch.setenv(f"FSDP_{variable}", value)
+        plugins.append(Plugin(1))
+    for plugin in plugins:
+        plugin.sharding_strategy = None  # keeps what was given
+    assert [vars(plugin) for plugin in plugins] == [vars(plugins[0])] * 5
+
+
 @pytest.mark.parametrize(
     ("strategy", "reshard", "hybrid"),
     [("FULL_SHARD", True, False), ("SHARD_GRAD_OP", False, False), ("HYBRID_SHARD", True, True),
@@ -112,7 +144,13 @@ def test_version_1_is_read_as_2_with_one_warning(monkeypatch: pytest.MonkeyPatch
 
 def test_a_precision_is_a_name_a_policy_or_its_fields() -> None:
     wanted = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    for said in ("bf16", {"param_dtype": "bf16"}, {"param_dtype": torch.bfloat16, "reduce_dtype": "fp32"}, wanted):
+    for said in (
+        "bf16",
+        torch.bfloat16,
+        {"param_dtype": "bf16"},
+        {"param_dtype": torch.bfloat16, "reduce_dtype": "fp32"},
+        wanted,
+    ):
         assert Plugin(mixed_precision_policy=said).mixed_precision_policy == wanted
     with pytest.raises(ArgumentError, match="'fp6' is none of fp32, no, bf16, fp16"):
         Plugin(mixed_precision_policy="fp6")

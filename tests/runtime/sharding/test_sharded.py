@@ -18,6 +18,7 @@ from accel.enums import DistributedType
 from accel.parallel.activation_checkpointing import CheckpointedForward
 from accel.plugins.fsdp import FullyShardedDataParallelPlugin as Plugin
 from accel.plugins.parallelism import ParallelismConfig
+from accel.state import PartialState
 from tests.runtime.worlds import run
 
 from .training import Decoder, batch, decoder, loss_of, train
@@ -107,6 +108,48 @@ def test_the_mesh_has_every_dimension_and_answers_what_several_are_together() ->
             "type": (DistributedType.FSDP, True, True),
             "ranks": (rank // 2, rank % 2, 0, (4, rank)),
         }
+
+
+def _unsaid() -> dict[str, Any]:
+    """What libraries read of a run that nobody gave a `ParallelismConfig`."""
+    accelerator = Accelerator(fsdp_plugin=Plugin(auto_wrap_policy=lambda module, **_: False))
+    warnings.simplefilter("ignore")  # torch's, of slicing by a flattened name
+    config: Any = accelerator.parallelism_config
+    mesh: Any = accelerator.torch_device_mesh
+    state: Any = pickle.loads(pickle.dumps(PartialState()))  # as beside a model; a lambda cannot be pickled
+    return {
+        "sizes": list(config.sizes.values()),
+        "sharded over": mesh[tuple(config.fsdp_dim_names)].size(),
+        "pickled": (state.process_index, state.distributed_type, "fsdp_plugin" in vars(state)),
+    }
+
+
+def test_sizes_that_nobody_said_are_there_to_read_and_states_pickle_without_them() -> None:
+    for rank, seen in enumerate(run(_unsaid)):
+        assert seen == {
+            "sizes": [1, 2, 1, 1, 1],
+            "sharded over": 2,
+            "pickled": (rank, DistributedType.FSDP, False),
+        }
+
+
+def _evaluated(inference: bool) -> tuple[list[str], list[float]]:
+    """The parameters that an evaluation before training leaves whole, and the losses after it."""
+    accelerator = Accelerator(fsdp_plugin=Plugin(reshard_after_forward=False))
+    model: Any = decoder()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.02))
+    with torch.inference_mode() if inference else torch.no_grad():
+        model(batch(0, accelerator)[:, :-1])
+    whole = [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
+    return whole, train(accelerator, model, optimizer, steps=3)[0]
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_an_evaluation_before_training_leaves_nothing_gathered_and_changes_nothing(inference: bool) -> None:
+    expected = run(_plain_losses, processes=1)[0]
+    for whole, losses in run(_evaluated, inference):
+        assert whole == []
+        assert losses == pytest.approx(expected, abs=1e-9)
 
 
 def _by_node() -> tuple[Any, Any]:

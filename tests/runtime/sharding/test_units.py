@@ -38,6 +38,7 @@ def test_the_model_s_own_classes_then_size_then_what_is_named() -> None:
     assert _units(bare) == [""]
     assert _units(bare, auto_wrap_policy="size_based_wrap", min_num_params=20) == ["0", "1", ""]
     assert _units(model, auto_wrap_policy="NO_WRAP") == [""]
+    assert _units(bare, auto_wrap_policy="size_based_wrap", min_num_params=0) == [""]  # as Accelerate reads it
     assert _units(model, transformer_cls_names_to_wrap="LayerNorm, Block") == [
         "blocks.0.norm", "blocks.0", "blocks.1.norm", "blocks.1", "blocks.2.norm", "blocks.2", "norm", ""
     ]  # fmt: skip
