@@ -10,7 +10,7 @@ from .jobs import listing, logs, noticing
 from .kubernetes import kubernetes_follow, kubernetes_state, kubernetes_submit
 from .kubernetes_jobs import kubernetes_jobs, kubernetes_traffic
 from .launch import gang, restart, single
-from .runtime import checkpoints, collectives, ddp_steps, dispatch, imports, loaders, samplers, steps
+from .runtime import checkpoints, collectives, ddp_steps, dispatch, imports, loaders, samplers, sharded, steps
 from .sagemaker import sagemaker_submit
 from .slurm import slurm_end, slurm_launch, slurm_list, slurm_requeue, slurm_submit
 from .ssh import ssh_client, ssh_cut, ssh_fabric, ssh_fan_out, ssh_launch
@@ -28,6 +28,7 @@ ALL = {
     "imports": (imports, 9),
     "steps": (steps, 15),
     "ddp_steps": (ddp_steps, 9),
+    "sharded": (sharded, 8),
     "samplers": (samplers, 9),
     "loaders": (loaders, 15),
     "dispatch": (dispatch, 7),

@@ -95,6 +95,20 @@ def collectives(rounds: int) -> bool:
     return report("collectives", _inside("collect", rounds, processes=2), bars)
 
 
+def sharded(rounds: int) -> bool:
+    """FSDP 2 in a world of two: steps, `prepare`, checkpoints, and memory where the main process alone has weights."""
+    found = _inside("sharded", rounds, processes=2)
+    bars = [
+        Bar(ours="shortest step, accel", base="shortest step, by hand", limit=1.03),
+        Bar(ours="shortest step, accel", base="shortest step, accelerate", limit=1.0),
+        Bar(ours="prepare, accel", base="prepare, by hand", limit=1.2),
+        Bar(ours="save, accel", base="save, dcp", limit=0.5),
+        Bar(ours="load, accel", base="load, dcp", limit=1.2),
+        Bar(ours="GB more on another process", base="GB of its share and two units", limit=1.0),
+    ]
+    return report("sharded", found, bars)
+
+
 def imports(rounds: int) -> bool:
     """Importing the runtime: at most 5 % over importing torch."""
     python = [sys.executable, "-c"]

@@ -12,7 +12,7 @@ import statistics
 from .measure import RESULTS
 
 ROOT = RESULTS.parents[1]
-FILES = ("README.md", "docs/accelerator.md", "docs/tested.md")
+FILES = ("README.md", "docs/accelerator.md", "docs/parallel.md", "docs/tested.md")
 _TABLE = re.compile(r"(<!-- benchmarks (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 # A cell `{result: figure}` is the median of that figure, `{result: figure / figure}` the ratio of two.
@@ -32,6 +32,19 @@ TABLES = {
 | of 1 ms | {ddp_steps: 1 ms, by hand} | {ddp_steps: 1 ms, accel} | {ddp_steps: 1 ms, accelerate} |
 | of 10 ms | {ddp_steps: 10 ms, by hand} | {ddp_steps: 10 ms, accel} | {ddp_steps: 10 ms, accelerate} |
 | of 100 ms | {ddp_steps: 100 ms, by hand} | {ddp_steps: 100 ms, accel} | {ddp_steps: 100 ms, accelerate} |
+""",
+    "sharded": """
+| FSDP 2 on 2 processes | accel | other | ratio |
+| the shortest of 200 steps with clipping; the loop by hand | {sharded: shortest step, accel} \
+| {sharded: shortest step, by hand} | {sharded: shortest step, accel / shortest step, by hand} |
+| the same; Accelerate | {sharded: shortest step, accel} | {sharded: shortest step, accelerate} \
+| {sharded: shortest step, accel / shortest step, accelerate} |
+| `prepare` of 75 MB; `fully_shard` and broadcasts by hand | {sharded: prepare, accel} | {sharded: prepare, by hand} \
+| {sharded: prepare, accel / prepare, by hand} |
+| `save_state` of 450 MB; `torch.distributed.checkpoint.save` | {sharded: save, accel} | {sharded: save, dcp} \
+| {sharded: save, accel / save, dcp} |
+| `load_state`, every file verified; `torch.distributed.checkpoint.load` | {sharded: load, accel} | {sharded: load, dcp} \
+| {sharded: load, accel / load, dcp} |
 """,
     "kubernetes": """
 | from submit to end, two pods of two ranks | seconds | over `workload: job` |
