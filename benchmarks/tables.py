@@ -43,8 +43,8 @@ TABLES = {
 | {sharded: prepare, accel / prepare, by hand} |
 | `save_state` of 450 MB; `torch.distributed.checkpoint.save` | {sharded: save, accel} | {sharded: save, dcp} \
 | {sharded: save, accel / save, dcp} |
-| `load_state`, every file verified; `torch.distributed.checkpoint.load` | {sharded: load, accel} | {sharded: load, dcp} \
-| {sharded: load, accel / load, dcp} |
+| `load_state`, every file verified; `torch.distributed.checkpoint.load` | {sharded: load, accel} \
+| {sharded: load, dcp} | {sharded: load, accel / load, dcp} |
 """,
     "kubernetes": """
 | from submit to end, two pods of two ranks | seconds | over `workload: job` |
