@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -55,12 +56,16 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+def _launched(line: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    argv = [sys.executable, "-m", "accel", "launch", *line.split(), _PROGRAM, str(folder)]
+    return warm.run(argv, cwd=folder, env=environment(PYTHONPATH=str(ROOT)), timeout=240)
+
+
 @pytest.mark.parametrize("name", RUNS)
 def test_what_is_said_to_the_launcher_is_what_is_done(name: str, tmp_path: Path) -> None:
     line, wanted = RUNS[name]
     (tmp_path / "config.yaml").write_text(_FILE)
-    argv = [sys.executable, "-m", "accel", "launch", *line.split(), _PROGRAM, str(tmp_path)]
-    done = warm.run(argv, cwd=tmp_path, env=environment(PYTHONPATH=str(ROOT)), timeout=240)
+    done = _launched(line, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     seen = json.loads((tmp_path / "seen.json").read_text())
     assert len(seen.pop("losses")) == 1
@@ -68,3 +73,12 @@ def test_what_is_said_to_the_launcher_is_what_is_done(name: str, tmp_path: Path)
         seen["warned"] = [part for part in wanted.get("warned", [said]) if part in said]
     assert len(warned) <= 1
     assert seen == {**_USUAL, **wanted}
+
+
+@pytest.mark.parametrize(("dimension", "kind"), [("tp", "tensor"), ("cp", "context"), ("sp", "sequence")])
+def test_a_dimension_that_is_not_here_is_one_line_of_the_run(dimension: str, kind: str, tmp_path: Path) -> None:
+    size = f"--parallelism_config_{dimension}_size 2"
+    done = _launched(f"--cpu --num_processes 2 --use_fsdp --use_parallelism_config {size}", tmp_path)
+    said = f"ParallelismConfig({dimension}_size=2): {kind} parallelism is not in this version of accel: leave it out"
+    assert done.returncode != 0
+    assert f"ArgumentError: {said}" in done.stderr

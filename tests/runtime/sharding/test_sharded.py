@@ -41,9 +41,9 @@ def _step(accelerator: Accelerator, model: Any, optimizer: Any, step: int = 0) -
     optimizer.zero_grad()
 
 
-def _shares() -> list[float]:
+def _shares(folder: str) -> list[float]:
     """The share of parameters and optimizer state of this process over that of an equal cut: at rest, after an
-    evaluation in the middle of a window, and after the weights were saved."""
+    evaluation in the middle of a window, after the weights were gathered, and after a checkpoint."""
     accelerator = Accelerator(gradient_accumulation_steps=2, fsdp_plugin=Plugin())
     model: Any = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4)), nn.Linear(64, 8))
     whole: int = sum(p.numel() * 4 for p in model.parameters())
@@ -69,11 +69,15 @@ def _shares() -> list[float]:
             found.append(share())
             accelerator.get_state_dict(model)
             found.append(share())
+    accelerator.save_state(folder)
+    found.append(share())
+    accelerator.load_state(folder)
+    found.append(share())
     return found
 
 
-def test_a_process_holds_its_share_of_parameters_and_optimizer_state() -> None:
-    for found in run(_shares, processes=4):
+def test_a_process_holds_its_share_of_parameters_and_optimizer_state(tmp_path: Any) -> None:
+    for found in run(_shares, str(tmp_path / "kept"), processes=4):
         assert max(found) <= 1.1, found
 
 
