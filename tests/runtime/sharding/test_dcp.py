@@ -20,7 +20,7 @@ from accel.plugins.fsdp import FullyShardedDataParallelPlugin
 from tests.needs import package
 from tests.runtime.worlds import run, run_one
 
-from .test_checkpoints import Kept, _accelerator, _made, _same, _whole
+from .test_checkpoints import Kept, _accelerator, _fewer, _made, _more, _same, _whole, _wider
 from .training import batch, decoder, train
 
 LAYOUTS = ("SHARDED_STATE_DICT", "FULL_STATE_DICT")
@@ -240,18 +240,6 @@ def _unplugged(functions: Functions, model: Any, optimizer: Any, folder: str) ->
 
 def _as_is(model: Any) -> None:
     pass
-
-
-def _wider(model: Any) -> None:
-    model.blocks[1].norm = torch.nn.LayerNorm(24).double()
-
-
-def _more(model: Any) -> None:
-    model.more = torch.nn.Linear(2, 2).double()
-
-
-def _fewer(model: Any) -> None:
-    del model.blocks[2]
 
 
 @pytest.mark.parametrize(
