@@ -1,8 +1,8 @@
 """One training script, any cluster: the runtime (`Accelerator`) and the command line; not where jobs run
 (`schedulers`).
 
-``import accel`` loads nothing but this table: a public name is imported from its module when it is first asked for, so
-that the command line starts without torch.
+``import accel`` loads only this table: a public name is imported from its module at its first use, so that
+the command line starts without torch.
 """
 
 from __future__ import annotations
@@ -230,10 +230,10 @@ def __getattr__(name: str) -> object:
 
 
 def _imported(module: str) -> ModuleType:
-    """Import without a collection of garbage in between.
+    """Import a module without garbage collection.
 
-    torch leaves the collector just short of a full one, which would walk all that torch has made: 100 ms, a twentieth
-    of importing torch, and there is next to nothing to be found.
+    torch leaves the collector just short of a full collection, which would walk all of torch's objects: 100 ms, a
+    twentieth of importing torch, and would find almost nothing.
     """
     import gc
 

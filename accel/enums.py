@@ -1,4 +1,4 @@
-"""The words the runtime uses, each an enum whose members are also strings. Names and values are Accelerate's."""
+"""The runtime's enums, whose members are also strings. Names and values are Accelerate's."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import Enum, EnumMeta
 
 
 class EnumWithContains(EnumMeta):
-    """Lets ``value in SomeEnum`` be asked of a plain value, which Python before 3.12 refuses."""
+    """A metaclass that allows ``value in SomeEnum`` for plain values, which Python before 3.12 rejects."""
 
     def __contains__(cls, item: object) -> bool:
         try:
@@ -24,7 +24,7 @@ class BaseEnum(Enum, metaclass=EnumWithContains):
 
     @classmethod
     def list(cls) -> list[str]:
-        """Every value, in order of definition."""
+        """Return every value, in order of definition."""
         return [str(member.value) for member in cls]
 
 
@@ -36,7 +36,7 @@ class Word(str, BaseEnum):
 
 
 class DistributedType(Word):
-    """How the processes of a run work together."""
+    """The strategy of a run's processes."""
 
     NO = "NO"
     MULTI_CPU = "MULTI_CPU"
@@ -55,7 +55,7 @@ class DistributedType(Word):
 
 
 class SageMakerDistributedType(Word):
-    """How a SageMaker training job spreads its work."""
+    """The strategy of a SageMaker training job."""
 
     NO = "NO"
     DATA_PARALLEL = "DATA_PARALLEL"
@@ -63,7 +63,7 @@ class SageMakerDistributedType(Word):
 
 
 class ComputeEnvironment(Word):
-    """Where a configuration file is meant to be used."""
+    """The environment that a configuration file is for."""
 
     LOCAL_MACHINE = "LOCAL_MACHINE"
     AMAZON_SAGEMAKER = "AMAZON_SAGEMAKER"
@@ -125,7 +125,7 @@ class LoggerType(Word):
 
 
 class RNGType(Word):
-    """Random number generators that can be made equal on all processes."""
+    """Random number generators that can be synchronized over all processes."""
 
     TORCH = "torch"
     CUDA = "cuda"
@@ -141,7 +141,7 @@ class RNGType(Word):
 
 
 class DDPCommunicationHookType(Word):
-    """How DistributedDataParallel compresses gradients on the wire."""
+    """Compressions of gradients sent by DistributedDataParallel."""
 
     NO = "no"
     FP16 = "fp16"

@@ -1,4 +1,4 @@
-"""What the runtime raises. Every message is one line: what was wrong, where it came from, what would be right."""
+"""The runtime's errors. Every message is one line: the problem, its source, and the remedy."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ class AccelError(Exception):
 
 
 class ArgumentError(AccelError, ValueError):
-    """An argument, or an environment variable that stands for one, has a value that cannot be used."""
+    """An argument, or the environment variable for one, has an invalid value."""
 
 
 class CallError(ArgumentError, TypeError):
-    """A function was called with an argument that it takes from elsewhere."""
+    """A function was called with an argument that is supplied elsewhere."""
 
 
 class WorldError(AccelError, RuntimeError):
@@ -23,27 +23,27 @@ class WorldError(AccelError, RuntimeError):
 
 
 class ProcessError(AccelError, RuntimeError):
-    """A process that was started to run a function has failed. The first line says it; its traceback follows."""
+    """A process started to run a function has failed. The first line is the summary; the traceback follows."""
 
 
 class StateError(AccelError, RuntimeError):
-    """Something was asked in the wrong order, or twice with different answers."""
+    """A call came in the wrong order, or contradicts an earlier one."""
 
 
 class PrecisionError(ArgumentError):
-    """A numeric precision that this device does not have."""
+    """The device does not support a numeric precision."""
 
 
 class DataError(AccelError, ValueError):
-    """A data loader that cannot be shared out among the processes as asked."""
+    """A data loader cannot be split over the processes as requested."""
 
 
 class CollectiveError(AccelError, RuntimeError):
-    """The processes came to a collective operation with data that do not fit together."""
+    """The processes entered a collective operation with data that do not match."""
 
 
 class LeafError(CollectiveError, TypeError):
-    """Something in a nest is of a type that the operation cannot take."""
+    """A leaf of nested data has a type that the operation does not support."""
 
 
 class CheckpointError(AccelError, RuntimeError):
@@ -51,7 +51,7 @@ class CheckpointError(AccelError, RuntimeError):
 
 
 class TrackerError(AccelError, RuntimeError):
-    """An experiment tracker could not be started as it is set up."""
+    """An experiment tracker could not be started with its settings."""
 
 
 def nearest(value: str, known: Iterable[str]) -> str:
@@ -61,7 +61,7 @@ def nearest(value: str, known: Iterable[str]) -> str:
 
 
 def one_of(value: object, known: Iterable[str], *, what: str) -> str:
-    """Return ``value`` if it is one of ``known``; else `ArgumentError` names ``what``, the choices, the nearest."""
+    """Return ``value`` if it is in ``known``; else raise `ArgumentError` with ``what``, the choices, the nearest."""
     choices = list(known)
     if isinstance(value, str) and value in choices:
         return value

@@ -1,6 +1,6 @@
-"""Exit codes of a rank that mean more than success or failure; everything that starts or watches ranks reads them here.
+"""Exit codes of a rank with a meaning beyond success or failure, for all that start or watch ranks.
 
-Imports nothing: launcher and schedulers read it too.
+Imports nothing, because the launcher and the schedulers use it too.
 """
 
 from __future__ import annotations

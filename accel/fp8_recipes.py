@@ -1,6 +1,6 @@
-"""How 8-bit training is set up: a dataclass for each library that does it.
+"""Settings of 8-bit training: a dataclass for each library.
 
-`Accelerator` does not compute in 8 bits in this version and refuses these; they are here so that scripts and
+`Accelerator` does not compute in 8 bits in this version and rejects these; they exist so that scripts and
 configurations that name them can be read and checked.
 """
 
@@ -34,12 +34,14 @@ _TE_DEFAULTS: dict[str, Any] = {
 
 @dataclass
 class AORecipeKwargs(KwargsHandler):
-    """8-bit training by torchao.
+    """Settings of 8-bit training with torchao.
 
-    ``config`` is a `torchao.float8.Float8LinearConfig`; without it one is made of ``pad_inner_dim`` and
-    ``enable_fsdp_float8_all_gather``, which default to ``ACCELERATE_FP8_PAD_INNER_DIM`` and
-    ``ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER`` (both on). ``module_filter_func(module, name)`` says which modules
-    are converted. Raises `ImportError` without torchao.
+    ``config``: a `torchao.float8.Float8LinearConfig`. Default: one with ``pad_inner_dim`` and
+        ``enable_fsdp_float8_all_gather``, which default to ``ACCELERATE_FP8_PAD_INNER_DIM`` and
+        ``ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER`` (both on).
+    ``module_filter_func``: called with module and name; returns True for a module to convert.
+
+    Raises `ImportError` without torchao.
     """
 
     config: Any = None
@@ -61,16 +63,16 @@ class AORecipeKwargs(KwargsHandler):
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field by its name; ``config`` is not copied."""
+        """Return every field by its name; ``config`` is not copied."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
 
 @dataclass
 class TERecipeKwargs(KwargsHandler):
-    """8-bit training by transformer-engine; the fields are those of its ``DelayedScaling`` recipe.
+    """Settings of 8-bit training with transformer-engine; the fields are those of its ``DelayedScaling`` recipe.
 
-    A field that is not given comes from ``ACCELERATE_FP8_<FIELD>``. Raises `ImportError` without transformer-engine,
-    and `ArgumentError` for a format or an algorithm that it does not have.
+    Missing fields come from ``ACCELERATE_FP8_<FIELD>``. Raises `ImportError` without transformer-engine, and
+    `ArgumentError` for an unknown format or algorithm.
     """
 
     use_autocast_during_eval: bool | None = None
@@ -99,13 +101,13 @@ class TERecipeKwargs(KwargsHandler):
         self.use_mxfp8_block_scaling = _flag("USE_MXFP8_BLOCK_SCALING", self.use_mxfp8_block_scaling, False)
 
     def default_values(self) -> dict[str, Any]:
-        """Every field's default, as `to_dict` gives them."""
+        """Return every field's default, in the form of `to_dict`."""
         return dict(_TE_DEFAULTS)
 
 
 @dataclass
 class MSAMPRecipeKwargs(KwargsHandler):
-    """8-bit training by MS-AMP: ``opt_level`` is O1 or O2 (default: ``ACCELERATE_FP8_OPT_LEVEL``, then O2)."""
+    """8-bit training with MS-AMP: ``opt_level`` is O1 or O2 (default: ``ACCELERATE_FP8_OPT_LEVEL``, then O2)."""
 
     opt_level: str | None = None
 
@@ -113,18 +115,18 @@ class MSAMPRecipeKwargs(KwargsHandler):
         self.opt_level = _word("OPT_LEVEL", self.opt_level, "O2", ("O1", "O2"), upper=True)
 
     def default_values(self) -> dict[str, Any]:
-        """Every field's default, as `to_dict` gives them."""
+        """Return every field's default, in the form of `to_dict`."""
         return {"opt_level": "O2"}
 
 
 @dataclass
 class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
-    """The two of above in one, as older scripts have it. ``backend`` is TE or MSAMP; use the class of that name."""
+    """Both of the above in one class, for older scripts. ``backend`` is TE or MSAMP; use the class of that name."""
 
     backend: str | None = None
 
     def default_values(self) -> dict[str, Any]:
-        """Every field's default, as `to_dict` gives them."""
+        """Return every field's default, in the form of `to_dict`."""
         return {**_TE_DEFAULTS, "opt_level": "O2", "backend": _fp8_backend()}
 
     def __post_init__(self) -> None:

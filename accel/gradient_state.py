@@ -1,4 +1,4 @@
-"""Where a process is in its gradient accumulation window and in its data loaders."""
+"""The position of a process in its gradient accumulation window and in its data loaders."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from accel.plugins import GradientAccumulationPlugin
 
 
 class ActiveLoader(Protocol):
-    """What a prepared loader says while it is iterated; `accel.data.loader.PreparedLoader` describes each."""
+    """The interface of a prepared loader during iteration, documented in `accel.data.loader.PreparedLoader`."""
 
     @property
     def end_of_dataloader(self) -> bool: ...
@@ -23,9 +23,10 @@ class ActiveLoader(Protocol):
 
 
 class GradientState:
-    """Where the process is in its accumulation window and in its data loaders.
+    """The position of the process in its accumulation window and in its data loaders.
 
-    ``sync_gradients`` is true on the batch that ends a window: only then do optimizers step and gradients travel.
+    ``sync_gradients`` is true on the batch that ends a window: only then do optimizers step and processes
+    exchange gradients.
     """
 
     _shared_state: ClassVar[dict[str, Any]] = {}
@@ -49,19 +50,19 @@ class GradientState:
 
     @property
     def initialized(self) -> bool:
-        """Whether the state was made."""
+        """True once the state exists."""
         return "sync_gradients" in GradientState._shared_state
 
     @property
     def plugin_kwargs(self) -> dict[str, Any]:
-        """What the plugin that was given says: its number of steps, and what is not its default."""
+        """The given plugin's number of steps and its settings that are not defaults."""
         if not self._plugin_was_given:
             return {}
         return {"num_steps": self.plugin.num_steps, **self.plugin.to_kwargs()}
 
     @property
     def is_xla_gradients_synced(self) -> bool:
-        """What a script has said of gradients that it reduced by torch_xla; `Accelerator.backward` reduces them too."""
+        """The script's claim that it has reduced gradients with torch_xla; `Accelerator.backward` reduces them too."""
         return bool(self.__dict__.get("_is_xla_gradients_synced", False))
 
     @is_xla_gradients_synced.setter
@@ -70,17 +71,17 @@ class GradientState:
 
     @property
     def num_steps(self) -> int:
-        """Batches in one accumulation window."""
+        """The number of batches in one accumulation window."""
         return self.plugin.num_steps
 
     @property
     def adjust_scheduler(self) -> bool:
-        """Whether batches between steps are counted in the scheduler's step count."""
+        """True if batches between steps are counted in the scheduler's step count."""
         return self.plugin.adjust_scheduler
 
     @property
     def sync_with_dataloader(self) -> bool:
-        """Whether the last batch of a loader ends the window."""
+        """True if the last batch of a loader ends the window."""
         return self.plugin.sync_with_dataloader
 
     @property
@@ -90,18 +91,18 @@ class GradientState:
 
     @property
     def in_dataloader(self) -> bool:
-        """Whether a prepared loader is being iterated."""
+        """True while a prepared loader is iterated."""
         return bool(self.dataloader_references)
 
     @property
     def end_of_dataloader(self) -> bool:
-        """Whether the active loader has given its last batch of this epoch."""
+        """True if the active loader has yielded its last batch of this epoch."""
         active = self.active_dataloader
         return active is not None and active.end_of_dataloader
 
     @property
     def remainder(self) -> int:
-        """Samples in the last, incomplete round of the active loader: 0 if it is complete, -1 if not known."""
+        """The samples in the last, incomplete round of the active loader: 0 if it is complete, -1 if unknown."""
         active = self.active_dataloader
         return -1 if active is None else active.remainder
 

@@ -19,12 +19,12 @@ _PIECE = 64 << 20
 
 
 class LocalSGD:
-    """A region in which gradients of ``model`` stay on their process, and weights are averaged now and then.
+    """A context manager that keeps gradients of ``model`` on their process and averages weights at intervals.
 
-    They are averaged at every ``local_sgd_steps``-th call of `step`, which goes after the optimizer's, and at the end
-    of the region, unless that is left by an error. In a world of one, or with ``enabled=False``, nothing is done. The
-    state of optimizers is not averaged. Every process must take as many steps. Raises `ArgumentError` for fewer than
-    one step, and where models are sharded.
+    Weights are averaged at every ``local_sgd_steps``-th call of `step`, which follows the optimizer's, and at the
+    end of the block, unless an error ends it. A world of one and ``enabled=False`` do nothing. Optimizer states
+    are not averaged. Every process must take equally many steps. Raises `ArgumentError` for fewer than one step
+    and for sharded models.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class LocalSGD:
             self._average()
 
     def step(self) -> None:
-        """Count a step of the optimizer, and average the weights if it is time."""
+        """Count an optimizer step, and average the weights when due."""
         self.num_steps += 1
         if self.enabled and self.num_steps % self.local_sgd_steps == 0:
             self._average()

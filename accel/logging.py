@@ -1,4 +1,4 @@
-"""Loggers that know which process they are in."""
+"""Loggers for several processes."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _LEVELS = ("CRITICAL", "ERROR", "WARNING", "INFO", "DEBUG")
 
 
 class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
-    """Logs on the main process only, unless a call says otherwise.
+    """A logger that logs on the main process only, unless a call overrides this.
 
-    ``main_process_only=False`` logs on every process, ``in_order=True`` on every process in the order of their ranks
-    (all must make the call). `PartialState` must exist, which any of accel's objects sees to.
+    ``main_process_only=False`` logs on every process, ``in_order=True`` on every process in the order of their
+    ranks (all must make the call). `PartialState` must exist; any of accel's objects creates it.
     """
 
     def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
-        """Log as `logging.Logger.log` does, on the processes that ``main_process_only`` and ``in_order`` choose."""
+        """Log as `logging.Logger.log` does, on the processes selected by ``main_process_only`` and ``in_order``."""
         main_only = kwargs.pop("main_process_only", True)
         in_order = kwargs.pop("in_order", False)
         kwargs.setdefault("stacklevel", 2)
@@ -35,7 +35,7 @@ class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
             self._emit(level, msg, args, kwargs)
 
     def warning_once(self, *args: Any, **kwargs: Any) -> None:
-        """Log a warning the first time that this logger is given this message with these arguments; options as `log`.
+        """Log a warning only the first time that this logger gets it with these arguments; options as in `log`.
 
         With ``in_order`` all processes must make the call equally often.
         """
@@ -65,9 +65,9 @@ class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
 
 
 def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
-    """Return the logger ``name`` for several processes; its level is ``log_level``, or ``ACCELERATE_LOG_LEVEL``.
+    """Return the logger ``name`` for several processes, at ``log_level`` or ``ACCELERATE_LOG_LEVEL``.
 
-    Raises `ArgumentError` for a level that does not exist.
+    Raises `ArgumentError` for an unknown level.
     """
     source = "log_level"
     if log_level is None:

@@ -1,4 +1,4 @@
-"""Memory of devices: giving it back, and finding the batch size that fits."""
+"""Memory of devices: releasing it, and finding the batch size that fits."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _attempts = 0
 
 
 def clear_device_cache(garbage_collection: bool = False) -> None:
-    """Give memory that torch keeps but does not use back to the device; with ``garbage_collection`` collect first.
+    """Release memory that torch has cached but does not use; with ``garbage_collection`` collect garbage first.
 
-    Initialises no device. Collecting takes tens of milliseconds: not for every step.
+    Initializes no device. Collecting takes tens of milliseconds: not for every step.
     """
     if garbage_collection:
         gc.collect()
@@ -54,10 +54,10 @@ def _kinds_in_use() -> list[str]:
 
 
 def release_memory(*objects: Any) -> list[Any]:
-    """Return as many ``None`` as ``objects``, to be assigned to their names, after giving their memory back.
+    """Release the memory of ``objects``; return as many ``None``, to be assigned to their names.
 
-    ``a, b = release_memory(a, b)``: what nothing else refers to is gone when the names are assigned. What the caller's
-    names still hold is only given back to the device at the next `clear_device_cache`.
+    ``a, b = release_memory(a, b)``: objects without other references are freed when the names are assigned.
+        Memory still held by the caller's names only returns to the device at the next `clear_device_cache`.
     """
     released: list[Any] = [None] * len(objects)
     del objects
@@ -66,7 +66,7 @@ def release_memory(*objects: Any) -> list[Any]:
 
 
 def should_reduce_batch_size(exception: BaseException) -> bool:
-    """Whether ``exception`` says that a device, or the host, has run out of memory."""
+    """Return True if ``exception`` means that a device or the host has run out of memory."""
     if isinstance(exception, (torch.OutOfMemoryError, MemoryError)):
         return True
     if not isinstance(exception, RuntimeError) or len(exception.args) != 1:
@@ -93,16 +93,17 @@ def find_executable_batch_size(
 ) -> Any:
     """Decorate a function to be called with the largest batch size that fits in memory.
 
-    The function's first parameter is the batch size, which the decorator passes: callers leave it out. It is called
-    with ``starting_batch_size``; each time it runs out of memory it is called again with 0.9 of the size, or with what
-    ``reduce_batch_size_fn()`` returns. A later call begins with the size that was found.
+    The function's first parameter is the batch size. The decorator passes it, and callers leave it out. The first
+    call uses ``starting_batch_size``; after each failure for memory, the next uses 0.9 of the size, or the result
+    of ``reduce_batch_size_fn()``. A later call begins with the size that was found.
 
-    Processes of one world shrink together: when any of them ran out, all call again with the same size. They agree once
-    each has returned or run out. One that is inside a collective for which a process that ran out is missing cannot be
-    called back: it ends when that collective times out, with a `StateError` that says why. What is prepared for
-    training must be made inside the function.
+    Processes of one world shrink together: if any runs out of memory, all call again with the same size. They
+    agree once each has returned or run out of memory. A process inside a collective that one out of memory never
+    joins cannot be
+    called back: it ends with a `StateError` that explains this when that collective times out. Objects that are
+        prepared for training must be created inside the function.
 
-    Raises `CallError` (a `TypeError`) when a batch size is passed by hand, and `StateError` when none fits.
+    Raises `CallError` (a `TypeError`) if a caller passes a batch size, and `StateError` if none fits.
     """
     if function is None:
         return partial(
@@ -146,7 +147,7 @@ def _refuse_batch_size(function: Function, parameters: list[inspect.Parameter], 
 
 
 def _attempt(call: Callable[[], Any]) -> tuple[Any, bool]:
-    """What ``call`` returns, and whether it ran out of memory; any other error passes."""
+    """Return the result of ``call``, and True if it ran out of memory; any other error is raised."""
     try:
         return call(), False
     except Exception as error:
@@ -158,10 +159,10 @@ def _attempt(call: Callable[[], Any]) -> tuple[Any, bool]:
 
 
 def _any_process(ran_out: bool) -> bool:
-    """Whether any process of the world ran out of memory; every process has to ask as often.
+    """Return True if any process of the world ran out of memory. Every process must call this equally often.
 
-    Asked through the world's store and not by a collective: processes that ran out in mid-step have called fewer of
-    these than the others, and the next one would meet another's.
+    It uses the world's store and not a collective: processes that ran out of memory in mid-step have called fewer
+    collectives than the others, so that the next one would not match.
     """
     global _attempts
     world = _store()
@@ -207,7 +208,7 @@ def _key(attempt: int, rank: int) -> str:
 
 
 def convert_bytes(size: float) -> str:
-    """``size`` in the largest unit in which it is at least 1, with at most two decimals: ``"1.5 GB"``."""
+    """Return ``size`` in the largest unit in which it is at least 1, with at most two decimals: ``"1.5 GB"``."""
     for unit in _UNITS:
         if size < 1024:
             return f"{round(size, 2)} {unit}"

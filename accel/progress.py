@@ -10,10 +10,10 @@ from accel.state import PartialState
 
 
 def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
-    """`tqdm.auto.tqdm`, shown on the main process of each node only unless ``main_process_only`` is false.
+    """Return `tqdm.auto.tqdm`, shown only on the main process of each node unless ``main_process_only`` is false.
 
-    On the other processes the bar is disabled and iterates at no cost. Raises `ArgumentError` for a bool in the first
-    place, where older scripts have ``main_process_only``, and `ImportError` without tqdm.
+    On the other processes the bar is disabled and iterates at no cost. Raises `ArgumentError` for a bool as the
+    first argument, where older scripts have ``main_process_only``, and `ImportError` without tqdm.
     """
     if args and isinstance(args[0], bool):
         raise ArgumentError(f"tqdm({args[0]}, …): write it as tqdm(…, main_process_only={args[0]})")

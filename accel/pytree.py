@@ -1,4 +1,4 @@
-"""Walking nests: dicts, lists, tuples, named tuples, dataclasses and mappings, whose types are kept."""
+"""Operations on nested data: dicts, lists, tuples, named tuples, dataclasses, mappings. Types are kept."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ import torch
 
 
 def is_namedtuple(data: object) -> bool:
-    """Whether ``data`` is an instance of a named tuple class."""
+    """Return True if ``data`` is an instance of a named tuple class."""
     return isinstance(data, tuple) and hasattr(data, "_asdict") and hasattr(data, "_fields")
 
 
 def is_record(value: object) -> bool:
-    """Whether ``value`` is an instance (not the class) of a dataclass."""
+    """Return True if ``value`` is an instance (not the class) of a dataclass."""
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
 def honor_type(obj: Any, generator: Iterator[Any]) -> Any:
-    """Build a list or tuple of the type of ``obj`` from ``generator``; named tuples get one argument a field."""
+    """Build a list or tuple of the type of ``obj`` from ``generator``; a named tuple gets one argument per field."""
     if is_namedtuple(obj):
         return type(obj)(*generator)
     return type(obj)(generator)
 
 
 def map_nested(function: Callable[[Any], Any], data: Any) -> Any:
-    """Apply ``function`` to every leaf of ``data`` and return a nest of the same shape and types."""
+    """Apply ``function`` to every leaf of ``data`` and return nested data of the same structure and types."""
     if isinstance(data, torch.Tensor):
         return function(data)
     if isinstance(data, (list, tuple)):
@@ -50,7 +50,7 @@ def rebuild_mapping(original: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
 
 
 def fields_of(record: Any) -> Iterator[tuple[str, Any]]:
-    """Name and value of each field that the constructor of the dataclass instance ``record`` takes."""
+    """Yield name and value of each constructor field of the dataclass instance ``record``."""
     for field in dataclasses.fields(record):
         if field.init:
             yield field.name, getattr(record, field.name)
@@ -74,7 +74,7 @@ def leaves(data: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def collect(data: Any, found: list[Any]) -> None:
-    """Append every leaf of ``data`` to ``found``, in the order of `leaves`; this is the fast way, without paths."""
+    """Append every leaf of ``data`` to ``found``, in the order of `leaves`; faster, without paths."""
     kind = type(data)
     if kind is dict or kind is list or kind is tuple:
         for item in data.values() if kind is dict else data:
@@ -98,7 +98,7 @@ def collect(data: Any, found: list[Any]) -> None:
 
 
 def tensors(data: Any) -> list[torch.Tensor]:
-    """Every tensor in ``data``, in order."""
+    """Return every tensor in ``data``, in order."""
     found: list[Any] = []
     collect(data, found)
     return [leaf for leaf in found if isinstance(leaf, torch.Tensor)]
@@ -126,9 +126,9 @@ def send_to_device(
     non_blocking: bool = False,
     skip_keys: str | Collection[str] | None = None,
 ) -> Any:
-    """Return ``tensor``, a nest, with everything that has a ``to`` method moved to ``device``; other leaves stay.
+    """Return nested data with everything that has a ``to`` method moved to ``device``; other leaves stay.
 
-    What lies in a mapping under one of ``skip_keys`` stays where it is. A leaf whose ``to`` does not take
+    Entries of a mapping under ``skip_keys`` stay where they are. A leaf whose ``to`` does not accept
     ``non_blocking`` is moved without it.
     """
     skipped = (skip_keys,) if isinstance(skip_keys, str) else tuple(skip_keys or ())
@@ -162,7 +162,7 @@ def _move(leaf: Any, device: torch.device | str | int, non_blocking: bool) -> An
 
 
 def find_batch_size(data: Any) -> int | None:
-    """The first dimension of the first tensor that has one, or ``None``."""
+    """Return the size of the first dimension of the first tensor that has one, or ``None``."""
     for leaf in tensors(data):
         if leaf.ndim > 0:
             return leaf.shape[0]
@@ -174,6 +174,6 @@ def slice_tensors(
 ) -> Any:
     """Return ``data`` with every tensor replaced by its rows ``tensor_slice``; tensors without dimensions stay.
 
-    ``process_index`` and ``num_processes`` are taken, and not used, for functions that must look like this one.
+    ``process_index`` and ``num_processes`` are ignored; they give this function the signature of others.
     """
     return map_nested(lambda leaf: leaf[tensor_slice] if isinstance(leaf, torch.Tensor) and leaf.ndim else leaf, data)

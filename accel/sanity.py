@@ -1,4 +1,4 @@
-"""`accel.selftest` by its earlier name: argvs of stored jobs run it."""
+"""The earlier name of `accel.selftest`, which stored jobs still run."""
 
 import sys
 

@@ -1,7 +1,7 @@
-"""Which process, device and world this is, and in which precision it was asked to compute.
+"""The state of a process: its rank, device and world, and the requested precision.
 
-Each class is a view of one state shared by the whole process: making another instance is cheap and shows the same,
-from whatever thread.
+Each class is a view of one state shared by the whole process: another instance is cheap and equal, on any
+thread.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _beginning = threading.RLock()
 
 
 def is_initialized() -> bool:
-    """Whether `AcceleratorState` was made, which an `Accelerator` does."""
+    """Return True if an `AcceleratorState` exists, which an `Accelerator` creates."""
     return "_mixed_precision" in AcceleratorState._shared_state
 
 
 def do_nothing(*args: Any, **kwargs: Any) -> None:
-    """Take anything and return ``None``."""
+    """Accept anything and return ``None``."""
 
 
 class PartialState:
@@ -154,12 +154,12 @@ class PartialState:
 
     @property
     def initialized(self) -> bool:
-        """Whether the environment has been read."""
+        """True if the environment has been read."""
         return "device" in PartialState._shared_state
 
     @property
     def default_device(self) -> torch.device:
-        """The best kind of device of this machine, whatever this process uses."""
+        """The best kind of device of this machine, regardless of the one in use."""
         return torch.device(worlds.default_device_type())
 
     def set_device(self) -> None:
@@ -167,14 +167,14 @@ class PartialState:
         worlds.use_device(self.device)
 
     def destroy_process_group(self, group: Any = None) -> None:
-        """End ``group``, or the whole world. Calling it twice is no error."""
+        """Destroy ``group``, or the whole world. A second call is no error."""
         if group is not None:
             torch.distributed.destroy_process_group(group)
         else:
             worlds.destroy()
 
     def wait_for_everyone(self) -> None:
-        """Return when every process of the world has called this as often as this one."""
+        """Wait until every process of the world has called this as often as this one."""
         if self.use_distributed and self.backend == xla.BACKEND:
             xla.barrier()
         elif self.use_distributed:
@@ -182,12 +182,12 @@ class PartialState:
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
-        """The main process runs the block first, the others when it is through."""
+        """Run the block on the main process first, then on the others."""
         yield from self._goes_first(self.is_main_process)
 
     @contextmanager
     def local_main_process_first(self) -> Iterator[None]:
-        """The main process of each node runs the block first, the others when they are through."""
+        """Run the block on the main process of each node first, then on the others."""
         yield from self._goes_first(self.is_local_main_process)
 
     def _goes_first(self, first: bool) -> Iterator[None]:
@@ -199,10 +199,10 @@ class PartialState:
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """Give each process its share of a list, tuple, string, tensor, or dict of these, in order.
+        """Yield each process's share of a list, tuple, string, tensor, or dict of these, in order.
 
-        Shares differ by one at most, the first processes having more; with ``apply_padding`` the last item of a
-        share is repeated until all are as long as the longest. Raises `ArgumentError` for a dict of unequal lengths.
+        Shares differ by one at most, the first processes having more; with ``apply_padding`` the last item of a share
+        is repeated until all are as long as the longest. Raises `ArgumentError` for a dict of unequal lengths.
         """
         yield share_of(inputs, self.process_index, self.num_processes, apply_padding)
 
@@ -245,12 +245,14 @@ class PartialState:
 
 
 class AcceleratorState(PartialState):
-    """`PartialState` and what the run was asked to compute with.
+    """`PartialState` with the requested precision and plug-ins.
 
-    ``mixed_precision`` is ``"no"``, ``"bf16"`` or ``"fp16"``; without it ``ACCELERATE_MIXED_PRECISION`` counts.
-    ``dynamo_plugin`` is kept for those who ask. With an ``fsdp_plugin`` models are sharded in worlds of several
-    processes, on CPUs too, and ``distributed_type`` is FSDP. Raises `StateError` where a precision or sharding is asked
-    for after the first state was made without, and `ArgumentError` for a plugin that asks for what is not here.
+    ``mixed_precision``: ``"no"``, ``"bf16"`` or ``"fp16"``; default: ``ACCELERATE_MIXED_PRECISION``.
+    ``dynamo_plugin``: only stored.
+    ``fsdp_plugin``: shard models in worlds of several processes, on CPUs too; ``distributed_type`` is then FSDP.
+
+    Raises `StateError` for a precision or sharding that the first state did not have, and `ArgumentError` for a
+    plug-in that is not supported here.
     """
 
     _shared_state: ClassVar[dict[str, Any]] = PartialState._shared_state
@@ -329,7 +331,7 @@ class AcceleratorState(PartialState):
 
     @property
     def initialized(self) -> bool:
-        """Whether the precision has been settled, which making one does."""
+        """True once the precision is known, as after creating an instance."""
         return is_initialized()
 
     @property
@@ -339,7 +341,7 @@ class AcceleratorState(PartialState):
 
     @property
     def is_fsdp2(self) -> bool:
-        """Whether models are sharded, which is by FSDP 2."""
+        """True if models are sharded, which is by FSDP 2."""
         return self.distributed_type == DistributedType.FSDP
 
     @property
@@ -348,18 +350,18 @@ class AcceleratorState(PartialState):
         return
 
     def get_deepspeed_plugin(self, name: str) -> NoReturn:
-        """Raises `StateError`: this is no run under DeepSpeed."""
+        """Raise `StateError`: this run does not use DeepSpeed."""
         raise StateError(f"get_deepspeed_plugin({name!r}) needs a run under DeepSpeed, this is {self.distributed_type}")
 
     def select_deepspeed_plugin(self, name: str | None = None) -> NoReturn:
-        """Raises `StateError`: this is no run under DeepSpeed."""
+        """Raise `StateError`: this run does not use DeepSpeed."""
         raise StateError(
             f"select_deepspeed_plugin({name!r}) needs a run under DeepSpeed, this is {self.distributed_type}"
         )
 
 
 def refuse_unbuilt(owner: str, **given: Any) -> None:
-    """Raise `ArgumentError` for the first argument of ``given`` that asks for a way of training which is not here."""
+    """Raise `ArgumentError` for the first argument of ``given`` that requests an unsupported strategy."""
     for name, value in given.items():
         if value is not None:
             raise ArgumentError(f"{owner}({name}=…) is not in this version of accel: leave it out")

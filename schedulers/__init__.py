@@ -1,5 +1,5 @@
-"""Where jobs run: what to run (`JobSpec`), places that run it (`Target`), and the jobs there are (`Job`, `Store`);
-not what runs there (`accel`), which nothing here imports.
+"""Job submission and monitoring: what to run (`JobSpec`), where (`Target`), and the jobs (`Job`, `Store`); not
+what runs in them (`accel`), which nothing here imports.
 
 Needs no torch and never imports `accel`. Every name is imported when it is first used.
 """

@@ -1,4 +1,4 @@
-"""What a job's environment must not inherit from the place it was submitted from."""
+"""Environment variables that a job must not inherit from its submitting process."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _DEFAULTS = ("account", "constraint", "partition", "qos", "reservation", "wckey"
 
 
 def outside_any_job(env: Mapping[str, str]) -> dict[str, str]:
-    """`env` without the variables that tell a process which rank of which job it is.
+    """Return `env` without the variables that set a process's rank in a job.
 
-    A job that is submitted from inside another one would otherwise take itself for a part of it. What a launcher has
-    told its ranks about training (`ACCELERATE_*`) goes too; set by a person, outside any launch, it stays.
+    With them, a job submitted from inside another one would count itself a part of it. Under a launcher
+    (`ACCEL_LAUNCH_ID` is set), `ACCELERATE_*` is removed too; without one, a person has set it, and it stays.
     """
     prefixes = (*_PREFIXES, "ACCELERATE_") if "ACCEL_LAUNCH_ID" in env else _PREFIXES
     return {
@@ -31,10 +31,10 @@ def outside_any_job(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def for_sbatch(env: Mapping[str, str], script: str) -> dict[str, str]:
-    """`env` for an sbatch of this batch script: of its own variables those that say who pays, and where, count.
+    """Return the environment for an sbatch of this batch script.
 
-    Not those that the script gives itself, because sbatch would take the variable's, and none inside a job, where they
-    are the job's.
+    Of the `SBATCH_*` variables only account, partition and the like stay, if the script does not set them: sbatch
+    would prefer the variable. Inside a job none stays, because they are that job's.
     """
     outside = outside_any_job(env)
     if "SLURM_JOB_ID" in env:

@@ -1,7 +1,7 @@
-"""Plain data from files and hosts, checked before it is used: JSON with finite numbers, and values of the right type.
+"""Validation of plain data from files and hosts: JSON with finite numbers, and values of the right type.
 
-The small checks need no validator: `accel list` reads thousands of records, and importing msgspec costs half a Python
-start. `convert` has msgspec check whole documents.
+The small checks do without msgspec: `accel list` reads thousands of records, and importing it costs half a
+Python start. `convert` validates whole documents with it.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _LARGEST = 2**53  # the integers that every JSON reader keeps exact
 
 
 def convert(data: Any, schema: type[T], *, strict: bool = True) -> T:
-    """`data` as `schema` describes it. Raises msgspec.ValidationError, which is a ValueError.
+    """Convert `data` to `schema`. Raises msgspec.ValidationError, which is a ValueError.
 
-    Under a lock: msgspec 0.22 crashes the interpreter where threads convert to a class for the first time together,
-    which is what submits at the same time do.
+    Holds a lock: msgspec 0.22 crashes the interpreter if threads convert to a class for the first time at once,
+    as concurrent submits do.
     """
     import msgspec
 
@@ -33,8 +33,10 @@ def convert(data: Any, schema: type[T], *, strict: bool = True) -> T:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The JSON document in `text`, UTF-8 if it is bytes. Raises ValueError, also for NaN, infinities (`1e999` is one)
-    and for what is nested too deep."""
+    """Parse the JSON document in `text` (bytes must be UTF-8).
+
+    Raises ValueError, also for NaN, infinities (`1e999` is one) and too deep nesting.
+    """
     try:
         return _DECODER.decode(text if isinstance(text, str) else text.decode())
     except RecursionError:
@@ -42,21 +44,21 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def as_text(value: object, name: str) -> str:
-    """Raises ValueError for what is not text."""
+    """Return `value`, or raise ValueError unless it is text."""
     if not isinstance(value, str):
         raise ValueError(f"{name} is {_shown(value)}, not text")
     return value
 
 
 def as_whole(value: object, name: str, least: int = 0) -> int:
-    """Raises ValueError for what is not a whole number from `least` on."""
+    """Return `value`, or raise ValueError unless it is an integer from `least` to 2**53."""
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= _LARGEST:
         raise ValueError(f"{name} is {_shown(value)}, not a whole number from {least} on")
     return value
 
 
 def as_moment(value: object, name: str) -> float:
-    """Raises ValueError for what is not a time in seconds since the epoch that a calendar knows."""
+    """Return `value` as a float, or raise ValueError unless it is in seconds since the epoch, before the year 10000."""
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value <= _LATEST:
         raise ValueError(f"{name} is {_shown(value)}, not a time in seconds since 1970")
     return float(value)

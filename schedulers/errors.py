@@ -14,7 +14,7 @@ class SchedulerError(Exception):
 
 
 class SpecError(SchedulerError):
-    """The job, as described, cannot run: a wrong value, or something that this target cannot do."""
+    """An invalid job: a wrong value, or something that the target does not support."""
 
 
 class ConfigError(SchedulerError):
@@ -26,7 +26,7 @@ class UnknownTarget(ConfigError):
 
 
 class UnknownJob(SchedulerError):
-    """No job, or more than one, answers to that id or prefix."""
+    """No job, or more than one, matches the id or prefix."""
 
 
 class StoreError(SchedulerError):
@@ -38,23 +38,23 @@ class SnapshotError(SchedulerError):
 
 
 class SubmitError(SchedulerError):
-    """The backend refused the job; it is not running.
+    """The backend rejected the job; it is not running.
 
-    native_id: of a part of the job that was started all the same, and is to be cancelled.
+    native_id: id of a part of the job that did start and must be cancelled.
     """
 
     native_id: str | None = None
 
 
 class NotReady(SchedulerError):
-    """What is asked of a job is not there, or not there yet."""
+    """The requested part of a job does not exist, or not yet."""
 
 
 class Unreachable(SchedulerError):
-    """The backend, or a part of it, could not be asked. Says nothing about the jobs that it could not be asked about.
+    """The backend, or a part of it, could not be reached. The state of the jobs there is unknown, not failed.
 
-    silent:  native id -> why, of those jobs; None where it was all of them.
-    answers: what `poll` found out about the others, as it returns it.
+    silent:  native id -> why, of the jobs that could not be polled; None if that is all of them.
+    answers: the statuses of the others, as `poll` returns them.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Unreachable(SchedulerError):
 
 
 def nearest(word: str, valid: Iterable[str]) -> str:
-    """A hint for a message: `; did you mean 'x'?`, or nothing when no valid word is near."""
+    """Return a hint for a message, `; did you mean 'x'?`, or an empty string if no valid word is close."""
     import difflib
 
     near = difflib.get_close_matches(word, list(valid), n=1)

@@ -1,4 +1,4 @@
-"""The nouns of a job: what to run (`JobSpec`), where it stands (`Status`) and what it printed (`LogLine`)."""
+"""The types of a job: `JobSpec` (what to run), `Status` (its state) and `LogLine` (its output)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _at_least(name: str, value: int | None, least: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Resources:
-    """What ONE node must have. Everything else is the target's business (`JobSpec.options`)."""
+    """The resources that each node needs. Everything else is up to the target (`JobSpec.options`)."""
 
     gpus: int = 0
     cpus: int | None = None
@@ -45,7 +45,7 @@ class Resources:
 
 @dataclass(frozen=True, kw_only=True)
 class Retry:
-    """How often the whole gang is started again after a failure. A restart is a new attempt of the same job."""
+    """The number of restarts of the whole gang after failures. A restart is a new attempt of the same job."""
 
     max_restarts: int = 0
 
@@ -55,19 +55,19 @@ class Retry:
 
 @dataclass(frozen=True, kw_only=True)
 class JobSpec:
-    """What to run, said once for every target. Frozen and JSON-round-trippable, so it can be stored and replayed.
+    """A job's description, the same for every target. It is frozen and round-trips through JSON.
 
-    argv:           the script and its arguments, bit for bit; never a shell string.
-    entry:          what argv[0] is: a Python script, a Python module (`-m`), or a command that is not Python.
-    max_nodes:      the world may grow from `nodes` to so many; None means it has one size.
-    procs_per_node: None means one per accelerator, or one where there is none.
+    argv:           the script and its arguments, verbatim; never a shell string.
+    entry:          kind of argv[0]: a Python script, a Python module (`-m`), or a command that is not Python.
+    max_nodes:      the largest world that the job may grow to from `nodes`; None: it has one size.
+    procs_per_node: None: one per accelerator, or one where there is none.
     secrets:        NAME -> reference (`env:HF_TOKEN`, `file:/run/token`), never a value.
     code, workdir:  the directory that holds the program, and the directory inside it that argv runs in.
     setup:          argvs run once on every node before the ranks start.
-    time_limit_s:   seconds from the start of an attempt's first rank; None means the target's own limit.
-    grace_s:        seconds between the warning (SIGTERM) and the kill.
+    time_limit_s:   seconds from the start of an attempt's first rank; None: the target's own limit.
+    grace_s:        seconds between the warning (SIGTERM) and SIGKILL.
     after:          ids of jobs that must succeed first.
-    options:        what only the target understands; it validates them.
+    options:        options of the target, which validates them.
 
     Raises SpecError for values that no target can run.
     """
@@ -109,12 +109,12 @@ class JobSpec:
         _check_environment(self.env, self.secrets)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain dicts, lists, strings and numbers, in the order of the fields."""
+        """Return plain dicts, lists, strings and numbers, in the order of the fields."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, data: object) -> JobSpec:
-        """The spec that `to_json` gave. Raises SpecError, naming the place, for anything else."""
+        """Parse the result of `to_json`. Raises SpecError, naming the place, for anything else."""
         import msgspec
 
         try:
@@ -125,16 +125,16 @@ class JobSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class LogLine:
-    """One line of a job's output.
+    r"""One line of a job's output.
 
-    rank:     who printed it; None is the launcher or the backend itself.
+    rank:     the rank that printed it; None: the launcher or the backend itself.
     attempt:  the attempt it belongs to.
-    stream:   "output" where a target keeps stdout and stderr as one stream, in the order they were written; "missing"
-              for a line that says which lines of a job that is over could not be had.
-    text:     the line with its own ending (`\\n`, `\\r`, or nothing at the end of a file). Bytes that are not UTF-8
+    stream:   "output" where a target keeps stdout and stderr as one stream, in the order they were written;
+              "missing" for a line that lists the lines of a finished job that could not be retrieved.
+    text:     the line with its own ending (`\n`, `\r`, or nothing at the end of a file). Bytes that are not UTF-8
               are surrogate escapes: joining the texts and encoding with `surrogateescape` gives the exact bytes.
-    source:   the log stream, and `position` the point in it just after this line: see `Cursor`.
-    partial:  a piece of a line longer than 1 MiB: it has no ending; the next one of that source and rank goes on.
+    source:   the log stream; `position` is the point in it just after this line: see `Cursor`.
+    partial:  a piece, without ending, of a line longer than 1 MiB; the next of its source and rank continues it.
     """
 
     rank: int | None
@@ -147,7 +147,7 @@ class LogLine:
 
 
 class Cursor:
-    """How far a reader has come in each of a job's log streams; `logs(since=cursor)` goes on exactly from there."""
+    """A position in each of a job's log streams; `logs(since=cursor)` continues exactly from there."""
 
     def __init__(self, positions: Mapping[str, str] | None = None) -> None:
         self._positions = dict(positions or {})
@@ -159,20 +159,20 @@ class Cursor:
         self._positions[line.source] = line.position
 
     def move(self, cursor: Cursor) -> None:
-        """Goes to where another cursor stands."""
+        """Adopt the positions of another cursor."""
         self._positions.update(cursor._positions)
 
     def moved(self, positions: Mapping[str, str | None]) -> Cursor:
-        """A cursor that stands at these places (None: the beginning), and elsewhere where this one does."""
+        """Return a copy with these positions replaced (None: the beginning)."""
         return Cursor({key: at for key, at in {**self._positions, **positions}.items() if at is not None})
 
     def below(self, prefix: str) -> Cursor:
-        """Where it stands in the sources whose names begin so, under the rest of their names."""
+        """Return the positions of the sources with this prefix, under their names without it."""
         found = {name: at for name, at in self._positions.items() if name.startswith(prefix)}
         return Cursor({name[len(prefix) :]: at for name, at in found.items()})
 
     def under(self, prefix: str) -> Cursor:
-        """The same places, under names that begin so."""
+        """Return a copy with `prefix` before the names of all sources."""
         return Cursor({prefix + name: at for name, at in self._positions.items()})
 
     def __str__(self) -> str:
@@ -185,7 +185,7 @@ class Cursor:
 
     @classmethod
     def parse(cls, text: str) -> Cursor:
-        """The cursor that `str(cursor)` gave. Raises SpecError."""
+        """Parse the result of `str(cursor)`. Raises SpecError."""
         pairs = [pair.partition("=") for pair in text.split(",") if pair]
         for source, equals, position in pairs:
             if not (source and equals and position):

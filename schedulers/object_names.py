@@ -1,4 +1,4 @@
-"""What a job is called where its backend names things: by its own name and its id."""
+"""Names of a job's objects in its backend, made from the job's name and id."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _PLAIN_ID = re.compile(r"[0-9a-z]{1,20}\Z")
 
 
 def object_name(name: str, job_id: str) -> str:
-    """What the job's object is called: `train-2mxaaaaaaaa`, out of nothing but these two, and no other job's.
+    """Return the name of the job's object, as `train-2mxaaaaaaaa`: unique, from these two arguments only.
 
-    A DNS-1035 label of at most `MOST` characters: it begins with a letter, since Services are called after it.
+    A DNS-1035 label of at most `MOST` characters; begins with a letter, since Services are named after it.
     """
     tail = job_id if _PLAIN_ID.match(job_id) else f"{slug(job_id)[:11].rstrip('-') or 'x'}-{short_hash(job_id)}"
     head = slug(name).lstrip("0123456789-")[: MOST - len(tail) - 1].rstrip("-")
@@ -24,7 +24,7 @@ def object_name(name: str, job_id: str) -> str:
 
 
 def slug(text: str) -> str:
-    """The letters and digits of the text, in lower case, with hyphens between them."""
+    """Return the text's ASCII letters and digits in lower case, with hyphens in place of anything else."""
     plain = unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode().lower()
     return re.sub(r"[^a-z0-9]+", "-", plain).strip("-")
 

@@ -33,7 +33,7 @@ def printable(text: str) -> str:
 
 
 def without_password(text: str) -> str:
-    """Return the text, a URL or a line with some, without the users and passwords of its URLs.
+    """Return the text without the user names and passwords of the URLs in it.
 
     `NAME:12/x@y` is a host with port and path, or a user and a password with a slash: it becomes `NAME:…@y`.
     """

@@ -1,4 +1,4 @@
-"""Processes by identity instead of by number, and how to end all of them. Used on a node."""
+"""Identities of processes that survive the reuse of pids, and termination of many processes. Used on a node."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _POLL_S = 0.02
 
 
 def signal_name(number: int) -> str:
-    """The name of a signal; `signal 40` for one that has none, as the real-time signals."""
+    """Return the name of a signal; `signal 40` for one without a name, such as a real-time signal."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -26,22 +26,22 @@ def signal_name(number: int) -> str:
 
 
 def pid_space() -> str:
-    """Name what gives a process id its meaning: this boot of this machine, and this PID namespace of it."""
+    """Return the scope in which pids are unique: this boot of this machine, and this PID namespace of it."""
     return space_of(boot_id(), os.uname().nodename, pid_namespace())
 
 
 def space_of(boot: str, node: str, namespace: str) -> str:
-    """The same for a recorded process. The node's name stands for a boot without an id (macOS)."""
+    """Return the `pid_space` of a recorded process. The node's name stands for a boot without an id (macOS)."""
     return f"{boot or node} {namespace}"
 
 
 def ended(pid: int, space: str) -> bool:
-    """Return True when the process of this id has certainly ended; False where it cannot be seen from here."""
+    """Return True if the process has certainly ended; False also for one that is not visible from here."""
     return space == pid_space() and not _exists(pid)
 
 
 def boot_id() -> str:
-    """The kernel's id of this boot; empty where the system has none."""
+    """Return the kernel's id of this boot; empty if the system has none."""
     try:
         return _boot() if sys.platform == "linux" else ""
     except OSError:
@@ -49,7 +49,7 @@ def boot_id() -> str:
 
 
 def pid_namespace() -> str:
-    """The id of this process's PID namespace; empty where the system has none."""
+    """Return the id of this process's PID namespace; empty if the system has none."""
     try:
         return str(os.stat("/proc/self/ns/pid").st_ino) if sys.platform == "linux" else ""
     except OSError:
@@ -68,7 +68,7 @@ def _exists(pid: int) -> bool:
 
 @dataclass(frozen=True)
 class Identity:
-    """A process that cannot be mistaken for a later one with the same number, nor for one of another boot.
+    """A process that is never confused with a later one of the same pid, nor with one of another boot.
 
     namespace: its PID namespace; empty for the reader's own.
     """
@@ -79,7 +79,7 @@ class Identity:
 
     @classmethod
     def of(cls, pid: int) -> Identity | None:
-        """The identity of a live process; None when there is none (a zombie has ended)."""
+        """Return the identity of a live process, or None if there is none (a zombie has ended)."""
         started = _started(pid)
         return None if started is None else cls(pid, started)
 
@@ -92,7 +92,7 @@ class Identity:
         return f"{self.pid} {self.started}"
 
     def same_boot(self) -> bool:
-        """Return True when it was started on this boot of this machine (always True where boots have no id)."""
+        """Return True if the process was started on this boot of this machine (always, where boots have no id)."""
         return sys.platform != "linux" or self.started.rpartition(".")[0] == boot_id()
 
     def alive(self) -> bool:
@@ -100,14 +100,14 @@ class Identity:
         return self.namespace in ("", pid_namespace()) and _started(self.pid) == self.started
 
     def send(self, signum: int) -> bool:
-        """Signals the process; False when it has ended, or cannot be seen. No other process is ever hit."""
+        """Signal the process. Return False if it has ended, or is not visible. No other process is ever hit."""
         with self.opened() as handle:
             if handle is None:
                 return False
             return handle.send(signum)
 
     def wait(self, timeout_s: float) -> bool:
-        """Waits for the end of the process, which need not be a child; True when it has ended."""
+        """Wait for the process, which need not be a child, to end. Return True if it has ended."""
         with self.opened() as handle:
             return handle is None or handle.wait(timeout_s)
 
@@ -116,7 +116,7 @@ class Identity:
 
 
 class _Opened:
-    """A pidfd that is known to belong to the identity, where the kernel has them; else the identity itself."""
+    """A pidfd that provably belongs to the identity (Linux); elsewhere the identity itself."""
 
     def __init__(self, identity: Identity) -> None:
         self._identity = identity
@@ -181,9 +181,9 @@ def _boot() -> str:
 
 
 def python_module(name: str, *arguments: str) -> list[str]:
-    """The command that runs one of this project's modules, from wherever the project was imported.
+    """Return the command that runs one of this project's modules from where the project was imported.
 
-    Neither the working directory nor the environment has a say in which file that is, and none is changed for it.
+    Neither the working directory nor the environment affects which file runs, and neither is changed for it.
     """
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     code = f"import sys; sys.path[:1] = [{root!r}]; import runpy; "
@@ -192,9 +192,9 @@ def python_module(name: str, *arguments: str) -> list[str]:
 
 
 def die_with_parent(signum: int = signal.SIGKILL, parent: int | None = None) -> None:
-    """Asks the kernel to send `signum` to this process when its parent's thread ends (Linux: PR_SET_PDEATHSIG).
+    """Have the kernel send `signum` to this process when its parent's thread ends (Linux: PR_SET_PDEATHSIG).
 
-    `parent` is the pid that the caller was started by: if that has ended before this call, the process ends now.
+    `parent`: the pid of the process that started this one; if it ended before this call, this process exits now.
     """
     _prctl(PR_SET_PDEATHSIG, signum)
     if parent is not None and os.getppid() != parent:
@@ -202,7 +202,7 @@ def die_with_parent(signum: int = signal.SIGKILL, parent: int | None = None) -> 
 
 
 def wake_pipe() -> tuple[int, int]:
-    """A pipe for `signal.set_wakeup_fd` and the `select` that it wakes: neither end blocks, nor outlives an exec."""
+    """Return a pipe for `signal.set_wakeup_fd` and `select`. Both ends are non-blocking and closed on exec."""
     reading, writing = os.pipe()
     os.set_blocking(reading, False)
     os.set_blocking(writing, False)
@@ -210,7 +210,7 @@ def wake_pipe() -> tuple[int, int]:
 
 
 def adopt_orphans() -> None:
-    """Makes this process the parent of every descendant whose own parent ends (Linux: PR_SET_CHILD_SUBREAPER)."""
+    """Make this process the parent of every descendant whose own parent ends (Linux: PR_SET_CHILD_SUBREAPER)."""
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -223,7 +223,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def descendants(pid: int) -> list[int]:
-    """Every live process below `pid`, itself not included."""
+    """Return every live process below `pid`, without `pid` itself."""
     children: dict[int, list[_Row]] = {}
     for row in _table():
         children.setdefault(row.parent, []).append(row)
@@ -238,18 +238,18 @@ def descendants(pid: int) -> list[int]:
 
 
 def in_sessions(sessions: Iterable[int]) -> list[int]:
-    """Every live process of these sessions. A session outlives its leader, and its number is not given out again."""
+    """Return every live process of these sessions. A session outlives its leader, and its id is not reused."""
     wanted = set(sessions)
     return [row.pid for row in _table() if row.alive and row.session in wanted] if wanted else []
 
 
 def with_variable(name: str, value: str) -> list[int]:
-    """Every live process that was started (by exec) with `name=value` in its environment."""
+    """Return every live process that was started (by exec) with `name=value` in its environment."""
     return [row.pid for row in _table() if row.alive and _has_variable(row.pid, name, value)]
 
 
 def with_memory_file(name: str) -> list[int]:
-    """Every live process that has an open memfd of this name, inherited by fork perhaps (Linux only)."""
+    """Return every live process that has an open memfd of this name, perhaps inherited by fork (Linux only)."""
     target = f"/memfd:{name} (deleted)"
     return [row.pid for row in _table() if row.alive and target in _open_files(row.pid)]
 
@@ -268,10 +268,9 @@ def _open_files(pid: int) -> Iterator[str]:
 
 
 def end_all(find: Callable[[], Iterable[int]], *, grace_s: float) -> None:
-    """SIGTERM to all that `find` gives, `grace_s` seconds, then SIGKILL until it gives none.
+    """Send SIGTERM to all pids that `find` returns, wait `grace_s` seconds, then send SIGKILL until it returns none.
 
-    Collects this process's children that have ended, those that it has adopted among them; so their exit codes are
-    to be read before.
+    Reaps this process's ended children, adopted ones included: read their exit codes before.
     """
     deadline = time.monotonic() + grace_s
     told: set[int] = set()
@@ -330,7 +329,9 @@ def _table_by_psutil() -> Iterator[_Row]:
 
 
 def _stat(pid: int) -> list[bytes] | None:
-    """The fields of /proc/PID/stat from the third, the state, on (https://man7.org/linux/man-pages/man5/proc.5.html)."""
+    """Return the fields of /proc/PID/stat from the third, the state, on
+    (https://man7.org/linux/man-pages/man5/proc.5.html).
+    """
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return file.read().rpartition(b")")[2].split()

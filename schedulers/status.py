@@ -1,4 +1,4 @@
-"""Where a job stands (`Status`), and why."""
+"""The `Status` of a job: its `State` and the `Reason` for it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LARGEST_CODE = 2**31
 
 
 class State(enum.Enum):
-    """Where a job is. `queued` and `running` may alternate (one lap is one attempt); the last three are final."""
+    """The state of a job. `queued` and `running` may alternate, once per attempt; the last three are final."""
 
     SUBMITTING = "submitting"  # the intent is on disk, the backend has not confirmed it
     QUEUED = "queued"
@@ -28,12 +28,12 @@ class State(enum.Enum):
         return self in (State.SUCCEEDED, State.FAILED, State.CANCELLED)
 
     def may_become(self, new: State) -> bool:
-        """A final state never changes; a job that has left `submitting` never goes back to it."""
+        """Return True if `new` may follow. A final state never changes; no other state leads back to `submitting`."""
         return new is self or (not self.final and new is not State.SUBMITTING)
 
 
 class Reason(enum.Enum):
-    """Why a job is where it is; orthogonal to `State`, so that no backend's own states reach a caller."""
+    """The reason for a job's state; independent of `State`, and of the names that a backend has for it."""
 
     NONE = "none"
     EXIT_CODE = "exit_code"
@@ -51,13 +51,13 @@ class Reason(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Status:
-    """Where a job was when its backend last answered.
+    """A job's status when its backend last answered.
 
-    exit_code:   of the first rank that failed (128 + N for signal N); 0 when it succeeded; None while unknown.
+    exit_code:   of the first rank that failed (128 + N for signal N); 0 on success; None while unknown.
     attempt:     0 for the first run, one more for every restart.
-    message:     one line for people: the first error of the first failing rank, or what is being waited for.
-    observed_at: seconds since the epoch; a backend that cannot be asked leaves the last status, and this, as it was.
-    details:     what only some targets know, by name; a target's document lists them.
+    message:     one line for people: the first error of the first failing rank, or what the job waits for.
+    observed_at: seconds since the epoch; a backend that cannot be reached leaves it, and the status, unchanged.
+    details:     values that only some targets have, by name; a target's document lists them.
     """
 
     state: State
@@ -70,13 +70,13 @@ class Status:
     details: Mapping[str, str | float | None] = field(default_factory=dict, hash=False)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values; `details` only where there are any."""
+        """Return plain values; `details` only if there are any."""
         plain = dataclasses.asdict(self) | {"state": self.state.value, "reason": self.reason.value}
         return plain if self.details else {key: value for key, value in plain.items() if key != "details"}
 
     @classmethod
     def from_json(cls, data: object) -> Status:
-        """The status that `to_json` gave; keys that are not known are ignored. Raises ValueError for anything else."""
+        """Parse the result of `to_json`, ignoring unknown keys. Raises ValueError for anything else."""
         if not isinstance(data, dict) or "state" not in data:
             raise ValueError("a status is an object with a state")
         code, details = data.get("exit_code"), data.get("details", {})

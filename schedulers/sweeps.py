@@ -26,7 +26,7 @@ _NAME_LENGTH = 80
 
 
 def grid(axes: Mapping[str, Sequence[str]]) -> list[Point]:
-    """Every combination of the values, the last axis varying fastest. Raises SpecError."""
+    """Return every combination of the values, the last axis varying fastest. Raises SpecError."""
     for name, values in axes.items():
         if not values:
             raise SpecError(f"sweep: {name} has no values")
@@ -38,8 +38,11 @@ def grid(axes: Mapping[str, Sequence[str]]) -> list[Point]:
 
 
 def read(path: str | os.PathLike[str]) -> list[Point]:
-    """The points in a file: CSV with a header, or YAML or JSON with a list of mappings (the points) or a mapping of
-    lists (a grid). Raises SpecError, naming the file and the place."""
+    """Read the points of a file: CSV with a header, or YAML or JSON.
+
+    YAML and JSON hold a list of mappings (the points) or a mapping of lists (a grid). Raises SpecError, naming
+    the file and the place.
+    """
     name = os.fspath(path)
     try:
         text = Path(name).read_text(encoding="utf-8-sig")
@@ -53,8 +56,11 @@ def read(path: str | os.PathLike[str]) -> list[Point]:
 
 
 def specs(base: JobSpec, points: Sequence[Point]) -> list[JobSpec]:
-    """A job for each point: `{name}` in an argument stands for the point's value, and a name that no argument holds
-    is appended as `--name value`. The job's name tells the point. Raises SpecError."""
+    """Return one job per point, named after it. Raises SpecError.
+
+    `{name}` in an argument is replaced by the point's value; a name that no argument holds is appended as
+    `--name value`.
+    """
     found = []
     for point in points:
         for key in point:
@@ -71,9 +77,12 @@ def specs(base: JobSpec, points: Sequence[Point]) -> list[JobSpec]:
 def submit_sweep(
     jobs: Sequence[JobSpec], target_name: str, store: Store | None = None, *, start: str | Path | None = None
 ) -> list[Job]:
-    """Submits the jobs, in one request where the target takes that: a job that it refuses alone is returned failed, or
-    as submitting, and its `record.warning` says why. Raises what `submit` raises; where jobs are submitted one by one,
-    those before the one that is refused go on, and the message says how many."""
+    """Submit the jobs, in one request if the target supports that.
+
+    A job that is rejected alone is then returned as failed or submitting, with the reason in `record.warning`.
+    Other targets get the jobs one by one: those before a rejected one go on, and the message counts them. Raises
+    what `submit` raises.
+    """
     from .errors import SchedulerError
     from .jobs.handle import Job, submit_spec
     from .jobs.submit import admit, for_each, prepare, send_many
@@ -111,7 +120,10 @@ def plans(
     *,
     start: str | Path | None = None,
 ) -> list[Plan]:
-    """What `submit_sweep` would do. Writes nothing, asks nobody. Raises SpecError, ConfigError."""
+    """Return the plans that `submit_sweep` would carry out; write and query nothing.
+
+    Raises SpecError, ConfigError.
+    """
     from .jobs.submit import prepare
 
     store = store or Store.default()

@@ -1,4 +1,4 @@
-"""`Target`: one place where jobs can run. `Plan`: exactly what it will do, as data. And how targets are found."""
+"""`Target`: a place that runs jobs. `Plan`: exactly what it will do, as data. Also the lookup of target kinds."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ BUILT_IN: Mapping[str, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Exactly what `submit` will do. `str(plan)` is the dry run; golden files hold it in the tests.
+    """Everything that `submit` will do. `str(plan)` is the dry run; golden files pin it in the tests.
 
     files:    path inside the job's directory -> text, written before any action.
-    actions:  what is run, each an argv (or, for an API, the call in words that begin with its verb).
-    settings: what the target's own `submit` needs beside them; plain JSON values.
-    source:   `file:line` of the target's description; "" for a kind that no file describes.
+    actions:  the commands, each an argv (or, for an API, the call in words, verb first).
+    settings: further input of the target's own `submit`; plain JSON values.
+    source:   `file:line` of the target's description; "" if no file describes it.
     """
 
     target: str
@@ -53,7 +53,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, data: object) -> Plan:
-        """The plan that `to_json` gave. Raises ConfigError for anything else."""
+        """Parse the result of `to_json`. Raises ConfigError for anything else."""
         import msgspec
 
         try:
@@ -72,7 +72,7 @@ class Plan:
 
 
 def parse_ids(parse: Callable[[str], T], native_ids: Sequence[str]) -> tuple[dict[str, T], dict[str, str]]:
-    """What `parse` makes of each native id; and why, of those that it refuses: damage to one job is no other's."""
+    """Return the parsed native ids, and a message for each that `parse` rejects, which does not affect the others."""
     parsed: dict[str, T] = {}
     refused: dict[str, str] = {}
     for native_id in native_ids:
@@ -84,60 +84,65 @@ def parse_ids(parse: Callable[[str], T], native_ids: Sequence[str]) -> tuple[dic
 
 
 class Target(Protocol):
-    """One place where jobs can run. Holds no state: all it needs is in its options, the plan or the native id.
+    """A place where jobs can run. Stateless: all it needs is in its options, the plan or the native id.
 
-    A class that implements it has an `Options` dataclass (the keys that `accel.yaml` and `JobSpec.options` may
-    hold, with their types and defaults) and is made with a `TargetContext`.
+    An implementation has an `Options` dataclass (the keys that `accel.yaml` and `JobSpec.options` may hold, with
+    their types and defaults) and is constructed with a `TargetContext`.
     """
 
     name: str
     Options: ClassVar[type]
 
     def plan(self, spec: JobSpec, job_id: str) -> Plan:
-        """Pure: no network, no subprocess, no clock. Raises SpecError for what this target cannot do."""
+        """Plan the job without network, subprocess or clock. Raises SpecError for what the target cannot do."""
 
     def submit(self, plan: Plan) -> str:
-        """Does what the plan says and returns the native id. Idempotent per job id: finds an earlier submit first."""
+        """Carry out the plan and return the native id. A repeated call for a job id finds the earlier submit."""
 
     def poll(self, native_ids: Sequence[str]) -> Mapping[str, Status]:
-        """One query to the backend for all ids. An id that is missing from the answer is unknown to the backend,
-        not failed. Raises Unreachable when the backend cannot be asked."""
+        """Query the backend once for all ids.
+
+        An id that is missing from the result is unknown to the backend, not failed. Raises Unreachable.
+        """
 
     def logs(self, native_id: str, since: Cursor | None = None) -> Iterator[LogLine]:
-        """The lines there are now, per rank, from the cursor on. A line without its ending is held back while the
-        job may still write to it. Following is written once, above the targets."""
+        """Yield the lines that exist now, of all ranks, from the cursor on.
+
+        A line without its ending is held back while the job may still write to it. Following is implemented above the
+        targets.
+        """
 
     def cancel(self, native_id: str) -> None:
-        """Asks for an orderly end (the job's grace, then the kill). Cancelling what is gone is no error."""
+        """Request an orderly end (SIGTERM, then SIGKILL after the job's grace). A job that is gone is no error."""
 
 
 @runtime_checkable
 class Admits(Protocol):
-    """A target that can tell before a job is recorded that it cannot run it. Every other target admits all jobs."""
+    """A target that can reject a job before it is recorded. Every other target admits all jobs."""
 
     def admit(self, spec: JobSpec) -> None:
-        """Between `plan` and the record: looks at this machine and at nothing else, and changes nothing.
+        """Check the job after `plan` and before it is recorded. Looks at this machine only, and changes nothing.
 
-        Raises SpecError for a job that could only fail: no job is recorded then.
+        Raises SpecError for a job that could only fail; it is then not recorded.
         """
 
 
 @runtime_checkable
 class Sizes(Protocol):
-    """A target whose options say how many nodes a job has that gives no number itself."""
+    """A target whose options determine the number of nodes of a job that sets none itself."""
 
     def sized(self, spec: JobSpec) -> JobSpec:
-        """The job with its nodes. Looks at nothing."""
+        """Return the job with its number of nodes. Contacts nothing."""
 
 
 @runtime_checkable
 class Waits(Protocol):
-    """A target that is told when a job ends, instead of asking again and again."""
+    """A target that is notified when a job ends, instead of polling for it."""
 
     def wait(self, native_id: str, timeout_s: float) -> bool | None:
-        """Returns when the job may have reached a final state, or after `timeout_s` seconds.
+        """Return when the job may have reached a final state, or after `timeout_s` seconds.
 
-        False when only the time is over: the backend then need not be polled. None when that cannot be told.
+        Returns False on a mere timeout: the backend then need not be polled. Returns None if that is unknown.
         """
 
 
@@ -145,10 +150,10 @@ class Waits(Protocol):
 class Found:
     """A job that another machine submitted, with all that is needed to follow it from here.
 
-    spec: as it was submitted, as far as the backend can tell; paths in it are that machine's.
-    plan: what was done, as far as it can be told.
-    whole: False where something that belongs to the job may be missing, which only its submit makes.
-    created_at: seconds since the epoch; None where the backend does not know, and the id tells.
+    spec: as submitted, as far as the backend knows; its paths are the other machine's.
+    plan: as carried out, as far as the backend knows.
+    whole: False if a part of the job that only its submit creates may be missing.
+    created_at: seconds since the epoch; None if the backend does not know; the id then holds the time.
     """
 
     native_id: str
@@ -161,8 +166,11 @@ class Found:
     def of(
         cls, native_id: str, read: Callable[[], object], *, target: str, kind: str, job_id: str, **more: Any
     ) -> Found:
-        """The job of a target that keeps a job's spec as it was submitted: `read` returns that, or raises ValueError or
-        its like. Raises SchedulerError for what is no spec of this version's."""
+        """Build the job from the spec that the target stores as submitted.
+
+        `read` returns that spec, or raises ValueError or the like. Raises SchedulerError for a spec that this version
+        cannot read.
+        """
         try:
             kept = read()
             spec = JobSpec.from_json(kept)
@@ -178,7 +186,7 @@ class Found:
 
 @dataclass(frozen=True, kw_only=True)
 class Listed:
-    """A job that a backend knows: what a list shows of it, apart from its status."""
+    """A job that a backend knows, as a list shows it, without its status."""
 
     job_id: str
     native_id: str
@@ -189,46 +197,48 @@ class Listed:
 
 @runtime_checkable
 class Gathers(Protocol):
-    """A class of targets of which any one can be asked about the jobs of others too."""
+    """A class of targets in which each target can also poll the jobs of the others."""
 
     @staticmethod
     def asked_with(options: Mapping[str, Any]) -> object:
-        """Of a target's options, as JSON has them, those that asking depends on: jobs of all targets that agree in
-        them are asked for together."""
+        """Return the options (as JSON) that identify the backend. Targets with equal results are polled together."""
 
 
 @runtime_checkable
 class Finds(Protocol):
-    """A target whose backend knows jobs by their id, whichever machine submitted them."""
+    """A target whose backend finds jobs by their id, whichever machine submitted them."""
 
     def find(self, job_id: str) -> Found | None:
-        """The job of that id; None when the backend has none. Changes nothing there.
+        """Return the job of that id, or None if the backend has none. Changes nothing there.
 
-        Raises Unreachable when it may be in a part of the backend that could not be asked.
+        Raises Unreachable if the job may be in a part of the backend that could not be reached.
         """
 
 
 @runtime_checkable
 class Lists(Protocol):
-    """A target whose backend can list all jobs of accel that it knows, whichever machine submitted them."""
+    """A target whose backend can list all of accel's jobs, whichever machine submitted them."""
 
     def listed(self) -> list[Listed]:
-        """The jobs, in any order. Changes nothing there. Raises what a query raises."""
+        """Return the jobs, in any order. Changes nothing there. Raises what a poll raises."""
 
 
 @runtime_checkable
 class Sweeps(Protocol):
-    """A target that takes many jobs, alike but for their arguments and names, in one request."""
+    """A target that submits many jobs in one request if they differ in arguments and names only."""
 
     def plan_many(self, specs: Sequence[JobSpec], job_ids: Sequence[str]) -> list[Plan]:
-        """A plan for each job, as pure as `plan`; what they share is in the first one's. Raises SpecError."""
+        """Return one plan per job, as pure as `plan`; the first holds what they share. Raises SpecError."""
 
     def submit_many(self, plans: Sequence[Plan]) -> Sequence[str | SchedulerError]:
-        """Does what the plans say in one request and returns the native ids in their order, and for a job that was not
-        submitted the error that `submit` would raise. Idempotent. Raises what concerns all of the jobs."""
+        """Carry out the plans in one idempotent request.
+
+        Returns, in the order of the plans, the native id, or for a job that was not submitted the error that `submit`
+        would raise. Raises errors that concern all of the jobs.
+        """
 
     def cancel(self, native_id: str) -> None:
-        """That of every target."""
+        """Cancel a job, as `Target.cancel` does."""
 
 
 @runtime_checkable
@@ -243,7 +253,7 @@ class Dated(Protocol):
     """A target that knows when its log lines were written."""
 
     def cursor_at(self, native_id: str, when: float) -> Cursor:
-        """Where the log streams stood `when` (seconds since the epoch), to the second."""
+        """Return the positions of the log streams at `when` (seconds since the epoch), to the second."""
 
 
 @runtime_checkable
@@ -251,16 +261,16 @@ class Tails(Protocol):
     """A target that finds the last lines of its logs without reading the logs."""
 
     def tail_at(self, native_id: str, since: Cursor, count: int) -> Cursor | None:
-        """Where the last `count` finished lines of each rank begin, none of them before `since`; None where only the
-        logs tell.
+        """Return where the last `count` finished lines of each rank begin, none of them before `since`.
 
-        Where a log cannot be asked for now, its place is that of `since`. Raises Unreachable.
+        Returns None if only the logs themselves can show that. A log that is unavailable now keeps its position in
+        `since`. Raises Unreachable.
         """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checked:
-    """What was found where jobs would run: a table, its header first, and a line for each thing that is wrong."""
+    """The result of a check: a table, header first, and one line for each problem."""
 
     table: list[list[str]]
     failures: tuple[str, ...]
@@ -269,24 +279,24 @@ class Checked:
 
 @runtime_checkable
 class Checks(Protocol):
-    """A target that can say, before any job, whether it could run one."""
+    """A target that can check, before any job, whether it could run one."""
 
     def check(self, gpus: int = 0) -> Checked:
-        """Whether every machine could take part in a job that needs so many GPUs of each. Changes nothing there.
+        """Check that every machine could run a part of a job with `gpus` GPUs on each. Changes nothing there.
 
-        Raises SchedulerError when there is nothing to ask.
+        Raises SchedulerError if there is nothing to check.
         """
 
 
 @runtime_checkable
 class Clears(Protocol):
-    """A target that keeps something of a job that is over."""
+    """A target that stores data of jobs that are over."""
 
     def clear(self, jobs: Mapping[str, str | None]) -> list[str]:
-        """Removes what it keeps of these jobs, all of them over: job id -> native id, None where none was confirmed.
+        """Delete what the target stores of these jobs, all of them over.
 
-        Removes as much as can be reached, and nothing of a job that still runs there; returns a line for people for
-        each thing that stays.
+        `jobs` maps job ids to native ids, or to None where none was confirmed. Deletes as much as it can reach, and
+        nothing of a job that still runs there. Returns a line for people for each thing that stays.
         """
 
 
@@ -295,7 +305,7 @@ class Outlives(Protocol):
     """A target where a part of a job may run on after the job has ended."""
 
     def cancel_rest(self, native_id: str) -> bool:
-        """Cancel what still runs of a job that is over, and keep its logs. Returns True when something still ran.
+        """Cancel the parts of a finished job that still run, and keep its logs. Return True if there were any.
 
         Raises Unreachable.
         """
@@ -312,23 +322,25 @@ class RunsInPlace(Protocol):
 
 @runtime_checkable
 class Shells(Protocol):
-    """A target that can run a program beside a job's ranks, while the job runs."""
+    """A target that can run a program next to a running job's ranks."""
 
     def shell(self, native_id: str, node: int, argv: Sequence[str], *, terminal: bool) -> int:
-        """Runs `argv` (a shell, when it is empty) where that node of the job is, with this process's standard streams,
-        and returns its exit code. With `terminal` standard input and output are one, and it gets one.
+        """Run `argv` (a shell, if empty) on that node of the job, with this process's standard streams.
 
-        Raises SubmitError when the node does not run, Unreachable when it cannot be asked or falls silent.
+        Returns the exit code. With `terminal`, standard input and output are a terminal, and the program gets one.
+        Raises SubmitError if the node does not run, Unreachable if it cannot be reached or stops responding.
         """
 
 
 @runtime_checkable
 class Fetches(Protocol):
-    """A target that keeps what its jobs leave as their results."""
+    """A target that stores the results of its jobs."""
 
     def fetch(self, native_id: str, directory: Path) -> list[str]:
-        """Makes the directory out of what the job left, whole or not at all; returns the names in it. Raises NotReady
-        where there is nothing yet, or the directory is there, and Unreachable."""
+        """Create the directory from the job's results, completely or not at all, and return the names in it.
+
+        Raises NotReady if there are no results yet or the directory exists, and Unreachable.
+        """
 
 
 @runtime_checkable
@@ -336,21 +348,23 @@ class HasNative(Protocol):
     """A target whose vendor's own library has an object for a job."""
 
     def native(self, native_id: str) -> object:
-        """The vendor's object. Raises ConfigError where its library is not installed, and Unreachable."""
+        """Return the vendor's object. Raises ConfigError if its library is not installed, and Unreachable."""
 
 
 @runtime_checkable
 class Reviews(Protocol):
-    """A target whose backend can say of a plan, before it is carried out, what it would refuse."""
+    """A target whose backend can validate a plan before it is carried out."""
 
     def review(self, plan: Plan) -> list[str]:
-        """Shows the backend what `submit` would make and returns a line for each thing that it would refuse, or leave
-        out. Changes nothing there. Raises Unreachable, ConfigError."""
+        """Have the backend validate what `submit` would create; return a line for each thing it would reject or drop.
+
+        Changes nothing there. Raises Unreachable, ConfigError.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
 class TargetContext:
-    """What a target is made with: its name in `accel.yaml`, its validated options, and where job directories are."""
+    """The constructor argument of targets: name in `accel.yaml`, validated options, and directory of the jobs."""
 
     name: str
     options: Any
@@ -358,7 +372,7 @@ class TargetContext:
 
 
 def kinds() -> dict[str, str]:
-    """Every kind of target: name -> `module:class`. An entry point may add a name and never takes one."""
+    """Return every kind of target: name -> `module:class`. Entry points add names but never replace a built-in one."""
     import importlib.metadata
 
     found = {point.name: point.value for point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)}
@@ -366,7 +380,7 @@ def kinds() -> dict[str, str]:
 
 
 def refused_entry_points() -> list[str]:
-    """One line for every installed entry point that tried to take a built-in name."""
+    """Return one line for every installed entry point that tried to replace a built-in kind."""
     import importlib.metadata
 
     return [
@@ -377,7 +391,7 @@ def refused_entry_points() -> list[str]:
 
 
 def load_kind(kind: str, where: str = "--target") -> type[Any]:
-    """The class that implements `kind`. Raises UnknownTarget, or ConfigError when a plug-in cannot be imported."""
+    """Return the class that implements `kind`. Raises UnknownTarget, or ConfigError if a plug-in cannot be imported."""
     import importlib
 
     path = BUILT_IN.get(kind) or kinds().get(kind)
@@ -396,5 +410,5 @@ def load_kind(kind: str, where: str = "--target") -> type[Any]:
 
 
 def kinds_with(method: str) -> str:
-    """The built-in kinds of targets that have a method, for a message."""
+    """Return the built-in kinds of targets that have a method, for a message."""
     return ", ".join(kind for kind in BUILT_IN if hasattr(load_kind(kind), method)) or "none"

@@ -1,4 +1,4 @@
-"""`Topology`: which node this is, how many there are and where node 0 answers. Read on the node, by `accel launch`."""
+"""`Topology`: a node's rank, the number of nodes and the address of node 0, as `accel launch` reads them there."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from .errors import SpecError
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """The one thing that all targets must agree on. The rest of the world (ranks, ports, logs) follows from it.
+    """A node's place in its job: the one thing that all targets must agree on. Ranks, ports and logs follow from it.
 
     node_rank: 0 … nodes - 1.
     master:    a name or address of node 0 that every node can reach.
-    attempt:   how often the backend has started the whole gang before.
-    port:      of node 0, where the scheduler has chosen one.
-    names:     of the nodes, by rank, where they are known.
-    source:    where this was found, for people, when it is a place that says how many nodes there are and who is who.
+    attempt:   number of earlier starts of the whole gang by the backend.
+    port:      of node 0, if the scheduler has chosen one.
+    names:     of the nodes, by rank, if they are known.
+    source:    for messages: the place that defines the node count and the ranks; empty if no place does.
     """
 
     node_rank: int
@@ -36,7 +36,7 @@ class Topology:
             raise SpecError("no address for node 0")
 
     def environment(self) -> dict[str, str]:
-        """The variables from which `from_env` reads this topology back, but for its source."""
+        """Return the variables from which `from_env` reads this topology back, except for its source."""
         return {
             "ACCEL_NODE_RANK": str(self.node_rank),
             "ACCEL_NODES": str(self.nodes),
@@ -48,22 +48,22 @@ class Topology:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> Topology:
-        """The topology that the scheduler gave this node; one node when no rule's marker is set.
+        """Return the topology that the scheduler gave this node; one node if no rule's marker is set.
 
-        The first rule of `RULES` whose marker is in `env`, and that knows its place by it, decides. Raises SpecError,
-        naming the variable, when one that the rule needs is missing or is not a number: a wrong world is never guessed.
+        The first rule of `RULES` whose marker is in `env` and that returns a topology wins. Raises SpecError, naming
+        the variable, if one that the rule needs is missing or is not a number: a wrong world is never guessed.
         """
         return cls.placed(env) or cls(node_rank=0, nodes=1, master="127.0.0.1")
 
     @classmethod
     def placed(cls, env: Mapping[str, str]) -> Topology | None:
-        """What `from_env` gives where a scheduler has placed this process; else None. Raises SpecError."""
+        """Return the topology if a scheduler has placed this process, else None. Raises SpecError."""
         found = (_rule(rule)(env) for marker, rule in RULES.items() if marker in env)
         return next((topology for topology in found if topology is not None), None)
 
 
 def from_accel(env: Mapping[str, str]) -> Topology:
-    """The topology in the variables that `Topology.environment` gives. Raises SpecError."""
+    """Read the topology from the variables that `Topology.environment` returns. Raises SpecError."""
     nodes = number(env, "ACCEL_NODES")
     return Topology(
         node_rank=number(env, "ACCEL_NODE_RANK"),
@@ -96,7 +96,7 @@ def _rule(reference: str) -> Callable[[Mapping[str, str]], Topology | None]:
 
 
 def number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
-    """The whole number that variable `name` holds. Raises SpecError."""
+    """Return the integer that variable `name` holds, or `default`. Raises SpecError."""
     text = env.get(name)
     if text is None:
         if default is None:

@@ -1,9 +1,8 @@
-"""`Accelerator`, the object that a training script holds: its methods, by subject; not the work behind them, which
-is in the other rooms.
+"""`Accelerator`, the object that a training script holds: its methods, by subject; not the work behind them,
+which is in the other rooms.
 
-A façade: which process this is lies in `accel.state`, how the model is spread in `accel.parallel`, in which precision
-it computes in `accel.precision`, which data it sees in `accel.data`, what processes say to each other in
-`accel.collectives`, and what is kept on disk in `accel.checkpoint`.
+A façade over `accel.state` (this process), `accel.parallel` (distribution of models), `accel.precision`,
+`accel.data` (loaders), `accel.collectives` and `accel.checkpoint`.
 """
 
 from __future__ import annotations
@@ -76,19 +75,22 @@ class Accelerator(
     TrackingControl,
     Dimensions,
 ):
-    """Trains the same script on one process or many.
+    """The object that runs one training script on one process or many.
 
-    ``mixed_precision``: ``"no"``, ``"bf16"`` or ``"fp16"``; without it ``ACCELERATE_MIXED_PRECISION``.
-    ``gradient_accumulation_steps``: batches to one optimizer step; at 1, ``ACCELERATE_GRADIENT_ACCUMULATION_STEPS``
-    counts, and a ``gradient_accumulation_plugin`` stands for both. ``device_placement``: models and batches are put
-    on `device`. ``rng_types``: which generators are made equal on all processes when an epoch begins.
+    ``device_placement``: move models and batches to `device`.
+    ``mixed_precision``: ``"no"``, ``"bf16"`` or ``"fp16"``; default: ``ACCELERATE_MIXED_PRECISION``.
+    ``gradient_accumulation_steps``: batches per optimizer step; at 1, ``ACCELERATE_GRADIENT_ACCUMULATION_STEPS``
+        applies.
+    ``gradient_accumulation_plugin``: replaces both.
+    ``fsdp_plugin``: shard models over the processes (`FullyShardedDataParallelPlugin`).
+    ``parallelism_config``: the processes to shard over (`ParallelismConfig`).
+    ``rng_types``: the generators to synchronize over all processes when an epoch begins.
     ``log_with``: the trackers that `log` writes to, by name, instance or class; see `init_trackers`.
-    ``kwargs_handlers``: at most one each of `AutocastKwargs`, `DistributedDataParallelKwargs`, `GradScalerKwargs`,
-    `InitProcessGroupKwargs` and `ProfileKwargs`. ``fsdp_plugin``: models are sharded over the processes
-    (`FullyShardedDataParallelPlugin`); ``parallelism_config``: over which of them (`ParallelismConfig`).
+    ``kwargs_handlers``: at most one each of `AutocastKwargs`, `DistributedDataParallelKwargs`,
+        `GradScalerKwargs`, `InitProcessGroupKwargs` and `ProfileKwargs`.
 
-    Raises `WorldError` where the environment speaks of several processes that cannot form one world, `PrecisionError`
-    where the device lacks the precision, and `ArgumentError` for any other argument that cannot be used.
+    Raises `WorldError` if the environment describes several processes that cannot form one world,
+    `PrecisionError` if the device lacks the precision, and `ArgumentError` for any other invalid argument.
     """
 
     def __init__(
@@ -166,8 +168,8 @@ class Accelerator(
     def prepare(self, *args: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
         """Return models, optimizers, data loaders and schedulers, in the order given, ready for this world.
 
-        Anything else, ``None`` included, and what is prepared already comes back as it is. ``device_placement`` says
-        for each whether it is put on `device`.
+        Other objects (``None`` too) and objects that are already prepared are returned unchanged.
+        ``device_placement`` has a flag for each object: move it to `device`, or ``None`` for the default.
         """
         places = list(device_placement) if device_placement is not None else [None] * len(args)
         if len(places) != len(args):
@@ -189,9 +191,9 @@ class Accelerator(
     def prepare_model(
         self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> torch.nn.Module:
-        """Return ``model`` on its device, in its precision and, but for ``evaluation_mode``, spread over the world.
+        """Return ``model`` on its device, in its precision and, except for ``evaluation_mode``, distributed.
 
-        One that is prepared already comes back as what the first call made of it.
+        For a model that is already prepared, return the result of the first call.
         """
         made = self._prepare_training([(model, device_placement)], [], evaluation=evaluation_mode)
         return cast(torch.nn.Module, made[id(model)])
@@ -199,14 +201,17 @@ class Accelerator(
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
-        """Return ``optimizer`` so that it steps with the accumulation windows; see `AcceleratedOptimizer`."""
+        """Wrap ``optimizer`` so that it steps at the end of each accumulation window; see `AcceleratedOptimizer`."""
         made = self._prepare_training([], [(optimizer, device_placement)])
         return cast(AcceleratedOptimizer, made[id(optimizer)])
 
     def _prepare_training(
         self, models: Sequence[_Given], optimizers: Sequence[_Given], *, evaluation: bool = False
     ) -> dict[int, Any]:
-        """What is made of each, by its `id`; a model and its optimizer may come in different calls, in either order."""
+        """Return prepared objects by the `id` of the original.
+
+        A model and its optimizer may come in different calls, in either order.
+        """
         made: dict[int, Any] = {id(model): self._known_model(model, evaluation) for model, _ in models}
         made |= {id(optimizer): self._known_optimizer(optimizer) for optimizer, _ in optimizers}
         new = {id(model): (model, place) for model, place in models if made[id(model)] is None}
@@ -225,7 +230,10 @@ class Accelerator(
         return made
 
     def _known_model(self, model: torch.nn.Module, evaluation: bool) -> torch.nn.Module | None:
-        """What an earlier call has made of ``model``; to train one that was for evaluation alone, it is made anew."""
+        """Return what an earlier call made of ``model``, or None.
+
+        A model that was prepared for evaluation only is prepared again for training.
+        """
         run = self._run
         for known in run.models:
             if known is model or self.strategy.unwrap(known) is model:
@@ -237,7 +245,7 @@ class Accelerator(
         return None
 
     def _known_optimizer(self, optimizer: torch.optim.Optimizer) -> AcceleratedOptimizer | None:
-        """What an earlier call has made of ``optimizer``; one that another `Accelerator` has made is taken over."""
+        """Return what an earlier call made of ``optimizer``; register one that another `Accelerator` prepared."""
         for known in self._run.optimizers:
             if optimizer is known or optimizer is known.optimizer:
                 return known
@@ -268,7 +276,7 @@ class Accelerator(
         return model
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
-        """Return ``scheduler`` so that it steps when its optimizer did; see `AcceleratedScheduler`."""
+        """Wrap ``scheduler`` so that it steps when its optimizer did; see `AcceleratedScheduler`."""
         if not isinstance(scheduler, AcceleratedScheduler):
             inner = getattr(scheduler, "optimizer", None)
             mine = [known for known in self._run.optimizers if inner is known or inner is known.optimizer]
@@ -287,13 +295,15 @@ class Accelerator(
         return prepared
 
     def checkpoint_on_preemption(self, dir: str | os.PathLike[str] | None = None) -> None:
-        """Once this run is `preempted`: save its state, wait until that is on the disk, and end the process.
+        """Save the run's state and end the process if the run is `preempted`; otherwise return at once.
 
-        Trackers are finished in between; one that cannot be is named in a warning and costs no more than its records.
-        ``dir`` is where, as for `save_state`; without it checkpoints must be named automatically. Ends by `SystemExit`
-        with `accel.exit_codes.REQUEUE` (85), on every process, which ``accel launch`` reports as preempted. Otherwise
-        returns at once, and so it does in an accumulation window whose gradients cannot be saved, to save at its end.
-        To be called by all, after each batch: like `preempted`, equally often.
+        Call it on all processes after each batch; like `preempted`, equally often on each. ``dir`` is as for
+        `save_state`; without it, checkpoints must be named automatically. In an accumulation window whose gradients
+        cannot be saved, the save waits for the window's end.
+
+        The state is on disk before trackers are finished; a tracker that fails is named in a warning and loses only
+        its records. Raises `SystemExit` with `accel.exit_codes.REQUEUE` (85) on every process, which ``accel launch``
+        reports as preempted.
         """
         if dir is None and not self.project_configuration.automatic_checkpoint_naming:
             raise ArgumentError(
@@ -314,17 +324,17 @@ class Accelerator(
         raise SystemExit(REQUEUE)
 
     def end_training(self) -> None:
-        """End the run: give back signals, wait for the checkpoint under way, finish the trackers, leave the world.
+        """End the run: restore signal handlers, wait for the checkpoint, finish trackers, leave the world.
 
-        To be called by all, last of all. Each is done whatever became of the ones before it; the last error is raised,
-        such as `CheckpointError` where the last checkpoint could not be written.
+        Call it last, on all processes. Each step runs even if an earlier one failed; the last error is raised, such
+        as `CheckpointError` if the last checkpoint could not be written.
         """
         _call_all(
             [self._end_preemption, self._checkpoints.release, self._finish_trackers, self.state.destroy_process_group]
         )
 
     def free_memory(self, *objects: Any) -> list[Any]:
-        """Let go of everything prepared and of ``objects``; returns as many ``None``."""
+        """Drop all prepared objects and ``objects``; return a list with ``None`` for each of ``objects``."""
         released: list[Any] = [None] * len(objects)
         del objects
         self._run.forget()
@@ -335,12 +345,12 @@ class Accelerator(
         return released
 
     def clear(self, *objects: Any) -> list[Any]:
-        """The same as `free_memory`."""
+        """Alias of `free_memory`."""
         return self.free_memory(*objects)
 
 
 def _call_all(steps: Sequence[Callable[[], None]]) -> None:
-    """Call each whatever the ones before it raised. Raises the last error, with those before it as its context."""
+    """Call every step even if earlier ones raise. Raises the last error, with the earlier ones as its context."""
     if steps:
         try:
             steps[0]()

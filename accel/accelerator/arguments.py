@@ -1,4 +1,4 @@
-"""What `Accelerator` is given, checked and completed."""
+"""Validation and defaults of `Accelerator`'s arguments."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _REMOVED = {
 
 
 def refuse_unknown(others: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Raise `ArgumentError` for the first of ``others``, which are not among the ``known`` arguments."""
+    """Raise `ArgumentError` for the first of ``others``, with its replacement or the nearest of ``known``."""
     for name in others:
         if name in _REMOVED:
             raise ArgumentError(f"Accelerator({name}=…) was removed: use {_REMOVED[name]}")
@@ -51,9 +51,9 @@ def refuse_unknown(others: Mapping[str, Any], known: Iterable[str]) -> None:
 
 
 def refuse_environment(env: Mapping[str, str]) -> None:
-    """Raise `ArgumentError` for a variable that asks for a way of training which this version does not have.
+    """Raise `ArgumentError` if a variable selects a training method that this version does not have.
 
-    Passing it over would train another way than the one that was asked for, and say nothing.
+    Ignoring it would silently train in another way than requested.
     """
     asked = [name for name in _WAYS_NOT_HERE if read_flag(env, name)]
     if asked:
@@ -61,7 +61,7 @@ def refuse_environment(env: Mapping[str, str]) -> None:
 
 
 def sharding(plugin: Any) -> FullyShardedDataParallelPlugin | None:
-    """How models are sharded, from the argument, or where ``ACCELERATE_USE_FSDP`` asks for it from ``FSDP_…``."""
+    """Return the FSDP plug-in: the argument or, if ``ACCELERATE_USE_FSDP`` is set, one from ``FSDP_…``."""
     if plugin is not None and not isinstance(plugin, FullyShardedDataParallelPlugin):
         raise ArgumentError(
             f"Accelerator(fsdp_plugin=…) must be a FullyShardedDataParallelPlugin, not {type(plugin).__name__}"
@@ -75,9 +75,9 @@ def sharding(plugin: Any) -> FullyShardedDataParallelPlugin | None:
 def parallelism(
     config: ParallelismConfig | None, plugin: FullyShardedDataParallelPlugin | None
 ) -> ParallelismConfig | None:
-    """Over which dimensions the work is shared, from the argument or ``PARALLELISM_CONFIG_…``.
+    """Return the parallelism configuration, from the argument or ``PARALLELISM_CONFIG_…``.
 
-    Raises `ArgumentError` where it says that models are sharded, and nothing says how.
+    Raises `ArgumentError` if it shards models but there is no FSDP plug-in.
     """
     if config is not None and not isinstance(config, ParallelismConfig):
         raise ArgumentError(
@@ -94,7 +94,7 @@ def parallelism(
 
 
 def by_type(handlers: Sequence[KwargsHandler]) -> dict[type, Any]:
-    """Handlers by their class. Raises `ArgumentError` for an unknown class, and for one given twice."""
+    """Return handlers by class. Raises `ArgumentError` for an unknown class and for a class given twice."""
     found: dict[type, Any] = {}
     for handler in handlers:
         kind = next((known for known in _HANDLERS if isinstance(handler, known)), None)
@@ -113,13 +113,13 @@ def by_type(handlers: Sequence[KwargsHandler]) -> dict[type, Any]:
 
 
 def loading(config: DataLoaderConfiguration | None, split_batches: bool | None) -> DataLoaderConfiguration:
-    """The loader configuration, with ``split_batches`` in it if that was given apart."""
+    """Return the loader configuration, with ``split_batches`` if that was passed separately."""
     config = config or DataLoaderConfiguration()
     return config if split_batches is None else replace(config, split_batches=split_batches)
 
 
 def project(config: ProjectConfiguration | None, directory: str | os.PathLike[str] | None) -> ProjectConfiguration:
-    """The project configuration, with ``directory`` in it if that was given apart."""
+    """Return the project configuration, with ``directory`` unless it has a directory already."""
     config = config or ProjectConfiguration()
     if directory is not None and config.project_dir is None:
         config.set_directories(os.fspath(directory))
@@ -127,7 +127,7 @@ def project(config: ProjectConfiguration | None, directory: str | os.PathLike[st
 
 
 def accumulation(plugin: GradientAccumulationPlugin | None, steps: int) -> GradientAccumulationPlugin:
-    """How gradients are accumulated, from the argument or ``ACCELERATE_GRADIENT_ACCUMULATION_STEPS``."""
+    """Return the accumulation plug-in, from the arguments or ``ACCELERATE_GRADIENT_ACCUMULATION_STEPS``."""
     if plugin is None:
         auto = os.environ.get(_STEPS, "").lower() == "auto"  # for DeepSpeed: what the script says
         named = read_int(os.environ, _STEPS, minimum=1) if steps == 1 and not auto else None

@@ -1,4 +1,4 @@
-"""The part of `Accelerator` that is about what is kept on disk."""
+"""The part of `Accelerator` that saves and loads: checkpoints, weights, objects."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LOAD_OPTIONS = ("weights_only", "mmap", "encoding")
 
 
 class CheckpointControl(Part):
-    """Saving and loading the state of a run; every method that touches a checkpoint is called by all processes."""
+    """Saving and loading of a run's state. All processes must call every method that touches a checkpoint."""
 
     def _init_checkpoints(self) -> None:
         self._save_model_state_pre_hook: OrderedDict[int, Callable[..., None]] = OrderedDict()
@@ -33,12 +33,12 @@ class CheckpointControl(Part):
 
     @property
     def project_dir(self) -> str | None:
-        """Where the run keeps its files."""
+        """The directory of the run's files."""
         return self.project_configuration.project_dir
 
     @property
     def logging_dir(self) -> str | None:
-        """Where the run keeps its logs."""
+        """The directory of the run's logs."""
         return self.project_configuration.logging_dir
 
     @property
@@ -47,7 +47,7 @@ class CheckpointControl(Part):
         return self.project_configuration.iteration
 
     def register_for_checkpointing(self, *objects: Any) -> None:
-        """Keep the ``state_dict()`` of ``objects`` in checkpoints; raises `ArgumentError` for one that has none."""
+        """Include the ``state_dict()`` of ``objects`` in checkpoints. Raises `ArgumentError` for one without it."""
         for item in objects:
             if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict")):
                 raise ArgumentError(
@@ -56,17 +56,20 @@ class CheckpointControl(Part):
         self._run.registered.extend(objects)
 
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
-        """Have ``hook(models, weights, output_dir)`` called on every process before models are written.
+        """Register ``hook(models, weights, output_dir)`` to run on every process before models are written.
 
-        It may write files into ``output_dir``, which become part of the checkpoint, and take state dicts out of the
-        list ``weights``, which are then not written. The handle that is returned removes it.
+        Files that it writes into ``output_dir`` become part of the checkpoint, and state dicts that it removes from
+        the list ``weights`` are not written. The returned handle unregisters it.
         """
         handle = RemovableHandle(self._save_model_state_pre_hook)
         self._save_model_state_pre_hook[handle.id] = hook
         return handle
 
     def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
-        """Have ``hook(models, input_dir)`` called before models are loaded; models it takes out of the list are not."""
+        """Register ``hook(models, input_dir)`` to run before models are loaded.
+
+        Models that it removes from the list are not loaded.
+        """
         handle = RemovableHandle(self._load_model_state_pre_hook)
         self._load_model_state_pre_hook[handle.id] = hook
         return handle
@@ -86,7 +89,7 @@ class CheckpointControl(Part):
 
     @property
     def _can_be_saved(self) -> bool:
-        """Whether all that makes up the run can be had at this moment."""
+        """True unless an open accumulation window holds gradients that cannot be saved."""
         window = self._run.window
         return self.strategy.saves_held_back or not window.is_open or window.state.plugin.sync_each_batch
 
@@ -98,23 +101,22 @@ class CheckpointControl(Part):
         async_save: bool = False,
         **save_model_func_kwargs: Any,
     ) -> str:
-        """Write models, optimizers, schedulers, loaders' positions, scaler, generators and registered objects.
+        """Save models, optimizers, schedulers, loader positions, scaler, generators and registered objects.
 
-        Returns the directory, ``output_dir``, or without it the next one under ``project_dir/checkpoints`` if
-        checkpoints are named automatically. The directory is at every moment whole: what it was before, or what it is
-        when this returns, on disk and with a checksum of every file. Files in it that are the script's own are kept.
+        Returns the directory: ``output_dir``, or the next one under ``project_dir/checkpoints`` if checkpoints are
+        named automatically. A crash at any moment leaves either the old or the new checkpoint complete. On return the
+        new one is on disk, with a checksum of every file. The script's own files in the directory are kept.
 
-        With ``async_save`` it returns when the state is copied to host memory, as much as the checkpoint is large, and
-        the writing goes on beside training. The next save or load, `wait_for_checkpoint` and `end_training` wait for
-        it, and so does the interpreter before it ends.
+        With ``async_save`` it returns once the state is copied to host memory, which takes as much memory as the
+        checkpoint is large, and writes in the background. The next save or load, `wait_for_checkpoint`,
+        `end_training` and the interpreter's exit wait for the write.
 
-        Every process calls it; in debug mode (``ACCELERATE_DEBUG_MODE=1``) the main process names those that do not
-        within five minutes, by `CollectiveError`. Raises `ArgumentError` in an open accumulation window of a sharded
-        model, without ``sync_each_batch``.
+        All processes must call it. In debug mode (``ACCELERATE_DEBUG_MODE=1``) the main process raises
+        `CollectiveError`, naming the processes that do not within five minutes. Raises `ArgumentError` in an open
+        accumulation window of a sharded model without ``sync_each_batch``.
 
-        Raises `CheckpointError`, on every process, if any process cannot write; for what fails beside training, whoever
-        waits for it does. ``save_model_func_kwargs`` are for ways of training that write a model otherwise; here they
-        are named in a warning.
+        Raises `CheckpointError`, on every process, if any process cannot write; the call that waits raises a
+        background failure. ``save_model_func_kwargs`` have no effect and are named in a warning.
         """
         if not self._can_be_saved:
             raise ArgumentError(
@@ -154,7 +156,7 @@ class CheckpointControl(Part):
         return [*pieces, *contents.own(window.step, window.is_open)]
 
     def wait_for_checkpoint(self) -> None:
-        """Return when the checkpoint being written beside training is whole; nothing if there is none.
+        """Wait for the checkpoint being written in the background, if there is one.
 
         Raises `CheckpointError`, on every process, if it could not be written.
         """
@@ -166,15 +168,15 @@ class CheckpointControl(Part):
         load_kwargs: dict[str, Any] | None = None,
         **load_model_func_kwargs: Any,
     ) -> None:
-        """Put back what `save_state` wrote into the objects prepared and registered in this run, in the same order.
+        """Load a checkpoint by `save_state` into the objects prepared and registered in this run, in the same order.
 
-        Every file is verified before any is loaded. Without ``input_dir``, or with ``"latest"``, the newest whole
-        checkpoint under ``project_dir/checkpoints`` is taken, and damaged ones passed over are named in a warning.
-        Checkpoints by Accelerate 1.15 are read too; they have nothing to be verified by, which is said in a warning.
+        Every file is verified before any is loaded. Without ``input_dir``, or with ``"latest"``, the newest complete
+        checkpoint under ``project_dir/checkpoints`` is loaded; a warning names damaged ones that were skipped.
+        Checkpoints by Accelerate 1.15 are read too, with a warning that they have no checksums to verify.
 
         ``load_kwargs`` go to `torch.load` (``weights_only=False`` is refused), ``load_model_func_kwargs`` to
-        `torch.nn.Module.load_state_dict`; of these ``map_location`` has no effect, as tensors are read straight to
-        where the objects are. Raises `CheckpointError`, on every process.
+        `torch.nn.Module.load_state_dict`. ``map_location`` has no effect: tensors are read directly to the objects'
+        devices. Raises `CheckpointError`, on every process.
         """
         newest = input_dir is None or os.fspath(input_dir) == "latest"
         if newest and self.project_dir is None:
@@ -192,14 +194,13 @@ class CheckpointControl(Part):
         logger.info(f"loaded {folder}")
 
     def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The whole state dict of a prepared model, by the names it had before (with ``unwrap=False``: it has now)."""
+        """Return the full state dict of a prepared model under its original names (``unwrap=False``: as it is now)."""
         return self.strategy.model_state(model) if unwrap else dict(model.state_dict())
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
-        """Write ``obj`` to the file ``f`` on the main process (``save_on_each_node``: one a node), replacing it whole.
+        """Write ``obj`` to the file ``f`` on the main process, or on one per node (``save_on_each_node``), atomically.
 
-        With ``safe_serialization`` it must be a dict of tensors and becomes a safetensors file. ``f`` may also be an
-        open file.
+        ``safe_serialization`` writes a safetensors file from a dict of tensors. ``f`` may also be an open file.
         """
         save(self.strategy.on_host(obj), f, self.project_configuration.save_on_each_node, safe_serialization)
 
@@ -212,11 +213,11 @@ class CheckpointControl(Part):
     ) -> None:
         """Write the weights of ``model`` for inference or other programs, in files of at most ``max_shard_size``.
 
-        ``model.safetensors``, or where it is larger ``model-00001-of-0000N.safetensors`` and an index; without
-        ``safe_serialization`` ``pytorch_model.bin`` likewise. Tied weights are written once. Weights that hooks have
-        moved to the CPU or the disk are fetched; sharded ones are gathered one at a time, for safetensors. Raises
-        `ArgumentError` for a directory that is a file, for weights on the meta device and for what safetensors cannot
-        hold; `CheckpointError`, on every process, if one cannot write.
+        The file is ``model.safetensors``, or if larger ``model-00001-of-0000N.safetensors`` and an index; without
+        ``safe_serialization``, ``pytorch_model.bin`` likewise. Tied weights are written once. Weights that hooks
+        offloaded to the CPU or the disk are loaded; sharded ones are gathered one at a time (safetensors). Raises
+        `ArgumentError` for a directory that is a file, for weights on the meta device and for types that safetensors
+        lacks; `CheckpointError`, on every process, if one cannot write.
         """
         folder = Path(save_directory)
         streams = safe_serialization and self.strategy.spreads

@@ -1,4 +1,4 @@
-"""The part of `Accelerator` that is about processes alone: who am I, wait, speak, and exchange."""
+"""The part of `Accelerator` about processes: ranks, barriers, printing and collectives."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class ProcessControl(Part):
-    """Delegates to `AcceleratorState` and `accel.collectives`; see there for what each member promises."""
+    """Ranks, barriers and collectives, delegated to `AcceleratorState` and `accel.collectives`."""
 
     flag_tensor: torch.Tensor | None = None
 
@@ -29,12 +29,12 @@ class ProcessControl(Part):
 
     @property
     def distributed_type(self) -> DistributedType:
-        """How the processes work together."""
+        """The kind of distributed run."""
         return self.state.distributed_type
 
     @property
     def num_processes(self) -> int:
-        """Processes in the world."""
+        """The world size."""
         return self.state.num_processes
 
     @property
@@ -49,27 +49,27 @@ class ProcessControl(Part):
 
     @property
     def is_main_process(self) -> bool:
-        """Whether this is rank 0."""
+        """True on rank 0."""
         return self.state.is_main_process
 
     @property
     def is_local_main_process(self) -> bool:
-        """Whether this is rank 0 of its node."""
+        """True on rank 0 of a node."""
         return self.state.is_local_main_process
 
     @property
     def is_last_process(self) -> bool:
-        """Whether this is the highest rank."""
+        """True on the highest rank."""
         return self.state.is_last_process
 
     @property
     def use_distributed(self) -> bool:
-        """Whether there is more than one process."""
+        """True if there is more than one process."""
         return self.state.use_distributed
 
     @property
     def multi_device(self) -> bool:
-        """Whether there is more than one process, each on a GPU of its own."""
+        """True if there is more than one process, each on an accelerator of its own."""
         return self.state.use_distributed and self.state.device.type != "cpu"
 
     @property
@@ -114,7 +114,7 @@ class ProcessControl(Part):
         return self.state.on_local_process(function, local_process_index)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print, on the main process of each node only."""
+        """Print on the main process of each node only."""
         self.state.print(*args, **kwargs)
 
     def gather(self, tensor: Any) -> Any:
@@ -122,10 +122,10 @@ class ProcessControl(Part):
         return collectives.gather(tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather, and leave out what stems from samples repeated to make the last round even.
+        """Gather, and drop the samples that were repeated to complete the last round.
 
-        Tensors come back as from `gather`. Other data, or everything with ``use_gather_object``, are lists of one
-        object a sample, and come back as one list in rank order.
+        Tensors are gathered as by `gather`. Other data, or everything with ``use_gather_object``, must be lists of
+        one object per sample, and are returned as one list in rank order.
         """
         counts = last_counts(self.gradient_state)
         found: list[Any] = []
@@ -148,11 +148,11 @@ class ProcessControl(Part):
         return collectives.pad_across_processes(tensor, dim, pad_index, pad_first)
 
     def set_trigger(self) -> None:
-        """Raise a flag that every process sees at its next `check_trigger`."""
+        """Set a flag that every process sees at its next `check_trigger`."""
         self.flag_tensor = torch.tensor(1, device=self.device)
 
     def check_trigger(self) -> bool:
-        """Whether any process has raised its flag since the last time; lowers all flags. One collective."""
+        """Return True if any process set its flag since the last check; reset all flags. One collective."""
         flag = torch.tensor(0, device=self.device) if self.flag_tensor is None else self.flag_tensor
         self.flag_tensor = None
         return bool(collectives.reduce(flag, "sum").item())

@@ -1,6 +1,6 @@
-"""The part of `Accelerator` that tells over which dimensions processes share the work, and this one's place in them.
+"""The part of `Accelerator` about parallelism dimensions: the device mesh and this process's rank in each.
 
-Of the dimensions that this version does not have there is one, and this process is the first in it.
+Dimensions that this version does not have are of size 1.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Dimensions(Part):
-    """The mesh of the run, and Accelerate's properties of ways to compute that this version does not have."""
+    """The device mesh of the run, and Accelerate's properties of features that this version does not have."""
 
     fp8_enabled = False
     has_fp8_handler = False
@@ -30,51 +30,51 @@ class Dimensions(Part):
 
     @property
     def deepspeed_plugin(self) -> None:
-        """``None``: no DeepSpeed."""
+        """``None``: this version has no DeepSpeed."""
         return
 
     @property
     def parallelism_config(self) -> ParallelismConfig | None:
-        """The size of every dimension; ``None`` where models are whole and nobody gave a `ParallelismConfig`."""
+        """The size of every dimension; ``None`` without sharding and without a `ParallelismConfig`."""
         return self.state.parallelism_config
 
     @property
     def torch_device_mesh(self) -> DeviceMesh | None:
-        """The processes by dimension; ``None`` where they share data alone, and nobody gave a `ParallelismConfig`.
+        """The device mesh; ``None`` for data parallelism alone without a `ParallelismConfig`.
 
-        Its dimensions are ``dp_replicate``, ``dp_shard``, ``cp``, ``sp`` and ``tp``, those of size 1 too, and by
-        ``mesh["dp"]`` it answers what several are together: ``dp``, ``dp_shard_cp`` and ``dp_cp``.
+        Its dimensions are ``dp_replicate``, ``dp_shard``, ``cp``, ``sp`` and ``tp``, those of size 1 too. Flattened
+        dimensions are ``mesh["dp"]``, ``mesh["dp_shard_cp"]`` and ``mesh["dp_cp"]``.
         """
         return self.state.device_mesh
 
     @property
     def is_fsdp2(self) -> bool:
-        """Whether models are sharded, which is by FSDP 2."""
+        """True if models are sharded, always with FSDP 2."""
         return self.state.is_fsdp2
 
     @property
     def is_composable_parallelism_enabled(self) -> bool:
-        """The same as `is_fsdp2`."""
+        """Alias of `is_fsdp2`."""
         return self.is_fsdp2
 
     @property
     def fp8_backend(self) -> FP8BackendType:
-        """``FP8BackendType.NO``."""
+        """``FP8BackendType.NO``: this version has no fp8."""
         return FP8BackendType.NO
 
     @property
     def should_save_model(self) -> bool:
-        """Whether this process is the one of its node that has a whole model to write: rank 0 of the node."""
+        """True on rank 0 of a node, which writes the full model."""
         return self.state.is_local_main_process
 
     @property
     def data_parallel_rank(self) -> int:
-        """Which replica of the model this process has, or a share of."""
+        """The index of the model replica that this process holds or shares."""
         return self.strategy.data_place[1] if self.state.device_mesh is None else self._rank("dp_replicate")
 
     @property
     def data_parallel_shard_rank(self) -> int:
-        """Which of the shards of a replica this process has; 0 where models are whole."""
+        """The index of this process's shard in its replica; 0 without sharding."""
         return self._rank("dp_shard")
 
     def _rank(self, dimension: str) -> int:
@@ -83,19 +83,19 @@ class Dimensions(Part):
 
     @property
     def tensor_parallel_rank(self) -> int:
-        """0: tensors are whole on every process."""
+        """0: this version has no tensor parallelism."""
         return 0
 
     @property
     def pipeline_parallel_rank(self) -> int:
-        """0: a model is one stage."""
+        """0: this version has no pipeline parallelism."""
         return 0
 
     @property
     def context_parallel_rank(self) -> int:
-        """0: sequences are whole on every process."""
+        """0: this version has no context parallelism."""
         return 0
 
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: Any) -> Any:
-        """Return ``dl``: sequences are whole on every process."""
+        """Return ``dl`` unchanged: this version has no sequence parallelism."""
         return dl

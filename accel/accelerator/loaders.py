@@ -1,4 +1,4 @@
-"""The part of `Accelerator` that is about data loaders."""
+"""The part of `Accelerator` that prepares data loaders."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from accel.plugins import DataLoaderConfiguration
 
 
 class LoadingControl(Part):
-    """Prepares loaders as `DataLoaderConfiguration` says."""
+    """Preparation of data loaders according to `DataLoaderConfiguration`."""
 
     dataloader_config: DataLoaderConfiguration
     device_placement: bool
@@ -23,17 +23,17 @@ class LoadingControl(Part):
 
     @property
     def split_batches(self) -> bool:
-        """Whether a loader's batch size is that of all processes together."""
+        """True if a loader's batch size is the total of all processes."""
         return self.dataloader_config.split_batches
 
     @property
     def dispatch_batches(self) -> bool | None:
-        """Whether the main process reads for all; ``None``: iterable data sets only."""
+        """True if the main process reads for all; ``None``: for iterable data sets only."""
         return self.dataloader_config.dispatch_batches
 
     @property
     def even_batches(self) -> bool:
-        """Whether incomplete last rounds are completed."""
+        """True if an incomplete last round is completed."""
         return self.dataloader_config.even_batches
 
     @even_batches.setter
@@ -42,17 +42,17 @@ class LoadingControl(Part):
 
     @property
     def use_seedable_sampler(self) -> bool:
-        """Whether shuffling depends on seed and epoch alone."""
+        """True if shuffling depends on seed and epoch only."""
         return self.dataloader_config.use_seedable_sampler
 
     @property
     def use_stateful_dataloader(self) -> bool:
-        """Whether loaders go on by themselves after `load_state`."""
+        """True if loaders resume their position after `load_state`."""
         return self.dataloader_config.use_stateful_dataloader
 
     @property
     def non_blocking(self) -> bool:
-        """Whether copies to the device do not wait."""
+        """True if copies to the device are asynchronous."""
         return self.dataloader_config.non_blocking
 
     def prepare_data_loader(
@@ -61,7 +61,7 @@ class LoadingControl(Part):
         device_placement: bool | None = None,
         slice_fn_for_dispatch: Callable[..., Any] | None = None,
     ) -> DataLoader[Any]:
-        """Return ``data_loader`` so that it gives this process's share; see `accel.data.prepare_data_loader`."""
+        """Return ``data_loader`` limited to this process's share; see `accel.data.prepare_data_loader`."""
         config = self.dataloader_config
         device: torch.device = self.state.device
         prepared = prepare_data_loader(

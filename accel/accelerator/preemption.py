@@ -1,7 +1,7 @@
-"""Being told that the machine will be taken away: known to every process at the same step, in time for a checkpoint.
+"""Preemption warnings. All processes learn of them at the same step, in time for a checkpoint.
 
-A handler only takes note. What it has noted is agreed in an all-reduce that runs beside training, from one reading of
-`Accelerator.preempted` to a later one, so that no step waits for it.
+Signal handlers only set a flag. An asynchronous all-reduce, started at one read of `Accelerator.preempted`
+and finished at a later one, combines the flags, so that no step waits for it.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Warnings:
-    """The signals that this process has had, noted by handlers that do nothing else.
+    """Warning signals that this process received, recorded by handlers that do nothing else.
 
-    ``SIGUSR1`` and ``SIGUSR2`` are taken from the start where the launcher has them ignored, ``SIGTERM`` once the
-    script asks; until then all is as the script, or the system, has it.
+    ``SIGUSR1`` and ``SIGUSR2`` are handled from the start if the launcher set them to be ignored, ``SIGTERM``
+    from the first read of `Accelerator.preempted`. Until then all handlers stay as they were.
     """
 
     received: ClassVar[int | None] = None
@@ -42,7 +42,7 @@ class Warnings:
 
     @classmethod
     def take_ignored(cls) -> None:
-        """Note the warnings that would otherwise go unheard. Nothing outside the main thread."""
+        """Install handlers for warning signals that are ignored so far. Does nothing outside the main thread."""
         if _in_main_thread():
             for signum in _WARNINGS:
                 if signum not in cls._before and signal.getsignal(signum) is signal.SIG_IGN:
@@ -50,7 +50,7 @@ class Warnings:
 
     @classmethod
     def take_all(cls) -> bool:
-        """Note every warning from here on; returns whether that is possible, which it is in the main thread alone."""
+        """Install handlers for all warning signals; return False outside the main thread, where it is impossible."""
         if not _in_main_thread():
             return False
         for signum in (signal.SIGTERM, *_WARNINGS):
@@ -60,7 +60,7 @@ class Warnings:
 
     @classmethod
     def give_back(cls) -> None:
-        """Have the handlers that were there before, but for those that the script has changed since."""
+        """Restore the previous handlers, except where the script has set another one since."""
         if _in_main_thread():
             for signum, handler in cls._before.items():
                 if signal.getsignal(signum) == cls._note and handler is not None:
@@ -88,10 +88,10 @@ def _in_main_thread() -> bool:
 
 
 class Agreement:
-    """Whether any process was warned, answered alike on all processes for the same reading.
+    """Agreement of all processes on whether one was warned: equal on all of them at the same read.
 
-    Every process must ask equally often. Between two exchanges lie as many readings as take 0.1 s on the slowest
-    process, at least one and at most 16; a warning is known to all two or three exchanges later.
+    Every process must call `read` equally often. Exchanges are as many reads apart as take 0.1 s on the slowest
+    process, at least 1 and at most 16; a warning reaches all processes after two or three exchanges.
     """
 
     def __init__(self, state: AcceleratorState) -> None:
@@ -105,7 +105,7 @@ class Agreement:
         self.reached = False
 
     def read(self) -> bool:
-        """Whether all processes know by now that one was warned. Raises `RuntimeError` if a process is gone."""
+        """Return True once all processes know that one was warned. Raises `RuntimeError` if a process is gone."""
         if self.reached:
             return True
         if self._alone:
@@ -138,7 +138,7 @@ class Agreement:
             self._work = dist.all_reduce(self._votes, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
 
     def drop(self) -> None:
-        """Wait for the exchange under way, if its processes are still there, and forget the group."""
+        """Wait for the exchange in progress, if its processes still exist, and drop the group."""
         work, self._work, self._group = self._work, None, None
         if work is not None:
             try:
@@ -148,7 +148,7 @@ class Agreement:
 
 
 class PreemptionControl(Part):
-    """The part of `Accelerator` that is about being preempted."""
+    """The part of `Accelerator` that detects preemption."""
 
     def _init_preemption(self) -> None:
         self._preemption = Agreement(self.state)
@@ -157,14 +157,14 @@ class PreemptionControl(Part):
 
     @property
     def preempted(self) -> bool:
-        """Whether this run is about to be ended from outside: a warning signal has reached any of its processes.
+        """True once a warning signal has reached any process: this run is about to be ended from outside.
 
-        Turns true on every process at the same reading, and stays so; every process must read it equally often, at the
-        same places, such as once a step. Warnings are ``SIGTERM``, ``SIGUSR1`` and ``SIGUSR2``, from the first reading
-        on (the latter two, under ``accel launch``, from the `Accelerator` on); they then no longer end the process,
-        and handlers that the script had for them are not called. `end_training` gives them back.
+        Turns true on every process at the same read, and stays so. Every process must read it equally often, at the
+        same places, such as once per step. Warnings are ``SIGTERM``, ``SIGUSR1`` and ``SIGUSR2``, from the first read
+        on (the latter two, under ``accel launch``, from the creation of the `Accelerator`). They then no longer end
+        the process, and the script's own handlers for them are not called until `end_training` restores them.
 
-        Raises `StateError` when it is first read outside the main thread, where Python takes no signals.
+        Raises `StateError` if it is first read outside the main thread, where Python handles no signals.
         """
         if not self._watching:
             self._watch()
@@ -176,7 +176,6 @@ class PreemptionControl(Part):
         self._watching = True
 
     def _end_preemption(self) -> None:
-        """Give back the signals that `preempted` took."""
         self._preemption.drop()
         if self._watching:
             self._watching = False

@@ -23,10 +23,10 @@ class ProfileControl(Part):
 
     @contextmanager
     def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[profile]:
-        """A region that is profiled as ``profile_handler`` says, else as the one given to `Accelerator`; yields it.
+        """Profile the block with ``profile_handler``, by default the one given to `Accelerator`; yield the profiler.
 
-        With ``output_trace_dir`` every process writes ``profile_<rank>.json`` there when the region ends without an
-        error; when it returns, all have.
+        With ``output_trace_dir`` every process writes ``profile_<rank>.json`` there if the block ends without an
+        error, and waits until all have.
         """
         handler = profile_handler or self.profile_handler or ProfileKwargs()
         with handler.build() as profiler:

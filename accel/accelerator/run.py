@@ -1,4 +1,4 @@
-"""The run that the parts of `Accelerator` are parts of: what it is, and what is prepared in it."""
+"""`Run`, the state that the parts of `Accelerator` share, and `Part`, their base class."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from accel.training.scheduler import AcceleratedScheduler
 
 @dataclass(kw_only=True)
 class Run:
-    """What all parts share.
+    """The state that all parts share.
 
-    registered: the script's own objects that checkpoints hold.
-    evaluated:  those of ``models`` that were prepared for evaluation alone, and are not spread over the world.
+    ``registered``: the script's own objects that checkpoints include.
+    ``evaluated``: those of ``models`` that were prepared for evaluation only, and are not distributed.
     """
 
     state: AcceleratorState
@@ -40,13 +40,13 @@ class Run:
     evaluated: WeakSet[torch.nn.Module] = field(default_factory=WeakSet)
 
     def forget(self) -> None:
-        """Let go of everything that is prepared and registered."""
+        """Drop all prepared and registered objects."""
         self.models, self.optimizers, self.schedulers = [], [], []
         self.loaders, self.registered, self.evaluated = [], [], WeakSet()
 
 
 class Part:
-    """A part of `Accelerator`. Whatever it has beside the run is its own, and no other part's."""
+    """Base class of the parts of `Accelerator`. They share the run and no other attribute."""
 
     _run: Run
 
@@ -57,12 +57,12 @@ class Part:
 
     @property
     def gradient_state(self) -> GradientState:
-        """Where the process is in its accumulation window and loaders."""
+        """The process's position in its accumulation window and loaders."""
         return self._run.gradient_state
 
     @property
     def strategy(self) -> Strategy:
-        """How models are spread over the world."""
+        """The way in which models are distributed over the world."""
         return self._run.strategy
 
     @strategy.setter
@@ -71,7 +71,7 @@ class Part:
 
     @property
     def precision(self) -> Precision:
-        """In which precision models compute."""
+        """The precision in which models compute."""
         return self._run.precision
 
     @precision.setter
@@ -80,7 +80,7 @@ class Part:
 
     @property
     def project_configuration(self) -> ProjectConfiguration:
-        """Where the run keeps its files."""
+        """The directories of the run's files."""
         return self._run.project
 
     @project_configuration.setter

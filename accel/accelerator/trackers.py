@@ -1,4 +1,4 @@
-"""The part of `Accelerator` that keeps a record of training: which trackers, and on which processes they run."""
+"""The part of `Accelerator` that runs experiment trackers."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ logger = logging.getLogger("accel.tracking")
 
 
 class TrackingControl(Part):
-    """Trackers run on the main process.
+    """Experiment trackers, run on the main process.
 
-    A script's own runs on every process if its class, or the instance, sets ``main_process_only=False``.
+    A script's own tracker runs on every process if its class, or the instance, sets ``main_process_only=False``.
     """
 
     log_with: list[Choice]
@@ -44,13 +44,13 @@ class TrackingControl(Part):
     def init_trackers(
         self, project_name: str, config: dict[str, Any] | None = None, init_kwargs: dict[str, Any] | None = None
     ) -> None:
-        """Start every tracker of ``log_with`` for ``project_name``, and have each store ``config``.
+        """Start every tracker of ``log_with`` for ``project_name``, and store ``config`` with each.
 
-        ``init_kwargs``: by a tracker's name, more arguments of its constructor. To be called on all processes.
+        Call it on all processes. ``init_kwargs`` has more arguments for the constructors, by tracker name.
 
-        A tracker whose server cannot be reached is left out with a warning, and training goes on. Raises
-        `TrackerError` for one that cannot be started as it is set up, `ArgumentError` for arguments of a tracker that
-        does not exist, and `StateError` where trackers are running already.
+        A tracker whose server is unreachable is skipped with a warning, and training continues. Raises `TrackerError`
+        for one with a setup that cannot start, `ArgumentError` for arguments of an unknown tracker, and `StateError`
+        if trackers are already running.
         """
         if self._guards:
             raise StateError("init_trackers() was called already: end_training() first ends the trackers that run")
@@ -67,10 +67,10 @@ class TrackingControl(Part):
                 guard.store(config)
 
     def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
-        """Have every tracker that runs on this process record ``values``, at ``step``.
+        """Record ``values`` at ``step`` with every tracker that runs on this process.
 
-        ``log_kwargs``: by a tracker's name, more arguments of its ``log``. A tracker whose server or disk fails costs
-        its records, not the training: it is said, and tried again later.
+        ``log_kwargs`` has more arguments for ``log``, by tracker name. If a tracker's server or disk fails, its
+        records are lost but training continues: a warning is logged, and later calls retry.
         """
         if not self._guards:
             self._say_nothing_runs()
@@ -87,11 +87,11 @@ class TrackingControl(Part):
             logger.warning("log() records nothing: no tracker runs (init_trackers() starts them)")
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """The running tracker called ``name``; with ``unwrap``, the object of its package.
+        """Return the running tracker called ``name``; with ``unwrap``, the object of its package.
 
-        Where it does not run, on other processes or because its server could not be reached, and without any
-        ``log_with``, a stand-in that is false and takes every call, attribute and item. Raises `ArgumentError` for a
-        name that ``log_with`` does not have, and `StateError` before `init_trackers`.
+        If it does not run (on other processes, with an unreachable server, without ``log_with``), return a stand-in
+        that is false and accepts every call, attribute and item. Raises `ArgumentError` for a name that ``log_with``
+        does not have, and `StateError` before `init_trackers`.
         """
         from accel.tracking.base import NoTracker
         from accel.tracking.registry import name_of
@@ -120,7 +120,7 @@ class TrackingControl(Part):
 
 
 def _by_tracker(given: Mapping[str, Any] | None, chosen: list[Choice], what: str) -> Mapping[str, Any]:
-    """``given``, whose keys must be names of trackers; one that exists and was not chosen is no mistake."""
+    """Return ``given`` if its keys are names of existing trackers, chosen or not; else raise `ArgumentError`."""
     from accel.tracking.registry import LOGGER_TYPE_TO_CLASS, name_of
 
     if not given:
@@ -166,9 +166,9 @@ def _started(trackers: list[GeneralTracker]) -> list[Guard]:
 
 
 def _runs_everywhere(tracker: GeneralTracker) -> bool:
-    """Whether the script said so, in a class of its own or of an instance.
+    """Return True if the script set ``main_process_only=False``, on the instance or in a class of its own.
 
-    Some of the classes here have ``main_process_only=False``, as Accelerate's do, and yet are for one process.
+    Some built-in classes set it too, as Accelerate's do, but run on one process.
     """
     if tracker.main_process_only:
         return False

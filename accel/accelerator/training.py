@@ -21,21 +21,21 @@ from accel.training.optimizer import AcceleratedOptimizer
 
 
 class TrainingControl(Part):
-    """Delegates to the strategy, the precision and the accumulation window of the run."""
+    """Accumulation, backward passes and clipping, delegated to the run's strategy, precision and window."""
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
-        """The gradient scaler, with fp16."""
+        """The gradient scaler; ``None`` without fp16."""
         return self.precision.scaler
 
     @property
     def native_amp(self) -> bool:
-        """Whether models compute under autocast."""
+        """True if models compute under autocast."""
         return isinstance(self.precision, LowPrecision)
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """Batches to one optimizer step."""
+        """Batches per optimizer step."""
         return self.gradient_state.num_steps
 
     @gradient_accumulation_steps.setter
@@ -47,7 +47,7 @@ class TrainingControl(Part):
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether the batch at hand ends its accumulation window."""
+        """True if the current batch ends its accumulation window."""
         return self.gradient_state.sync_gradients
 
     @sync_gradients.setter
@@ -65,30 +65,33 @@ class TrainingControl(Part):
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """Whether the last step of any prepared optimizer was left out because fp16 gradients overflowed."""
+        """True if any prepared optimizer skipped its last step because fp16 gradients overflowed."""
         return any(optimizer.step_was_skipped for optimizer in self._run.optimizers)
 
     def accumulate(self, *models: torch.nn.Module) -> AbstractContextManager[None]:
-        """A region for one batch: until it ends a window, optimizers rest and gradients of ``models`` do not travel."""
+        """Return a context manager for one batch of ``models``.
+
+        Unless the batch ends a window, optimizers do not step and gradients are not synchronized.
+        """
         return Accumulation(self._run.window, self.strategy, models)
 
     def no_sync(self, model: torch.nn.Module | Sequence[torch.nn.Module]) -> AbstractContextManager[Any]:
-        """A region whose backward passes leave the gradients of ``model``, or of several, on their process."""
+        """Return a context manager whose backward passes do not synchronize ``model``, or several models."""
         return (
             self.strategy.no_sync(model) if isinstance(model, torch.nn.Module) else _all(self.strategy.no_sync, model)
         )
 
     @staticmethod
     def trigger_sync_in_backward(model: torch.nn.Module) -> AbstractContextManager[None]:
-        """A region whose backward passes exchange the gradients of ``model``, whose forward ran under `no_sync`."""
+        """Return a context manager whose backward passes synchronize ``model`` after a forward under `no_sync`."""
         return sync_in_backward(model)
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
-        """A region in which processes may run out of batches at different times, on every kind of device.
+        """Let processes run out of batches at different times in the block, on every kind of device.
 
-        ``even_batches`` stands for that setting of every prepared loader inside the region. Warns where the region has
-        no effect: in a world whose models are not data-parallel.
+        ``even_batches`` overrides that setting of every prepared loader in the block. Warns if the block has no
+        effect: in a world whose models are not data-parallel.
         """
         if self.state.use_distributed and not self.strategy.joins:
             warnings.warn("join_uneven_inputs has no effect: it is for data-parallel training (DDP)", stacklevel=3)
@@ -104,14 +107,14 @@ class TrainingControl(Part):
                 sampler.even_batches = even
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
-        """A region in which operations run in the mixed precision of this run; prepared models need none.
+        """Return a context manager that runs operations in mixed precision; prepared models need none.
 
-        ``autocast_handler`` stands for the one given to this `Accelerator`: with ``enabled=False`` the region is fp32.
+        ``autocast_handler`` replaces the one given to this `Accelerator`: with ``enabled=False`` the block is fp32.
         """
         return self.precision.autocast(autocast_handler)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Compute gradients of ``loss``, divided by the number of batches in this accumulation window.
+        """Compute gradients of ``loss``, divided by the number of batches in an accumulation window.
 
         ``kwargs`` are those of `torch.Tensor.backward`. Raises `ArgumentError` for a ``learning_rate``.
         """
@@ -123,13 +126,13 @@ class TrainingControl(Part):
             self.strategy.after_backward()
 
     def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
-        """Raises `ArgumentError`: optimizers that step inside the backward pass (LOMO) are not in this version."""
+        """Raise `ArgumentError`: this version has no LOMO optimizers, which step inside the backward pass."""
         raise ArgumentError(
             "backward(learning_rate=…) is for LOMO optimizers, which are not in this version of accel: leave it out"
         )
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Make gradients those of the loss itself (fp16), for one optimizer, several, or all prepared ones."""
+        """Divide gradients by the fp16 loss scale, for one optimizer, several, or by default all prepared ones."""
         if optimizer is None:
             optimizer = self._run.optimizers
         for item in optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]:
@@ -138,15 +141,15 @@ class TrainingControl(Part):
     def clip_grad_norm_(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
     ) -> torch.Tensor:
-        """Scale gradients in place so that their joint ``norm_type`` norm is at most ``max_norm``; returns that before.
+        """Clip gradients in place to a joint ``norm_type`` norm of at most ``max_norm``; return the norm before.
 
-        To be called where gradients are whole: when `sync_gradients` is true.
+        Call it where gradients are complete: when `sync_gradients` is true.
         """
         self._unscale_to_clip("clip_grad_norm_")
         return self.strategy.clip_grad_norm(parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
-        """Limit each gradient element to ``[-clip_value, clip_value]``, in place, where gradients are whole."""
+        """Clip gradient elements to ``[-clip_value, clip_value]``, in place, where gradients are complete."""
         self._unscale_to_clip("clip_grad_value_")
         self.strategy.clip_grad_value(parameters, clip_value)
 
@@ -162,15 +165,15 @@ class TrainingControl(Part):
     def unwrap_model(
         self, model: torch.nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> torch.nn.Module:
-        """Return the model inside what `prepare` returned, which goes on to work as it did.
+        """Return the model inside what `prepare` returned, which keeps working.
 
-        Without ``keep_fp32_wrapper`` its forward no longer runs in mixed precision, and without ``keep_torch_compile``
-        it is the one that was compiled.
+        Without ``keep_fp32_wrapper`` the model's forward no longer runs in mixed precision; without
+        ``keep_torch_compile`` the model before compilation is returned.
         """
         return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
 
     def verify_device_map(self, model: torch.nn.Module) -> bool:
-        """Whether ``model``, or a part of it, was dispatched over more than one device."""
+        """Return True if ``model``, or a part of it, is dispatched over more than one device."""
         return any(len(getattr(part, "hf_device_map", ())) > 1 for part in model.modules())
 
     def maybe_context_parallel(
@@ -179,7 +182,7 @@ class TrainingControl(Part):
         buffer_seq_dims: list[int] | None = None,
         no_restore_buffers: set[torch.Tensor] | None = None,
     ) -> AbstractContextManager[None]:
-        """A region without effect: sequences are not spread over processes in this version."""
+        """Return a context manager without effect: this version has no context parallelism."""
         return nullcontext()
 
 

@@ -1,7 +1,7 @@
-"""Models larger than the memory: created empty, planned over devices, loaded piece by piece, run with offload; not
-what `accel estimate-memory` prints (`estimate`).
+"""Models larger than the memory: created empty, planned over devices, loaded piece by piece, run with offload;
+not what `accel estimate-memory` prints (`estimate`).
 
-Like ``accel`` itself, the package is a table: a name is imported from its module when it is first asked for.
+Like ``accel`` itself, the package is a table: a name is imported from its module on first access.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The hook that brings weights and inputs to one device for a forward, and takes offloaded weights away after it."""
+"""A hook that moves weights and inputs to one device for a forward, and removes offloaded weights after it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from accel.big_models.move import device_of_first, move
 
 
 class _Brought(NamedTuple):
-    """A tensor that is in its module for one forward, and what was there before."""
+    """A tensor that is in its module for one forward, and its predecessor there."""
 
     store: dict[str, Any]
     own: str
@@ -33,24 +33,24 @@ class _Brought(NamedTuple):
     device: torch.device
 
     def take_away(self) -> None:
-        """Put back what was there; a copy of a tied weight that came for this forward goes with it."""
+        """Restore the predecessor, and drop the copy of a tied weight that was made for this forward."""
         self.store[self.own] = self.before if self.before.device == META else emptied(self.before)
         if self.lent is not None:
             self.lent.pop(self.device, None)
 
 
 class AlignDevicesHook(ModelHook):
-    """Has a module's inputs, and the tensors that are its own, on ``execution_device`` during its forward.
+    """A hook that keeps a module's inputs and own tensors on ``execution_device`` during its forward.
 
-    - ``offload``: between forwards the parameters, and with ``offload_buffers`` the persistent buffers, are on the meta
-      device; ``weights_map`` (name in the module → tensor) holds their values, by default copies on the host. Without
-      an ``execution_device`` the forward then runs on the host.
-    - ``io_same_device``: the output goes to the device that the input came from.
-    - ``place_submodules``: the tensors of everything below the module are taken along.
+    - ``offload``: between forwards the parameters, and with ``offload_buffers`` the persistent buffers, are on
+      the meta device; ``weights_map`` (name in the module → tensor) holds their values, by default copies on the
+      host. Without an ``execution_device`` the forward then runs on the host.
+    - ``io_same_device``: move the output to the device of the input.
+    - ``place_submodules``: include the tensors of everything below the module.
     - ``skip_keys``: named arguments, and keys of outputs, that are not moved.
     - ``tied_params_map``: see `set_module_tensor_to_device`.
 
-    The values of ``weights_map`` are not changed by forwards, so weights cannot be trained while offloaded.
+    Forwards do not change the values of ``weights_map``, so weights cannot be trained while offloaded.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class AlignDevicesHook(ModelHook):
             self._place(module, name, self.execution_device, tied=self.tied_params_map)
 
     def _slots(self, module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
-        """Name, and place in its module, of each tensor that leaves between forwards; all names of a tied one."""
+        """Yield name, dict and key of each tensor to offload between forwards; a tied one under all its names."""
         for path, owner in module.named_modules() if self.place_submodules else (("", module),):
             prefix = f"{path}." if path else ""
             for own, param in owner._parameters.items():
@@ -145,7 +145,7 @@ class AlignDevicesHook(ModelHook):
         )
 
     def _statistics(self, name: str, value: torch.Tensor | None) -> torch.Tensor | None:
-        """Scales that bitsandbytes keeps beside an int8 weight."""
+        """Return the scales that bitsandbytes keeps for an int8 weight."""
         if value is None or value.dtype != torch.int8 or "weight" not in name or self.weights_map is None:
             return None
         return self.weights_map.get(name.replace("weight", "SCB"))
@@ -198,7 +198,7 @@ class AlignDevicesHook(ModelHook):
         return module
 
     def _bring_back(self, module: nn.Module, name: str, device: torch.device) -> None:
-        """Put ``name`` on ``device`` for good: the tied ones as one parameter, and none as a map of a file."""
+        """Put ``name`` on ``device`` permanently: tied ones as one parameter, memory-mapped ones as copies."""
         assert self.weights_map is not None
         copies = self._copies(name)
         if copies is not None and device in copies:
@@ -214,7 +214,7 @@ class AlignDevicesHook(ModelHook):
             copies[device] = found
 
     def _copies(self, name: str) -> dict[torch.device, torch.Tensor] | None:
-        """Where the weight called ``name`` is by now, by device, if it is tied."""
+        """Return the present copies of the weight ``name``, by device, if it is tied."""
         key = self._tied.get(name)
         return None if key is None or self.tied_params_map is None else self.tied_params_map.get(key)
 
@@ -226,22 +226,23 @@ def _forget_quantised_state(module: Any) -> None:
 
 
 def offloading_hook(module: nn.Module) -> AlignDevicesHook | None:
-    """The hook of ``module`` that keeps its weights away between forwards, also where it is one of several."""
+    """Return the hook of ``module`` that offloads its weights between forwards, even if it is one of several."""
     hook = getattr(module, "_hf_hook", None)
     hooks = hook.hooks if isinstance(hook, SequentialHook) else (hook,)
     return next((one for one in hooks if isinstance(one, AlignDevicesHook) and one.offload), None)
 
 
 def has_offloaded_params(module: nn.Module) -> bool:
-    """Whether the tensors of ``module`` itself are kept elsewhere between its forwards."""
+    """Return True if the own tensors of ``module`` are offloaded between its forwards."""
     return offloading_hook(module) is not None
 
 
 @contextmanager
 def align_module_device(module: nn.Module, execution_device: Device | None = None) -> Iterator[None]:
-    """Inside, the tensors of ``module`` itself are on ``execution_device``, and offloaded ones hold their values.
+    """Keep the own tensors of ``module`` on ``execution_device`` in the block, offloaded ones with their values.
 
-    The default is where the module's hook computes; without such a hook nothing moves unless a device is given.
+    The default is the execution device of the module's hook; without such a hook nothing moves unless a device is
+    given.
     """
     hook = offloading_hook(module)
     if hook is not None:

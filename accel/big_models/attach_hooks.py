@@ -1,4 +1,4 @@
-"""Putting `AlignDevicesHook` on the right modules of a model."""
+"""Attaching `AlignDevicesHook` to the modules of a model."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def attach_execution_device_hook(
     preload_module_classes: Collection[str] | None = None,
     tied_params_map: TiedParams | None = None,
 ) -> None:
-    """Have every module below ``module`` that has tensors, and no hook yet, compute on ``execution_device``.
+    """Make every module in ``module`` that has tensors, and no hook yet, compute on ``execution_device``.
 
-    Nothing below a class in ``preload_module_classes`` gets a hook.
+    Modules below a class in ``preload_module_classes`` get no hook.
     """
     if not hasattr(module, "_hf_hook") and _has_state(module):
         hook = AlignDevicesHook(execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map)
@@ -50,11 +50,11 @@ def attach_align_device_hook(
     preload_module_classes: Collection[str] | None = None,
     tied_params_map: TiedParams | None = None,
 ) -> None:
-    """Put an `AlignDevicesHook` on ``module`` and all below it that have tensors of their own.
+    """Attach an `AlignDevicesHook` to ``module`` and all below it that have tensors of their own.
 
-    ``module_name`` is the path of ``module`` in the model whose weights ``weights_map`` holds. With ``offload``, a
-    class in ``preload_module_classes`` gets one hook that takes along everything below it: for modules whose forward
-    uses the weights of a submodule without calling it.
+    ``module_name`` is the path of ``module`` in the model whose weights ``weights_map`` holds. With ``offload``,
+    a class in ``preload_module_classes`` gets one hook for everything below it: for modules whose forward uses
+    the weights of a submodule without calling it.
     """
     whole = offload and type(module).__name__ in (preload_module_classes or ())
     if whole or next(named_module_tensors(module), None) is not None:
@@ -96,9 +96,9 @@ def attach_align_device_hook_on_blocks(
     preload_module_classes: Collection[str] | None = None,
     tied_params_map: TiedParams | None = None,
 ) -> None:
-    """Put hooks on the blocks of a model: those named in ``execution_device`` and ``offload``, or the whole of it.
+    """Attach hooks to the blocks named in ``execution_device`` and ``offload``, or to the whole model.
 
-    A block that is not offloaded is placed on its device now; one that is offloaded gets a hook a module.
+    A block that is not offloaded is moved to its device now; one that is offloaded gets a hook per module.
     """
     if not isinstance(execution_device, Mapping) and not isinstance(offload, Mapping):
         if offload:
@@ -158,7 +158,7 @@ class _Blocks:
             self.attach(child, f"{name}.{child_name}" if name else child_name)
 
     def _place_own(self, module: nn.Module, name: str) -> None:
-        """Tensors that the map names one by one stay where their module computes, which is the first one's device."""
+        """Place tensors that the map names one by one on their module's device, that of the first of them."""
         paths = {own: f"{name}.{own}" if name else own for own, _ in named_module_tensors(module)}
         named = [own for own, path in paths.items() if path in self.devices]
         device = self.devices.get("") if not name else self.devices[paths[named[0]]] if named else None

@@ -1,4 +1,4 @@
-"""Weights that are stored in a narrow type and computed with in a wide one, a layer at a time."""
+"""Layerwise casting: weights are stored in a narrow type and cast to a wide one for each layer's forward."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _LAYERS = (
 
 
 class LayerwiseCastingHook(ModelHook):
-    """Has a module's weights in ``compute_dtype`` during its forward and in ``storage_dtype`` else.
+    """A hook that casts weights to ``compute_dtype`` for a forward and back to ``storage_dtype`` after it.
 
-    What the storage type cannot hold of a weight is lost when the hook is put on.
+    Precision that the storage type lacks is lost when the hook is attached.
     """
 
     def __init__(self, storage_dtype: torch.dtype, compute_dtype: torch.dtype, non_blocking: bool) -> None:
@@ -55,9 +55,9 @@ def attach_layerwise_casting_hooks(
     skip_modules_classes: tuple[type[nn.Module], ...] | None = None,
     non_blocking: bool = False,
 ) -> None:
-    """Put a `LayerwiseCastingHook` on every linear and convolution layer of ``module``.
+    """Attach a `LayerwiseCastingHook` to every linear and convolution layer of ``module``.
 
-    Left out, with all below them: modules whose path matches (`re.search`) ``skip_modules_pattern``, or one of
+    Skipped, with all below them: modules whose path matches (`re.search`) ``skip_modules_pattern``, or one of
     several, and instances of ``skip_modules_classes``.
     """
     patterns = (skip_modules_pattern,) if isinstance(skip_modules_pattern, str) else skip_modules_pattern or ()

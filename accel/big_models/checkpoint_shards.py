@@ -1,4 +1,4 @@
-"""The files of a checkpoint: which there are, what is in them, one tensor at a time."""
+"""The files of a checkpoint, read one tensor at a time."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ class Shard(Protocol):
     def get(self, name: str) -> torch.Tensor: ...
 
     def kept_as(self, name: str) -> str:
-        """The name under which the file holds ``name``: another one where the two are tied."""
+        """Return the name under which the file stores ``name``: another one if the two are tied."""
         ...
 
 
 @dataclass(frozen=True)
 class CheckpointFiles:
-    """The files of a checkpoint, and the file of each tensor where an index tells it."""
+    """The files of a checkpoint, and the file of each tensor if there is an index."""
 
     paths: tuple[Path, ...]
     file_of: Mapping[str, Path] | None = None
 
     def shards(self) -> Iterator[Shard]:
-        """Each file, opened when its turn comes. Raises `CheckpointError` for one that lacks what the index says."""
+        """Yield each file, opened on demand. Raises `CheckpointError` for one that lacks a tensor of the index."""
         for path in self.paths:
             shard = open_shard(path)
             if self.file_of is not None:
@@ -56,7 +56,7 @@ class CheckpointFiles:
             yield shard
 
     def names(self) -> list[str]:
-        """The names of all tensors."""
+        """Return the names of all tensors."""
         if self.file_of is not None:
             return list(self.file_of)
         return [name for path in self.paths for name in open_shard(path).names()]
@@ -76,9 +76,9 @@ _DAMAGE = (
 
 
 def find_files(checkpoint: str | os.PathLike[str]) -> CheckpointFiles:
-    """The files of ``checkpoint``: a file of weights, an index of such files, or a folder with either.
+    """Return the files of ``checkpoint``: a file of weights, an index of such files, or a folder with either.
 
-    Raises `CheckpointError` for anything else, and for an index that names a file that is not there.
+    Raises `CheckpointError` for anything else, and for an index that names a missing file.
     """
     path = Path(checkpoint)
     if path.is_file():
@@ -115,13 +115,13 @@ def _indexed(path: Path) -> CheckpointFiles:
 
 
 def some(names: list[str], most: int = 5) -> str:
-    """The first few of ``names``, and how many more there are."""
+    """Return the first few of ``names``, and the number of the others, as text."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
 
 def open_shard(path: str | os.PathLike[str]) -> Shard:
-    """A file of weights: safetensors by its name, else what `torch.save` wrote. Raises `CheckpointError`."""
+    """Open a file of weights: safetensors by its suffix, otherwise one by `torch.save`. Raises `CheckpointError`."""
     path = Path(path)
     return _Safetensors(path) if path.suffix == ".safetensors" else _Pickled(path)
 
@@ -148,7 +148,7 @@ class _Safetensors:
 
 
 class _Pickled:
-    """What `torch.save` wrote, mapped where its format allows; types that could run code are refused."""
+    """A file by `torch.save`, memory-mapped if its format allows; types that could run code are refused."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -179,7 +179,7 @@ class _Pickled:
 
 
 def place_in_file(shard: Shard, name: str) -> dict[str, str] | None:
-    """Where the tensor ``name`` can be read again, for an index of offloaded weights; ``None`` for pickles."""
+    """Return an entry for an index of offloaded weights that locates the tensor ``name``; ``None`` for pickles."""
     if not isinstance(shard, _Safetensors):
         return None
     return {"safetensors_file": str(shard.path.absolute()), "weight_name": shard.kept_as(name)}
@@ -188,9 +188,9 @@ def place_in_file(shard: Shard, name: str) -> dict[str, str] | None:
 def load_state_dict(
     checkpoint_file: str | os.PathLike[str], device_map: Mapping[str, Device] | None = None
 ) -> dict[str, torch.Tensor]:
-    """The tensors of one file by name, each on its device of ``device_map``; on the host those that it does not name.
+    """Return the tensors of one file by name, each on its device in ``device_map``, or else on the host.
 
-    A tensor whose device is ``"disk"`` comes to the host too. Nothing refers to the file afterwards. Raises
+    A tensor whose device is ``"disk"`` is loaded to the host too. Nothing refers to the file afterwards. Raises
     `CheckpointError` for a file that cannot be loaded safely.
     """
     shard = open_shard(checkpoint_file)
@@ -206,7 +206,7 @@ def load_state_dict(
 
 
 def in_memory(mapped: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy of a map of a file on ``device``, which does not change when the file does."""
+    """Copy a memory-mapped tensor to ``device``, so that it does not change with the file."""
     return mapped.to(device, copy=True)
 
 

@@ -1,4 +1,4 @@
-"""Device maps: which module goes where. Making one, checking one, writing one shorter."""
+"""Device maps, from module names to devices: inferring, checking and shortening them."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ def infer_auto_device_map(
     offload_buffers: bool = False,
     fallback_allocation: bool = False,
 ) -> dict[str, int | str]:
-    """Give every part of ``model`` a device: accelerators first, then ``"cpu"``, then ``"disk"``, in order.
+    """Assign a device to every part of ``model``: accelerators first, then ``"cpu"``, then ``"disk"``, in order.
 
-    No device gets more bytes than ``max_memory`` (default: what is free) allows. The first accelerator and the host
-    keep room for the largest layer that is still to come, so that it can visit them. Classes in
-    ``no_split_module_classes`` stay whole, tied weights stay together. ``model`` may be on the meta device.
+    No device gets more bytes than ``max_memory`` (default: free memory) allows. The first accelerator and the
+    host keep room for the largest remaining layer, so that it can be moved there to compute. Classes in
+    ``no_split_module_classes`` are not split, tied weights stay together. ``model`` may be on the meta device.
 
     ``fallback_allocation`` looks further ahead for a module that fits a device which would stay empty;
-    ``clean_result`` writes the map short; ``verbose`` prints each decision. A warning says when the buffers of
-    offloaded modules, which stay on an accelerator unless ``offload_buffers``, fit on none.
+    ``clean_result`` shortens the map; ``verbose`` prints each decision. Warns if the buffers of offloaded
+    modules, which stay on an accelerator unless ``offload_buffers``, fit on none.
     """
     warn_if_untied(model)
     packing = _Packing(
@@ -65,7 +65,7 @@ def infer_auto_device_map(
 
 
 def warn_if_untied(model: nn.Module) -> None:
-    """Say so when the configuration of a model asks for tied weights and it has none."""
+    """Log a warning if the configuration of a model requires tied weights and it has none."""
     if check_tied_parameters_in_config(model) and not find_tied_parameters(model):
         logger.warning("%s asks for tied weights and has none: call its tie_weights() first", type(model).__name__)
 
@@ -150,7 +150,7 @@ class _Packing:
         return False
 
     def _filled_by_another(self, name: str, module: Any, total: int | float) -> bool:
-        """Put a later module that fits an empty device to the front of the queue; whether there is one."""
+        """Move a later module that fits an empty device to the front of the queue; return False if there is none."""
         device = self._devices[self._at]
         if not self._look_ahead or self._used[device] or device == "disk":
             return False
@@ -181,7 +181,7 @@ class _Packing:
         self._largest, self._largest_names = get_max_layer_size(modules, self._sizes, self._no_split)
 
     def check_buffers(self, sizes: Mapping[str, int | float]) -> None:
-        """Warn when the buffers of offloaded modules fit on no accelerator."""
+        """Warn if the buffers of offloaded modules fit on no accelerator."""
         waiting = [name for name, device in self.device_map.items() if device in ("cpu", "disk")]
         needed = sum(sizes.get(name, 0) for name in waiting)
         fits = any(self._budget[device] >= needed + self._used[device] for device in self._accelerators)
@@ -207,7 +207,7 @@ def _opened(name: str, module: nn.Module) -> list[Named]:
 
 
 def _ties_leaving(name: str, ties: Iterable[list[str]]) -> list[str]:
-    """Parameters outside ``name`` that are tied to one inside."""
+    """Return the parameters outside ``name`` that are tied to one inside."""
     leaving = []
     for group in ties:
         outside = [param for param in group if not _under(name, param)]
@@ -222,10 +222,10 @@ def get_module_size_with_ties(
     module_sizes: Mapping[str, int | float],
     modules_to_treat: Iterable[Named],
 ) -> tuple[int | float, list[str], list[Any]]:
-    """Bytes of a module together with the modules still to treat that hold ``tied_params``; their names; they.
+    """Return the bytes of a module with the pending modules that hold ``tied_params``, and their names and objects.
 
-    ``module_sizes`` counts a tied weight once, as `compute_module_sizes` does. Each module counts once. One that is
-    no longer to be treated has its place already and counts nothing.
+    ``module_sizes`` counts a tied weight once, as `compute_module_sizes` does. Each module counts once. A module
+    that has been placed already counts nothing.
     """
     found: dict[str, Any] = {}
     waiting = list(modules_to_treat)
@@ -243,9 +243,10 @@ def fallback_allocate(
     no_split_module_classes: Collection[str] | None = None,
     tied_parameters: list[list[str]] | None = None,
 ) -> tuple[str | None, Any, list[Named]]:
-    """The first module, at any depth, that fits in ``size_limit`` with its ties; it; and the modules without it.
+    """Find the first module, at any depth, that fits in ``size_limit`` with its ties.
 
-    ``(None, None, modules)`` where there is none. Modules around the one found are opened in the rest.
+    Returns its name, itself and the other modules; ``(None, None, modules)`` if there is none. In the others,
+    modules around the one found are split.
     """
     try:
         limit = convert_file_size_to_int(size_limit)
@@ -277,7 +278,7 @@ def _without(modules: list[Named], name: str) -> list[Named]:
 
 
 def clean_device_map(device_map: dict[str, Any], module_name: str = "") -> dict[str, Any]:
-    """Replace, in place, the entries under one module that all name one device by one entry; returns the map."""
+    """Merge, in place, the entries under one module that all have the same device; return the map."""
     keys = [key for key in device_map if not module_name or _under(module_name, key)]
     _regroup(device_map, keys, module_name)
     return device_map
@@ -301,10 +302,10 @@ def _regroup(device_map: dict[str, Any], keys: list[str], module_name: str) -> N
 
 
 def check_device_map(model: nn.Module, device_map: Mapping[str, Device]) -> None:
-    """Check that ``device_map`` gives every tensor of ``model``'s state dict a device.
+    """Check that ``device_map`` has a device for every tensor of ``model``'s state dict.
 
-    Raises `ArgumentError` that names the tensors without one. A key that is no module and no tensor of the model is
-    named there, or in a warning if everything has a device without it.
+    Raises `ArgumentError` naming the tensors without one. Keys that are no module and no tensor of the model are
+    named there, or in a warning if every tensor has a device.
     """
     tensors = list(model.state_dict())
     known = {*(name for name, _ in model.named_modules()), *tensors, ""}
@@ -321,7 +322,7 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Device]) -> None
 
 
 def device_of(name: str, device_map: Mapping[str, Device]) -> Device | None:
-    """The device of the tensor ``name``: that of the longest key it lies under, or ``None``."""
+    """Return the device of the tensor ``name``: that of its longest matching key, or ``None``."""
     while name not in device_map:
         if not name:
             return None
@@ -332,7 +333,7 @@ def device_of(name: str, device_map: Mapping[str, Device]) -> Device | None:
 def check_tied_parameters_on_same_device(
     tied_params: Iterable[Iterable[str]], device_map: Mapping[str, Device]
 ) -> None:
-    """Warn of tied weights that ``device_map`` puts on different devices, where each has a copy of its own."""
+    """Warn about tied weights on different devices in ``device_map``, where each gets a copy of its own."""
     for group in tied_params:
         devices = {name: device_of(name, device_map) for name in group}
         lacking = [name for name, device in devices.items() if device is None]

@@ -1,4 +1,4 @@
-"""Names of devices: ``0``, ``"cuda:0"``, ``torch.device("cuda", 0)``, and the two that torch does not place on."""
+"""Devices by name, number or `torch.device`, and types by name."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ CPU = torch.device("cpu")
 
 
 def as_device(device: Device) -> torch.device:
-    """The `torch.device` meant by ``device``; a whole number counts this machine's accelerators.
+    """Return the `torch.device` for ``device``; a whole number counts this machine's accelerators.
 
-    Raises `ArgumentError` for a name that torch does not know, and for a number where there is no accelerator.
+    Raises `ArgumentError` for a name that torch does not know, and for a number without an accelerator.
     """
     if isinstance(device, torch.device):
         return device
@@ -32,14 +32,14 @@ def as_device(device: Device) -> torch.device:
 
 
 def check_device_same(first_device: torch.device, second_device: torch.device) -> bool:
-    """Whether two devices are the same one; ``cuda`` without a number is ``cuda:0``, as for every accelerator."""
+    """Return True if two devices are the same; ``cuda`` without a number is ``cuda:0``, as for every accelerator."""
     if first_device.type != second_device.type:
         return False
     return first_device.type == "cpu" or (first_device.index or 0) == (second_device.index or 0)
 
 
 def accelerator_type() -> str | None:
-    """The type of this machine's accelerator, such as ``cuda``, or ``None``."""
+    """Return the type of this machine's accelerator, such as ``cuda``, or ``None``."""
     if not torch.accelerator.is_available():
         return None
     found = torch.accelerator.current_accelerator()
@@ -47,12 +47,12 @@ def accelerator_type() -> str | None:
 
 
 def is_offload(device: Device) -> bool:
-    """Whether ``device`` is where weights wait (``"cpu"``, ``"disk"``) rather than where they compute."""
+    """Return True if weights are only stored on ``device`` (``"cpu"``, ``"disk"``), not computed with."""
     return device in ("cpu", "disk") or (isinstance(device, torch.device) and device.type == "cpu")
 
 
 def dtype_named(dtype: str | torch.dtype | None) -> torch.dtype | None:
-    """The torch type called ``"float16"`` or ``"torch.float16"``. Raises `ArgumentError` for another word."""
+    """Return the torch type called ``"float16"`` or ``"torch.float16"``. Raises `ArgumentError` for another word."""
     if dtype is None or isinstance(dtype, torch.dtype):
         return dtype
     found = getattr(torch, dtype.removeprefix("torch."), None)

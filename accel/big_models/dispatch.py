@@ -1,4 +1,4 @@
-"""Spreading a model over devices, with the host and the disk among them, so that it runs as it is."""
+"""Dispatching a model over devices, including the host and the disk, so that it runs unchanged."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ def cpu_offload(
     state_dict: Mapping[str, torch.Tensor] | None = None,
     preload_module_classes: Collection[str] | None = None,
 ) -> nn.Module:
-    """Keep the weights of ``model`` on the host and bring those of each module to ``execution_device`` for its forward.
+    """Keep the weights of ``model`` on the host, and move each module's to ``execution_device`` for its forward.
 
-    The default device is that of the first parameter; for an empty model it is this machine's accelerator, or the host.
-    ``state_dict`` holds the weights, if they are elsewhere already.
-    ``preload_module_classes``: see `attach_align_device_hook`. Returns the model, changed in place.
+    The default device is that of the first parameter; for an empty model it is this machine's accelerator, or the
+    host. ``state_dict`` holds the weights, if they are elsewhere already. ``preload_module_classes``: see
+    `attach_align_device_hook`. Returns the model, changed in place.
     """
     if state_dict is None:
         state_dict = {name: value.to("cpu") for name, value in model.state_dict().items()}
@@ -107,7 +107,7 @@ def _offload(
 
 
 def _write_offloaded(state: Mapping[str, torch.Tensor], kept: Collection[str], folder: Path) -> None:
-    """Write those weights that hold numbers. Raises `CheckpointError` if one that does not is not there already."""
+    """Write the weights that have values. Raises `CheckpointError` if one without is not there already."""
     leaving = {name: value for name, value in state.items() if name not in kept}
     offload_state_dict(folder, {name: value for name, value in leaving.items() if value.device != META})
     empty = [name for name, value in leaving.items() if value.device == META]
@@ -127,8 +127,8 @@ def cpu_offload_with_hook(
 ) -> tuple[nn.Module, UserCpuOffloadHook]:
     """Keep ``model`` on the host until its forward, then on ``execution_device`` until the hook's ``offload()``.
 
-    Returns the model and that hook. ``prev_module_hook`` is that of the model before it in a pipeline, which goes back
-    to the host first.
+    Returns the model and that hook. ``prev_module_hook`` is that of the preceding model in a pipeline, which is
+    moved back to the host first.
     """
     hook = CpuOffload(execution_device=execution_device, prev_module_hook=prev_module_hook)
     add_hook_to_module(model, hook, append=True)
@@ -147,20 +147,22 @@ def dispatch_model(
     preload_module_classes: Collection[str] | None = None,
     force_hooks: bool = False,
 ) -> nn.Module:
-    """Put the parts of ``model`` where ``device_map`` says, and hooks on them that bring inputs, and offloaded weights,
-    to where they compute. Returns the model, changed in place, with the map as ``hf_device_map``.
+    """Move the parts of ``model`` to their devices, and attach hooks that move inputs and offloaded weights.
 
-    - ``main_device`` computes what waits on the host or the disk: by default the first accelerator of the map, or the
-      host, whose weights then need no moving.
+    Returns the model, changed in place, with the map as ``hf_device_map``.
+
+    - ``main_device``: computes the parts on the host or the disk; default: the first accelerator of the map, or
+      the host, whose weights then stay there.
     - ``state_dict``: the weights of the part on the host; by default the model's.
-    - ``offload_dir``: where the weights on ``"disk"`` are, or are written if the model holds them. ``offload_index``
-      describes them, by default the index in that folder.
-    - A map with one device, and not the disk, moves the model and needs no hooks, unless ``force_hooks``.
-    - ``skip_keys`` and ``offload_buffers``: see `AlignDevicesHook`; ``preload_module_classes``: see
-      `attach_align_device_hook`.
+    - ``offload_dir``: the folder of the weights on ``"disk"``; they are written there if the model holds them.
+    - ``offload_index``: describes these weights; default: the index in that folder.
+    - ``force_hooks``: attach hooks even for a map with one device other than the disk; otherwise the model is
+      only moved.
+    - ``skip_keys``, ``offload_buffers``: see `AlignDevicesHook`.
+    - ``preload_module_classes``: see `attach_align_device_hook`.
 
-    An entry inside another's module overrides it. Raises `ArgumentError` for a map that leaves a tensor out, and
-    `CheckpointError` where weights on disk are missing.
+    An entry inside another's module overrides it. Raises `ArgumentError` for a map that omits a tensor, and
+    `CheckpointError` if weights on disk are missing.
     """
     check_device_map(model, device_map)
     flat = _flat(model, device_map)
@@ -201,7 +203,7 @@ def _main_device(devices: list[Device]) -> Device:
 
 
 def _flat(model: nn.Module, device_map: Mapping[str, Device]) -> dict[str, Device]:
-    """The map with no entry inside another: one with others inside is replaced by what lies beside them."""
+    """Return the map without nested entries: one that contains others is replaced by the parts around them."""
     known = {"", *model.state_dict(), *(name for name, _ in [*model.named_modules(), *model.named_buffers()])}
     keys = [key for key in device_map if key in known]
     flat: dict[str, Device] = {}
@@ -213,12 +215,12 @@ def _flat(model: nn.Module, device_map: Mapping[str, Device]) -> dict[str, Devic
 
 
 def _plain(device: Device) -> Device:
-    """The host by its usual name."""
+    """Return ``"cpu"`` for any name of the host, other devices unchanged."""
     return "cpu" if isinstance(device, torch.device) and device.type == "cpu" else device
 
 
 def _beside(name: str, model: nn.Module, inside: Collection[str]) -> Iterator[str]:
-    """The largest parts of the module ``name`` that are not, and do not hold, one of ``inside``."""
+    """Yield the largest parts of the module ``name`` that are not, and do not contain, one of ``inside``."""
     for part, _ in direct_parts(model.get_submodule(name)):
         path = f"{name}.{part}" if name else part
         if any(key.startswith(f"{path}.") for key in inside) and path not in inside:
@@ -236,7 +238,7 @@ def _weights(
     folder: str | os.PathLike[str] | None,
     index: Mapping[str, Mapping[str, Any]] | None,
 ) -> OffloadedWeightsLoader | None:
-    """Where the weights of offloaded parts are read from; buffers that are ``kept`` need not be there."""
+    """Return the source of offloaded parts' weights; buffers that are ``kept`` may be missing there."""
     on_host = [name for name, device in device_map.items() if device == "cpu"]
     on_disk = [name for name, device in device_map.items() if device == "disk"]
     if main != "cpu" and state_dict is None and on_host:
@@ -256,7 +258,7 @@ def _weights(
 
 
 def _copies_of_tied(model: nn.Module, ties: list[list[str]]) -> TiedParams:
-    """A place for the copies of each tied weight, by the address that its modules know it by now."""
+    """Return an empty dict for the copies of each tied weight, by its present address."""
     tied: TiedParams = {}
     for group in ties:
         for name in group:
@@ -267,7 +269,7 @@ def _copies_of_tied(model: nn.Module, ties: list[list[str]]) -> TiedParams:
 
 
 def _guard(model: nn.Module) -> None:
-    """Have ``model.to(…)`` and its like warn of a move, and refuse it where weights are on the meta device."""
+    """Make ``model.to(…)`` and the like warn about a move, and raise if weights are on the meta device."""
     guarded: Any = model
     for method in dict.fromkeys(["to", accelerator_type() or "cuda"]):
         if hasattr(type(model), method):
@@ -303,10 +305,10 @@ def load_checkpoint_and_dispatch(
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
 ) -> nn.Module:
-    """`load_checkpoint_in_model`, then `dispatch_model`; returns the model. Without a device map it is only loaded.
+    """Call `load_checkpoint_in_model`, then `dispatch_model` if there is a device map; return the model.
 
-    A map may be made: ``"auto"`` and ``"balanced"`` fill accelerators equally, ``"balanced_low_0"`` leaves the first
-    as empty as may be, ``"sequential"`` fills one after the other; all within ``max_memory``.
+    A map can be inferred: ``"auto"`` and ``"balanced"`` fill accelerators equally, ``"balanced_low_0"`` leaves
+    the first as empty as possible, ``"sequential"`` fills one after the other; all within ``max_memory``.
     """
     if isinstance(device_map, str):
         device_map = _made(

@@ -1,4 +1,4 @@
-"""The whole state dict of a model whose weights are spread and offloaded."""
+"""The full state dict of a model with dispatched and offloaded weights."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ logger = logging.getLogger(__name__)
 
 
 def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
-    """The state dict of ``model`` with every tensor on the host, brought there module by module.
+    """Return the state dict of ``model`` with every tensor on the host, moved there module by module.
 
-    A weight offloaded to disk is a map of its file. What has no numbers anywhere is left out, with a warning.
+    A weight offloaded to disk is memory-mapped. Tensors without values anywhere are omitted, with a warning.
     """
     found: dict[str, Any] = {}
     order = list(model.state_dict())
@@ -45,7 +45,7 @@ def get_state_dict_from_offload(
 ) -> dict[str, Any]:
     """Fill in, and return, the entries of ``state_dict`` that belong to ``module``.
 
-    ``module_name`` is the name of one of its tensors. Weights that are offloaded come to ``device_to_put_offload``.
+    ``module_name`` is the name of one of its tensors. Offloaded weights are moved to ``device_to_put_offload``.
     """
     path = module_name.rpartition(".")[0]
     with align_module_device(module, device_to_put_offload if has_offloaded_params(module) else None):

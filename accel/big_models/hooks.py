@@ -1,7 +1,7 @@
-"""Hooks around a module's forward: what they are, how one is put on and taken off, and the one that visits a device.
+"""Hooks around a module's forward: base classes, attaching and removing, and `CpuOffload`.
 
-A hooked module keeps its hook as ``_hf_hook`` and its own forward as ``_old_forward``: the names that libraries which
-read them expect.
+A hooked module keeps its hook as ``_hf_hook`` and its own forward as ``_old_forward``: the names that
+libraries which read them expect.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ GUARDED_METHODS = ("to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa", "hpu", "ne
 
 
 def not_compiled(function: _Function) -> _Function:
-    """Keep `torch.compile` out of ``function``, at no cost where nothing is compiled."""
+    """Exclude ``function`` from `torch.compile`, at no cost if nothing is compiled."""
     outside: Callable[..., Any] | None = None
 
     @functools.wraps(function)
@@ -39,29 +39,29 @@ def not_compiled(function: _Function) -> _Function:
 
 
 class ModelHook:
-    """What happens before and after a module's forward: here, nothing. ``no_grad``: forward runs without gradients."""
+    """A hook around a module's forward, which does nothing. ``no_grad``: run forward without gradients."""
 
     no_grad: bool = False
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Called once, when the hook is put on ``module``; returns the module."""
+        """Initialize the hook when it is attached to ``module``; return the module."""
         return module
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Called with what forward was called with; returns the positional and named arguments that forward gets."""
+        """Return the positional and named arguments to pass to forward, given the caller's."""
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Called with what forward returned; returns what the caller gets."""
+        """Return the result to pass to the caller, given that of forward."""
         return output
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        """Called once, when the hook is taken off ``module``; returns the module."""
+        """Clean up when the hook is removed from ``module``; return the module."""
         return module
 
 
 class SequentialHook(ModelHook):
-    """Several hooks as one: each is called in order, with what the one before returned."""
+    """Several hooks as one: each is called in order, with the result of the one before."""
 
     def __init__(self, *hooks: ModelHook) -> None:
         self.hooks = hooks
@@ -90,9 +90,9 @@ class SequentialHook(ModelHook):
 
 
 def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False) -> nn.Module:
-    """Put ``hook`` around ``module.forward``, in place; returns the module.
+    """Attach ``hook`` to ``module.forward``, in place; return the module.
 
-    A hook that is there already is replaced, or with ``append`` kept and called first.
+    An existing hook is replaced, or with ``append`` kept and called first.
     """
     present: ModelHook | None = getattr(module, "_hf_hook", None)
     if append and present is not None:
@@ -125,7 +125,7 @@ def _set_forward(module: Any, forward: Callable[..., Any]) -> None:
 
 
 def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
-    """Take the hook off ``module``, and off everything below it with ``recurse``; returns the module."""
+    """Remove the hook from ``module``, and with ``recurse`` from everything below it; return the module."""
     own: Any = module
     hook: ModelHook | None = getattr(module, "_hf_hook", None)
     if hook is not None:
@@ -143,14 +143,14 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
 
 
 def remove_hook_from_submodules(module: nn.Module) -> None:
-    """Take the hooks off ``module`` and everything below it."""
+    """Remove the hooks from ``module`` and everything below it."""
     remove_hook_from_module(module, recurse=True)
 
 
 class CpuOffload(ModelHook):
-    """Keeps a module on the host until its forward, then moves it to a device, where it stays.
+    """A hook that keeps a module on the host until its forward, then moves it to a device, where it stays.
 
-    ``prev_module_hook`` is that of the module before it in a pipeline, which goes back to the host first.
+    ``prev_module_hook`` is that of the preceding module in a pipeline, which is moved back to the host first.
     ``execution_device`` defaults to this machine's accelerator, or the host if it has none.
     """
 
@@ -184,7 +184,7 @@ def _where(module: nn.Module) -> torch.device:
 
 
 class UserCpuOffloadHook:
-    """A model and its `CpuOffload`, for the script that decides when the model goes back to the host."""
+    """A model and its `CpuOffload`, for scripts that decide when the model is moved back to the host."""
 
     def __init__(self, model: nn.Module, hook: ModelHook) -> None:
         self.model = model
@@ -195,5 +195,5 @@ class UserCpuOffloadHook:
         self.hook.init_hook(self.model)
 
     def remove(self) -> None:
-        """Take the hook off the model, which stays where it is."""
+        """Remove the hook from the model, which stays on its device."""
         remove_hook_from_module(self.model)

@@ -1,4 +1,4 @@
-"""Making a model whose parameters are on another device from the start, the meta device above all."""
+"""Creating a model with its parameters on another device from the start, mainly the meta device."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from accel.world.environment import read_flag
 
 @contextmanager
 def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
-    """Modules made inside have their parameters on the meta device: shapes and types, no memory.
+    """Create the parameters of modules in the block on the meta device: shapes and types, no memory.
 
-    ``include_buffers`` puts buffers, and every other tensor that is made inside, there too; its default is the
-    environment variable ``ACCELERATE_INIT_INCLUDE_BUFFERS``, or no. A parameter that is shared stays shared.
-    Only the thread that is inside is affected.
+    ``include_buffers`` puts buffers, and every other tensor created in the block, there too; its default is the
+    environment variable ``ACCELERATE_INIT_INCLUDE_BUFFERS``, or no. A shared parameter stays shared. Other
+    threads are not affected.
     """
     with init_on_device(torch.device("meta"), include_buffers=include_buffers):
         yield
@@ -33,7 +33,7 @@ def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
 
 @contextmanager
 def init_on_device(device: Device, include_buffers: bool | None = None) -> Iterator[None]:
-    """Modules made inside have their parameters on ``device``; see `init_empty_weights`."""
+    """Create the parameters of modules in the block on ``device``; see `init_empty_weights`."""
     if include_buffers is None:
         include_buffers = read_flag(os.environ, "ACCELERATE_INIT_INCLUDE_BUFFERS")
     target = as_device(device)
@@ -46,7 +46,7 @@ def init_on_device(device: Device, include_buffers: bool | None = None) -> Itera
 
 
 class _Placement:
-    """Moves parameters to one device, each once, however many modules share it."""
+    """A function that moves parameters to one device, each once, however many modules share it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

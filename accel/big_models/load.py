@@ -1,4 +1,4 @@
-"""Loading a checkpoint into a model, one tensor at a time, each straight to where it belongs."""
+"""Loading a checkpoint into a model, one tensor at a time, each directly to its device."""
 
 from __future__ import annotations
 
@@ -52,22 +52,23 @@ def load_checkpoint_in_model(
 ) -> None:
     """Load ``checkpoint`` into ``model``, which may be on the meta device; see `dispatch_model` for running it.
 
-    ``checkpoint`` is a file of weights (safetensors, or `torch.save`'s, of which only tensors are loaded), an index of
-    such files, or a folder with either. In memory at one time are the weights that stay there and one tensor more.
+    ``checkpoint`` is a file of weights (safetensors, or `torch.save`'s, from which only tensors are loaded), an
+    index of such files, or a folder with either. Memory holds the weights that stay there and one more tensor.
 
-    - ``device_map``: module → device, ``"disk"`` included. Without one, weights go where the model's tensors are, and
-      to the host for those on the meta device.
-    - ``offload_folder``: gets the index of the weights on ``"disk"``. Weights of a safetensors file in their final type
-      stay in that file, which must then stay where it is; others are written to the folder.
-    - ``dtype``: the type that floating-point weights get; by default that of the model's tensors.
-      ``keep_in_fp32_modules`` stay in float32 nevertheless.
-    - ``strict``: a weight that is missing or left over is an error, else a warning. Nothing is changed in that case.
-    - ``offload_buffers``: buffers of modules on ``"disk"`` go there too.
-    - ``broadcast_from_rank0``: only process 0 reads; ``full_state_dict`` is for models whose parameters are sharded.
-    - ``offload_state_dict`` is accepted and needs no effect: there is never a whole file in memory.
+    - ``device_map``: module → device, including ``"disk"``. Without it, weights are put on the devices of the
+      model's tensors, and on the host for those on the meta device.
+    - ``offload_folder``: the folder for the index of the weights on ``"disk"``. Weights of a safetensors file in
+      their final type stay in that file, which must not be moved; others are written to the folder.
+    - ``dtype``: the type of floating-point weights; by default that of the model's tensors.
+    - ``keep_in_fp32_modules``: modules that stay in float32 nevertheless.
+    - ``strict``: a missing or unexpected weight is an error, not a warning. Nothing is changed in that case.
+    - ``offload_buffers``: offload buffers of modules on ``"disk"`` too.
+    - ``broadcast_from_rank0``: only process 0 reads; ``full_state_dict`` is for models whose parameters are
+      sharded.
+    - ``offload_state_dict``: no effect, as a whole file is never in memory.
 
-    Raises `CheckpointError` for a checkpoint that is missing, damaged, or shares no name with the model, and for a
-    weight of another shape; `ArgumentError` for a device map that leaves a weight out.
+    Raises `CheckpointError` for a checkpoint that is missing, damaged, or shares no name with the model, and for
+    a weight of another shape; `ArgumentError` for a device map that omits a weight.
     """
     if offload_8bit_bnb:
         raise ArgumentError("offload_8bit_bnb: accel does not quantise: load the model through transformers for that")
@@ -101,7 +102,7 @@ def load_checkpoint_in_model(
 
 
 class _Placing:
-    """Puts the weights of one checkpoint where a device map says."""
+    """The placement of a checkpoint's weights according to a device map."""
 
     def __init__(
         self,
@@ -179,7 +180,7 @@ class _Placing:
         set_module_tensor_to_device(self._model, name, META, dtype=dtype)
 
     def finish(self, ties: list[list[str]]) -> None:
-        """Tie again what was tied, from the name that was loaded, and write the index."""
+        """Restore ties, from the name that was loaded, and write the index."""
         for group in ties:
             loaded = [name for name in group if name in self._placed]
             retie_parameters(self._model, [[*loaded, *(name for name in group if name not in loaded)]])
@@ -189,7 +190,7 @@ class _Placing:
             save_offload_index(self._index, self._folder)
 
     def _alias(self, offloaded: list[str], group: list[str]) -> None:
-        """Have the index know a weight on the disk by all its names there."""
+        """Add all names of a weight on the disk to the index."""
         if not offloaded or self._map is None or self._folder is None:
             return
         for name in group:
@@ -199,7 +200,7 @@ class _Placing:
                     alias_weight(offloaded[0], name, self._folder)
 
     def _copy_from_disk(self, offloaded: list[str], group: list[str]) -> None:
-        """Give a name that is not on the disk, and was not in the checkpoint, the numbers of the one that is."""
+        """Copy a weight on the disk to tied names that are neither there nor in the checkpoint."""
         for name in group if offloaded else ():
             old = tensor_named(self._model, name)
             if name not in self._index and old is not None and old.device == META:
@@ -211,7 +212,7 @@ class _Placing:
 def _check_names(
     model: nn.Module, present: Collection[str], ties: list[list[str]], checkpoint: Any, strict: bool
 ) -> set[str]:
-    """The names of the checkpoint that the model has too. A tied weight is there if any of its names is."""
+    """Return the names that checkpoint and model share. A tied weight is present if any of its names is."""
     kind = type(model).__name__
     expected = [name for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)]
     found = set(present) & set(expected)
@@ -247,7 +248,7 @@ def _load_together(
     full_state_dict: bool,
     broadcast_from_rank0: bool,
 ) -> None:
-    """Load through `torch.distributed.checkpoint`, which knows sharded parameters and can send them around."""
+    """Load with `torch.distributed.checkpoint`, which supports sharded parameters and can broadcast them."""
     from torch import distributed as dist
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
@@ -278,7 +279,7 @@ def _load_together(
 
 
 def load_offloaded_weights(model: nn.Module, index: Index | None, offload_folder: str | os.PathLike[str]) -> None:
-    """Put the weights that ``index`` describes from the files in ``offload_folder`` into ``model``, on the host."""
+    """Load the weights in ``index`` from the files in ``offload_folder`` into ``model``, on the host."""
     for name, entry in (index or {}).items():
         if name.endswith(_STATISTICS):
             continue

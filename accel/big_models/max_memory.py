@@ -1,4 +1,4 @@
-"""How much memory each device may give to a model, and how a model is spread evenly over accelerators."""
+"""The memory of each device for a model, and balancing a model over accelerators."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FOR_WEIGHTS = 0.9
 
 
 def available_host_memory(root: Path = Path("/")) -> int:
-    """Bytes that this process can still take: what the machine has free, or less where a control group says so."""
+    """Return the bytes that this process can still allocate: free memory, or less if a control group limits it."""
     if not sys.platform.startswith("linux"):
         import psutil
 
@@ -35,7 +35,7 @@ def available_host_memory(root: Path = Path("/")) -> int:
 
 
 def _left_in_groups(root: Path) -> Iterator[int]:
-    """What each control group around this process, of version 2 or 1, still allows."""
+    """Yield the bytes that each control group around this process, of version 2 or 1, still allows."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -68,11 +68,11 @@ def _numbers(path: Path) -> dict[str, int]:
 
 
 def get_max_memory(max_memory: MaxMemory | None = None) -> Budget:
-    """Bytes that each device may give: what is free now, or ``max_memory`` in bytes and in order.
+    """Return the bytes for each device: free memory, or ``max_memory`` in bytes and in order.
 
-    The order is accelerators by number, ``mps``, ``cpu``, ``disk``. Text in ``max_memory``, such as ``"10GB"``, is
-    replaced there by its bytes. Raises `ArgumentError` for a device that is none of these and for such a text that is
-    no size; an accelerator that this machine lacks is a warning.
+    The order is accelerators by number, ``mps``, ``cpu``, ``disk``. Text in ``max_memory``, such as ``"10GB"``,
+    is replaced there by its bytes. Raises `ArgumentError` for a device that is none of these and for an invalid
+    size; warns about an accelerator that this machine lacks.
     """
     if max_memory is None:
         return _free_memory()
@@ -115,7 +115,7 @@ def _free_memory() -> Budget:
 
 
 def get_module_leaves(module_sizes: Mapping[str, int | float]) -> list[str]:
-    """The names in ``module_sizes`` that no other name there lies under."""
+    """Return the names in ``module_sizes`` that have no other name there below them."""
     parents = {name.rpartition(".")[0] for name in module_sizes}
     return [name for name in module_sizes if name and name not in parents]
 
@@ -128,10 +128,10 @@ def get_balanced_memory(
     special_dtypes: Mapping[str, Dtype] | None = None,
     low_zero: bool = False,
 ) -> Budget:
-    """The ``max_memory`` with which `infer_auto_device_map` fills all accelerators about equally.
+    """Return the ``max_memory`` with which `infer_auto_device_map` fills all accelerators about equally.
 
-    Each but the last gets its share of the model and room for one more block. ``low_zero`` leaves accelerator 0 as
-    empty as the others allow. With one accelerator and no ``max_memory``, a tenth of it stays free.
+    Each except the last gets its share of the model and room for one more block. ``low_zero`` leaves accelerator
+    0 as empty as the others allow. With one accelerator and no ``max_memory``, a tenth of it stays free.
     """
     budget = get_max_memory(max_memory)
     kind = accelerator_type() or "cuda"
@@ -160,7 +160,7 @@ def _is_accelerator(device: int | str, kind: str) -> bool:
 
 
 def _room(model: nn.Module, sizes: Mapping[str, int | float], no_split: Collection[str]) -> int:
-    """A quarter more than the largest unsplittable block, or the mean layer where that is larger."""
+    """Return 1.25 times the size of the largest unsplittable block, or of the mean layer if that is larger."""
     modules = {name for name, _ in model.named_modules()}
     blocks = [sizes.get(name, 0) for name, module in model.named_modules() if name and _named(module, no_split)]
     layers = get_module_leaves({name: size for name, size in sizes.items() if name in modules})

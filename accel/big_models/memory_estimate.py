@@ -1,4 +1,4 @@
-"""How much memory a model takes, loaded or trained, by type: arithmetic on a model that may be on the meta device."""
+"""Estimates of a model's memory for inference and training by type; the model may be on the meta device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _HALF = ("float16", "bfloat16", "fp16", "bf16", "fp8")
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """Bytes of a model in one type; ``training`` is by part, or ``None`` for a type that is not trained in."""
+    """Bytes of a model in one type; ``training`` is by part, or ``None`` for a type without training."""
 
     dtype: str
     largest_layer: int
@@ -25,14 +25,14 @@ class Estimate:
 
     @property
     def training_peak(self) -> int | None:
-        """Bytes of the largest part of a training step, which is what has to fit beside the activations."""
+        """Bytes of the largest part of a training step, which must fit in addition to the activations."""
         return None if self.training is None else max(self.training.values())
 
 
 def estimate_model(model: nn.Module, dtypes: Iterable[str] = ("float32", "float16", "int8", "int4")) -> list[Estimate]:
-    """One `Estimate` a type for ``model``, whose parameters are taken to be float32.
+    """Return an `Estimate` per type for ``model``, assuming float32 parameters.
 
-    Raises `ArgumentError` for a type that torch does not know and that is no packed one either.
+    Raises `ArgumentError` for an unknown type.
     """
     total, (largest, _) = calculate_maximum_sizes(model)
     found = []
@@ -46,11 +46,11 @@ def estimate_model(model: nn.Module, dtypes: Iterable[str] = ("float32", "float1
 
 
 def estimate_training_usage(bytes: int, mixed_precision: str, msamp_config: str | None = None) -> dict[str, int]:
-    """Bytes that a training step with Adam at batch size 1 takes, for a float32 model of ``bytes``.
+    """Return the bytes of a training step with Adam at batch size 1, for a float32 model of ``bytes``.
 
-    The parts are ``model``, ``gradients``, ``optimizer`` (two averages) and ``step`` (while the step is taken). In
-    mixed precision the weights stay float32 and gradients exist in both types. Raises `ArgumentError` for a negative
-    size, another precision, or an ``msamp_config``, since MS-AMP is not supported.
+    The parts are ``model``, ``gradients``, ``optimizer`` (two averages) and ``step`` (while the step is taken).
+    In mixed precision the weights stay float32 and gradients exist in both types. Raises `ArgumentError` for a
+    negative size, another precision, or an ``msamp_config``, since MS-AMP is not supported.
     """
     if bytes < 0:
         raise ArgumentError(f"bytes={bytes} is negative")

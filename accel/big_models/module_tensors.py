@@ -1,4 +1,4 @@
-"""The tensors of modules by their names: listing them, finding and mending ties, putting one on a device."""
+"""The tensors of modules by name: listing them, finding and restoring ties, placing one on a device."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ TiedParams = dict[int, dict[torch.device, torch.Tensor]]
 def named_module_tensors(
     module: nn.Module, include_buffers: bool = True, recurse: bool = False, remove_non_persistent: bool = False
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters, then buffers, of ``module`` with their names; each tensor once.
+    """Yield (name, tensor) of the parameters, then buffers, of ``module``; each tensor once.
 
-    ``recurse`` goes into submodules; ``remove_non_persistent`` leaves out the buffers that no state dict holds.
+    ``recurse`` includes submodules; ``remove_non_persistent`` excludes the buffers that no state dict holds.
     """
     yield from module.named_parameters(recurse=recurse)
     if not include_buffers:
@@ -32,7 +32,7 @@ def named_module_tensors(
 
 
 def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: bool = False) -> set[str]:
-    """Names of the buffers that no state dict holds; with ``fqns`` they start with the path of their module."""
+    """Return the names of buffers that no state dict holds; with ``fqns`` they start with their module's path."""
     if not recurse:
         return set(module._non_persistent_buffers_set)
     found = set()
@@ -43,7 +43,7 @@ def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: b
 
 
 def owner_of(module: nn.Module, tensor_name: str) -> tuple[nn.Module, str]:
-    """The submodule that holds ``tensor_name``, and the tensor's name in it. Raises `ArgumentError` if none does."""
+    """Return the submodule that holds ``tensor_name``, and the name in it. Raises `ArgumentError` if none does."""
     path, _, name = tensor_name.rpartition(".")
     owner: Any = module
     for part in path.split(".") if path else ():
@@ -59,13 +59,13 @@ def owner_of(module: nn.Module, tensor_name: str) -> tuple[nn.Module, str]:
 
 
 def tensor_named(module: nn.Module, tensor_name: str) -> torch.Tensor | None:
-    """The parameter or buffer called ``tensor_name``; ``None`` where it is registered as nothing."""
+    """Return the parameter or buffer called ``tensor_name``; ``None`` if it is registered as None."""
     owner, name = owner_of(module, tensor_name)
     return owner._parameters[name] if name in owner._parameters else owner._buffers[name]
 
 
 def like_parameter(old: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
-    """A parameter with ``data`` for its value and the class, attributes and ``requires_grad`` of ``old``."""
+    """Return a parameter with the value ``data`` and the class, attributes and ``requires_grad`` of ``old``."""
     wanted = old.requires_grad and is_real(data)
     if not issubclass(type(old), nn.Parameter):  # a tensor class that only says that it is a parameter
         return nn.Parameter(data, requires_grad=wanted)
@@ -75,7 +75,7 @@ def like_parameter(old: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
 
 
 def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
-    """Device, address and length in bytes of the storage behind ``tensor``: equal for views of one storage.
+    """Return device, address and length in bytes of the storage of ``tensor``: equal for views of one storage.
 
     All meta tensors of one size have the same.
     """
@@ -84,7 +84,7 @@ def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
 
 
 def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
-    """Groups of names, each sorted, of parameters that are one and the same object. ``kwargs`` has no effect."""
+    """Return groups of names, each sorted, of parameters that are the same object. ``kwargs`` has no effect."""
     names: dict[int, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), []).append(name)
@@ -108,7 +108,7 @@ def retie_parameters(model: nn.Module, tied_params: Iterable[Iterable[str]]) -> 
 
 
 def check_tied_parameters_in_config(model: nn.Module) -> bool:
-    """Whether a model of transformers says that some of its weights should be tied."""
+    """Return True if the configuration of a transformers model requires tied weights."""
     if not any(base.__name__ == "PreTrainedModel" for base in type(model).__mro__):
         return False
     config: Any = getattr(model, "config", None)
@@ -134,13 +134,13 @@ def set_module_tensor_to_device(
 ) -> None:
     """Put the parameter or buffer ``tensor_name`` of ``module`` on ``device``, with ``value`` if one is given.
 
-    A value takes the type of the tensor that it replaces, or ``dtype``, which changes no integers and no booleans.
-    A parameter keeps its class, its attributes and ``requires_grad``. ``fp16_statistics`` becomes its ``SCB``.
-    ``tied_params_map`` (address of a tied weight → device → the copy there) has each tied weight on a device once.
-    ``clear_cache`` hands the accelerator's cached memory back afterwards.
+    A value is cast to the type of the tensor that it replaces, or to ``dtype``, which affects no integers and no
+    booleans. A parameter keeps its class, its attributes and ``requires_grad``. ``fp16_statistics`` becomes its
+    ``SCB``. ``tied_params_map`` (address of a tied weight → device → the copy there) limits each tied weight to
+    one copy per device. ``clear_cache`` empties the accelerator's cache afterwards.
 
-    Raises `ArgumentError` for an unknown name or device, for a value of another shape, and for a tensor on the meta
-    device that should leave it without a value.
+    Raises `ArgumentError` for an unknown name or device, for a value of another shape, and for moving a tensor
+    from the meta device without a value.
     """
     owner, name = owner_of(module, tensor_name)
     old = owner._parameters[name] if name in owner._parameters else owner._buffers[name]
@@ -195,7 +195,7 @@ def _moved(
 
 
 def emptied(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` without its numbers, on the meta device."""
+    """Return ``tensor`` without values, on the meta device."""
     return _moved(tensor, META, None, "", False)
 
 
@@ -208,7 +208,7 @@ def replacement(
     name: str,
     non_blocking: bool = False,
 ) -> torch.Tensor:
-    """``value`` on ``target``, made to take the place of ``old``: see `set_module_tensor_to_device`."""
+    """Return ``value`` on ``target`` as a replacement for ``old``; see `set_module_tensor_to_device`."""
     quantised = _moves_its_own_way(old)
     if old.shape != value.shape and not quantised:
         raise ArgumentError(f"{name} has shape {tuple(old.shape)}, the value for it {tuple(value.shape)}")
@@ -223,12 +223,12 @@ def replacement(
 
 
 def is_real(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` holds floating-point or complex numbers, which ``dtype`` arguments convert."""
+    """Return True for floating-point and complex tensors, which ``dtype`` arguments convert."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _moves_its_own_way(old: torch.Tensor) -> bool:
-    """Whether a parameter class (those of bitsandbytes) quantises when it is moved to an accelerator."""
+    """Return True for parameter classes (those of bitsandbytes) that quantize when moved to an accelerator."""
     return issubclass(type(old), nn.Parameter) and type(old).to is not torch.Tensor.to
 
 

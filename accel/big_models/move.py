@@ -1,4 +1,4 @@
-"""Nests of tensors and devices: what a forward is called with, and what it returns."""
+"""Moving the nested arguments and results of a forward between devices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LEAVES = frozenset({type(None), bool, int, float, str, bytes})
 def move(data: Any, device: torch.device, skip_keys: str | Collection[str] | None = None) -> Any:
     """Return ``data`` with its tensors, and all else that has a ``to`` method, on ``device``.
 
-    Values of mappings under ``skip_keys`` stay as they are. A nest with nothing to move is returned itself.
+    Values of mappings under ``skip_keys`` stay as they are. If nothing moves, ``data`` itself is returned.
     """
     if type(data) in (tuple, dict) and not data:
         return data
@@ -45,7 +45,7 @@ def _move(data: Any, device: torch.device, skip: Collection[str]) -> Any:
 
 
 def _changed(items: Iterable[tuple[Any, Any]], device: torch.device, skip: Collection[str]) -> dict[Any, Any]:
-    """Those of ``items`` that moved, where they went."""
+    """Return those of ``items`` that moved, on the new device."""
     changed = {}
     for key, item in items:
         moved = item if key in skip else _move(item, device, skip)
@@ -55,7 +55,7 @@ def _changed(items: Iterable[tuple[Any, Any]], device: torch.device, skip: Colle
 
 
 def device_of_first(data: Any) -> torch.device | None:
-    """The device of the first tensor in ``data``, or ``None``."""
+    """Return the device of the first tensor in ``data``, or ``None``."""
     if isinstance(data, torch.Tensor):
         return data.device
     items = data.values() if isinstance(data, Mapping) else data if isinstance(data, (list, tuple)) else ()

@@ -1,7 +1,7 @@
-"""Weights in a folder: a file of raw numbers each, and an index; read back as maps of the files, not as copies.
+"""Weights in a folder, each in a file of raw numbers, with an index; reading them memory-maps the files.
 
-The layout is Accelerate's: ``NAME.dat`` and ``index.json`` (name → ``dtype`` and ``shape``). An entry of the index may
-instead say in which safetensors file a weight is (``safetensors_file``, ``weight_name``).
+The layout is Accelerate's: ``NAME.dat`` and ``index.json`` (name → ``dtype`` and ``shape``). An entry of the
+index may instead refer to a safetensors file (``safetensors_file``, ``weight_name``).
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _PIECE = 1 << 22  # elements
 def offload_weight(
     weight: torch.Tensor, weight_name: str, offload_folder: str | os.PathLike[str], index: Index | None = None
 ) -> Index | None:
-    """Write ``weight`` to ``offload_folder`` and note it in ``index``, which is returned; the index is not written.
+    """Write ``weight`` to ``offload_folder``, add it to ``index`` and return that; the index is not written.
 
-    The file appears under its name when it is whole. Raises `CheckpointError` if it cannot be written.
+    The file is written atomically. Raises `CheckpointError` if it cannot be written.
     """
     entry = WeightFiles(offload_folder).write(weight, weight_name)
     if index is not None:
@@ -38,14 +38,14 @@ def offload_weight(
 
 
 class WeightFiles:
-    """Writes weights to a folder, each converted on its way through one small buffer."""
+    """A writer of weights to a folder, which converts each through one small buffer."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self._folder = Path(folder)
         self._buffer = torch.empty(0)
 
     def write(self, weight: torch.Tensor, name: str, dtype: torch.dtype | None = None) -> dict[str, Any]:
-        """Write ``weight``, as ``dtype`` if one is given; returns its entry of the index."""
+        """Write ``weight``, as ``dtype`` if one is given; return its entry of the index."""
         dtype = dtype or weight.dtype
         path = self._folder / f"{name}.dat"
         partial = path.with_name(f"{path.name}.partial")
@@ -78,10 +78,10 @@ def _not_written(path: Path, size: int, error: OSError) -> CheckpointError:
 
 
 def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapping[str, Any]) -> torch.Tensor:
-    """The tensor in ``weight_file``, described by its entry of the index, as a map of the file.
+    """Memory-map the tensor in ``weight_file``, described by its entry of the index.
 
-    The file is read as the numbers are used; what is written to the tensor does not reach it. Raises
-    `CheckpointError` for a file that is missing or of another length than the entry says.
+    The file is read on access; writes to the tensor do not reach it. Raises `CheckpointError` for a file that is
+    missing or differs in length from the entry.
     """
     shape = tuple(weight_info["shape"])
     dtype = dtype_named(weight_info["dtype"])
@@ -100,7 +100,7 @@ def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapp
 
 
 def save_offload_index(index: Index | None, offload_folder: str | os.PathLike[str]) -> None:
-    """Add ``index`` to the index in ``offload_folder``; nothing happens for an empty one."""
+    """Add ``index`` to the index in ``offload_folder``; do nothing for an empty one."""
     if not index:
         return
     path = Path(offload_folder) / INDEX_NAME
@@ -117,7 +117,7 @@ def save_offload_index(index: Index | None, offload_folder: str | os.PathLike[st
 
 
 def read_offload_index(offload_folder: str | os.PathLike[str]) -> Index:
-    """The index in ``offload_folder``. Raises `CheckpointError` if there is none or it cannot be read."""
+    """Return the index in ``offload_folder``. Raises `CheckpointError` if it is missing or cannot be read."""
     path = Path(offload_folder) / INDEX_NAME
     try:
         index: Index = json.loads(path.read_text(encoding="utf-8"))
@@ -146,7 +146,7 @@ def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str
 
 
 def alias_weight(written: str, name: str, folder: str | os.PathLike[str]) -> None:
-    """Give the file of the weight ``written`` the second name ``name``: a link, or a copy where there are none."""
+    """Add ``name`` for the file of the weight ``written``, as a hard link, or a copy where that is not possible."""
     source, target = Path(folder) / f"{written}.dat", Path(folder) / f"{name}.dat"
     partial = target.with_name(f"{target.name}.partial")
     partial.unlink(missing_ok=True)
@@ -163,7 +163,7 @@ def alias_weight(written: str, name: str, folder: str | os.PathLike[str]) -> Non
 
 
 class PrefixedDataset(Mapping[str, torch.Tensor]):
-    """The part of a mapping whose names start with ``prefix``, under their names without it."""
+    """The part of a mapping whose names start with ``prefix``, which is removed from them."""
 
     def __init__(self, dataset: Mapping[str, torch.Tensor], prefix: str) -> None:
         self.dataset = dataset
@@ -173,7 +173,7 @@ class PrefixedDataset(Mapping[str, torch.Tensor]):
         return self.dataset[f"{self.prefix}{key}"]
 
     def reads_file(self, key: str) -> bool:
-        """Whether the tensor ``key`` is a map of a file."""
+        """Return True if the tensor ``key`` is memory-mapped."""
         reads = getattr(self.dataset, "reads_file", None)
         return reads is not None and bool(reads(f"{self.prefix}{key}"))
 
@@ -188,11 +188,11 @@ class PrefixedDataset(Mapping[str, torch.Tensor]):
 
 
 class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
-    """Weights by name, from ``state_dict`` or, for names it lacks, from the files that ``index`` describes.
+    """Weights by name, from ``state_dict`` or, for names it lacks, from the files in ``index``.
 
-    ``index`` defaults to the one in ``save_folder``. Tensors from files are maps of them where they can be, or on
-    ``device`` if one is given. Raises `ArgumentError` if there is no source, `CheckpointError` for a folder without an
-    index, `KeyError` for an unknown name.
+    ``index`` defaults to the one in ``save_folder``. Tensors from files are memory-mapped if possible, or on
+    ``device`` if one is given. Raises `ArgumentError` without any source, `CheckpointError` for a folder without
+    an index, `KeyError` for an unknown name.
     """
 
     def __init__(
@@ -231,14 +231,14 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         return aligned(tensor) if device == CPU else tensor
 
     def _in_safetensors(self, file: str, name: str) -> torch.Tensor:
-        """A map of one tensor; the header of a file is read once, and again when the file has changed."""
+        """Memory-map one tensor; the header of a file is read once, and again when the file has changed."""
         known = self._files.get(file)
         if known is None or known.changed():
             known = self._files[file] = SafetensorsFile(file)
         return known.get(name)
 
     def reads_file(self, key: str) -> bool:
-        """Whether the tensor ``key`` is a map of a file."""
+        """Return True if the tensor ``key`` is memory-mapped."""
         return key not in self.state_dict
 
     def __contains__(self, key: object) -> bool:
@@ -254,7 +254,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
 def extract_submodules_state_dict(
     state_dict: Mapping[str, torch.Tensor], submodule_names: Iterable[str]
 ) -> dict[str, torch.Tensor]:
-    """The part of ``state_dict`` that belongs to the modules, or tensors, named."""
+    """Return the part of ``state_dict`` that belongs to the named modules or tensors."""
     found: dict[str, torch.Tensor] = {}
     for module in submodule_names:
         prefix = f"{module}." if module else ""

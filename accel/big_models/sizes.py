@@ -1,4 +1,4 @@
-"""How many bytes the tensors of a model take: by element, by module, by layer."""
+"""The bytes of a model's tensors: by element, by module, by layer."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _PACKED = {"fp8": 1.0, "int4": 1 / 2, "int2": 1 / 4, "nf4": 1 / 2, "fp4": 1 / 2}
 
 
 def convert_file_size_to_int(size: int | str) -> int:
-    """Bytes meant by ``size``: a number, or text such as ``"5GB"`` (10⁹), ``"5GiB"`` (2³⁰) or ``"5Gb"`` (bits).
+    """Parse ``size`` in bytes: a number, or text such as ``"5GB"`` (10⁹), ``"5GiB"`` (2³⁰) or ``"5Gb"`` (bits).
 
-    Raises `ArgumentError` for a negative size and for text that is none of these.
+    Raises `ArgumentError` for a negative size and for any other text.
     """
     if isinstance(size, int):
         if size >= 0:
@@ -50,9 +50,9 @@ def convert_file_size_to_int(size: int | str) -> int:
 
 
 def dtype_byte_size(dtype: Dtype) -> int | float:
-    """Bytes that one element of ``dtype`` takes: 4 for float32, 1 for bool, 0.5 for int4.
+    """Return the bytes per element of ``dtype``: 4 for float32, 1 for bool, 0.5 for int4.
 
-    Raises `ArgumentError` for a name of no type.
+    Raises `ArgumentError` for an unknown name.
     """
     if isinstance(dtype, Enum):
         dtype = str(dtype.value)
@@ -78,10 +78,10 @@ def compute_module_sizes(
     special_dtypes: Mapping[str, Dtype] | None = None,
     buffers_only: bool = False,
 ) -> defaultdict[str, int | float]:
-    """Bytes of every tensor and every module of ``model`` by name; ``""`` is the whole of it.
+    """Return the bytes of every tensor and every module of ``model`` by name; ``""`` is the whole model.
 
-    ``dtype`` is the type that weights will be loaded as: it never makes one larger and changes no integers.
-    ``special_dtypes`` gives single tensors their own. A tied weight counts once, where it comes first.
+    ``dtype`` is the type that weights will be loaded as: it never makes one larger and affects no integers.
+    ``special_dtypes`` sets the type of single tensors. A tied weight counts once, under its first name.
     """
     size_as = None if dtype is None else dtype_byte_size(dtype)
     special = {name: dtype_byte_size(kind) for name, kind in (special_dtypes or {}).items()}
@@ -109,14 +109,14 @@ def _and_its_parents(name: str) -> Iterator[str]:
 def compute_module_total_buffer_size(
     model: nn.Module, dtype: Dtype | None = None, special_dtypes: Mapping[str, Dtype] | None = None
 ) -> int | float:
-    """Bytes of all buffers of ``model``."""
+    """Return the bytes of all buffers of ``model``."""
     return compute_module_sizes(model, dtype=dtype, special_dtypes=special_dtypes, buffers_only=True)[""]
 
 
 def get_max_layer_size(
     modules: Sequence[Named], module_sizes: Mapping[str, int | float], no_split_module_classes: Collection[str]
 ) -> tuple[int | float, list[str]]:
-    """Size of the largest layer under ``modules``, and the names of all layers of that size.
+    """Return the size of the largest layer under ``modules``, and the names of all layers of that size.
 
     A layer is a tensor, a module without children, or a module whose class is in ``no_split_module_classes``.
     """
@@ -141,14 +141,14 @@ def _layers(modules: Sequence[Named], no_split: Collection[str]) -> Iterator[str
 
 
 def children_of(module: nn.Module | torch.Tensor, no_split: Collection[str]) -> list[tuple[str, nn.Module]]:
-    """The direct submodules of ``module``; none for a tensor and for a class in ``no_split``."""
+    """Return the direct submodules of ``module``; none for a tensor and for a class in ``no_split``."""
     if not isinstance(module, nn.Module) or type(module).__name__ in no_split:
         return []
     return list(module.named_children())
 
 
 def direct_parts(model: nn.Module) -> list[Named]:
-    """What a device map of ``model`` may name at the first level: its own parameters, submodules, own buffers."""
+    """Return the first-level entries of a device map of ``model``: own parameters, submodules, own buffers."""
     return [
         *model.named_parameters(recurse=False),
         *model.named_children(),
@@ -157,14 +157,14 @@ def direct_parts(model: nn.Module) -> list[Named]:
 
 
 def calculate_maximum_sizes(model: nn.Module) -> tuple[int | float, tuple[int | float, list[str]]]:
-    """Bytes of ``model``, and what `get_max_layer_size` says of it; ``_no_split_modules`` of transformers is heeded."""
+    """Return the bytes of ``model`` and its `get_max_layer_size`, respecting transformers' ``_no_split_modules``."""
     sizes = compute_module_sizes(model)
     no_split = class_names(getattr(model, "_no_split_modules", None))
     return sizes[""], get_max_layer_size(direct_parts(model), sizes, no_split)
 
 
 def class_names(given: str | Collection[str] | None) -> list[str]:
-    """One name, several or none, as a list."""
+    """Return one name, several or none, as a list."""
     if given is None:
         return []
     return [given] if isinstance(given, str) else list(given)

@@ -1,7 +1,7 @@
-"""Tensors as maps of files: nothing is read before it is used, and a tensor that is let go of leaves no memory behind.
+"""Memory-mapped tensors: data are read on access, and a tensor without references leaves no memory behind.
 
-The header of a safetensors file (https://github.com/huggingface/safetensors, "Format") is read here and not by that
-library, whose maps are of whole files and stay in the process's memory as long as the file is open.
+The header of a safetensors file (https://github.com/huggingface/safetensors, "Format") is read here and not
+by that library, which maps whole files that stay in the process's memory as long as the file is open.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _LARGEST_HEADER = 100_000_000  # safetensors' own limit
 
 
 def map_tensor(path: str | os.PathLike[str], dtype: torch.dtype, shape: Sequence[int], offset: int = 0) -> torch.Tensor:
-    """The tensor whose bytes start at ``offset`` of a file. What is written to it does not reach the file."""
+    """Memory-map the tensor whose bytes start at ``offset`` of a file. Writes to it do not reach the file."""
     count = torch.Size(shape).numel()
     if not count:
         return torch.empty(tuple(shape), dtype=dtype)
@@ -60,15 +60,15 @@ def map_tensor(path: str | os.PathLike[str], dtype: torch.dtype, shape: Sequence
 
 
 def aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor``, copied if it does not start where torch would have put it.
+    """Return ``tensor``, copied if it does not start at an address that torch would have chosen.
 
-    Kernels choose their way by that: the last bits of a result can differ with it.
+    Kernels depend on the alignment: the last bits of a result can differ with it.
     """
     return tensor.clone() if tensor.numel() and tensor.data_ptr() % _ALIGNMENT else tensor
 
 
 class SafetensorsFile:
-    """The names, types and places of the tensors in a safetensors file, and maps of them.
+    """The header of a safetensors file, and memory-mapped access to its tensors.
 
     Raises `CheckpointError` for a file that is missing, cut short or no safetensors file.
     """
@@ -96,11 +96,11 @@ class SafetensorsFile:
             raise CheckpointError(f"{self.path} is cut short: {missing} bytes are missing at its end")
 
     def names(self) -> list[str]:
-        """The names of the tensors, in the order of the header."""
+        """Return the names of the tensors, in the order of the header."""
         return list(self._tensors)
 
     def get(self, name: str) -> torch.Tensor:
-        """A map of the tensor ``name``. Raises `CheckpointError` for one that is not here."""
+        """Memory-map the tensor ``name``. Raises `CheckpointError` for one that is not here."""
         entry = self._tensors.get(name)
         if entry is None:
             raise CheckpointError(f"{self.path} holds no tensor {name!r}")
@@ -113,7 +113,7 @@ class SafetensorsFile:
         return map_tensor(self.path, dtype, entry["shape"], self._start + first)
 
     def changed(self) -> bool:
-        """Whether the file is another one than when its header was read."""
+        """Return True if the file has changed since its header was read."""
         try:
             return _stamp(os.stat(self.path)) != self.stamp
         except OSError:

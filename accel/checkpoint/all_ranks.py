@@ -1,4 +1,4 @@
-"""Doing something on every process and knowing, on every process, that it went well."""
+"""Run a function on all ranks; if it fails on any, raise on all."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _PATIENCE = timedelta(minutes=5)
 def together(what: str, action: Callable[[], Result], group: Any = None) -> list[Result]:
     """Run ``action`` on every process and return all results, in rank order; they must be picklable.
 
-    If it fails anywhere, `CheckpointError` is raised everywhere, naming the process: no process is left waiting.
-    ``group`` is the process group to agree in, by default the world's own.
+    If it fails on any process, every process raises `CheckpointError` naming that process, so none is left
+    waiting. ``group`` is the process group to use, by default the world's.
     """
     result: tuple[Result | None, str | None]
     cause: Exception | None = None
@@ -50,7 +50,7 @@ def _all(value: Any, group: Any) -> list[Any]:
 def refuse_absent(what: str, group: Any) -> None:
     """Raise `CollectiveError` unless all processes call this within five minutes; the main process names the others.
 
-    group: one of `side_group`, in which nothing else is under way; None, of a world of one, does nothing.
+    ``group``: a `side_group` with no other operation in progress; with None (a world of one) nothing happens.
     """
     if group is None:
         return
@@ -63,8 +63,8 @@ def refuse_absent(what: str, group: Any) -> None:
 
 
 def side_group() -> Any:
-    """A new process group of all processes, over gloo, for what goes on beside training; ``None`` in a world of one.
+    """Create a gloo process group of all processes for background work; return ``None`` in a world of one.
 
-    All processes must come here. What is said in it and what is said in the world's own group do not mix.
+    All processes must call it. Its collectives never mix with those of the default group.
     """
     return dist.new_group(backend="gloo") if PartialState().use_distributed else None

@@ -1,4 +1,4 @@
-"""One save that goes on beside training, in a thread, until somebody waits for it."""
+"""One save that runs in a background thread until `wait`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ logger = get_logger(__name__)
 
 
 class Background:
-    """Runs one piece of work at a time. What it raises is raised by `wait`, and logged at once.
+    """A runner of one task at a time. An exception is logged at once and raised by `wait`.
 
-    The interpreter does not end before the work has: the thread is no daemon.
+    The thread is no daemon, so the interpreter does not exit before the task is done.
     """
 
     def __init__(self) -> None:
@@ -22,11 +22,11 @@ class Background:
 
     @property
     def busy(self) -> bool:
-        """Whether work is under way, or has failed and nobody has been told."""
+        """True if a task is running, or has failed and `wait` has not yet raised its error."""
         return self._thread is not None
 
     def start(self, work: Callable[[], None]) -> None:
-        """Have ``work`` done. There must be none under way: `wait` first."""
+        """Start ``work`` in a thread. No other task may be running: call `wait` first."""
 
         def run() -> None:
             try:
@@ -39,7 +39,7 @@ class Background:
         self._thread.start()
 
     def wait(self) -> None:
-        """Return when nothing is under way; raises, once, what the work raised."""
+        """Wait until no task is running. Raises, once, what the task raised."""
         thread, self._thread = self._thread, None
         if thread is None:
             return

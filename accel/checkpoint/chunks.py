@@ -1,7 +1,7 @@
-"""Tensors that are spread over processes, on disk: each process writes what it has, and any other cut is read back.
+"""Sharded tensors on disk: each process writes its shards, and they can be read back with any other sharding.
 
-A process's chunks are one safetensors file, ``chunks/node_<node>/rank_<rank>.safetensors``. Its metadata say, under
-``accel_chunks``, which part of which whole tensor each one is.
+A process writes one safetensors file, ``chunks/node_<node>/rank_<rank>.safetensors``. The entry
+``accel_chunks`` of its metadata maps each chunk to its full tensor and its offset there.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Place: TypeAlias = tuple[int, ...]
 
 
 def place_of(tensor: Any) -> tuple[Place, torch.Tensor]:
-    """Where the part of ``tensor`` begins that this process has, and that part, which shares memory with it."""
+    """Return the offset of this process's part of ``tensor``, and the part, which shares its memory."""
     if not is_spread(tensor):
         return (0,) * tensor.ndim, tensor
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -36,10 +36,10 @@ def place_of(tensor: Any) -> tuple[Place, torch.Tensor]:
 def own_chunks(
     tensors: Mapping[str, torch.Tensor], *, keeper: bool, every_copy: bool
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Of ``tensors``, the parts that this process writes, and the metadata of their file.
+    """Return the parts of ``tensors`` that this process writes, and the metadata of their file.
 
-    keeper:     whether it writes what is whole on every process.
-    every_copy: whether it writes parts that another process has too, and writes to a disk of its own.
+    ``keeper``: True if it writes tensors that every process holds in full.
+    ``every_copy``: True if it also writes parts that other processes hold, since its disk is its own.
     """
     parts: dict[str, torch.Tensor] = {}
     table: dict[str, Any] = {}
@@ -57,9 +57,9 @@ def _is_first_copy(tensor: Any) -> bool:
 
 
 class Saved:
-    """Tensors on file by name, each in as many chunks as it was saved in.
+    """Saved tensors by name, each in as many chunks as it was written in.
 
-    where: what errors call the place that they are read from.
+    ``where``: the name of their place in error messages.
     """
 
     def __init__(self, where: str) -> None:
@@ -70,7 +70,7 @@ class Saved:
 
     @classmethod
     def whole(cls, tensors: Mapping[str, torch.Tensor], where: str) -> Saved:
-        """Tensors of which each is one chunk."""
+        """Create from full tensors, with one chunk each."""
         saved = cls(where)
         for name, tensor in tensors.items():
             saved.add(name, tuple(tensor.shape), (0,) * tensor.ndim, tensor)
@@ -78,7 +78,7 @@ class Saved:
 
     @classmethod
     def in_folder(cls, folder: Path) -> Saved:
-        """All chunks in a checkpoint; they are pages of files. Raises `CheckpointError` for a damaged file."""
+        """Read all chunks of a checkpoint, memory-mapped. Raises `CheckpointError` for a damaged file."""
         saved = cls(str(folder))
         saved.mapped = True
         for path in sorted(folder.glob(CHUNKS)):
@@ -91,7 +91,7 @@ class Saved:
         return saved
 
     def add(self, name: str, shape: Place, offset: Place, data: Any) -> None:
-        """Add a chunk of the tensor ``name``: a tensor, or what has its shape and type and gives one when sliced."""
+        """Add a chunk of the tensor ``name``: a tensor, or an object with its shape and dtype that slices to one."""
         if self.shapes.setdefault(name, shape) != shape:
             raise CheckpointError(f"{self.where}: {name} is {self.shapes[name]} in one file and {shape} in another")
         self._chunks.setdefault(name, {})[offset, tuple(data.shape)] = data
@@ -100,11 +100,11 @@ class Saved:
         return name in self.shapes
 
     def under(self, prefix: str) -> list[str]:
-        """The names that begin with ``prefix``, without it."""
+        """Return the names that begin with ``prefix``, without it."""
         return [name.removeprefix(prefix) for name in self.shapes if name.startswith(prefix)]
 
     def renamed(self, names: Mapping[str, str]) -> Saved:
-        """The tensors that ``names`` has the present name of, by new names."""
+        """Return a subset under new names; ``names`` maps new names to present ones."""
         saved = Saved(self.where)
         saved.mapped = self.mapped
         saved.shapes = {name: self.shapes[old] for name, old in names.items()}
@@ -112,12 +112,12 @@ class Saved:
         return saved
 
     def dtype(self, name: str) -> torch.dtype:
-        """The type that a tensor was saved in."""
+        """Return the dtype of the saved tensor."""
         kind: torch.dtype = next(iter(self._chunks[name].values())).dtype
         return kind
 
     def gathered(self, prefix: str) -> dict[str, torch.Tensor]:
-        """Whole tensors in memory, by the names under ``prefix``; tied ones are one tensor."""
+        """Return full tensors in memory, by the names under ``prefix``; tied names share one tensor."""
         made: dict[int, torch.Tensor] = {}
         found: dict[str, torch.Tensor] = {}
         for name in self.under(prefix):
@@ -130,9 +130,9 @@ class Saved:
 
     @torch.no_grad()
     def fill(self, name: str, tensor: torch.Tensor) -> None:
-        """Give this process's part of ``tensor`` what was saved under ``name``.
+        """Copy what was saved under ``name`` to this process's part of ``tensor``.
 
-        Raises `CheckpointError` where the whole has another shape, and where chunks of this part are not there.
+        Raises `CheckpointError` if the full shapes differ or chunks of this part are missing.
         """
         if self.shapes[name] != tuple(tensor.shape):
             raise CheckpointError(

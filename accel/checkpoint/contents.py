@@ -1,4 +1,4 @@
-"""What a run keeps in a checkpoint, under which names (Accelerate's), and how it is put back."""
+"""The contents of a checkpoint: a run's objects, their file names (Accelerate's), and restoring them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class Piece:
-    """One file of a checkpoint and what it is made of."""
+    """One file of a checkpoint and its content."""
 
     name: str
     kind: Literal["tensors", "object"]
@@ -54,7 +54,7 @@ class Piece:
     metadata: dict[str, str] | None = None  # of a file of tensors
 
     def write(self, folder: Path) -> Digest:
-        """Make the file in ``folder``; it is on the disk when this returns."""
+        """Write the file in ``folder`` and flush it to the disk."""
         path = folder / self.name
         path.parent.mkdir(parents=True, exist_ok=True)
         return (
@@ -68,7 +68,7 @@ class Piece:
 class Contents:
     """The objects of a run that a checkpoint holds, in the order in which they were prepared.
 
-    ``options`` are those of `torch.load` that its files of objects are read with.
+    ``options``: the options of `torch.load` for files of objects.
     """
 
     device: torch.device
@@ -85,7 +85,7 @@ class Contents:
 
     @property
     def stateful(self) -> Iterator[tuple[str, Any]]:
-        """File name and object, of all that have a state dict but models, optimizers and loaders."""
+        """Yield (file name, object) of schedulers, scaler and registered objects."""
         for index, scheduler in enumerate(self.schedulers):
             yield numbered_name(SCHEDULER, index), scheduler
         if self.precision.scaler is not None:
@@ -95,15 +95,16 @@ class Contents:
 
     @property
     def samplers(self) -> Iterator[tuple[str, Any]]:
-        """File name and loader, of the loaders whose position is kept."""
+        """Yield (file name, loader) of the loaders that have a position to save."""
         for index, loader in enumerate(self.loaders):
             if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
                 yield numbered_name(SAMPLER, index), loader
 
     def shared(self, weights: Sequence[dict[str, Any]], states: Sequence[dict[str, Any]]) -> Iterator[Piece]:
-        """What is the same on every process.
+        """Yield the files that are the same on every process.
 
-        weights: the state dicts of the models. states: those of the optimizers.
+        ``weights``: the state dicts of the models.
+        ``states``: the state dicts of the optimizers.
         """
         self.precision.settle()
         for index, state in enumerate(weights):
@@ -119,10 +120,11 @@ class Contents:
     def spread(
         self, weights: Sequence[dict[str, Any]] | None, window_open: bool, *, keeper: bool, every_copy: bool
     ) -> Iterator[Piece]:
-        """What this process has of what is spread over processes, and of a keeper also what all have in common.
+        """Yield this process's chunks of sharded tensors and, on a writer, the files that all have in common.
 
-        weights: the sharded state dicts of the models; without them only the gradients of an open window are yielded.
-        See `own_chunks` for the rest.
+        ``weights``: the sharded state dicts of the models; without them only the gradients of an open window are
+            yielded.
+        ``keeper``, ``every_copy``: see `own_chunks`.
         """
         self.precision.settle()
         tensors: dict[str, torch.Tensor] = {}
@@ -173,9 +175,9 @@ class Contents:
             yield Piece(numbered_name(EXTRA, index), "object", extra)
 
     def own(self, step: int, window_open: bool) -> Iterator[Piece]:
-        """What differs from process to process: its generators, its loaders' own state, and ``step`` of its window.
+        """Yield the files of this process alone: its generators, its loaders' own state, and ``step`` of its window.
 
-        In an open window, also the gradients accumulated in it, which no other process has.
+        In an open window, also its accumulated gradients, which no other process has.
         """
         if window_open and not self._is_spread:
             held = {key: p.grad for key, p in self._parameters() if p.grad is not None}
@@ -192,7 +194,7 @@ class Contents:
                 yield f"{index}.{name}", parameter
 
     def read(self, folder: Path, **load_model_kwargs: Any) -> int | None:
-        """Put everything back; returns the step of the accumulation window, ``None`` if this process has none on file.
+        """Restore everything; return the step of the accumulation window, ``None`` if this process has none on file.
 
         Raises `CheckpointError` naming the file that is missing or does not fit.
         """
@@ -291,7 +293,6 @@ class Contents:
 
 
 def _own_state(loader: Any) -> Any:
-    """What only this process knows of how far a loader is, if there is such a thing."""
     return loader.own_state_dict() if hasattr(loader, "own_state_dict") else None
 
 
@@ -308,7 +309,7 @@ def _load(item: Any, name: str, state: Any) -> None:
 
 
 def _retie(state: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """Add to ``state`` the names of tied weights that it has under another name (as files by Accelerate do)."""
+    """Add to ``state`` the tied names that it holds under another name, as files by Accelerate do."""
     owners: dict[tuple[int, Any], str] = {}
     for name in wanted:
         if name in state and isinstance(wanted[name], torch.Tensor) and wanted[name].numel():

@@ -1,6 +1,6 @@
 """Folders of `torch.distributed.checkpoint` (DCP), which other programs write and read.
 
-No code in them runs: ``.metadata`` is a pickle, read by an unpickler that admits DCP's own classes alone. Everything
+No code in them runs: ``.metadata`` is a pickle, and its unpickler admits only DCP's own classes. Everything
 else is read with ``weights_only=True``.
 """
 
@@ -27,9 +27,10 @@ METADATA = ".metadata"
 
 
 class DcpFolder:
-    """A folder that DCP wrote. Tensors are read in parts, by the processes that want them.
+    """A folder that DCP wrote. Each process reads only the parts of tensors that it needs.
 
-    tensors: all tensors, by their names in the folder. paths: the keys that lead to each item in what was saved.
+    ``tensors``: all tensors, by their names in the folder.
+    ``paths``: the keys that lead to each item in the saved object.
 
     Raises `CheckpointError` for a folder that is missing or damaged.
     """
@@ -60,7 +61,7 @@ class DcpFolder:
                 self.tensors.add(name, tuple(about.size), tuple(chunk.offsets), stored)
 
     def nested(self, key: str, skip: Collection[str]) -> dict[str, Any]:
-        """Read what was saved under ``key``, nested as it was, without the items named in ``skip``."""
+        """Read the items saved under ``key`` as nested dicts and lists, without those named in ``skip``."""
         names = [name for name, path in self.paths.items() if path[0] == key and len(path) > 1 and name not in skip]
         whole = self.tensors.renamed({name: name for name in names if name in self.tensors}).gathered("")
         tree: dict[Any, Any] = {}
@@ -75,7 +76,7 @@ class DcpFolder:
 
 
 def write_dcp(folder: Path, state: dict[str, Any]) -> None:
-    """Write ``state`` to ``folder``, each process its part; every process calls it. Raises `CheckpointError`."""
+    """Write ``state`` to ``folder``, each process its part; all processes must call it. Raises `CheckpointError`."""
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
@@ -98,7 +99,7 @@ def _clear(folder: Path) -> None:
 
 
 def _with_lists(tree: Any) -> Any:
-    """``tree`` with a list in the place of each dictionary of numbers."""
+    """Return ``tree`` with every dict whose keys are all integers replaced by a list."""
     if not isinstance(tree, dict):
         return tree
     items = {step: _with_lists(value) for step, value in tree.items()}
@@ -107,7 +108,7 @@ def _with_lists(tree: Any) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class _Stored:
-    """A chunk of a tensor in a file, which is read when it is sliced."""
+    """A chunk of a tensor in a file, read when it is sliced."""
 
     folder: Path
     entry: Any
@@ -136,7 +137,7 @@ def _read_item(folder: Path, entry: Any) -> Any:
 
 
 def _last_line(error: BaseException) -> str:
-    """The line that says what went wrong: DCP gathers the tracebacks of all ranks into one message."""
+    """Return the last line of a message, the cause: DCP joins the tracebacks of all ranks into one message."""
     return (f"{error}".strip().splitlines() or [type(error).__name__])[-1].strip()[:300]
 
 

@@ -1,12 +1,12 @@
-"""Directories that are either whole or not there.
+"""Atomic replacement of directories.
 
-A checkpoint is made under a draft name beside its place and renamed when it is whole. A predecessor in that place is
-moved aside first and deleted last, so that at every moment one whole checkpoint can be found: `recover` puts it in
-its place.
+A checkpoint is written under a draft name next to its final path and renamed when it is complete. A
+predecessor in that path is renamed first and deleted last, so that one complete checkpoint exists at every
+moment; `recover` moves it to the final path.
 
-    .NAME.draft-ID    being written, or whole (with a manifest) and about to be renamed
+    .NAME.draft-ID    being written, or complete (with a manifest) and about to be renamed
     .NAME.old-ID      the predecessor, moved aside
-    .NAME.gone-ID     about to be deleted, never brought back
+    .NAME.gone-ID     about to be deleted, never restored
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _ASIDE = re.compile(r"\.(.+)\.(?:draft|old)-[0-9a-f]{8}")
 
 
 def beside(place: Path, kind: str) -> Path:
-    """A new name of ``kind`` (draft, old, gone) for ``place``."""
+    """Return a new name of ``kind`` (draft, old, gone) for ``place``."""
     return place.parent / f".{place.name}.{kind}-{secrets.token_hex(4)}"
 
 
 def leftovers(place: Path, kind: str) -> list[Path]:
-    """What stands beside ``place`` under names of ``kind``."""
+    """Return the directories next to ``place`` with names of ``kind``."""
     pattern = re.compile(re.escape(f".{place.name}.{kind}-") + r"[0-9a-f]{8}")
     try:
         return sorted(entry for entry in place.parent.iterdir() if pattern.fullmatch(entry.name))
@@ -40,9 +40,9 @@ def leftovers(place: Path, kind: str) -> list[Path]:
 
 
 def start_draft(place: Path) -> Path:
-    """Make the directory in which a checkpoint for ``place`` is written.
+    """Create the directory in which a checkpoint for ``place`` is written.
 
-    Drafts for it that were given up are deleted, and what a killed process was deleting beside it.
+    Deletes its abandoned drafts, and directories in the same parent that a killed process was deleting.
     """
     place.parent.mkdir(parents=True, exist_ok=True)
     recover(place)
@@ -55,7 +55,7 @@ def start_draft(place: Path) -> Path:
 
 
 def publish(draft: Path, place: Path) -> None:
-    """Put the whole checkpoint in ``draft`` in its place; what was there is replaced, the script's own files stay."""
+    """Move the complete checkpoint in ``draft`` to ``place``, replacing an older one; the script's own files stay."""
     fsync_directory(draft)
     aside = None
     if os.path.lexists(place):
@@ -68,7 +68,7 @@ def publish(draft: Path, place: Path) -> None:
 
 
 def _retire(aside: Path, place: Path) -> None:
-    """Delete a predecessor, but first move to ``place`` what the script itself had put there."""
+    """Delete a predecessor, after moving the script's own files in it to ``place``."""
     try:
         manifest = read_manifest(aside)
     except CheckpointError:
@@ -82,7 +82,7 @@ def _retire(aside: Path, place: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Delete a directory so that it is never seen half there."""
+    """Delete a directory so that no reader ever sees it half deleted: it is renamed first."""
     aside = _ASIDE.fullmatch(folder.name)
     gone = beside(folder.parent / (aside[1] if aside else folder.name), "gone")
     os.rename(folder, gone)
@@ -90,7 +90,7 @@ def remove(folder: Path) -> None:
 
 
 def recover(place: Path) -> str | None:
-    """Finish what a process that was killed in `publish` left open; returns what was done, in one line, if anything."""
+    """Finish a `publish` that was killed; return one line about it if a checkpoint was moved to ``place``."""
     if os.path.lexists(place):
         for aside in leftovers(place, "old"):
             _retire(aside, place)
@@ -105,7 +105,7 @@ def recover(place: Path) -> str | None:
 
 
 def interrupted(parent: Path) -> set[str]:
-    """Names in ``parent`` of which only a draft or predecessor is there."""
+    """Return the names in ``parent`` that exist only as a draft or predecessor."""
     if not parent.is_dir():
         return set()
     found = (_ASIDE.fullmatch(entry.name) for entry in parent.iterdir())
@@ -113,7 +113,7 @@ def interrupted(parent: Path) -> set[str]:
 
 
 def numbered(parent: Path, prefix: str) -> list[tuple[int, Path]]:
-    """The directories ``prefix<number>`` in ``parent`` by rising number, interrupted ones put in their place."""
+    """Return the directories ``prefix<number>`` in ``parent`` by rising number, after recovering interrupted ones."""
     for name in interrupted(parent):
         recover(parent / name)
     pattern = re.compile(re.escape(prefix) + r"(\d+)")
@@ -124,7 +124,7 @@ def numbered(parent: Path, prefix: str) -> list[tuple[int, Path]]:
 
 
 def delete_given_up(place: Path, prefix: str) -> None:
-    """Delete what killed writers left beside ``place`` of checkpoints with lower numbers: nobody writes those again."""
+    """Delete drafts and predecessors of checkpoints with lower numbers: nobody writes those again."""
     for entry in place.parent.iterdir():
         match = _ASIDE.fullmatch(entry.name)
         number = match[1].removeprefix(prefix) if match else ""

@@ -1,8 +1,8 @@
-"""Files that are on the disk when they are closed, with their checksum taken on the way.
+"""Files that are on the disk when they are closed, with a checksum computed while writing.
 
-What is written goes through two buffers of half a MiB past the system's page cache (``O_DIRECT``, where the file system
-has it): a checkpoint neither pushes the data set out of memory nor waits for all of it to be flushed at the end, and
-writing costs the same little memory whatever its size.
+Data goes through two buffers of half a MiB and bypasses the page cache (``O_DIRECT``, where the file system
+has it): a checkpoint neither evicts the data set from memory nor waits for one large flush at the end, and
+writing needs the same little memory for any size.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _DIRECT: int = getattr(os, "O_DIRECT", 0)
 
 @dataclass(frozen=True)
 class Digest:
-    """Length of a file in bytes, and the CRC-32 of each of its blocks of 16 MiB, eight hexadecimal digits a block."""
+    """The length of a file in bytes, and the CRC-32 of each block of 16 MiB as eight hexadecimal digits."""
 
     length: int
     crc32: str
 
 
 class _Checksum:
-    """The checksums of the blocks of what is fed in, in pieces that do not cross a block's end."""
+    """The checksums of the blocks of a file, fed in pieces that do not cross the end of a block."""
 
     def __init__(self) -> None:
         self._length = 0
@@ -59,10 +59,10 @@ class _Checksum:
 
 
 class _Disk:
-    """Threads that write full buffers of one file while the next is filled.
+    """Threads that write full buffers of one file while the next buffer is filled.
 
-    Not `concurrent.futures`, which takes no more work once the interpreter is ending: a save that goes on beside
-    training must be able to finish then.
+    Does not use `concurrent.futures`, which accepts no work once the interpreter is exiting: a background save
+    must still finish then.
     """
 
     def __init__(self, file: int) -> None:
@@ -75,25 +75,25 @@ class _Disk:
             thread.start()
 
     def write(self, buffer: memoryview, offset: int) -> None:
-        """Have ``buffer`` written at ``offset``; `free_buffer` returns it when that is done."""
+        """Queue ``buffer`` to be written at ``offset``; `free_buffer` returns it afterwards."""
         self._work.put((buffer, offset))
 
     def free_buffer(self) -> memoryview:
-        """A buffer that has been written, waiting for it. Raises what the disk said to any of them."""
+        """Wait for a buffer that has been written and return it. Raises the first write error."""
         buffer = self._free.get()
         if self._error is not None:
             raise self._error
         return buffer
 
     def close(self) -> None:
-        """Return when all is written; never raises: see `check`."""
+        """Wait until everything is written. Never raises: see `check`."""
         for _ in self._threads:
             self._work.put(None)
         for thread in self._threads:
             thread.join()
 
     def check(self) -> None:
-        """Raise what the disk said, if it said something."""
+        """Raise the first write error, if there was one."""
         if self._error is not None:
             raise self._error
 
@@ -108,11 +108,11 @@ class _Disk:
 
 
 class DurableFile:
-    """A new file that is written from start to end.
+    """A new file that is written from start to end, also by `torch.save`.
 
-    Has what `torch.save` asks of a file. When the ``with`` block is left without an error everything is on the disk,
-    and `digest` stands. Raises `FileExistsError` for a file that is there, and `OSError` for what the disk says, in the
-    place of what a writer in the block makes of that.
+    When the ``with`` block ends without an error, everything is on the disk and `digest` is set. Raises
+    `FileExistsError` if the file exists, and `OSError` for a write error, in place of the error that a writer in
+    the block derived from it.
     """
 
     digest: Digest
@@ -149,7 +149,7 @@ class DurableFile:
             self._buffers.clear()
 
     def write(self, data: bytes | memoryview) -> int:
-        """Take ``data``, which may be changed again when this returns."""
+        """Copy ``data`` to a buffer; the caller may change it when this returns."""
         source = memoryview(data).cast("B")
         done, length = 0, len(source)
         while done < length:
@@ -163,7 +163,7 @@ class DurableFile:
         return length
 
     def flush(self) -> None:
-        """Nothing: all is on the disk at the end."""
+        """Do nothing: everything is on the disk at the end."""
 
     def _next_buffer(self) -> memoryview:
         if self._disk is not None and len(self._buffers) == _BUFFERS:
@@ -221,7 +221,7 @@ def _write_at(file: int, data: memoryview, offset: int) -> None:
 
 
 def write_durably(path: Path, fill: Callable[[DurableFile], Any]) -> Digest:
-    """Make the file ``path`` of what ``fill`` writes; it is on the disk when this returns."""
+    """Write the file ``path`` by ``fill``, flush it to the disk, and return its digest."""
     with DurableFile(path) as file:
         fill(file)
     return file.digest
@@ -245,7 +245,7 @@ def digest_of(path: Path) -> Digest:
 
 
 def block_checksum(path: Path, number: int) -> str:
-    """The checksum, in a `Digest`, of block ``number`` of a file; that of nothing behind its end."""
+    """Return the checksum of block ``number`` of a file, as in `Digest`; beyond the end, that of empty data."""
     checksum = 0
     place, end = number * BLOCK, (number + 1) * BLOCK
     buffer = memoryview(bytearray(_BUFFER))
@@ -262,7 +262,7 @@ def block_checksum(path: Path, number: int) -> str:
 
 
 def settle(path: Path) -> Digest:
-    """Push a file that something else has written to the disk, and return its digest."""
+    """Flush a file that another writer wrote to the disk, and return its digest."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -272,7 +272,7 @@ def settle(path: Path) -> Digest:
 
 
 def fsync_directory(path: Path) -> None:
-    """Push the entries of a directory to the disk."""
+    """Flush the entries of a directory to the disk."""
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)

@@ -1,7 +1,7 @@
-"""Whether this process may still write what later starts of its job read.
+"""A guard against writes by processes of an earlier start of the job.
 
-A scheduler that has lost sight of a node starts a job again elsewhere while its first processes may still run there.
-Such a process must not put its checkpoint in the place of one that the new start has written.
+A scheduler that loses a node starts the job again elsewhere while its first processes may still run there.
+Such a process must not replace a checkpoint that the new start has written.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ FENCE, ATTEMPT = "ACCEL_FENCE", "ACCEL_ATTEMPT"
 
 
 def check() -> None:
-    """Raise `CheckpointError` once a later start of this job has begun; nothing where no scheduler has set a fence.
+    """Raise `CheckpointError` if a later start of this job has begun. Without a scheduler's fence nothing happens.
 
-    ``ACCEL_FENCE`` names a file that holds the number of the newest start, ``ACCEL_ATTEMPT`` is that of this one. A
-    file that is gone bars nobody; one that cannot be read raises `OSError`.
+    ``ACCEL_FENCE`` names a file with the number of the newest start, ``ACCEL_ATTEMPT`` is that of this one. A
+    missing file blocks nobody; an unreadable one raises `OSError`.
     """
     name = os.environ.get(FENCE)
     if not name:

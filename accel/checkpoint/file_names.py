@@ -1,4 +1,4 @@
-"""The names of files in a checkpoint: those that Accelerate gives them, and ours."""
+"""The names of files in a checkpoint: Accelerate's and our own."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _CHUNKS = re.compile(r"chunks/node_\d+/rank_(\d+)\.safetensors")
 
 
 def numbered_name(name: str, index: int) -> str:
-    """``model.safetensors``, ``model_1.safetensors``, …"""
+    """Return ``model.safetensors``, ``model_1.safetensors``, …"""
     if index == 0:
         return name
     stem, suffix = name.split(".", 1)
@@ -39,31 +39,31 @@ def numbered_name(name: str, index: int) -> str:
 
 
 def custom_name(index: int) -> str:
-    """The file of the ``index``-th object given to ``register_for_checkpointing``."""
+    """Return the file name of the ``index``-th object of ``register_for_checkpointing``."""
     return f"custom_checkpoint_{index}.pkl"
 
 
 def gradients_name(process_index: int) -> str:
-    """The file of the gradients that a process had in the middle of an accumulation window."""
+    """Return the file name of a process's gradients in an open accumulation window."""
     return f"gradients_{process_index}.safetensors"
 
 
 def random_states_name(process_index: int) -> str:
-    """The file of a process's random number generators."""
+    """Return the file name of a process's random states."""
     return f"{RNG_STATE_NAME}_{process_index}.pkl"
 
 
 def chunks_name(node: int, process_index: int) -> str:
-    """The file of what a process has of tensors that are spread over processes."""
+    """Return the file name of a process's chunks of sharded tensors."""
     return f"chunks/node_{node}/rank_{process_index}.safetensors"
 
 
 def rank_of_chunks(name: str) -> int | None:
-    """The process that wrote a file of that name, if it is one of chunks."""
+    """Return the rank that wrote a file of chunks; None for any other name."""
     match = _CHUNKS.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def shard_name(pattern: str, number: int, total: int) -> str:
-    """``model-00001-of-00002.safetensors`` for ``model{suffix}.safetensors``; the plain name where there is one."""
+    """Return ``model-00001-of-00002.safetensors`` for ``model{suffix}.safetensors``; the plain name for one shard."""
     return pattern.format(suffix="" if total == 1 else f"-{number:05d}-of-{total:05d}")

@@ -1,4 +1,4 @@
-"""Report a full disk as such, whichever writer met it: torch drops the system's error number, safetensors the type."""
+"""Detection of a full disk in any writer's error: torch drops the error number, safetensors the exception type."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _LITTLE = 1 << 20
 
 @contextmanager
 def reporting_full_disk(place: Path, more: str = "") -> Iterator[None]:
-    """In the block, raise `CheckpointError` for what fails because the disk is full, with the room left and ``more``.
+    """Raise `CheckpointError` with the free space and ``more`` if the block fails because the disk is full.
 
-    The disk is that of the file that the error names, else that of ``place``.
+    The disk is that of the file that the error names, otherwise that of ``place``.
     """
     try:
         yield
@@ -41,14 +41,14 @@ def reporting_full_disk(place: Path, more: str = "") -> Iterator[None]:
 
 
 def _system_error(error: BaseException | None) -> OSError | None:
-    """The error of a full disk that ``error`` comes from."""
+    """Return the error of a full disk that caused ``error``, if any."""
     while error is not None and not (isinstance(error, OSError) and error.errno in _FULL):
         error = error.__cause__ or error.__context__
     return error
 
 
 def _number_without(error: BaseException, free: int) -> int | None:
-    """The error number of a full disk for an error that has none, from its text or from how little is ``free``."""
+    """Return the number of a full disk for an error without one, judged by its text or by the ``free`` bytes."""
     if isinstance(error, OSError):
         return None
     named = (number for number in _FULL if os.strerror(number) in str(error))

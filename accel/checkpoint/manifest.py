@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: every file with its length and digest. Where it holds true, the directory is whole."""
+"""The manifest of a checkpoint: every file with its length and digest. A directory that matches it is complete."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _READERS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a checkpoint consists of, how many processes wrote it, and a word that all copies of one save have."""
+    """The files of a checkpoint, the number of its writers, and an id that all copies of one save share."""
 
     num_processes: int
     save: str | None = None
@@ -30,7 +30,7 @@ class Manifest:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write the manifest, the last file of a checkpoint, and push it to the disk."""
+    """Write the manifest, the last file of a checkpoint, and flush it to the disk."""
     document: dict[str, Any] = {
         "schema": SCHEMA,
         "num_processes": manifest.num_processes,
@@ -47,7 +47,7 @@ def _own_checksum(document: dict[str, Any]) -> str:
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """Read the manifest in ``folder``, ``None`` if there is none. Raises `CheckpointError` if it is damaged."""
+    """Read the manifest in ``folder``; None if there is none. Raises `CheckpointError` if it is damaged."""
     try:
         document = json.loads((folder / NAME).read_bytes())
         if document["schema"] > SCHEMA:
@@ -70,12 +70,12 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 
 def damage(folder: Path) -> str | None:
-    """What is wrong with the checkpoint in ``folder``, in one line, or ``None`` if every file is as it was written."""
+    """Return the first problem of the checkpoint in ``folder`` in one line, or ``None`` if every file is intact."""
     return misfit(folder) or differing(folder)
 
 
 def misfit(folder: Path) -> str | None:
-    """The same, as far as it can be seen from the lengths of the files."""
+    """Like `damage`, but compare only the lengths of the files."""
     try:
         manifest = read_manifest(folder)
     except CheckpointError as error:
@@ -97,9 +97,10 @@ def _measure(path: Path, digest: Digest) -> str | None:
 
 
 def differing(folder: Path, part: int = 0, parts: int = 1) -> str | None:
-    """The first file of which a block is not as it was written, in one line; several blocks are read at a time.
+    """Return one line about the first file with a changed block, or None. Blocks are read in parallel.
 
-    Where ``parts`` processes call this, each reads its own part of the blocks: of chunks those of its number.
+    If ``parts`` processes call this, each reads its own blocks; files of chunks are divided by the rank in their
+    names.
     """
     manifest = read_manifest(folder)
     blocks = [

@@ -1,4 +1,4 @@
-"""Sharded checkpoints, ours and those of `torch.distributed.checkpoint`, made into one file of weights."""
+"""Merging of sharded checkpoints, ours and those of `torch.distributed.checkpoint`, into one file of weights."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ def merge_fsdp_weights(
     safe_serialization: bool = True,
     remove_checkpoint_dir: bool = False,
 ) -> Path:
-    """Write the weights of ``checkpoint_dir`` to ``output_path``/model.safetensors, or pytorch_model.bin; return that.
+    """Merge ``checkpoint_dir`` into ``output_path``/model.safetensors or pytorch_model.bin, and return that path.
 
-    Only tensors are read: no code in the checkpoint runs. The file appears whole, and the checkpoint is removed only
-    after that. The weights are in memory once. Of a checkpoint by `Accelerator.save_state` the first model's are taken,
-    and it is not removed, as it holds more. Raises `CheckpointError` in one line; nothing is then written.
+    Only tensors are read: no code in the checkpoint runs. The file is written atomically, and the checkpoint is
+    removed only afterwards. The weights are held in memory once. Of a checkpoint by `Accelerator.save_state` only
+    the first model is read, and it is not removed, as it holds more. Raises `CheckpointError` in one line;
+    nothing is then written.
     """
     source, folder = Path(checkpoint_dir), Path(output_path)
     _check(source, folder, remove=remove_checkpoint_dir)
@@ -68,7 +69,7 @@ def _read_chunks(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def read_sharded(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a sharded checkpoint, whole, by name; a state dict under one key is taken out of it.
+    """Return all tensors of a sharded checkpoint, in full, by name; a single enclosing key is dropped.
 
     Raises `CheckpointError`.
     """
@@ -80,7 +81,7 @@ def read_sharded(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _unwrapped(state: Mapping[str, torch.Tensor], paths: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """What was saved as ``{"model": {…}}`` has that key before each name, which no loader wants."""
+    """Remove the common first key, as in ``{"model": {…}}``, from all names: no loader expects it."""
     ways = [paths[name] for name in state]
     if len({way[0] for way in ways}) > 1 or any(len(way) < 2 for way in ways):
         return dict(state)

@@ -1,7 +1,7 @@
-"""Checkpoints on nodes that have no file system in common: each node keeps a whole copy.
+"""Checkpoints on nodes without a shared file system: each node keeps a full copy.
 
-Any file of a copy may be missing, or be of an earlier save: what copies it to the next start of the nodes goes file by
-file (see `accel.world.project_root`), and may be cut off.
+Any file of a copy may be missing or from an earlier save, because the program that copies it to the next
+start of the nodes works file by file (see `accel.world.project_root`) and may be interrupted.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from accel.world.project_root import own
 
 @dataclass(frozen=True, kw_only=True)
 class Copy:
-    """A node's copy of a checkpoint: of which save it is, and what is wrong with it."""
+    """A node's copy of a checkpoint: the id of its save, and its problem if there is one."""
 
     folder: str
     save: str | None = None
@@ -24,9 +24,9 @@ class Copy:
 
 
 def copy_in(place: Path, num_processes: int) -> Copy:
-    """This node's copy of the checkpoint in ``place``, of which no file has been read yet.
+    """Return this node's copy of the checkpoint in ``place``, checked only by file lengths.
 
-    Of a checkpoint by another number of processes a new node has no copy of its own: it takes that of node 0.
+    If another number of processes wrote the checkpoint, a new node has no copy: it uses that of node 0.
     """
     folder = own(place)
     if not folder.is_dir() and folder != place and _written_by(place) not in (None, num_processes):

@@ -1,4 +1,4 @@
-"""The file of a process's random number generators, in the form that Accelerate gives it, in types safe to read."""
+"""The file of a process's random states, in Accelerate's layout but with types that are safe to read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _DEVICE_KEY = "torch_{}_manual_seed"
 
 
 def random_states(step: int, device: torch.device) -> dict[str, Any]:
-    """The present state of Python's, NumPy's, torch's and the device's generators, and ``step``."""
+    """Return the states of Python's, NumPy's, torch's and the device's generators, and ``step``."""
     host = host_rng_state()
     version, words, gauss = host["random_state"]
     states: dict[str, Any] = {
@@ -33,9 +33,9 @@ def random_states(step: int, device: torch.device) -> dict[str, Any]:
 
 
 def set_random_states(path: Path, device: torch.device) -> dict[str, Any]:
-    """Give back what `random_states` took and return all that the file holds, ``step`` at least.
+    """Restore what `random_states` returned; return the file's content, always with ``step``.
 
-    Reads Accelerate's file too, which holds NumPy arrays. Raises `CheckpointError` for a file that is damaged.
+    Reads Accelerate's file too, which holds NumPy arrays. Raises `CheckpointError` for a damaged file.
     """
     states: dict[str, Any] = read_object(path, allowed=numpy_types())
     try:
@@ -59,7 +59,7 @@ def _of_device(states: dict[str, Any], device: torch.device) -> torch.Tensor | N
 
 
 def numpy_types() -> list[Any]:
-    """What a pickled NumPy array consists of: numbers and their type, nothing that runs."""
+    """Return the types in a pickled NumPy array: numbers and dtypes, nothing that runs code."""
     import codecs
 
     import numpy

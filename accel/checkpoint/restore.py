@@ -1,4 +1,6 @@
-"""Putting tensors of a file into a run's objects piece by piece, so that no second copy of the state is ever held."""
+"""Copying of tensors from a file to a run's objects one by one, so that no second copy of the state is ever
+held.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,10 @@ from accel.pytree import map_nested
 
 
 def load_module(module: torch.nn.Module, state: dict[str, Any], **kwargs: Any) -> Any:
-    """`torch.nn.Module.load_state_dict` for a ``state`` whose tensors are pages of a file.
+    """Call ``module.load_state_dict`` with a ``state`` of memory-mapped tensors.
 
-    The pages for each submodule are read as it comes up and let go after it: beside the module no more memory is needed
-    than its largest part takes.
+    Each submodule's pages are read just before it is loaded and evicted afterwards: the extra memory is at most
+    the size of the largest submodule.
     """
     if kwargs.get("assign"):
         state = {name: _own(value) for name, value in state.items()}  # else the file would be the parameters
@@ -48,7 +50,7 @@ def _own(value: Any) -> Any:
 
 
 def owned(state: Any, mapped: bool) -> Any:
-    """``state`` with every tensor that is pages of a file copied into memory of its own."""
+    """Return ``state`` with every memory-mapped tensor copied to memory of its own."""
     if not mapped:
         return state
 
@@ -63,9 +65,10 @@ def owned(state: Any, mapped: bool) -> Any:
 
 
 def load_optimizer(optimizer: Any, state: dict[str, Any], mapped: bool) -> None:
-    """``optimizer.load_state_dict(state)``, into the memory that the optimizer's state has already where that fits.
+    """Call ``optimizer.load_state_dict(state)``, reusing the memory of the optimizer's present state where it fits.
 
-    ``mapped``: the tensors of ``state`` are pages of a file. Raises what the optimizer does for what does not fit.
+    ``mapped``: the tensors of ``state`` are memory-mapped. Raises the optimizer's error for a state that does not
+    fit.
     """
     parameters = _parameters(optimizer, state)
     if parameters is None:
@@ -79,7 +82,7 @@ def load_optimizer(optimizer: Any, state: dict[str, Any], mapped: bool) -> None:
 
 
 def _parameters(optimizer: Any, state: Any) -> dict[Any, torch.Tensor] | None:
-    """The parameter that each number in ``state`` stands for; ``None`` if the two do not correspond."""
+    """Map the parameter numbers in ``state`` to parameters; return ``None`` if the two do not correspond."""
     try:
         saved = [group["params"] for group in state["param_groups"]]
         present = [group["params"] for group in optimizer.param_groups]

@@ -1,4 +1,4 @@
-"""Single objects in files, apart from checkpoints."""
+"""Single objects in files, outside checkpoints."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from accel.state import PartialState
 
 
 def keeps(state: PartialState, save_on_each_node: bool) -> bool:
-    """Whether this process writes what all have in common: one in the world, or one a node."""
+    """Return True if this process writes shared data: one process in the world, or one per node."""
     return state.is_local_main_process if save_on_each_node else state.is_main_process
 
 
 def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
-    """Write ``obj`` to the file ``f`` on the main process, with ``save_on_each_node`` on that of every node.
+    """Write ``obj`` to the file ``f`` on the main process, or with ``save_on_each_node`` on one per node.
 
-    A file of that name is replaced whole. With ``safe_serialization`` ``obj`` must be a dict of tensors and becomes a
-    safetensors file, with a warning for names that share memory, of which it holds the first; else it is what
-    `torch.save` makes of it. ``f`` may be an open file, which the latter writes to.
+    An existing file is replaced atomically. With ``safe_serialization`` ``obj`` must be a dict of tensors and is
+    written as a safetensors file; of names that share memory only the first is kept, with a warning. Otherwise
+    `torch.save` writes it, and ``f`` may be an open file.
     """
     if not keeps(PartialState(), save_on_each_node):
         return
@@ -53,7 +53,7 @@ def _tensors(obj: Any) -> dict[str, torch.Tensor]:
 
 
 def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
-    """`torch.load` with ``weights_only=True`` unless it is given, and NumPy arrays allowed in the file."""
+    """Call `torch.load` with ``weights_only=True`` by default, and with NumPy arrays allowed in the file."""
     kwargs.setdefault("weights_only", True)
     with torch.serialization.safe_globals(numpy_types()):
         return torch.load(f, map_location=map_location, **kwargs)

@@ -1,6 +1,6 @@
-"""The state of models and optimizers in chunks: what of it a process writes, and how it comes back on any other world.
+"""The state of models and optimizers in chunks: splitting for a save, and restoring in a world of any size.
 
-Optimizer state goes by the names of parameters, so that it fits whatever order another world has them in.
+Optimizer state is keyed by parameter names, so that the order of parameters may differ.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ Names: TypeAlias = Callable[[torch.Tensor], str]
 
 
 def split_optimizer(optimizer: Any, names: Names) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """The state of ``optimizer`` by parameters' names: its outline, and under ``name:key`` what goes into chunks.
+    """Split the state of ``optimizer`` into an outline and, under ``name:key``, the tensors for chunks.
 
-    The outline is the state dict with names in the place of numbers, ``chunked`` telling which entries are elsewhere.
+    The outline is the state dict with names in place of numbers; its ``chunked`` lists the keys of the removed
+    tensors.
     """
     state = optimizer.state_dict()
     return outline_of(state, _by_number(optimizer, state, names))
 
 
 def _by_number(optimizer: Any, state: Mapping[str, Any], name: Callable[[torch.Tensor], str]) -> dict[int, str]:
-    """What ``name`` says of the parameter that each number in ``state`` stands for."""
+    """Map each parameter number in ``state`` to ``name`` of its parameter."""
     there, here = ([len(group["params"]) for group in side] for side in (state["param_groups"], optimizer.param_groups))
     if there != here:
         raise ValueError(f"its groups have {there} parameters, and {here} in this run")
@@ -42,7 +43,7 @@ def _by_number(optimizer: Any, state: Mapping[str, Any], name: Callable[[torch.T
 
 
 def outline_of(state: Mapping[str, Any], names: Mapping[Any, str]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """`split_optimizer` for a state dict; ``names`` are those of the parameters by what stands for them in it."""
+    """Split a state dict as `split_optimizer` does; ``names`` maps its parameter keys to names."""
     outline: dict[str, Any] = {"state": {}, "chunked": {}}
     tensors: dict[str, torch.Tensor] = {}
     for number, entry in state["state"].items():
@@ -58,9 +59,9 @@ def outline_of(state: Mapping[str, Any], names: Mapping[Any, str]) -> tuple[dict
 
 
 def fill_optimizer(optimizer: Any, names: Names, outline: Mapping[str, Any], saved: Saved, prefix: str = "") -> None:
-    """Put back what `split_optimizer` took, into this process's parts. Raises `CheckpointError` for what does not fit.
+    """Load the result of `split_optimizer` to this process's parts. Raises `CheckpointError` for a mismatch.
 
-    prefix: what stands before the names in ``saved``.
+    ``prefix``: the prefix of the names in ``saved``.
     """
     groups, state = [], {}
     number = 0
@@ -101,7 +102,7 @@ def _filled(saved: Saved, name: str, parameter: torch.Tensor, held: Any) -> torc
 
 
 def _beside(value: torch.Tensor, parameter: Any) -> torch.Tensor:
-    """``value`` as something that can be computed with together with ``parameter``."""
+    """Return ``value`` in a form that can be combined with ``parameter``: replicated if that is sharded."""
     if is_spread(value) or not is_spread(parameter):
         return value
     from torch.distributed.tensor import DTensor, Replicate
@@ -111,7 +112,7 @@ def _beside(value: torch.Tensor, parameter: Any) -> torch.Tensor:
 
 
 def fill_whole_optimizer(optimizer: Any, state: Mapping[str, Any], where: Path) -> None:
-    """Put the state dict of an unsharded optimizer into this process's parts, by the order of the parameters."""
+    """Load the state dict of an unsharded optimizer to this process's parts, by the order of parameters."""
     identities = _by_number(optimizer, state, lambda parameter: str(id(parameter)))
     outline, tensors = outline_of(state, identities)
     fill_optimizer(optimizer, lambda parameter: str(id(parameter)), outline, Saved.whole(tensors, str(where)))
@@ -120,7 +121,7 @@ def fill_whole_optimizer(optimizer: Any, state: Mapping[str, Any], where: Path) 
 def fill_module(
     module: nn.Module, saved: Saved, prefix: str = "", extra: Mapping[str, Any] | None = None, strict: bool = True
 ) -> None:
-    """Put weights and buffers of ``saved`` into the parts that ``module`` has here, and ``extra`` into it as it is.
+    """Load weights and buffers of ``saved`` to this process's parts of ``module``, and ``extra`` as it is.
 
     Raises `CheckpointError` for a shape that differs and, if ``strict``, for names that only one side has.
     """

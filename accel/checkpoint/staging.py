@@ -1,4 +1,4 @@
-"""Copies of a run's state in host memory, taken so that training can go on while they are written."""
+"""Copies of a run's state in host memory, so that training continues while they are written."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.Size, torch.d
 
 
 class Staging:
-    """Memory that holds the copies; it is kept from one copy to the next, of which there is one at a time.
+    """A reusable buffer for one copy at a time.
 
-    With a CUDA ``device`` it is pinned: copies then run at the speed of the bus.
+    With a CUDA ``device`` it is pinned, so that copies run at the speed of the bus.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -30,9 +30,9 @@ class Staging:
         self._size = 0
 
     def copy(self, value: Any) -> Any:
-        """Return ``value``, a nest of containers, with every tensor copied; whatever else can change is copied too.
+        """Copy ``value``, nested containers, with all tensors and other mutable objects in it.
 
-        Tensors that are one memory stay one. The last copy that was made is overwritten.
+        Tensors that share memory still do. The previous copy is overwritten.
         """
         tensors: dict[Any, torch.Tensor] = {}
         _rebuild(value, lambda tensor: tensors.setdefault(_identity(tensor), tensor))
@@ -50,7 +50,7 @@ class Staging:
         return _rebuild(value, lambda tensor: copies[_identity(tensor)])
 
     def free(self) -> None:
-        """Give the memory back; copies that are still held keep theirs."""
+        """Release the buffer; copies that are still referenced keep theirs."""
         self._memory, self._size = None, 0
 
     def _reserve(self, size: int) -> None:

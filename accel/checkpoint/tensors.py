@@ -1,7 +1,7 @@
 """Files of tensors, in the safetensors format (https://github.com/huggingface/safetensors, "Format").
 
-Written straight from the tensors' memory, and read as pages of the file that can be let go of again, so that neither
-way takes a second copy of what is kept.
+Tensors are written directly from their memory and read as memory-mapped pages that can be evicted, so that
+neither direction needs a second copy.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ def write_tensors(
     metadata: Mapping[str, str] | None = None,
     fetch: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> Digest:
-    """Write ``tensors`` as a safetensors file, one at a time, so that no second copy of them all is made.
+    """Write ``tensors`` as a safetensors file, one at a time, without a second copy of them all.
 
-    Of names for the same memory (tied weights) the first is written and the others are noted in the header. ``fetch``
-    is called with each one as its turn comes, in order, for the tensor that is written in its place.
+    Of names that share memory (tied weights) the first is written and the header lists the others. ``fetch`` is
+    called with each tensor in order, and its result is written instead.
     """
     kept, aliases = untie(tensors)
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {}), **aliases}}
@@ -91,7 +91,7 @@ def _type_name(path: Path, name: str, tensor: torch.Tensor) -> str:
 
 
 def untie(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """The tensors, each memory once under its first name, and for every other name the first one."""
+    """Return the tensors with each memory once, under its first name, and a map from every other name to it."""
     kept: dict[str, torch.Tensor] = {}
     aliases: dict[str, str] = {}
     seen: dict[Any, str] = {}
@@ -106,23 +106,23 @@ def untie(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor],
 
 
 def identity(tensor: torch.Tensor) -> Any:
-    """What tensors have in common that are the same memory, seen the same way."""
+    """Return a key that is equal for tensors that are the same view of the same memory."""
     if is_spread(tensor):  # this process may have no memory of it
         return id(tensor)
     return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Read a safetensors file; tied names come back as the same tensor.
+    """Read a safetensors file; tied names have the same tensor.
 
-    The tensors are the file itself, read where they are touched: see `let_go`. What is written into them stays in
-    memory. Raises `CheckpointError` for a damaged file.
+    The tensors are memory-mapped, read on access: see `let_go`. Writes to them stay in memory. Raises
+    `CheckpointError` for a damaged file.
     """
     return read_tensors_and_metadata(path)[0]
 
 
 def read_tensors_and_metadata(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """`read_tensors`, and what `write_tensors` was given as metadata."""
+    """Like `read_tensors`, and return the file's metadata too."""
     try:
         header, start = _read_header(path)
         metadata = header.pop("__metadata__", {})
@@ -191,11 +191,11 @@ def _advise(mapped: torch.Tensor, advice: int) -> None:
 
 
 def bring(mapped: torch.Tensor) -> None:
-    """Read ``mapped``, pages of a file, into memory at once, where the system can; touching it does so bit by bit."""
+    """Read the memory-mapped tensor into memory at once, where the system can; access alone does so page by page."""
     _advise(mapped, _POPULATE_READ)
 
 
 def let_go(mapped: torch.Tensor) -> None:
-    """Give back the memory that reading ``mapped``, pages of a file, has taken; touched again, it is read again."""
+    """Evict the pages of a memory-mapped tensor from memory; the next access reads them again."""
     if sys.platform == "linux":
         _advise(mapped, mmap.MADV_DONTNEED)

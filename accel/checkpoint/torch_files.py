@@ -1,6 +1,6 @@
-"""Files of objects: what `torch.save` writes, which is only ever read back with ``weights_only=True``.
+"""Files of objects, written by `torch.save` and only ever read with ``weights_only=True``.
 
-So no file of a checkpoint can run code. See `accel.checkpoint.tensors` for files of tensors alone.
+So no file of a checkpoint can run code. See `accel.checkpoint.tensors` for files of tensors.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from accel.errors import CheckpointError
 
 
 def write_bytes(path: Path, data: bytes) -> Digest:
-    """Write ``data`` to a new file and push it to the disk."""
+    """Write ``data`` to a new file and flush it to the disk."""
     return write_durably(path, lambda file: file.write(data))
 
 
 def write_object(path: Path, value: Any) -> Digest:
-    """Write what `torch.save` makes of ``value``, of whatever types."""
+    """Write ``value``, of any type, with `torch.save`."""
     return write_durably(path, lambda file: torch.save(value, file))  # type: ignore[arg-type]
 
 
 def write_safe_object(path: Path, value: Any) -> Digest:
-    """`write_object`, for what is to be read back by `read_object`.
+    """Write ``value`` so that `read_object` can read it.
 
-    Raises `CheckpointError` for a type that it would refuse: it is told when it can still be mended.
+    Raises `CheckpointError` for a type that `read_object` would refuse, while the script can still change it.
     """
     digest = write_object(path, value)
     refused = torch.serialization.get_unsafe_globals_in_checkpoint(path)
@@ -46,9 +46,11 @@ def write_safe_object(path: Path, value: Any) -> Digest:
 def read_object(path: Path, *, mapped: bool = False, allowed: Iterable[Any] = (), **options: Any) -> Any:
     """Read a file by `torch.save`, its tensors on the CPU.
 
-    ``mapped``: tensors of a file in torch's present format are the file itself, in pages that are read when touched;
-    see `accel.checkpoint.tensors.let_go`. ``allowed`` are further types that may come up, ``options`` go to
-    `torch.load`. Raises `CheckpointError` for a file that is damaged or holds other types.
+    ``mapped``: memory-map the tensors of a file in torch's present format; see `accel.checkpoint.tensors.let_go`.
+    ``allowed``: types that may be in the file besides torch's defaults.
+    ``options``: further options of `torch.load`.
+
+    Raises `CheckpointError` for a file that is missing, damaged, or holds other types.
     """
     try:
         with torch.serialization.safe_globals(list(allowed)):
@@ -68,9 +70,9 @@ def _is_archive(path: Path) -> bool:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a new name beside ``path`` to write under. The file takes the place of ``path`` when the block ends.
+    """Yield a draft path next to ``path``, and rename it to ``path`` when the block ends.
 
-    If the block fails the file is deleted.
+    If the block fails the draft is deleted.
     """
     draft = path.with_name(f".{path.name}.draft")
     draft.unlink(missing_ok=True)

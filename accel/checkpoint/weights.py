@@ -1,4 +1,4 @@
-"""Weights of a model alone: in one file or in shards with an index, as safetensors or as `torch.save` writes them."""
+"""Weights of a model: in one file or in shards with an index, as safetensors or by `torch.save`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}(\.[a-z]+)")
 
 
 def size_in_bytes(size: int | str) -> int:
-    """``"10GB"`` (10¹⁰), ``"5MiB"`` (5 × 2²⁰) or a number, in bytes. Raises `ArgumentError` for anything else."""
+    """Parse ``"10GB"`` (10¹⁰), ``"5MiB"`` (5 × 2²⁰) or a number of bytes. Raises `ArgumentError` for anything else."""
     if isinstance(size, int) and not isinstance(size, bool) and size > 0:
         return size
     match = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
@@ -45,9 +45,9 @@ def size_in_bytes(size: int | str) -> int:
 
 
 def shards(state: Mapping[str, Any], most: int) -> list[dict[str, Any]]:
-    """Split ``state``, in its order, into parts of at most ``most`` bytes; a larger tensor is a part by itself.
+    """Split ``state``, in its order, into parts of at most ``most`` bytes; a larger tensor gets a part of its own.
 
-    Names of one memory (tied weights) come into one part.
+    Names that share memory (tied weights) are in one part.
     """
     parts: list[dict[str, Any]] = [{}]
     filled = 0
@@ -79,7 +79,7 @@ def _memory_of(value: Any) -> Any:
 def clean_state_dict_for_safetensors(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return ``state_dict`` with tied weights under their first name only, and its tensors contiguous.
 
-    Warns of the names that are left out.
+    Logs a warning with the names that are dropped.
     """
     tensors = {name: value for name, value in state_dict.items() if isinstance(value, torch.Tensor)}
     _, aliases = untie(tensors)
@@ -100,11 +100,10 @@ def save_weights(
     safe: bool,
     fetch: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> list[str]:
-    """Write ``state`` into ``folder``, split where it is larger than ``max_shard_size``; returns the files' names.
+    """Write ``state`` into ``folder``, in files of at most ``max_shard_size``; return the names of the files.
 
-    Files of an earlier save that no longer belong to it are deleted, last. Every file is whole at every moment; the
-    index, of which readers begin, is replaced when all it names are there. ``fetch`` is that of `write_tensors`. Raises
-    `ArgumentError` for what safetensors cannot hold.
+    Each file is replaced atomically, the index after all files in it, and files of an earlier save are deleted
+    last. ``fetch`` is that of `write_tensors`. Raises `ArgumentError` for what safetensors cannot hold.
     """
     most = size_in_bytes(max_shard_size)
     aliases: dict[str, str] = {}
@@ -134,9 +133,9 @@ def save_weights(
 
 
 def save_spread_weights(state: Mapping[str, Any], folder: Path, max_shard_size: int | str, writes: bool) -> None:
-    """`save_weights`, as safetensors, of tensors of which each process has a share, gathered one at a time.
+    """Write sharded tensors as safetensors like `save_weights`, gathering one tensor at a time.
 
-    Every process calls it; those that do not write help to gather, also when the one that does has failed.
+    All processes must call it; those that do not write take part in gathering even if the writer fails.
     """
     most = size_in_bytes(max_shard_size)
     _refuse_objects(state)
@@ -152,7 +151,7 @@ def save_spread_weights(state: Mapping[str, Any], folder: Path, max_shard_size: 
 
 
 def refuse_unsavable(state: Mapping[str, Any], folder: Path, max_shard_size: int | str, safe: bool) -> None:
-    """Raise `ArgumentError` for what `save_weights` cannot write, and where it cannot."""
+    """Raise `ArgumentError` if `save_weights` could not write ``state`` or use ``folder``."""
     if folder.is_file():
         raise ArgumentError(f"save_model: {folder} is a file, and must be a directory")
     size_in_bytes(max_shard_size)
@@ -179,9 +178,9 @@ def _clear(folder: Path, *, keep: set[str], pattern: str, index_name: str) -> No
 
 
 def read_weights(folder: Path, index: int = 0) -> dict[str, Any]:
-    """The state dict of model ``index`` in ``folder``, its tensors pages of the files; see `read_tensors`.
+    """Return the state dict of model ``index`` in ``folder``, with memory-mapped tensors; see `read_tensors`.
 
-    Looks for safetensors first, then for pickles, whole or in shards. Raises `CheckpointError` if there is none.
+    Prefers safetensors to pickles, in one file or in shards. Raises `CheckpointError` if there are none.
     """
     readers = ((SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, read_tensors), (WEIGHTS_NAME, WEIGHTS_INDEX_NAME, _mapped))
     for name, index_name, read in readers:

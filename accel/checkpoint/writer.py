@@ -1,4 +1,4 @@
-"""Saving and loading as all processes do it together: every step ends with all agreeing that it went well."""
+"""Collective saving and loading: after every step all processes agree that it succeeded."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _Publish: TypeAlias = Callable[[dict[str, Digest]], None]
 
 
 class Checkpoints:
-    """Writes and reads the checkpoints of a run. Every method is called by all processes."""
+    """A writer and reader of a run's checkpoints. All processes must call every method."""
 
     def __init__(self, state: PartialState, config: ProjectConfiguration) -> None:
         self.state = state
@@ -47,27 +47,27 @@ class Checkpoints:
 
     @property
     def on_each_node(self) -> bool:
-        """Whether every node keeps a checkpoint of its own."""
+        """True if every node keeps a checkpoint of its own."""
         return self.config.save_on_each_node or project_root.root() is not None
 
     @property
     def keeper(self) -> bool:
-        """Whether this process writes what all have in common: one in the world, or one a node."""
+        """True if this process writes shared data: one process in the world, or one per node."""
         return keeps(self.state, self.on_each_node)
 
     def next_place(self) -> Path:
-        """Where the next automatically named checkpoint goes. Raises `CheckpointError` if something is there."""
+        """Return the path of the next automatically named checkpoint. Raises `CheckpointError` if it exists."""
         place = self.config.checkpoints / f"{CHECKPOINT_PREFIX}{self.config.iteration}"
         if project_root.own(place).exists() and place not in self._passed_over:
             raise CheckpointError(f"{place} exists: load_state() first to go on from it, or set save_iteration")
         return place
 
     def wait(self) -> None:
-        """Return when the save under way is whole. Raises `CheckpointError`, on every process, if it failed."""
+        """Wait for the save in progress. Raises `CheckpointError`, on every process, if it failed."""
         self._background.wait()
 
     def release(self) -> None:
-        """Wait, and give back the memory that saves beside training take."""
+        """Wait, and release the memory for background saves."""
         self.wait()
         if self._staging is not None:
             self._staging.free()
@@ -75,12 +75,11 @@ class Checkpoints:
     def save(
         self, place: Path, collect: Callable[[Path], Sequence[Piece]], *, beside: bool = False, prune: bool = False
     ) -> None:
-        """Make a checkpoint in ``place``, of the files that ``collect`` names for this process on a draft directory.
+        """Write a checkpoint to ``place`` from the files that ``collect`` returns for a draft directory.
 
-        When this returns, or raises, ``place`` is whole: as it is now, or as it was before. With ``beside`` it returns
-        when the state is copied, and the rest happens while training goes on; `wait` tells how it ended. ``prune``
-        deletes, when it is whole, the oldest automatically named checkpoints beyond ``total_limit``, and what killed
-        writers left of older ones.
+        When this returns or raises, ``place`` is complete: the new checkpoint or the old one. With ``beside`` it
+        returns once the state is copied and writes in the background; `wait` raises its error. ``prune`` then deletes
+        the oldest automatically named checkpoints beyond ``total_limit``, and the remains of older interrupted saves.
         """
         refuse_absent("save_state", self._roll_call)
         self.wait()
@@ -94,7 +93,7 @@ class Checkpoints:
             self._finish(draft, place, lambda: collect(draft), publish, None)
 
     def _saving(self, place: Path, action: Callable[[], Result], group: Any = None) -> list[Result]:
-        """`together`, for a step of saving a checkpoint in ``place``."""
+        """Run one step of saving a checkpoint in ``place`` with `together`."""
         last = f"; the last whole checkpoint is {self._last}" if self._last is not None else ""
         return together(f"saving {place}", reporting_full_disk(place, last)(action), group)
 
@@ -129,7 +128,7 @@ class Checkpoints:
     def _finish(
         self, draft: Path, place: Path, pieces: Callable[[], Sequence[Piece]], publish: _Publish, group: Any
     ) -> None:
-        """Write the files, agree that all are written, publish."""
+        """Write the files, agree that all are written, and publish."""
         try:
             digests: dict[str, Digest] = {}
             everyones = self._saving(place, lambda: _written(draft, pieces), group)
@@ -146,7 +145,7 @@ class Checkpoints:
             shutil.rmtree(draft, ignore_errors=True)
 
     def _own(self, keepers: list[Result | None]) -> Result:
-        """What the keeper of this process's node said: the last keeper up to this rank."""
+        """Return the result of this node's writer: the last writer up to this rank."""
         return next(said for said in reversed(keepers[: self.state.process_index + 1]) if said is not None)
 
     def _publish(self, draft: Path, place: Path, save: str, prune: bool, digests: dict[str, Digest]) -> None:
@@ -170,7 +169,7 @@ class Checkpoints:
                 remove(folder)
 
     def find(self, asked: Path | None) -> Path:
-        """Return the checkpoint in ``asked``, verified; without it, the newest whole one of the automatically named.
+        """Return the verified checkpoint in ``asked``, by default the newest complete one with an automatic name.
 
         Raises `CheckpointError` naming the file that is missing or damaged.
         """
@@ -184,11 +183,11 @@ class Checkpoints:
         return Path(self._own(copies).folder)
 
     def _copies(self, find: Callable[[], Result]) -> list[Result | None]:
-        """What ``find`` returns on each keeper, and None of the other processes, in rank order."""
+        """Return the results of ``find`` on the writers, and None for other processes, in rank order."""
         return together("loading a checkpoint", lambda: find() if self.keeper else None)
 
     def _verified(self, find: Callable[[], Copy]) -> list[Copy | None]:
-        """The keepers' copies, every file of them read: each process reads its part of its keeper's."""
+        """Return the writers' copies after reading every file: each process reads its part of its writer's copy."""
         copies = self._copies(find)
         keepers = [rank for rank, copy in enumerate(copies) if copy is not None]
         mine = [max(k for k in keepers if k <= rank) for rank in range(self.state.num_processes)]
@@ -219,7 +218,7 @@ class Checkpoints:
         return Copy(folder=copy.folder, save=copy.save)
 
     def _newest(self) -> Path:
-        """The newest checkpoint of which every node has a whole copy, of one save."""
+        """Return the newest checkpoint with a complete copy of the same save on every node."""
         checkpoints = self.config.checkpoints.resolve()
         held = self._copies(
             lambda: [number for number, _ in numbered(project_root.own(checkpoints), CHECKPOINT_PREFIX)]
@@ -239,10 +238,10 @@ class Checkpoints:
         raise CheckpointError(f"loading a checkpoint: {self.config.checkpoints} holds no whole checkpoint{why}")
 
     def load(self, folder: Path, contents: Contents, **load_model_kwargs: Any) -> int:
-        """Put back what ``folder`` holds; returns the step of the accumulation window.
+        """Restore ``contents`` from ``folder``; return the step of the accumulation window.
 
-        With another number of processes than it was saved by, generators of processes that are new keep their state,
-        and the step is that of process 0; this is logged as a warning.
+        If another number of processes saved it, new processes keep their generators' state, the step is that of
+        process 0, and a warning is logged.
         """
         steps = together(f"loading {folder}", lambda: contents.read(folder, **load_model_kwargs))
         self._last = folder
@@ -259,7 +258,7 @@ class Checkpoints:
 
 
 def _disagreement(copies: Sequence[Copy | None]) -> str | None:
-    """Why the nodes' copies are not one whole checkpoint, in one line; None where they are."""
+    """Return one line on why the nodes' copies are not one complete checkpoint, or None if they are."""
     found = [copy for copy in copies if copy is not None]
     problem = next((copy.problem for copy in found if copy.problem is not None), None)
     other = next((copy.folder for copy in found if copy.save != found[0].save), None)
@@ -278,7 +277,7 @@ def _written(draft: Path, pieces: Callable[[], Sequence[Piece]]) -> dict[str, Di
 
 
 def _writers(folder: Path) -> int:
-    """How many processes have left their generators in a checkpoint that does not say it."""
+    """Count the processes that left random states in a checkpoint without a manifest."""
     stem, suffix = random_states_name(0).split("0")
     ranks = [path.name.removeprefix(stem).removesuffix(suffix) for path in folder.glob(f"{stem}*{suffix}")]
     return max((int(rank) + 1 for rank in ranks if rank.isdigit()), default=0)

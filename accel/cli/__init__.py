@@ -1,10 +1,10 @@
-"""The command line: one command a module, imported only when it runs; not what a command does, which is in the other
-rooms and in `schedulers`.
+"""The command line: one command a module, imported only when it runs; not what a command does, which is in
+the other rooms and in `schedulers`.
 
-A command's module has either `add_arguments(parser)` and `run(args) -> int`, or `run_argv(argv) -> int` when what
-follows the command is not for a parser to judge (a script's own arguments).
+A command's module has `add_arguments(parser)` and `run(args) -> int`, or `run_argv(argv) -> int` if it does
+not parse everything after the command (a script's own arguments).
 
-Data and job ids go to stdout, everything else for people to stderr. `accel.cli.exit_status` lists the exit codes.
+Data and job ids go to stdout, messages to stderr. `accel.cli.exit_status` lists the exit codes.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ _GROUPS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code. A user's mistake is one line on stderr, never a traceback.
+    """Run one command and return its exit code. A user's mistake is one line on stderr, never a traceback.
 
-    SystemExit passes: `--help` ends so, and so does the user's program in a rank that `accel launch` has forked.
+    SystemExit propagates: `--help` raises it, and so does the user's program in a rank forked by `accel launch`.
     """
     words = sys.argv[1:] if argv is None else argv  # `list` would be the command of that name, once it is imported
     _make_output_safe()
@@ -174,7 +174,7 @@ def _unknown(name: str) -> UsageError:
 
 
 def _report(error: Exception, command: str) -> int:
-    """Print what went wrong as one line and return the exit code. Re-raise what is not a user's mistake."""
+    """Print a user's mistake as one line and return the exit code. Re-raise any other error."""
     from schedulers.errors import ConfigError, SchedulerError, SpecError
     from schedulers.printable import one_line
 
@@ -191,12 +191,12 @@ def _report(error: Exception, command: str) -> int:
 
 
 def _collect_rarely() -> None:
-    """A fifth of a short command's time would go into collecting while modules load, and nothing would be found."""
+    """Collect garbage rarely: while modules load it costs a fifth of a short command's time and finds nothing."""
     gc.set_threshold(100_000, *gc.get_threshold()[1:])
 
 
 def _make_output_safe() -> None:
-    """Lets words that are not text in this locale (an argument of raw bytes) be printed, escaped."""
+    """Make stdout escape what this locale cannot encode, such as an argument of raw bytes."""
     import io
 
     if sys.stdout is None:  # closed by the caller: accel … >&-
@@ -206,7 +206,7 @@ def _make_output_safe() -> None:
 
 
 def _forget_output() -> None:
-    """Keeps the interpreter from flushing at exit into a pipe or a full disk, which it would complain about."""
+    """Redirect stdout to /dev/null, so that the interpreter's flush at exit does not fail on a pipe or full disk."""
     import io
 
     try:

@@ -1,7 +1,7 @@
-"""Splitting a command line into a command's own options and the words that are not options.
+"""Split a command line into a command's own options and the other words.
 
-argparse cannot do it: with `REMAINDER` it drops a `--` that belongs to the script, and without it it takes the
-script's options for its own.
+argparse cannot do it: with `REMAINDER` it drops a `--` that belongs to the script, and without it it treats
+the script's options as its own.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 
 class UsageError(Exception):
-    """The command line is wrong. The message is one line that says what to type."""
+    """The command line is wrong. The message is one line with the remedy."""
 
     def __init__(self, command: str, message: str) -> None:
         super().__init__(message)
@@ -27,15 +27,15 @@ def split(
     many: Collection[str] = (),
     maybe: Collection[str] = (),
 ) -> tuple[list[str], list[str]]:
-    """A command's own options, each as one word (`--name=value` or `--flag`), and all the other words.
+    """Return a command's own options, each as one word (`--name=value` or `--flag`), and all other words.
 
-    options:         every option -> whether it takes a value; `-` and `_` in a name are the same.
-    first_word_ends: the first word that is not an option, and all that follow it, are handed back untouched.
-                     A `--` before that word says that it is not an option and is dropped; any later one is kept.
-    many:            those options whose value may be several words, up to the next option: `--name=a --name=b`.
-    maybe:           those that may go without their value, which then stands behind a `=` only.
+    options:         every option -> True if it has a value; `-` and `_` in a name are the same.
+    first_word_ends: return the first word that is not an option, and all that follow it, untouched. A `--` before
+                     that word marks it as no option and is dropped; any later one is kept.
+    many:            options with one or more values, up to the next option: `--name=a --name=b`.
+    maybe:           options whose value is optional, and then follows a `=` only.
 
-    Raises UsageError for an unknown option, and for a value that is missing or not wanted.
+    Raises UsageError for an unknown option, a missing value and an unexpected one.
     """
     known = {_dashed(spelling): spelling for spelling in options}
     own: list[str] = []
@@ -81,12 +81,12 @@ def _next_word(command: str, known: Mapping[str, str], name: str, rest: Iterator
 
 
 def _dashed(option: str) -> str:
-    """`--num_processes` and `--num-processes` are one option."""
+    """Return the option with `-` for `_`: `--num_processes` and `--num-processes` are one option."""
     return option.replace("_", "-") if option.startswith("--") else option
 
 
 def columns() -> int:
-    """The width for help texts: the terminal's, from 40 to 120 columns; 100 where there is no terminal."""
+    """Return the width of help texts: the terminal's, from 40 to 120 columns; 100 without a terminal."""
     try:
         width = int(os.environ.get("COLUMNS") or os.get_terminal_size().columns)
     except (OSError, ValueError):
@@ -95,7 +95,7 @@ def columns() -> int:
 
 
 def hanging(term: str, text: str, indent: int) -> str:
-    """A term with its text from column `indent` on; below the term where the terminal is too narrow for both."""
+    """Format a term with its text from column `indent` on, or below the term on a narrow terminal."""
     width = columns()
     indent = indent if width >= 60 else min(indent, width // 3)
     head = f"  {term}".ljust(indent) if len(term) + 3 <= indent else f"  {term}\n{' ' * indent}"

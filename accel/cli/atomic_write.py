@@ -1,4 +1,4 @@
-"""Writing files that stand whole at their place, or are left as they were."""
+"""Atomic writing of files: each is complete, or left as it was."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from .argv import UsageError
 
 
 def write(command: str, files: Sequence[tuple[str, str]]) -> None:
-    """Writes each text to its path, in the place that a link leads to and with the mode of what it replaces.
+    """Write each text to its path, following links and keeping the mode of the file that it replaces.
 
-    None is replaced before all have been written out beside their places. Raises UsageError.
+    All files are written to temporary files before the first is replaced. Raises UsageError.
     """
     drafts: list[tuple[str, str, str]] = []
     try:

@@ -1,8 +1,8 @@
-"""`accel cancel JOB…`: end jobs in order, and wait until they have ended.
+"""`accel cancel JOB…`: cancel jobs and wait until they have ended.
 
 stdout has a line for each job: its id, a tab, its state.
 
---json  {"jobs": […]}, each in the shape that `accel.cli.job_format` gives.
+--json  {"jobs": […]}, each in the shape of `accel.cli.job_format`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def run(args: Namespace) -> int:
 
 
 def _ask(job: Job) -> bool:
-    """Asks for the end of a job. False, with a note, when that fails: the other jobs must be asked all the same."""
+    """Cancel a job. Return False, with a note, if that fails, so that the other jobs are still cancelled."""
     from schedulers.errors import SchedulerError
 
     try:

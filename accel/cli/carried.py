@@ -1,4 +1,4 @@
-"""What the settings of a configuration file become in a job."""
+"""Settings of a configuration file, converted for a job."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from .argv import UsageError
 
 
 class Carried(NamedTuple):
-    """What a file says to a job.
+    """A configuration file's settings for a job.
 
-    nodes:                how many there are: at least, and at most if that is another number.
+    nodes:                the least number, and the most if that is another.
     procs_per_node, gpus: of each node.
-    notes:                what the job does not take from it, a line each.
-    kind:                 the one kind of target that it is for, and what else that is given.
+    notes:                settings that the job ignores, a line each.
+    kind:                 the only kind of target for the file, and what else it determines.
     """
 
     env: dict[str, str]
@@ -30,7 +30,7 @@ class Carried(NamedTuple):
 
 
 def launch_variables(options: Mapping[str, Any]) -> dict[str, str]:
-    """Those of a worker, in the form in which a launch reads them."""
+    """Return a worker's variables in the form that a launch reads."""
     from accel.settings import BY_NAME
     from accel.settings.env_variables import variables
     from accel.settings.values import typed

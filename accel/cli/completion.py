@@ -1,7 +1,7 @@
-"""`accel completion SHELL`: a script by which bash, zsh or fish completes commands, options, job ids and target names.
+"""`accel completion SHELL`: completion of commands, options, job ids and target names in bash, zsh or fish.
 
-The script asks `accel __complete WORDS…`, the last word being the one that is typed: a line for each candidate, with
-what it means after a tab. No line: the shell completes files.
+The printed script calls `accel __complete WORDS…`; the last word is the one being typed. That prints a line
+per candidate, with a description after a tab. Without candidates the shell completes file names.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def run(args: Namespace) -> int:
 
 
 def complete(words: Sequence[str]) -> int:
-    """Prints the candidates for the last of ``words``. Says nothing on stderr and never fails: a shell is waiting."""
+    """Print the candidates for the last of ``words``. Prints nothing on stderr and never fails, for a shell's sake."""
     try:
         from schedulers.printable import one_line
 
@@ -109,7 +109,7 @@ def complete(words: Sequence[str]) -> int:
 
 
 def candidates(words: list[str]) -> list[tuple[str, str]]:
-    """(what may be typed, what it means), for the last word."""
+    """Return (candidate, description) pairs for the last word."""
     from . import COMMANDS
 
     *before, current = words
@@ -147,12 +147,12 @@ def _beginning(text: str, found: Iterable[tuple[str, str]]) -> list[tuple[str, s
 
 
 def _plain(name: str) -> str:
-    """`--num_processes` and `--num-processes` are one option."""
+    """Return the option with `-` for `_`: `--num_processes` and `--num-processes` are one option."""
     return name.replace("_", "-") if name.startswith("--") else name
 
 
 def options_of(command: str) -> dict[str, argparse.Action]:
-    """A command's options by their spelling, as its parser has them; `_` in a name is `-`."""
+    """Return a command's options by spelling, as in its parser, with `_` in names replaced by `-`."""
     return {_plain(spelling): action for spelling, action in _parser(command)._option_string_actions.items()}
 
 
@@ -171,7 +171,7 @@ def _parser(command: str) -> Parser:
 
 
 def _taking(before: Sequence[str], current: str, options: dict[str, argparse.Action]) -> argparse.Action | None:
-    """The option of which the last word is a value, perhaps not its first one."""
+    """Return the option that the last word is a value of, or None."""
     at = next((at for at in range(len(before) - 1, -1, -1) if before[at].startswith("-")), None)
     action = None if at is None else options.get(_plain(before[at]))
     if action is None or not _needs_value(action):
@@ -181,7 +181,7 @@ def _taking(before: Sequence[str], current: str, options: dict[str, argparse.Act
 
 
 def _has_program(before: Sequence[str], options: dict[str, argparse.Action]) -> bool:
-    """Whether the script stands there already: what follows it is its own."""
+    """Return True if the words before include the script: those after it are the script's own."""
     rest = iter(before)
     for word in rest:
         if not word.startswith("-"):
@@ -193,7 +193,7 @@ def _has_program(before: Sequence[str], options: dict[str, argparse.Action]) -> 
 
 
 def _needs_value(action: argparse.Action) -> bool:
-    """Whether the next word is its value; what may go without takes one behind a `=` only."""
+    """Return True if the next word is the option's value. An optional value follows a `=` only."""
     return action.nargs not in (0, "?")
 
 
@@ -214,7 +214,7 @@ def _values(action: argparse.Action | None) -> Iterator[tuple[str, str]]:
 
 
 def _setting_choices(name: str) -> Iterable[str] | None:
-    """The values of the setting of that name; its parser reads them itself, in any case, and so has no choices."""
+    """Return a setting's values. Its parser reads them itself, ignoring case, and so has no choices."""
     from accel.settings import BY_NAME
 
     setting = BY_NAME.get(name)
@@ -224,7 +224,7 @@ def _setting_choices(name: str) -> Iterable[str] | None:
 
 
 def _words(command: str, before: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """What may stand where no option does: jobs and choices as the parser names them, and a command's own verbs."""
+    """Yield the possible positional words: jobs, the parser's choices, and the command's own verbs."""
     if command == "targets" and "check" in before:
         yield from _targets()
     elif command in _VERBS:
@@ -243,7 +243,7 @@ def _targets() -> Iterator[tuple[str, str]]:
 
 
 def _job_ids() -> Iterator[tuple[str, str]]:
-    """Those known here, the newest first, as they were when last asked: no target is."""
+    """Yield the jobs known here, newest first, in their last known state. No target is polled."""
     from schedulers.store.record import Damaged
     from schedulers.store.store import Store
 

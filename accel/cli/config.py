@@ -1,9 +1,9 @@
-"""`accel config`: write the file in which `accel launch` finds what no flag says. It has Accelerate's place and form.
+"""`accel config`: write the default configuration file for `accel launch`, in Accelerate's place and form.
 
-Of a place where jobs are submitted (SSH, Slurm, Kubernetes) it also writes the target, into `accel.yaml`.
+For jobs on SSH, Slurm or Kubernetes it also writes the target, into `accel.yaml`.
 
-The paths of the files go to stdout. `--answers FILE` answers without a terminal: `name: answer` a line, of the
-questions that it would ask; what it does not name gets the default.
+The paths of the files go to stdout. `--answers FILE` replaces the terminal: one `name: answer` a line, by
+question; questions that it does not answer get the default.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def run(args: Namespace) -> int:
 
 
 def _offered(path: str) -> dict[str, Any]:
-    """The answers of the file that is there already; none if it cannot be read, for it is to be written anew."""
+    """Return the answers of existing targets and of the existing file, unless it cannot be read."""
     from accel.settings.wizard import answers_of
 
     from . import config_target
@@ -133,20 +133,19 @@ def _update(args: Namespace, path: str) -> int:
 
 
 class _Made(NamedTuple):
-    """What answers make: the launch's file, and the target that is described in another one."""
+    """The files that the answers produce: the launch's, and the one that describes a target."""
 
     path: str
     document: dict[str, Any]
     target: Written | None
 
     def files(self) -> list[tuple[str, str]]:
-        """Each file's path and text."""
         target = [] if self.target is None else [(self.target.path, self.target.text)]
         return [(self.path, _text(self.path, self.document)), *target]
 
 
 def _made(path: str, answers: Mapping[str, Any], machine: Machine) -> _Made:
-    """Raises UsageError for answers of which `accel launch` can make nothing."""
+    """Make the files. Raises UsageError for answers that `accel launch` would reject."""
     from accel.settings.config_file import to_document
     from accel.settings.wizard import values_of
 
@@ -188,7 +187,7 @@ def _text(path: str, document: Mapping[str, Any]) -> str:
 
 
 def _answered(path: str, machine: Machine) -> dict[str, Any]:
-    """The answers in a file, with the defaults of what it does not answer. Raises UsageError, which says where."""
+    """Return the answers in a file, with defaults for the rest. Raises UsageError with the line."""
     from accel.settings.values import BadValue, as_written
     from accel.settings.wizard import QUESTIONS, open_question
     from schedulers.config.yaml_file import YamlFile

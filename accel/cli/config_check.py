@@ -1,4 +1,4 @@
-"""Whether `accel launch`, or a target, could make something of the answers of `accel config`."""
+"""Checks of the answers of `accel config`, as `accel launch` or a target would check them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MACHINE = {"machine_rank": 0, "main_process_ip": ""}
 
 
 def check(question: Question, answer: Any, before: Mapping[str, Any], machine: Machine) -> None:
-    """Raises BadValue for an answer that cannot be after those before it."""
+    """Raise BadValue for an answer that contradicts the earlier ones or is invalid."""
     from accel.settings.values import BadValue
     from accel.settings.wizard import values_of
 
@@ -31,7 +31,7 @@ def check(question: Question, answer: Any, before: Mapping[str, Any], machine: M
 
 
 def refused(values: Mapping[str, Any]) -> str | None:
-    """Why `accel launch` would refuse a file that says `values`, whatever the machine; None if it would not."""
+    """Return why `accel launch` would reject a file with `values` on any machine, or None."""
     from accel.launch.errors import Refused
     from accel.launch.external import started_once
     from accel.launch.machines import check_spread, place

@@ -1,4 +1,4 @@
-"""Asking in a terminal: menus with arrow keys, lines with a check, back and forward. The library is prompt_toolkit."""
+"""Terminal prompts: menus with arrow keys, checked lines, back and forward. Uses prompt_toolkit."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ Options = tuple[tuple[str, str], ...]
 
 
 class Back(Exception):
-    """The person wants the question before."""
+    """The user wants the previous question."""
 
 
 def need_terminal() -> None:
-    """Raises UsageError where nobody can answer, or what asks is not installed."""
+    """Raise UsageError without a terminal, or if prompt_toolkit is not installed."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise UsageError("accel config", "this is no terminal: give --answers FILE, or use accel config default")
     try:
@@ -46,10 +46,10 @@ def need_terminal() -> None:
 def ask(
     machine: Machine, offered: Mapping[str, Any], files: Callable[[Mapping[str, Any]], list[tuple[str, str]]]
 ) -> dict[str, Any] | None:
-    """The answers, once the person has seen the files that they make; None if those are not to be written.
+    """Return the answers after the user has confirmed the files that they produce, else None.
 
-    offered: answers of earlier files, which are offered instead of the defaults.
-    files:   path and text of each file that answers make.
+    offered: answers from earlier files, used instead of the defaults.
+    files:   returns path and text of each file that answers produce.
     """
     from accel.settings.wizard import open_question, still_asked
 
@@ -87,7 +87,7 @@ def _introduce(machine: Machine) -> None:
 
 
 def _one(question: Question, offered: Any, check: Callable[[Any], None]) -> Any:
-    """The answer, once `check` accepts it. Choices that `check` refuses are not shown."""
+    """Prompt until `check` accepts the answer. Choices that `check` rejects are not shown."""
     from accel.settings.values import typed
 
     word = {True: "yes", False: "no"}.get(offered, str(offered)) if isinstance(offered, bool) else str(offered)
@@ -100,8 +100,10 @@ def _one(question: Question, offered: Any, check: Callable[[Any], None]) -> Any:
 
 
 def choices(question: Question, offered: str, check: Callable[[Any], None]) -> tuple[Options, Options]:
-    """The options of a menu and those behind "another one". What `check` refuses is in neither, unless it refuses all:
-    then its message says why. Both are empty where the answer is typed."""
+    """Return the options of a menu and those behind "another one", without those that `check` rejects.
+
+    If `check` rejects all, all are returned, and its message explains why. Both are empty for typed answers.
+    """
     from accel.settings.values import BadValue
 
     accepted: list[tuple[str, str]] = []
@@ -131,7 +133,7 @@ def _chosen(question: Question, first: Options, rest: Options, offered: str, che
 
 
 def _several(question: Question, offered: list[str], check: Callable[[Any], None]) -> list[str] | None:
-    """One line a word, up to an empty one."""
+    """Read values, one per line, up to an empty line."""
     said: list[str] = []
     while True:
         text = f" {question.text} " if not said else " Another one (empty: no more)? "
@@ -170,7 +172,7 @@ def _line(question: Question, offered: str, check: Callable[[Any], None]) -> Any
 
 
 def _typed(text: str, offered: str, judge: Callable[[str], None]) -> str:
-    """A line for which `judge` raises no BadValue."""
+    """Read a line for which `judge` raises no BadValue."""
     from prompt_toolkit import prompt
     from prompt_toolkit.validation import Validator
 
@@ -206,7 +208,7 @@ def _is_plain() -> bool:
 
 
 def _wrapped(text: str) -> str:
-    """Break an option's text where the terminal ends: the menu would cut it."""
+    """Wrap an option's text at the terminal's width: the menu would cut it off."""
     import shutil
     import textwrap
 

@@ -1,4 +1,4 @@
-"""The target that `accel config` writes: an entry of `accel.yaml`, judged as `--target` judges it."""
+"""The target that `accel config` writes: an entry of `accel.yaml`, validated as for `--target`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ASKED_LATER = {"sagemaker": {"role": "it", "instance_type": "ml.m5.xlarge"}}
 
 
 class Written(NamedTuple):
-    """A file as it is going to be, and the target in it."""
+    """A file to be written, and the target in it."""
 
     path: str
     text: str
@@ -36,12 +36,12 @@ class Written(NamedTuple):
 
 
 def has_project() -> bool:
-    """Whether this directory belongs to a project with an `accel.yaml`."""
+    """Return True if this directory belongs to a project with an `accel.yaml`."""
     return _project_file() is not None
 
 
 def offered() -> dict[str, Any]:
-    """Answers out of the entries that are there, of each kind the first, to be offered again. Raises UsageError."""
+    """Return answers from the existing entries, the first of each kind, as defaults. Raises UsageError."""
     from accel.settings.target_prompts import KINDS, answers_of_entry
 
     found: dict[str, Any] = {}
@@ -54,7 +54,7 @@ def offered() -> dict[str, Any]:
 
 
 def check(question: Question, answer: Any, answers: Mapping[str, Any]) -> None:
-    """Raises BadValue for an answer that no target of the kind could have, after the others."""
+    """Raise BadValue for an answer that is invalid for a target of this kind, after the other answers."""
     from accel.settings.target_prompts import entry_of
     from accel.settings.values import BadValue
 
@@ -68,7 +68,7 @@ def check(question: Question, answer: Any, answers: Mapping[str, Any]) -> None:
 
 
 def written(answers: Mapping[str, Any]) -> Written | None:
-    """The file that is to hold the target that the answers describe; None if they describe none. Raises UsageError."""
+    """Return the file with the target that the answers describe, or None without a target. Raises UsageError."""
     from accel.settings.target_prompts import entry_of
 
     made = entry_of(answers)
@@ -85,7 +85,7 @@ def written(answers: Mapping[str, Any]) -> Written | None:
 
 
 def _edited(text: str, name: str, held: Mapping[str, Any], whole: Mapping[str, Any]) -> str:
-    """Key by key, as long as none has to go: comments between them stay."""
+    """Return the text with the entry changed, key by key if none is removed, which keeps the comments between keys."""
     from .yaml_edit import with_value
 
     if not held or held.keys() - whole.keys():
@@ -97,7 +97,7 @@ def _edited(text: str, name: str, held: Mapping[str, Any], whole: Mapping[str, A
 
 
 def _asked(answers: Mapping[str, Any]) -> set[str]:
-    """The options that the answers speak of, also by leaving them empty."""
+    """Return the options that the answers determine, including those left empty."""
     from accel.settings.target_prompts import TARGET_QUESTIONS
 
     spoken = {q.target[1] for q in TARGET_QUESTIONS if q.target is not None and q.name in answers}
@@ -105,7 +105,7 @@ def _asked(answers: Mapping[str, Any]) -> set[str]:
 
 
 def _read(path: str, name: str) -> tuple[str, dict[str, Any]]:
-    """The file's text, and the entry of that name; nothing of either where there is none."""
+    """Return the file's text and the entry of that name; both empty if missing."""
     from schedulers.config.yaml_file import YamlFile
     from schedulers.errors import ConfigError
 
@@ -135,7 +135,7 @@ def _check_name(name: str, kind: str) -> None:
 
 
 def _problem(name: str, entry: Mapping[str, Any]) -> str:
-    """Why no target can be made of the entry; nothing if one can."""
+    """Return why the entry makes no valid target, or ""."""
     from schedulers.config.schema import make_options
     from schedulers.errors import SchedulerError
 
@@ -156,7 +156,7 @@ def _problem(name: str, entry: Mapping[str, Any]) -> str:
 
 
 def _check_sagemaker(options: Any, name: str) -> None:
-    """Raises SpecError for options that no request of the API can have."""
+    """Raise SpecError for options that no API request can have."""
     from schedulers.job import JobSpec
     from schedulers.sagemaker import request
 
@@ -164,7 +164,7 @@ def _check_sagemaker(options: Any, name: str) -> None:
 
 
 def _known() -> dict[str, dict[str, Any]]:
-    """The entries of all files by name. Raises UsageError for a file that is wrong."""
+    """Return the entries of all files by name. Raises UsageError for an invalid file."""
     from schedulers.config.named_targets import known_targets
     from schedulers.errors import ConfigError
 

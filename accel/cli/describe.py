@@ -1,9 +1,9 @@
-"""`accel describe JOB`: all that is known about a job.
+"""`accel describe JOB`: print everything known about a job.
 
---json  {"id", "name", "target", "kind", "native_id", "directory", "created_at", "started_at", "ended_at", "status",
-        "warning", "spec", "plan", "options", "source", "exit", "events"}: "options" are the target's as they were at
-        the submit, "source" is the file and line that described it, "events" is [{"event", "at", …}], the oldest first,
-        and "exit" is what the job left when it ended, or null.
+--json  {"id", "name", "target", "kind", "native_id", "directory", "created_at", "started_at", "ended_at",
+"status", "warning", "spec", "plan", "options", "source", "exit", "events"}: "options" are the target's at
+submission, "source" is the file and line that described it, "events" is [{"event", "at", …}], oldest first,
+and "exit" is the job's exit document, or null.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _print(record: Record) -> None:
 
 
 def _spec_fields(spec: JobSpec) -> list[tuple[str, str]]:
-    """What was asked for, in the words of the command line; what was left at its default is left out."""
+    """Return the request in the command line's words, without what was left at its default."""
     flag = {"script": "", "module": "-m ", "command": "--no-python "}[spec.entry]
     needs = {name: value for name, value in vars(spec.resources).items() if value}
     return [

@@ -1,11 +1,12 @@
-"""`accel env`: what a report of an error should say of this installation, this machine, and where its jobs can run.
+"""`accel env`: print this installation, machine and targets, for a bug report.
 
-Secrets are not shown: values whose names say that they are some, and those that look like one. Packages are known by
-their metadata; torch and the driver are asked in processes of their own, so that one that is broken is one line here.
+Secrets are hidden: values whose names mark them as secret, and those that look like one. Packages are read
+    from their metadata; torch and the driver are queried in separate processes, so that a broken one costs
+    one line.
 
---json  {"accel", "machine", "packages", "torch", "nvidia", "config": {"path", "settings", "error"}, "environment",
-        "targets": [{"name", "kind", "source", "answers", "message", "seconds"}], "targets_error"}. A package that is
-        not installed is null; "answers" is true, false, or null for a kind of target that is not set up here.
+--json  {"accel", "machine", "packages", "torch", "nvidia", "config": {"path", "settings", "error"},
+"environment", "targets": [{"name", "kind", "source", "answers", "message", "seconds"}], "targets_error"}. A
+missing package is null; "answers" is true, false, or null for a kind of target that is not set up here.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def run(args: Namespace) -> int:
 
 
 def gather(config_file: str | None, limit_s: float) -> dict[str, Any]:
-    """Everything, as plain values. Raises UsageError for a named configuration file that cannot be read."""
+    """Return everything as plain values. Raises UsageError if a named configuration file cannot be read."""
     from accel.diagnostics import machine, packages
     from accel.diagnostics.redaction import secrets_of, without_secrets
     from accel.diagnostics.subprocess_probe import Asked
@@ -79,7 +80,7 @@ def gather(config_file: str | None, limit_s: float) -> dict[str, Any]:
 
 
 def _config(path: str | None) -> dict[str, Any]:
-    """The file that counts, with what is in it, and why `accel launch` would not take it."""
+    """Return the configuration file in use, its contents, and why `accel launch` would reject it."""
     from .argv import UsageError
     from .launch_file import default_path, in_use, judged, load
 
@@ -100,7 +101,7 @@ def _config(path: str | None) -> dict[str, Any]:
 
 
 def _targets(limit_s: float) -> tuple[list[dict[str, Any]], str | None, list[dict[str, Any]]]:
-    """What each answers; what is wrong with the file; and their options, which may hold secrets."""
+    """Return each target's response, the error in the file, and the options, which may contain secrets."""
     from schedulers.config.named_targets import known_targets
     from schedulers.errors import SchedulerError
 

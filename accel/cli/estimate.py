@@ -1,12 +1,13 @@
-"""`accel estimate-memory MODEL`: what a model takes, loaded and trained, told from its description alone.
+"""`accel estimate-memory MODEL`: estimate a model's memory for inference and training without its weights.
 
-Piped: a line for each type (type, largest layer, total, training with Adam), an empty line, and a line for each way to
-share the training out (type, way, weights, gradients, optimizer, gathered, activations, total), between tabs.
+Piped: a line per type (type, largest layer, total, training with Adam), an empty line, and a line per way to
+    distribute the training (type, way, weights, gradients, optimizer, gathered, activations, total),
+    tab-separated.
 
---json  {"model", "library", "parameters", "trained", "largest_layers", "sizes": [{"dtype", "largest_layer", "total",
-        "training": {"model", "gradients", "optimizer", "step"} or null}], "processes", "batch_size",
+--json  {"model", "library", "parameters", "trained", "largest_layers", "sizes": [{"dtype", "largest_layer",
+        "total", "training": {"model", "gradients", "optimizer", "step"} or null}], "processes", "batch_size",
         "sequence_length", "needs": [{"strategy", "dtype", "weights", "gradients", "optimizer", "gathered",
-        "activations", "step", "total"}], "activations_unknown"}, all in bytes. A need is that of each device.
+        "activations", "step", "total"}], "activations_unknown"}, in bytes. A need is that of each device.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ CANCELLED = 143
 
 
 def of_job(status: Status) -> int:
-    """The code with which a command that waited for a job ends. `status` is final."""
+    """Return the exit code of a command that waited for a job. `status` is final."""
     if status.state.value == "succeeded":
         return OK
     if status.state.value == "cancelled":

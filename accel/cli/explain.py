@@ -1,4 +1,4 @@
-"""`accel launch --explain`: each setting with the value that would hold, and who says so."""
+"""`accel launch --explain`: each setting with its value and the source of that value."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SECRET = ("aws_access_key_id", "aws_secret_access_key")
 
 
 def explain(found: Mapping[str, Value], options: Mapping[str, Any], env: Mapping[str, str] = os.environ) -> int:
-    """Prints them; what somebody has said stands first. Raises Refused for what `accel launch` would refuse here."""
+    """Print the settings, those not at their defaults first. Raises Refused as `accel launch` would here."""
     from .output import print_rows
 
     held = {**found, **dict(_inherited(found, options, env)), **dict(_found_out(found, options, env))}
@@ -48,7 +48,7 @@ def _inherited(
 def _found_out(
     found: Mapping[str, Value], options: Mapping[str, Any], env: Mapping[str, str]
 ) -> Iterator[tuple[str, Value]]:
-    """What a launch works out for itself where nobody has said anything."""
+    """Yield the values that a launch derives itself where nothing sets them."""
     from accel.launch.external import planned, starts_here
     from accel.launch.worker import Program
 

@@ -1,4 +1,4 @@
-"""`accel fetch`: download what a job has left as its results.
+"""`accel fetch`: download the results of a job.
 
 --json   {"id", "directory", "artefacts"}
 """
@@ -28,7 +28,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Raises NotReady, SpecError, and what asking the target raises."""
+    """Download the results. Raises NotReady, SpecError and the target's errors."""
     job = job_args.find("accel fetch", args.job, args)
     directory = Path(args.output or f"{job.name}-{job.id}")
     with progress():

@@ -1,4 +1,4 @@
-"""The jobs that a command names: those known here, and those that a target is to be asked for."""
+"""The jobs that a command names: those known here, and those found on a target."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: Parser) -> None:
-    """The options that say where to look for a job that another machine submitted."""
+    """Add the options that locate a job submitted by another machine."""
     group = parser.add_argument_group("a job that another machine submitted (its whole id is needed)")
     group.add_argument("--target", metavar="NAME", help="look for it there, and know it here from then on")
     group.add_argument("--hosts", metavar="LIST", help="of an ssh target: on these machines, one of its own is enough")
@@ -30,7 +30,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def find(command: str, reference: str, args: Namespace) -> Job:
-    """Raises UsageError, UnknownJob, and what making the target and asking it raises."""
+    """Return the job. Raises UsageError, UnknownJob, and the errors of loading and querying the target."""
     return find_all(command, [reference], args)[0]
 
 
@@ -44,8 +44,10 @@ def find_all(command: str, references: Sequence[str], args: Namespace) -> list[J
 
 
 def options_of(command: str, args: Namespace) -> dict[str, Any]:
-    """The target's options that the command line gives: --option, --hosts and --hostfile (of a command
-    that has them). Raises UsageError."""
+    """Return the target's options on the command line: --option, --hosts and --hostfile (if the command has them).
+
+    Raises UsageError.
+    """
     found: dict[str, Any] = {}
     for key, value in args.option:
         if found.setdefault(key, value) != value:

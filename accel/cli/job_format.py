@@ -1,12 +1,13 @@
-"""Jobs as JSON, and in words. `list`, `status`, `wait`, `cancel` and `submit --follow --json` share the shape:
+"""Jobs as JSON and as text. `list`, `status`, `wait`, `cancel` and `submit --follow --json` share the shape:
 
     {"id", "name", "target", "kind", "nodes", "created_at", "native_id",
      "state", "reason", "exit_code", "attempt", "message", "native_state", "observed_at", "warning"}
 
-of a sagemaker job also "details", {"secondary_status", "billable_seconds", "training_seconds", "spot_saving_percent"}.
+A sagemaker job also has
+"details": {"secondary_status", "billable_seconds", "training_seconds", "spot_saving_percent"}.
 
 Times are seconds since the epoch. `state` is submitting, queued, running, succeeded, failed or cancelled.
-`warning` says why the state may be old (its target could not be asked), and is empty otherwise.
+`warning` is why the state may be stale (its target could not be polled), else empty.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ def record_json(record: Record) -> dict[str, Any]:
 
 
 def outcome(job_id: str, status: Status) -> str:
-    """`job 1a2b3c failed (exit code 3): ValueError: …`, in one line."""
+    """Return `job 1a2b3c failed (exit code 3): ValueError: …`, in one line."""
     return f"job {job_id} {phrase(status)}"
 
 
 def phrase(status: Status) -> str:
-    """The state with what explains it: `failed (exit code 3): ValueError: …`."""
+    """Return the state with its explanation: `failed (exit code 3): ValueError: …`."""
     why = []
     if status.state.value == "failed" and status.exit_code is not None:
         why.append(f"exit code {status.exit_code}")

@@ -1,4 +1,4 @@
-"""`accel launch`: run a script here and now, as one rank per accelerator of this machine, or as its part of several."""
+"""`accel launch`: run a script on this machine, one rank per accelerator, alone or as one of several machines."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _COMMAND = "accel launch"
 
 
 def run_argv(argv: Sequence[str]) -> int:
-    """Parses `accel launch`'s own flags; everything from the program on is the program's. Returns its exit code."""
+    """Parse `accel launch`'s own flags, which end at the program, and run it. Return its exit code."""
     from accel.launch.flags import add_arguments
 
     from .argv import UsageError
@@ -77,15 +77,17 @@ def _launch(given: Mapping[str, Any], found: Mapping[str, Value], words: list[st
 
 
 def start(options: Mapping[str, Any], program: Program) -> int:
-    """Runs the program here, or on all hosts of a TPU slice. Returns its exit code, or that of the first host that
-    failed. Raises LaunchError."""
+    """Run the program here, or on all hosts of a TPU slice. Return its exit code, or that of the first failing host.
+
+    Raises LaunchError.
+    """
     from accel.launch.external import is_for_pod, launch
 
     return _on_pod(options, program) if is_for_pod(options) else launch(options, program)
 
 
 def _on_pod(options: Mapping[str, Any], program: Program) -> int:
-    """Over the transport of a tpu target, or by gcloud."""
+    """Launch over the transport of a tpu target, or with gcloud."""
     import shlex
 
     from accel.launch.errors import LaunchError, Refused
@@ -115,7 +117,7 @@ def _on_pod(options: Mapping[str, Any], program: Program) -> int:
 
 
 def _on_sagemaker(found: Mapping[str, Value], options: Mapping[str, Any], words: list[str]) -> int:
-    """Submits the job that the file describes, and follows it to its end. Returns its exit code."""
+    """Submit the job that the file describes and follow it to its end. Return its exit code."""
     from . import sagemaker_file, submit
     from .argv import UsageError
     from .output import note
@@ -133,7 +135,7 @@ def _on_sagemaker(found: Mapping[str, Value], options: Mapping[str, Any], words:
 
 
 def _located(message: str, found: Mapping[str, Value]) -> str:
-    """Who has said what the message begins with, behind it, if it was not a flag."""
+    """Insert the setting's source into a message that begins with its flag, unless it was given as a flag."""
     from accel.settings import BY_NAME
 
     flag = message.partition(" ")[0].rstrip(":,")
@@ -151,7 +153,7 @@ def _located(message: str, found: Mapping[str, Value]) -> str:
 def resolved(
     given: Mapping[str, Any], env: Mapping[str, str] = os.environ, *, command: str = _COMMAND
 ) -> dict[str, Value]:
-    """Every setting, with where its value comes from. Raises UsageError for what cannot be, or not together."""
+    """Return every setting with the source of its value. Raises UsageError for invalid or contradictory values."""
     from accel.settings.contradictions import contradictions
     from accel.settings.precedence import resolve
     from accel.settings.values import BadValue
@@ -174,7 +176,7 @@ def resolved(
 
 
 def _file(given: Mapping[str, Any], command: str) -> Any:
-    """The file that is named, else the default one; Accelerate does not read that one with --cpu, nor does this."""
+    """Return the named file, else the default one, which --cpu disables, as in Accelerate."""
     from .launch_file import default_path, nothing, read_file
 
     path = given.get("config_file")
@@ -184,13 +186,13 @@ def _file(given: Mapping[str, Any], command: str) -> Any:
 
 
 def _is_for_sagemaker(file: Any) -> bool:
-    """Return True for a file whose machines are SageMaker's, whatever scheduler has placed this process."""
+    """Return True for a file for SageMaker's machines, regardless of a scheduler here."""
     place = file.entries.get("compute_environment")
     return place is not None and place.value == "AMAZON_SAGEMAKER"
 
 
 def _nodes(env: Mapping[str, str]) -> Nodes | None:
-    """What the scheduler says, if it has placed this process; nothing if what it says is left to `plan` to refuse."""
+    """Return the scheduler's view if it placed this process, else None; `plan` reports invalid variables."""
     from accel.launch.watchdog import LAUNCH_ID
     from accel.settings.precedence import Nodes
     from schedulers.errors import SpecError
@@ -208,9 +210,10 @@ def _nodes(env: Mapping[str, str]) -> Nodes | None:
 
 
 def settled(found: Mapping[str, Value]) -> dict[str, Any]:
-    """What `engines.launch` is given: every setting's value.
+    """Return every setting's value for `engines.launch`.
 
-    What `plan` asks the scheduler itself is left open, and DeepSpeed is told which of its settings a file gives.
+    Values that `plan` reads from the scheduler itself are None. DeepSpeed gets the names of its settings in the
+    file.
     """
     from accel.settings import BY_NAME
     from accel.settings.precedence import overridden

@@ -1,4 +1,4 @@
-"""Reading the configuration file, which has Accelerate's form, with the line of everything in it."""
+"""The configuration file in Accelerate's form, with the line of every entry."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from .argv import UsageError
 
 
 class Configuration(NamedTuple):
-    """A file's settings by name, as `accel.settings.config_file.Entry`, and where in it something stands.
+    """A file's settings by name, as `accel.settings.config_file.Entry`, and a function that locates them.
 
-    document: the same as the file has them.
+    document: the contents as read.
     """
 
     path: str
@@ -22,7 +22,7 @@ class Configuration(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """What a file holds, whether or not its names and values are right."""
+    """A file's contents, with names and values not yet checked."""
 
     path: str
     document: dict[str, Any]
@@ -30,37 +30,37 @@ class Loaded(NamedTuple):
 
 
 def default_folder() -> str:
-    """Where the file is that is read when none is named: Accelerate's place."""
+    """Return the folder of the default file: Accelerate's."""
     home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
     return os.path.join(os.path.expanduser(home), "accelerate")
 
 
 def default_path() -> str:
-    """The file that is read when none is named. One in JSON counts where there is none in YAML."""
+    """Return the path of the default file. A JSON file counts only without a YAML one."""
     base = os.path.join(default_folder(), "default_config")
     in_json = not os.path.isfile(f"{base}.yaml") and os.path.isfile(f"{base}.json")
     return f"{base}.json" if in_json else f"{base}.yaml"
 
 
 def nothing(command: str) -> Configuration:
-    """Of no file."""
+    """Return an empty configuration, for no file."""
     return Configuration(command, {}, lambda keys: command, {})
 
 
 def in_use(path: str | None) -> str | None:
-    """The file that counts: the one named, else the default one; None if that is not there."""
+    """Return the file in use: the named one, else the default one, or None if that does not exist."""
     if path is not None:
         return path
     return default_path() if os.path.isfile(default_path()) else None
 
 
 def read_file(command: str, path: str) -> Configuration:
-    """The settings in a file of any version, YAML or JSON. Raises UsageError, which begins `file:line`."""
+    """Return the settings in a file of any version, YAML or JSON. Raises UsageError that begins with `file:line`."""
     return judged(command, load(command, path))
 
 
 def load(command: str, path: str) -> Loaded:
-    """What a file holds, YAML or JSON. Raises UsageError, which begins `file:line`, for one that holds no names."""
+    """Return a file's contents, YAML or JSON. Raises UsageError that begins with `file:line` if it is no mapping."""
     document, where = _load(command, path)
     if document is None:
         document = {}
@@ -70,7 +70,7 @@ def load(command: str, path: str) -> Loaded:
 
 
 def judged(command: str, file: Loaded) -> Configuration:
-    """The settings that a file holds. Raises UsageError, which begins `file:line`."""
+    """Return the settings of a loaded file. Raises UsageError that begins with `file:line`."""
     from accel.settings.config_file import BadEntry, read_document
 
     try:
@@ -108,7 +108,7 @@ def _load_json(path: str) -> tuple[Any, Callable[[tuple[str, ...]], str]]:
         return dict(pairs)
 
     def where(keys: tuple[str, ...]) -> str:
-        """The line on which the last of `keys` follows the ones before it."""
+        """Return the line on which the last of `keys` follows the ones before it."""
         at = 0
         for key in keys:
             at = max(text.find(json.dumps(key), at), at)

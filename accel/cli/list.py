@@ -1,18 +1,19 @@
-"""`accel list`: jobs, the newest first.
+"""`accel list`: list jobs, the newest first.
 
-Piped, a line for each job without a heading, and between tabs: id, name, state, target, nodes, the time of the submit
-(UTC), message. A job whose files cannot be read has the state `damaged`, and the reason as its message.
+Piped, prints a tab-separated line per job without a heading: id, name, state, target, nodes, time of
+submission (UTC), message. A job whose files cannot be read has the state `damaged`, and the reason as its
+message.
 
-Without a filter, only the jobs that are shown are read and polled.
+Without a filter, only the jobs shown are read and polled.
 
-With --target, the target is also asked for the jobs that it knows and this machine does not, where its kind can list
-them: jobs of other machines and of `helm/accel-job`. A job that has ended is left out where the target has made another
-one under its id since. They are shown and not kept here: `accel status JOB --target NAME`
-makes one known here. Where the target cannot be asked, a line on stderr says so, and the jobs known here are shown; so
-too where accel.yaml has it no more. A target of which no job is known either is an error.
+With --target, the target is also queried for jobs unknown here, if its kind can list them: jobs of other
+machines and of `helm/accel-job`, except an ended one whose id the target has reused since. They are shown but
+not stored; `accel status JOB --target NAME` stores one. If the target cannot be queried, or accel.yaml no
+longer has it, a line on stderr reports that, and the jobs known here are shown. A target without known jobs
+is then an error.
 
---json  {"jobs": […], "older": N}: each job in the shape of `accel.cli.job_format`, or {"id", "state": "damaged",
-        "message"}; `older` counts the jobs that --limit left out.
+--json  {"jobs": […], "older": N}: each job in the shape of `accel.cli.job_format`, or {"id", "state":
+"damaged", "message"}; `older` counts the jobs that --limit left out.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def run(args: Namespace) -> int:
 
 
 def _shown(args: Namespace) -> tuple[list[Record | Damaged], int]:
-    """The jobs to show, and how many older ones are left out."""
+    """Return the jobs to show and the number of older ones left out."""
     from schedulers.jobs.handle import list_jobs
     from schedulers.store.store import Store
 
@@ -98,9 +99,9 @@ def _shown(args: Namespace) -> tuple[list[Record | Damaged], int]:
 
 
 def _elsewhere(args: Namespace, store: Store, known: Mapping[str, Record | Damaged]) -> list[Record]:
-    """The jobs that the target of --target knows and this machine does not. `known`: those that it does, by id.
+    """Return the jobs that the --target knows and this machine does not. `known`: this machine's, by id.
 
-    Raises SpecError and ConfigError for wrong options, and where nothing is known of such a target at all.
+    Raises SpecError and ConfigError for invalid options, and for a target that is entirely unknown.
     """
     from schedulers.errors import ConfigError, SchedulerError, SpecError
     from schedulers.jobs.attach import jobs_elsewhere

@@ -1,18 +1,20 @@
-"""`accel logs JOB`: print or follow what a job's ranks wrote.
+"""`accel logs JOB`: print or follow the output of a job's ranks.
 
-stdout gets exactly the bytes that the ranks wrote, behind a `[rank N] ` at the start of each line when there are
-several. What `accel launch` itself said, such as its report of a failure, goes to stderr.
+stdout gets exactly the ranks' bytes, with `[rank N] ` before each line if there are several ranks. Messages
+of `accel launch` itself, such as its report of a failure, go to stderr.
 
-Of a job that has not started, stderr has a line that says so, and -f waits for it. A job that ended without ever
-reaching its target has no logs: an error with the reason, and exit code 1.
+If the job has not started, a line on stderr reports that, and -f waits. A job that ended before it reached
+its
+target has no logs: an error with the reason, and exit code 1.
 
-Where some lines cannot be had (a machine does not answer), the others are printed, stderr has a line that names it,
-and the exit code is 1. With -f that counts when the job is over; until then it is waited for.
+If lines are unavailable (a machine does not respond), the others are printed, a line on stderr names the
+machine, and the exit code is 1. With -f this applies once the job is over; until then the command waits for
+them.
 
---json  a line each: {"rank", "attempt", "stream", "text", "cursor"}; "rank" is null for the launcher. A line that is
-        not UTF-8 also has "base64", its exact bytes. A line of more than 1 MiB comes in pieces; all but the last have
-        "partial": true. `--since CURSOR` goes on exactly after the line, or piece, with that cursor; `--since 10m`
-        gives what was written in the last ten minutes.
+--json  a line each: {"rank", "attempt", "stream", "text", "cursor"}; "rank" is null for the launcher. A line
+that is not UTF-8 also has "base64", its exact bytes. A line of more than 1 MiB comes in pieces; all but the
+last have "partial": true. `--since CURSOR` continues exactly after the line, or piece, with that cursor;
+`--since 10m` starts with the last ten minutes.
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def _since(text: str) -> str | float:
-    """A cursor as it is; a duration as the moment that long ago, in seconds since the epoch."""
+    """Return a cursor as it is, and a duration as the time that long ago, in seconds since the epoch."""
     if "=" in text:
         return text
     import time

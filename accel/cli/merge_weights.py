@@ -1,6 +1,6 @@
-"""`accel merge-weights CHECKPOINT OUTPUT`: the shards that FSDP wrote, as one file that any loader takes.
+"""`accel merge-weights CHECKPOINT OUTPUT`: merge the shards that FSDP wrote into one file for any loader.
 
-stdout has the file's path. The file is written whole or not at all; its weights must fit into memory.
+stdout has the file's path. The file is written atomically; its weights must fit into memory.
 
 --json  {"file", "bytes"}
 """

@@ -1,4 +1,4 @@
-"""What the values of options mean: durations, memory, KEY=VALUE. Each raises ArgumentTypeError, in one line."""
+"""Parsers of option values: durations, memory, KEY=VALUE. Each raises ArgumentTypeError with one line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _REFERENCE = re.compile(r"[a-z][a-z0-9+-]*:.+", re.ASCII | re.DOTALL)
 
 
 def duration(text: str) -> float:
-    """Seconds: `90`, `45s`, `30m`, `1h30m`, `1.5d`, `2w`, or Slurm's `HH:MM:SS` and `D-HH:MM:SS`."""
+    """Return seconds: `90`, `45s`, `30m`, `1h30m`, `1.5d`, `2w`, or Slurm's `HH:MM:SS` and `D-HH:MM:SS`."""
     if _NUMBER.fullmatch(text):
         return float(text)
     if clock := _CLOCK.fullmatch(text):
@@ -31,7 +31,7 @@ def duration(text: str) -> float:
 
 
 def memory(text: str) -> float:
-    """Gigabytes: `16`, `16G`, `512M`, `1.5T`. As for Slurm, 1G is 1024M; `G`, `GB` and `GiB` mean the same."""
+    """Return gigabytes: `16`, `16G`, `512M`, `1.5T`. As in Slurm, 1G is 1024M; `G`, `GB` and `GiB` are the same."""
     match = _MEMORY.fullmatch(text)
     if not match:
         raise ArgumentTypeError(f"not an amount of memory: {text!r} (16 is gigabytes; 512M, 16G, 1.5T)")
@@ -45,14 +45,14 @@ def whole(text: str) -> int:
 
 
 def count(text: str) -> int:
-    """A whole number from 0 on."""
+    """Return a whole number from 0 on."""
     if not re.fullmatch(r"\d+", text, re.ASCII):
         raise ArgumentTypeError(f"a whole number from 0 on, not {text!r}")
     return int(text)
 
 
 def nodes(text: str) -> tuple[int, int | None]:
-    """`4`, or `2:8` for a world that may grow from the one to the other."""
+    """Parse `4`, or `2:8` for a world that may grow from 2 to 8 nodes."""
     low, colon, high = text.partition(":")
     return whole(low), whole(high) if colon else None
 
@@ -65,7 +65,7 @@ def key_value(text: str) -> tuple[str, str]:
 
 
 def command(text: str) -> tuple[str, ...]:
-    """The words of a command, quoted as in a shell. No shell runs it: `$` and `|` mean nothing."""
+    """Return a command's words, quoted as in a shell. No shell runs it: `$` and `|` have no meaning."""
     import shlex
 
     try:
@@ -78,7 +78,7 @@ def command(text: str) -> tuple[str, ...]:
 
 
 def axis(text: str) -> tuple[str, list[str]]:
-    """`NAME=V1,V2,…`; a value that holds a comma stands in double quotes, as in CSV."""
+    """Parse `NAME=V1,V2,…`. A value with a comma is in double quotes, as in CSV."""
     import csv
 
     name, values = key_value(text)
@@ -89,7 +89,7 @@ def axis(text: str) -> tuple[str, list[str]]:
 
 
 def environment(text: str) -> tuple[str, str]:
-    """`NAME=VALUE` as given, or `NAME` with the value that it has here."""
+    """Parse `NAME=VALUE`, or `NAME` with its value in this environment."""
     import os
 
     name, equals, value = text.partition("=")
@@ -101,7 +101,7 @@ def environment(text: str) -> tuple[str, str]:
 
 
 def secret(text: str) -> tuple[str, str]:
-    """`NAME=REFERENCE`. The message does not repeat what was given, for it may be the secret itself."""
+    """Parse `NAME=REFERENCE`. The error message does not repeat the text, which may be the secret itself."""
     name, _, reference = text.partition("=")
     if not (name and _REFERENCE.fullmatch(reference)):
         raise ArgumentTypeError("expects NAME=REFERENCE, such as HF_TOKEN=env:HF_TOKEN or KEY=file:/run/key")
@@ -109,7 +109,7 @@ def secret(text: str) -> tuple[str, str]:
 
 
 def option(text: str) -> tuple[str, Any]:
-    """`KEY=VALUE` with VALUE typed as in `accel.yaml`: 4 is a number, true is yes, [a, b] a list, "4" a word."""
+    """Parse `KEY=VALUE`, VALUE typed as in `accel.yaml`: 4 is a number, true is yes, [a, b] a list, "4" a word."""
     key, value = key_value(text)
     import json
 

@@ -1,7 +1,7 @@
-"""How commands print: JSON for machines, a table on a terminal, tab-separated lines in a pipe, notes on stderr.
+"""Output of commands: JSON for machines, a table on a terminal, tab-separated lines in a pipe, notes on stderr.
 
-Names and messages come from programs, hosts and servers, so all text but JSON, which is ASCII, passes `printable`: no
-terminal escape reaches the terminal. Only the lines of `accel logs` keep their bytes.
+Names and messages come from programs, hosts and servers, so all text except JSON (ASCII) goes through
+`printable`: no terminal escape reaches the terminal. Only the lines of `accel logs` keep their bytes.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from schedulers.printable import one_line, printable
 
 
 def note(text: str) -> None:
-    """One line for people, on stderr."""
+    """Print one line on stderr."""
     print(f"accel: {one_line(text)}", file=sys.stderr)
 
 
 @contextlib.contextmanager
 def progress() -> Iterator[None]:
-    """Meanwhile what takes long reports how far it is, on stderr."""
+    """Print progress messages of long operations in the block on stderr."""
     import logging
 
     class Notes(logging.Handler):
@@ -39,9 +39,9 @@ def progress() -> Iterator[None]:
 
 
 def print_json(document: Any, *, one_line: bool = False) -> None:
-    """One JSON document in ASCII, so that neither the locale nor an argument of raw bytes can spoil it.
+    """Print one JSON document in ASCII, which neither the locale nor an argument of raw bytes can break.
 
-    What JSON has no word for, such as a date from a YAML file, is text.
+    Values without a JSON type, such as a date from a YAML file, become text.
     """
     import json
 
@@ -52,7 +52,7 @@ def print_json(document: Any, *, one_line: bool = False) -> None:
 
 
 def print_rows(columns: Sequence[str], rows: Iterable[Sequence[str]], *, on_terminal: Iterable[Sequence[str]]) -> None:
-    """Rows as tab-separated lines without a heading, or `on_terminal` as a table where people look."""
+    """Print rows as tab-separated lines without a heading, or `on_terminal` as a table on a terminal."""
     if sys.stdout.isatty():
         _print_table(columns, [[printable(cell) for cell in row] for row in on_terminal])
         return
@@ -61,7 +61,7 @@ def print_rows(columns: Sequence[str], rows: Iterable[Sequence[str]], *, on_term
 
 
 def print_fields(fields: Iterable[tuple[str, str]]) -> None:
-    """`name   value` lines, without the empty ones; further lines of a value are indented under its first."""
+    """Print `name   value` lines, skipping empty values; further lines of a value are indented under its first."""
     shown = [(printable(name), printable(value)) for name, value in fields if value]
     width = max((len(name) for name, _ in shown), default=0) + 2
     for name, value in shown:
@@ -69,19 +69,19 @@ def print_fields(fields: Iterable[tuple[str, str]]) -> None:
 
 
 def counted(count: int, noun: str, after: str = "") -> str:
-    """`1 job`, `2 jobs`; `after` follows the noun: `2 snapshots of code`."""
+    """Return `1 job`, `2 jobs`; `after` follows the noun: `2 snapshots of code`."""
     return f"{count:,} {noun}{'s' * (count != 1)}{after and ' ' + after}"
 
 
 def moment(seconds: float) -> str:
-    """A time since the epoch as ISO 8601 in UTC, to the second."""
+    """Return a time since the epoch as ISO 8601 in UTC, to the second."""
     import time
 
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
 
 
 def age(seconds: float) -> str:
-    """A length of time in its largest unit: `12 s`, `3 min`, `5 h`, `9 d`."""
+    """Return a duration in its largest unit: `12 s`, `3 min`, `5 h`, `9 d`."""
     for unit, length in (("d", 86_400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * length:
             return f"{int(seconds // length)} {unit}"

@@ -1,4 +1,4 @@
-"""argparse with this project's manners: no abbreviations, `-` and `_` alike, and errors in one line."""
+"""An argparse parser without abbreviations, with `-` and `_` alike, and with one-line errors."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class Parser(argparse.ArgumentParser):
         )
 
     def read(self, argv: Sequence[str]) -> argparse.Namespace:
-        """Options and words in any order. Raises UsageError."""
+        """Parse options and words in any order. Raises UsageError."""
         own, positional = words.split(
             self.prog, self._takes_value(), argv, first_word_ends=False, many=self._with("+"), maybe=self._with("?")
         )
         return self.parse_args([*own, "--", *positional] if positional else own)
 
     def read_before_script(self, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-        """The options before the first other word, and that word (the script) with all that follows it, untouched."""
+        """Parse the options before the script; return them, and the script with all after it untouched."""
         own, script = words.split(self.prog, self._takes_value(), argv, first_word_ends=True, maybe=self._with("?"))
         return self.parse_args(own), script
 

@@ -1,4 +1,4 @@
-"""Whether targets answer: each is asked by itself, at the same time, and not waited for longer than a limit."""
+"""Reachability of targets: all are queried at once, each within a time limit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """``answers`` is None for a kind of target that nobody has set up here, which is no fault."""
+    """A target's response. ``answers`` is None for a kind of target that is not set up here, which is no error."""
 
     name: str
     kind: str
@@ -25,9 +25,9 @@ class Answer:
 
 
 def ask(targets: Sequence[NamedTarget], limit_s: float) -> list[Answer]:
-    """An answer for each target, in their order, after ``limit_s`` seconds at most.
+    """Return a response per target, in order, after ``limit_s`` seconds at most.
 
-    Changes nothing there. A target that is still thinking is left to itself; it dies with this process.
+    Changes nothing there. A query that is still running is abandoned and dies with this process.
     """
     found: dict[int, Answer] = {}
     began = time.monotonic()

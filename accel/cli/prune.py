@@ -1,11 +1,11 @@
-"""`accel prune`: delete the records and logs of jobs that have ended, and what their targets keep of them (the
-directories on the hosts of an ssh target). A job that has not ended is never touched.
+"""`accel prune`: delete the records and logs of ended jobs, here and on their targets.
 
-Packed code that no job uses any more, and that was not used for a day, goes too.
+On a target these are, for example, the directories on the hosts of an ssh target. A job that has not ended is
+never touched. Packed code that no job uses, and that was not used for a day, is deleted too.
 
-stdout has the id of each deleted job in a line of its own.
+stdout has the id of each deleted job on a line of its own.
 
---json  {"pruned": […ids], "left": [a line for what could not be deleted, as where a target cannot be asked],
+--json  {"pruned": […ids], "left": [a line for what could not be deleted, as when a target cannot be reached],
          "snapshots": [digests of packed code], "dry_run": …}
 """
 

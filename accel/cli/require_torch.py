@@ -1,4 +1,4 @@
-"""Commands that need torch, where it may be missing or broken."""
+"""Checks for torch in commands that need it, since it may be missing or broken."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import sys
 
 
 def torch_is_installed(command: str) -> bool:
-    """Return False, after a line on stderr with the remedy, where torch is not installed. Does not import it."""
+    """Return True if torch is installed, without importing it; else print the remedy on stderr."""
     return importlib.util.find_spec("torch") is not None or _say_missing(command)
 
 
 def has_torch(command: str) -> bool:
-    """Import torch; return False, after a line on stderr that says why and what to install, where that fails."""
+    """Import torch. If that fails, print the reason and the remedy on stderr and return False."""
     try:
         import torch  # noqa: F401
     except Exception as error:

@@ -49,11 +49,11 @@ _CONVERTED: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
 
 
 def carry(command: str, found: Mapping[str, Value], script: str = "") -> Carried:
-    """The job that the settings of a SageMaker file describe: its options lie over those of the target.
+    """Return the job that the settings of a SageMaker file describe. Its options override the target's.
 
-    script: the program, where a requirements.txt beside it is installed, as SageMaker's estimators do.
+    script: the program; a requirements.txt in its directory is installed, as by SageMaker's estimators.
 
-    Raises UsageError, which names the line of the file.
+    Raises UsageError with the line of the file.
     """
     values = {name: value.value for name, value in found.items()}
     made = _from_arguments(command, found, values)
@@ -93,9 +93,9 @@ def carry(command: str, found: Mapping[str, Value], script: str = "") -> Carried
 
 
 def use_keys(found: Mapping[str, Value]) -> tuple[dict[str, Value], list[str]]:
-    """Put keys that the command line gives into this process's environment, and there only: they go before a profile.
+    """Put AWS keys from the command line into this process's environment only. They override a profile.
 
-    Returns the settings without that profile, and a warning.
+    Returns the settings without the profile, and a warning.
     """
     given = [name for name in _KEYS if found[name].layer == "flag"]
     if not given:
@@ -109,7 +109,7 @@ def use_keys(found: Mapping[str, Value]) -> tuple[dict[str, Value], list[str]]:
 
 
 def _from_arguments(command: str, found: Mapping[str, Value], values: dict[str, Any]) -> dict[str, Any]:
-    """The options out of `additional_args`; those that are settings of the file are changed in `values`."""
+    """Return the options in `additional_args`; those that are settings of the file are set in `values`."""
     made: dict[str, Any] = {}
     for name, value in (values["additional_args"] or {}).items():
         where = f"{found['additional_args'].source}: additional_args: {name}"
@@ -134,7 +134,7 @@ def _from_arguments(command: str, found: Mapping[str, Value], values: dict[str, 
 
 
 def _check(command: str, where: str, option: str, value: Any) -> None:
-    """Raises UsageError for a value that the option cannot have."""
+    """Raise UsageError for an invalid value of the option."""
     from schedulers.config.schema import make_options
     from schedulers.errors import ConfigError
     from schedulers.sagemaker.options import SageMakerOptions
@@ -147,7 +147,7 @@ def _check(command: str, where: str, option: str, value: Any) -> None:
 
 
 def _image(found: Mapping[str, Value], values: Mapping[str, Any]) -> tuple[str, list[str]]:
-    """The image, and a warning where it is not of the version that the file names."""
+    """Return the image, and a warning if it is not of the version that the file names."""
     from schedulers.sagemaker import images
 
     version = str(values["pytorch_version"])
@@ -178,7 +178,7 @@ def _channels(command: str, path: str | None, value: Value) -> list[dict[str, An
 
 
 def _rows(command: str, path: str | None, value: Value) -> list[tuple[str, tuple[str, str]]]:
-    """The rows of a file of two columns with a tab between them, after its heading, each with its place."""
+    """Return the rows of a tab-separated file of two columns, after its heading, each with its place."""
     if not path:
         return []
     try:

@@ -1,8 +1,8 @@
-"""`accel shell`: a shell where a rank runs, or one command there, with the streams of this process.
+"""`accel shell`: open a shell where a rank runs, or run one command there, with this process's streams.
 
-A terminal is handed on, with its size; pipes stay pipes. Exits with the command's exit code.
+A terminal is passed on with its size; pipes stay pipes. Exits with the command's exit code.
 
---json  {"id", "target", "node", "rank", "exit_code", "stdout", "stderr"}: of a command, when it has ended
+--json  {"id", "target", "node", "rank", "exit_code", "stdout", "stderr"}: of a command, after it has ended
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Raises UsageError, and what asking the target raises."""
+    """Open the shell or run the command. Raises UsageError and the target's errors."""
     if args.json and not args.command:
         raise UsageError(_COMMAND, "--json is for a command: accel shell JOB --json -- COMMAND")
     job = job_args.find(_COMMAND, args.job, args)
@@ -55,7 +55,7 @@ def run(args: Namespace) -> int:
 
 
 def _node(spec: JobSpec, rank: int | None, node: int | None) -> int:
-    """The node that is meant. Raises UsageError for one that the job has not."""
+    """Return the selected node. Raises UsageError for one that the job does not have."""
     most = spec.max_nodes or spec.nodes
     if node is not None:
         if not 0 <= node < most:
@@ -90,7 +90,7 @@ def _check_runs(job: Job) -> None:
 
 
 def _as_json(args: Namespace, job: Job, node: int) -> int:
-    """Runs accel itself once more, so that what the command prints can be caught."""
+    """Run accel once more as a child process, to capture the command's output."""
     import subprocess
 
     from .output import print_json

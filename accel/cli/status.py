@@ -1,6 +1,6 @@
-"""`accel status JOB`: where a job is.
+"""`accel status JOB`: show the state of a job.
 
---json  one object, in the shape that `accel.cli.job_format` gives.
+--json  one object, in the shape of `accel.cli.job_format`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Writing a job's log lines, byte for byte, and what is said to people while they are followed."""
+"""Output of a job's log lines, byte for byte, and messages while following them."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _LOOK_S = 0.75
 
 
 class LogPrinter:
-    """Prints lines as they come: the ranks' to stdout, the launcher's own (its report of a failure) to stderr.
+    """A printer of log lines: the ranks' to stdout, the launcher's (its report of a failure) to stderr.
 
-    prefix: put `[rank N] ` before every rank's line; this also ends a last line that had no ending of its own, which
-            would otherwise run into the next rank's. None: from the first line on that is not rank 0's.
-    json:   all lines as JSON on stdout, each with the cursor from which reading goes on after it.
+    prefix: put `[rank N] ` before every rank's line; this also terminates an unterminated last line, which would
+            otherwise run into the next rank's. None: from the first line of a rank other than 0.
+    json:   print all lines as JSON on stdout, each with the cursor after it.
 
-    `complete` is False once a line said that others could not be had; `printed` is True once there was a line.
+    `complete` is False once a line reported missing lines; `printed` is True after the first line.
     """
 
     def __init__(self, *, prefix: bool | None, json: bool, since: Cursor | None, flush: bool) -> None:
@@ -90,7 +90,7 @@ class LogPrinter:
 
 
 def line_json(line: LogLine) -> dict[str, Any]:
-    """A line as JSON values. One that is not UTF-8 also has its exact bytes, in `base64`; a piece is `partial`."""
+    """Return a line as JSON values. If it is not UTF-8, `base64` has its exact bytes; a piece is `partial`."""
     data = _bytes(line)
     text = data.decode(errors="replace")
     exact = {} if text.encode() == data else {"base64": base64.b64encode(data).decode()}
@@ -99,7 +99,7 @@ def line_json(line: LogLine) -> dict[str, Any]:
 
 
 def has_many_ranks(job: Job, ranks: Sequence[int] | None) -> bool | None:
-    """Whether lines of more than one rank may come, so that each must say whose it is. None: only the lines tell."""
+    """Return True if several ranks may write lines, so that each needs a prefix; None if unknown."""
     if ranks is not None:
         return len(set(ranks)) > 1
     spec = job.spec
@@ -108,14 +108,14 @@ def has_many_ranks(job: Job, ranks: Sequence[int] | None) -> bool | None:
 
 
 def most_ranks(spec: JobSpec) -> int | None:
-    """The largest world size of the job; None where each node starts a rank for each accelerator that it finds."""
+    """Return the job's largest world size; None if each node starts one rank per accelerator that it finds."""
     each = spec.procs_per_node or spec.resources.gpus
     return (spec.max_nodes or spec.nodes) * each if each else None
 
 
 @contextlib.contextmanager
 def why_it_waits(job: Job) -> Iterator[None]:
-    """Meanwhile says on stderr why the job is queued, when that is more than passing, and again when it changes."""
+    """Report on stderr during the block why the job is queued, if that lasts, and again after changes."""
     over = threading.Event()
     threading.Thread(target=_say_why, args=(job, over), name="why it waits", daemon=True).start()
     try:
@@ -125,7 +125,7 @@ def why_it_waits(job: Job) -> Iterator[None]:
 
 
 def say_that_it_waits(job: Job) -> None:
-    """Write a line to stderr when the job has not started, or waits to be started again."""
+    """Print a line on stderr if the job has not started, or waits for a restart."""
     from schedulers.errors import SchedulerError
     from schedulers.job import State
 
@@ -156,11 +156,11 @@ def _say_why(job: Job, over: threading.Event) -> None:
 
 
 def say_how_to_stop(job: Job) -> None:
-    """After Ctrl-C: the job goes on, and this is how to come back to it or to end it."""
+    """Print a note after Ctrl-C that the job goes on, with the commands to follow and cancel it."""
     note(f"job {job.id} goes on; follow it again: accel logs -f {job.id}; cancel it: accel cancel {job.id}")
 
 
 def _bytes(line: LogLine) -> bytes:
-    """The line as it was printed. A message of the target's own is no output of the job's, and is made printable."""
+    """Return the line's bytes. A message of the target itself is made printable."""
     text = printable(line.text) if line.stream == "missing" else line.text
     return text.encode("utf-8", "surrogateescape")

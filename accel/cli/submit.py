@@ -1,11 +1,11 @@
 """`accel submit`: run a script, module or command as a job on a target.
 
-stdout holds the job's id alone; with --follow, the job's output instead (and the id is on stderr).
+stdout holds only the job's id; with --follow, the job's output instead (and the id is on stderr).
 
---json            {"id", "name", "target", "kind", "native_id"}; of a sweep, a list of these
---dry-run --json  the plan: {"target", "kind", "job_id", "files", "actions", "settings", "warnings", "source"};
-                  with =server also "refused": a line for each thing that the target would refuse
---follow --json   a line each: the first of these, the lines of `accel logs --json`, then that of `accel status --json`
+--json            {"id", "name", "target", "kind", "native_id"}; for a sweep, a list of these --dry-run --json
+the plan: {"target", "kind", "job_id", "files", "actions", "settings", "warnings", "source"}; with =server
+also "refused": a line for each problem that the target reports --follow --json   a line each: the first of
+these, the lines of `accel logs --json`, then that of `accel status --json`
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ DRY_RUN_ID = "dry-run"
 
 
 def run_argv(argv: Sequence[str], carried: Carried | None = None) -> int:
-    """Reads the options before the script, and does what they say with the rest of the line.
+    """Parse the options before the script and submit the job or sweep.
 
-    carried: what `accel launch` has read from a configuration file.
+    carried: settings that `accel launch` has read from a configuration file.
     """
     from . import COMMANDS
     from .parser import Parser

@@ -1,4 +1,4 @@
-"""What a configuration file of `accel launch` says to a job: nodes, processes, GPUs, and for the launch variables."""
+"""A configuration file of `accel launch` as settings of a job: nodes, processes, GPUs, and variables."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _OF_POD = ("tpu_use_sudo", "vm")
 
 
 def of_file(path: str, script: str = "") -> Carried:
-    """The settings of a file; `script` is the program.
+    """Return the settings of a file; `script` is the program.
 
-    Raises UsageError for a file that is wrong, and for one of which a job can make nothing.
+    Raises UsageError for an invalid file, and for one that a job cannot use.
     """
     from accel.settings.contradictions import contradictions
     from accel.settings.precedence import resolve
@@ -57,13 +57,13 @@ def of_file(path: str, script: str = "") -> Carried:
 
 
 def _of_slice(options: Mapping[str, Any]) -> dict[str, Any]:
-    """A TPU's file as options of a tpu target."""
+    """Return a TPU file's settings as options of a tpu target."""
     names = {"name": "tpu_name", "zone": "tpu_zone", "main_training_function": "main_training_function"}
     return {key: options[name] for key, name in names.items() if options[name]}
 
 
 def _pod_variables(options: Mapping[str, Any]) -> dict[str, str]:
-    """Those that a TPU's file gives the hosts of its pod."""
+    """Return the variables that a TPU's file sets on the hosts of its pod."""
     return dict(pair.split("=", 1) for pair in options["env"] or ())
 
 

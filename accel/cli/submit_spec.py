@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 def build_spec(args: Namespace, program: Sequence[str], carried: Carried | None = None) -> JobSpec:
-    """The job that the command line describes, with what a configuration file says. Sets `args.target`.
+    """Return the job of the command line and its configuration file. Sets `args.target`.
 
-    Raises UsageError or SpecError; looks at files, changes none.
+    Raises UsageError or SpecError; reads files, changes none.
     """
     from schedulers.job import JobSpec, Resources, Retry
     from schedulers.jobs.submit import default_name, places
@@ -72,7 +72,7 @@ def _carried(args: Namespace, script: str) -> Carried:
 
 
 def _target(args: Namespace, carried: Carried) -> str:
-    """The target's name: the one given, else the kind that the file is for. Raises UsageError where they differ."""
+    """Return the target's name: the given one, else the file's kind. Raises UsageError if they contradict."""
     if args.target is None or carried.kind is None:
         return str(args.target or carried.kind or "local")
     from schedulers.config.named_targets import known_targets
@@ -85,7 +85,7 @@ def _target(args: Namespace, carried: Carried) -> str:
 
 
 def build_sweep(args: Namespace, spec: JobSpec) -> list[JobSpec]:
-    """The jobs of a sweep, or none where no sweep is asked for. Raises UsageError, SpecError."""
+    """Return the jobs of a sweep, or none without one. Raises UsageError, SpecError."""
     if not args.sweep and args.array is None:
         return []
     if args.sweep and args.array is not None:
@@ -112,7 +112,7 @@ def _check_script(script: str, directory: str) -> None:
 
 
 def _once(option: str, pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Pairs as a mapping. The same key with two values is a mistake that must not be settled silently."""
+    """Return pairs as a mapping. Raises UsageError for a key with two different values."""
     found: dict[str, Any] = {}
     for key, value in pairs:
         if found.setdefault(key, value) != value:
@@ -121,9 +121,10 @@ def _once(option: str, pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _nodes(args: Namespace, carried: Carried) -> tuple[int, int | None]:
-    """As many as asked for; else all the machines that the command line names, but for the spares; else the file's.
+    """Return the least and (in a world that may grow) the most nodes.
 
-    At least, and at most where the world may grow."""
+    They are those requested, else all machines on the command line but the spares, else the file's.
+    """
     if args.nodes is not None:
         return int(args.nodes[0]), args.nodes[1]
     if args.hosts is None and args.hostfile is None:
@@ -137,7 +138,7 @@ def _nodes(args: Namespace, carried: Carried) -> tuple[int, int | None]:
 
 
 def _named(args: Namespace) -> int:
-    """How many machines the line names."""
+    """Return the number of machines on the command line."""
     from schedulers.errors import ConfigError, SpecError
     from schedulers.hosts.host_list import parse_hosts, read_hostfile
 
@@ -150,7 +151,7 @@ def _named(args: Namespace) -> int:
 
 
 def _spares(args: Namespace) -> tuple[int, str]:
-    """How many of them stand by, as the line says or else the target; and where that is said."""
+    """Return the number of spare machines, from the command line or the target, and where it is set."""
     if args.spares is not None:
         return args.spares, f"--spares {args.spares}"
     from schedulers.config.named_targets import resolve_target

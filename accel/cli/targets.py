@@ -1,11 +1,11 @@
-"""`accel targets`: the places where jobs can run; `accel targets check NAME`: whether one of them could, now.
+"""`accel targets`: list the targets; `accel targets check NAME`: check one of them.
 
-Piped, a line for each without a heading, and between tabs: name, kind, where it is defined, its options.
+Piped, prints a tab-separated line per target without a heading: name, kind, where it is defined, its options.
 
---json  {"targets": [{"name", "kind", "options", "source"}], "ignored": […]}: `ignored` has a line for each installed
-        plug-in that tried to take a built-in name, and for each accel.yaml that was skipped. With `check`:
-        {"name", "table", "failures", "warnings"}, the table as rows of text under a header. `check` exits with 1 when
-        there is a failure.
+--json  {"targets": [{"name", "kind", "options", "source"}], "ignored": […]}: `ignored` has a line for each
+installed plug-in that claims a built-in name, and for each skipped accel.yaml. With `check`: {"name",
+"table", "failures", "warnings"}, the table as rows of text under a header. `check` exits with 1 if there is a
+failure.
 """
 
 from __future__ import annotations

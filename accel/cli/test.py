@@ -1,8 +1,8 @@
-"""`accel test`: does training work here? Runs `accel.sanity` under `accel launch`, or as a job on a target.
+"""`accel test`: check that training works, with `accel.sanity` under `accel launch` or as a job on a target.
 
-stdout has a line for every check: `ok` or `FAILED`, its name, the number of processes. The exit code is 0 if all went
-well; else 1 (or, for a target, that of the job). The last line on stderr says that all went well, or names the check
-that failed. The configuration file that `accel launch` would read is tested, and without one 1, 2 and 4 processes,
+stdout has a line for every check: `ok` or `FAILED`, its name, the number of processes. The exit code is 0 if
+all passed, else 1 (for a target, that of the job). The last line on stderr reports success or names the check
+that failed. Tests the configuration file that `accel launch` would read; without one, 1, 2 and 4 processes,
 the last once more with sharded models (FSDP).
 
 --json  a line each: {"check", "processes", "ok", "seconds"}; a failed one has "process" and "message" too
@@ -72,14 +72,14 @@ def run(args: Namespace) -> int:
 
 
 def _file(args: Namespace) -> str | None:
-    """The configuration file that counts, as for `accel launch`."""
+    """Return the configuration file in use, as for `accel launch`."""
     from .launch_file import in_use
 
     return None if args.cpu and args.config_file is None else in_use(args.config_file)
 
 
 def launches(args: Namespace, path: str | None) -> list[list[str]]:
-    """The flags of each launch that is to be run. Raises UsageError."""
+    """Return the flags of each launch to run. Raises UsageError."""
     from accel.launch.devices import find
     from accel.settings.contradictions import WAYS
 
@@ -105,8 +105,7 @@ def launches(args: Namespace, path: str | None) -> list[list[str]]:
 
 
 def _run_here(flags: Sequence[str], *, as_json: bool) -> int:
-    """Run the checks under `accel launch`, passing on what they say as they say it. The launch ends with this process,
-    and in order."""
+    """Run the checks under `accel launch`, which ends gracefully with this process. Output is forwarded at once."""
     parent = os.getpid()
     command = [sys.executable, "-m", "accel", "launch", *flags, "-m", _MODULE, "--json"]
     running = subprocess.Popen(

@@ -1,8 +1,8 @@
-"""`accel to-fsdp2`: a configuration file for the first FSDP, rewritten for the second.
+"""`accel to-fsdp2`: rewrite a configuration file for FSDP2.
 
-stdout has the path of the file that was written; each setting that the second has no use for is a line on stderr.
+stdout has the path of the written file; stderr has a line for each setting that FSDP2 does not have.
 
---json  {"file", "settings", "dropped": [{"name", "why"}]}: "settings" are those of FSDP as they are now.
+--json  {"file", "settings", "dropped": [{"name", "why"}]}: "settings" are the new ones of FSDP.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def run(args: Namespace) -> int:
 
 
 def converted(file: Configuration) -> tuple[dict[str, Any], dict[str, str]]:
-    """The settings for FSDP2, in their order, and why each of the others was left out. Raises UsageError."""
+    """Return the settings for FSDP2, in order, and the reason for each dropped one. Raises UsageError."""
     from accel.settings.config_file import setting_of
 
     fsdp = file.document.get(_SECTION)

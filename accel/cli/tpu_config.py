@@ -1,9 +1,9 @@
-"""`accel tpu-config`: commands on every worker of a TPU VM, over `gcloud`, at the same time.
+"""`accel tpu-config`: run commands on every worker of a TPU VM at the same time, over `gcloud`.
 
-stdout has what the workers print, each line after `[worker N]`; stderr, likewise, what they say there. A worker stops
-at its first command that fails, the others are then told to stop, and the exit code is that of the command.
+The workers' stdout and stderr go to this process's, each line after `[worker N]`. A worker stops at its first
+failing command, the others are then stopped, and the exit code is that command's.
 
---debug  prints the `gcloud` line that runs the same on all workers, as a shell would be given it, and runs nothing.
+--debug  prints the `gcloud` line that runs the same on all workers, quoted for a shell, and runs nothing.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ def run(args: Namespace) -> int:
 
 
 def run_by_target(name: str, commands: Callable[[str], list[str]], *, debug: bool = False) -> int:
-    """Runs the commands on the slice of a target, over its own transport. Raises PodError.
+    """Run the commands on the slice of a target, over its own transport. Raises PodError.
 
-    `commands` is given the interpreter on the hosts.
+    `commands` is called with the interpreter on the hosts.
     """
     from accel.launch.tpu import pod
     from schedulers.config.named_targets import load_target
@@ -95,7 +95,7 @@ def run_by_target(name: str, commands: Callable[[str], list[str]], *, debug: boo
 
 
 def is_target(command: str, name: str) -> bool:
-    """Return True if accel.yaml has a tpu target of that name. Raises UsageError, of the command."""
+    """Return True if accel.yaml has a tpu target of that name. Raises UsageError for `command`."""
     from schedulers.config.named_targets import known_targets
     from schedulers.errors import ConfigError
 
@@ -106,8 +106,10 @@ def is_target(command: str, name: str) -> bool:
 
 
 def _settings(args: Namespace) -> tuple[str, str | None, list[str]]:
-    """Name, zone and commands: flags first, then the file. The zone is None where the name is a target's. Raises
-    UsageError."""
+    """Return name, zone and commands, from flags first, then the file.
+
+    The zone is None if the name is a target's. Raises UsageError.
+    """
     from .launch_file import default_path, in_use, read_file
 
     if args.command and args.command_file:

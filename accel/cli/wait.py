@@ -1,8 +1,8 @@
 """`accel wait JOB…`: wait for jobs to end and exit with their code.
 
-stdout has a line for each job as it is known to have ended: its id, a tab, its state.
+stdout has a line for each job once it has ended: its id, a tab, its state.
 
---json  {"jobs": […]}, each in the shape that `accel.cli.job_format` gives, ended or not.
+--json  {"jobs": […]}, each in the shape of `accel.cli.job_format`, ended or not.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Changing one value in a YAML file that people have written: everything else, comments too, stays as it is."""
+"""Change one value in a hand-written YAML file and keep everything else, comments included."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ if TYPE_CHECKING:
 
 
 def with_value(text: str, keys: Sequence[str], value: Any) -> str:
-    """`text` with `value` at the end of `keys`; mappings on the way to it are made where there are none.
+    """Return `text` with `value` at the path `keys`; missing mappings on the way are created.
 
-    A part that leaves no room for it (`{a: 1}`) is written anew, and its own comments go.
-    Raises yaml.YAMLError for what is no YAML.
+    A part that has no room for it (`{a: 1}`) is rewritten without its comments. Raises yaml.YAMLError.
     """
     import yaml
 
@@ -36,7 +35,7 @@ def _set(held: Any, keys: Sequence[str], value: Any) -> Any:
 
 
 def _changed(text: str, node: Node | None, held: Any, keys: Sequence[str], value: Any) -> str | None:
-    """None where there is no room."""
+    """Return the changed text, or None if there is no room."""
     from yaml.nodes import MappingNode
 
     if node is None:
@@ -56,7 +55,7 @@ def _changed(text: str, node: Node | None, held: Any, keys: Sequence[str], value
 
 
 def _inserted(text: str, node: MappingNode, block: str) -> str:
-    """The block as the last of the mapping, with its indentation."""
+    """Append the block to the mapping, with its indentation."""
     column = node.start_mark.column
     at = _end_of_line(text, node)
     lines = "".join(" " * column + line for line in block.splitlines(keepends=True))
@@ -64,20 +63,20 @@ def _inserted(text: str, node: MappingNode, block: str) -> str:
 
 
 def _rewritten(text: str, key: Node, below: Node, value: Any) -> str:
-    """The key with the value anew, in the lines where they stand."""
+    """Rewrite the key with its value in place."""
     lines = _dumped({key.value: value}).splitlines(keepends=True)
     block = lines[0] + "".join(" " * key.start_mark.column + line for line in lines[1:])
     return text[: key.start_mark.index] + block + text[_end_of_line(text, below) :]
 
 
 def _replaced(text: str, node: Node, value: Any) -> str:
-    """A value that fits on a line, in the place of one that does."""
+    """Replace a one-line value by another."""
     start, end = node.start_mark.index, node.end_mark.index
     return text[:start] + (" " if text[start - 1 : start] == ":" else "") + _on_a_line(value) + text[end:]
 
 
 def _end_of_line(text: str, node: Node) -> int:
-    """Behind the last line of the node: a block's own mark stands behind the comments that follow it."""
+    """Return the end of the node's last line. A block's own end mark is after the comments that follow it."""
     from yaml.nodes import CollectionNode, MappingNode
 
     while isinstance(node, CollectionNode) and not node.flow_style and node.value:

@@ -1,10 +1,10 @@
-"""What all processes do together on nested tensors: gather, reduce, broadcast, and random states; not the process
-group (`world`).
+"""Collective operations on nested tensors: gather, reduce, broadcast, and random states; not the process group
+(`world`).
 
-A nest travels in as few collective operations as its contents allow: gather and broadcast pack every tensor, of
-whatever type, into one buffer of bytes; reduce needs one a data type. Every process must come to the same operation
-with the same structure, shapes and types; with ``ACCELERATE_DEBUG_MODE=1`` that is checked first, and a disagreement
-raises `CollectiveError` on every process, naming who has what, instead of hanging.
+Nested tensors take as few collectives as possible: gather and broadcast pack every tensor, of any type, into
+one buffer of bytes; reduce needs one per data type. Every process must call the same operation with the same
+structure, shapes and types. ``ACCELERATE_DEBUG_MODE=1`` checks that first: a mismatch raises
+`CollectiveError` on every process, naming who has what, instead of hanging.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 class CannotPadNestedTensorWarning(UserWarning):
-    """A nested (jagged) tensor was left as it was."""
+    """A nested (jagged) tensor was not padded."""
 
 
 def _tensor_leaves(operation: str, data: Any) -> list[torch.Tensor]:
@@ -44,11 +44,11 @@ def _tensor_leaves(operation: str, data: Any) -> list[torch.Tensor]:
 
 
 def gather(tensor: Any) -> Any:
-    """Return ``tensor`` with each tensor joined, along its first dimension, with those of all processes in rank order.
+    """Return ``tensor`` with each tensor concatenated over all processes along its first dimension, in rank order.
 
-    A tensor of shape ``(n, …)`` becomes ``(n × processes, …)``, one without dimensions ``(processes,)``. One collective
-    for the whole nest; small tensors of the result may share a storage. Raises `LeafError` for a leaf that is no
-    tensor.
+    A tensor of shape ``(n, …)`` becomes ``(n × processes, …)``, one without dimensions ``(processes,)``. One
+    collective for all tensors; small tensors of the result may share a storage. Raises `LeafError` for a leaf
+    that is no tensor.
     """
     state = PartialState()
     found = _tensor_leaves("gather", tensor)
@@ -70,7 +70,7 @@ def _gather_tensors(found: list[torch.Tensor], state: PartialState) -> list[torc
 
 
 def _gather_one(tensor: torch.Tensor, count: int, device: torch.device) -> torch.Tensor:
-    """By itself: XLA has no view of a tensor under another type, and joins collectives when it compiles."""
+    """Gather one tensor: XLA cannot view a tensor as another type, and joins collectives when it compiles."""
     own = tensor.detach().to(device)
     own = own.reshape(1) if own.ndim == 0 else own.contiguous()
     everyones = own.new_empty((count * own.shape[0], *own.shape[1:]))
@@ -79,9 +79,9 @@ def _gather_one(tensor: torch.Tensor, count: int, device: torch.device) -> torch
 
 
 def gather_object(object: Any) -> Any:
-    """Return the items of every process's list, joined in rank order. In a world of one, ``object`` itself.
+    """Return the items of every process's list, joined in rank order. In a world of one, return ``object`` itself.
 
-    Raises `LeafError` for what is not a list or another iterable.
+    Raises `LeafError` for an object that is not iterable.
     """
     state = PartialState()
     if not state.use_distributed:
@@ -109,9 +109,9 @@ def _all_objects(value: Any, state: PartialState, operation: str) -> list[Any]:
 
 
 def broadcast(tensor: Any, from_process: int = 0) -> Any:
-    """Fill every tensor in ``tensor`` with the values it has on process ``from_process``, and return the nest.
+    """Copy every tensor in ``tensor`` from process ``from_process`` to all, in place; return ``tensor``.
 
-    The tensors are changed in place. One collective for the whole nest.
+    One collective for all tensors.
     """
     state = PartialState()
     found = _tensor_leaves("broadcast", tensor)
@@ -135,7 +135,7 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
 
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
-    """Replace the items of ``object_list``, in place, by those on process ``from_process``; one length for all."""
+    """Replace the items of ``object_list``, in place, by those on process ``from_process``; lengths must be equal."""
     state = PartialState()
     if state.use_distributed:
         if state.debug:
@@ -145,11 +145,12 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
 
 
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
-    """Return ``tensor`` with each tensor combined over all processes, times ``scale``; the originals stay.
+    """Return ``tensor`` with each tensor reduced over all processes, times ``scale``; the originals are unchanged.
 
-    ``reduction`` is ``"sum"``, ``"mean"``, ``"max"``, or ``"none"``, which only scales. One collective a data type.
-    Integers stay integers under ``"sum"`` and ``"max"`` and become floating point under ``"mean"``. Raises
-    `CollectiveError` for booleans, for the largest of complex numbers, and `LeafError` for leaves that are no tensors.
+    ``reduction`` is ``"sum"``, ``"mean"``, ``"max"``, or ``"none"``, which only scales. One collective per data
+    type. Integers stay integers under ``"sum"`` and ``"max"`` and become floating point under ``"mean"``. Raises
+    `CollectiveError` for booleans and for the maximum of complex numbers, and `LeafError` for leaves that are no
+    tensors.
     """
     kind = one_of(reduction, ("sum", "mean", "max", "none"), what="reduction")
     state = PartialState()
@@ -194,11 +195,11 @@ _OPERATIONS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.
 
 
 def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
-    """Return ``tensor`` with each tensor padded with ``pad_index`` along ``dim`` to the size of the largest anywhere.
+    """Return ``tensor`` with each tensor padded with ``pad_index`` along ``dim`` to the largest size of any process.
 
-    Padding is put behind the data, or before them with ``pad_first``. Tensors without dimension ``dim``, and those
-    that are alike everywhere already, are returned as they are. One small collective for the whole nest. Jagged
-    tensors are left alone, with a `CannotPadNestedTensorWarning`.
+    Padding follows the data, or precedes them with ``pad_first``. Tensors without dimension ``dim``, and those of
+    equal size everywhere, are returned unchanged. One small collective for all tensors. Jagged tensors are not
+    padded, with a `CannotPadNestedTensorWarning`.
     """
     state = PartialState()
     found = _tensor_leaves("pad_across_processes", tensor)
@@ -236,9 +237,9 @@ def _pad(tensor: torch.Tensor, size: int, dim: int, value: float, first: bool) -
 
 
 def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
-    """Join a sequence of nests of one shape into one nest, each tensor along ``dim``; a single one stays as it is.
+    """Concatenate nested tensors of one structure, each tensor along ``dim``.
 
-    Mappings are joined by key. Raises `LeafError` for leaves that are no tensors.
+    Mappings are joined by key. Leaves that are no tensors raise `LeafError`, except in a sequence of one.
     """
     if not data:
         raise ArgumentError("concatenate: nothing to join")
@@ -258,9 +259,9 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
 
 
 def gather_tensor_shape(tensor: torch.Tensor | None) -> tuple[torch.Size, torch.dtype]:
-    """Return shape and type of the tensor that one process has and the others (``None``) have not.
+    """Return shape and type of the tensor that one process passes; the others pass ``None``.
 
-    Raises `CollectiveError` where none or several have one.
+    Raises `CollectiveError` if none or several pass one.
     """
     _, shape, dtype = _only_one(tensor)
     return shape, dtype
@@ -276,9 +277,9 @@ def _only_one(tensor: torch.Tensor | None) -> tuple[int, torch.Size, torch.dtype
 
 
 def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
-    """Return, on every process's device, the tensor that one process gives; the others give ``None``.
+    """Return, on every process's device, the tensor that one process passes; the others pass ``None``.
 
-    Raises `CollectiveError` where none or several give one.
+    Raises `CollectiveError` if none or several pass one.
     """
     source, shape, dtype = _only_one(tensor)
     device = PartialState().device
@@ -288,5 +289,5 @@ def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
 
 
 def wait_for_everyone() -> None:
-    """Return when every process has called this as often as this one."""
+    """Wait until every process has called this as often as this one."""
     PartialState().wait_for_everyone()

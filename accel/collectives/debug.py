@@ -1,7 +1,7 @@
-"""Whether all processes came to the same collective with data that fit together.
+"""A check that all processes call the same collective with matching data.
 
-Asked before every collective in debug mode (``ACCELERATE_DEBUG_MODE=1``): one collective of sixteen bytes a process,
-and a second one, of the whole descriptions, only where these differ and an error must name who has what.
+It precedes every collective in debug mode (``ACCELERATE_DEBUG_MODE=1``): one collective of sixteen bytes per
+process and, only if these differ, one of the full descriptions for the error message.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from accel.state import PartialState
 
 
 class Leaf(NamedTuple):
-    """What must be the same everywhere about one tensor."""
+    """The properties of a tensor that must be equal on all processes."""
 
     path: str
     dtype: str
@@ -29,7 +29,7 @@ class Leaf(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What one process asks for."""
+    """The collective call of one process."""
 
     operation: str
     how: str
@@ -37,7 +37,7 @@ class Call(NamedTuple):
 
 
 def describe(data: Any) -> list[Leaf]:
-    """The tensors in ``data``, in order."""
+    """Return a `Leaf` for each tensor in ``data``, in order."""
     return [
         Leaf(path, str(leaf.dtype).removeprefix("torch."), tuple(leaf.shape))
         for path, leaf in leaves(data)
@@ -46,7 +46,7 @@ def describe(data: Any) -> list[Leaf]:
 
 
 def verify(state: PartialState, operation: str, how: str = "", data: list[Leaf] | None = None) -> None:
-    """Raise `CollectiveError` on every process unless all ask for ``operation``, in one way, on such ``data``."""
+    """Raise `CollectiveError` on every process unless all call ``operation``, with the same ``how`` and ``data``."""
     mine = Call(operation, how, data or [])
     digest = torch.tensor([crc32(repr(mine[:2]).encode()), crc32(repr(mine[2]).encode())], device=state.device)
     everyones = [torch.empty_like(digest) for _ in range(state.num_processes)]

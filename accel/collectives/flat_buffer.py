@@ -1,7 +1,7 @@
-"""Tensors of any shape and type, side by side in one buffer of bytes, so that one collective carries them all.
+"""Packing of tensors of any shape and type into one buffer of bytes, for a single collective.
 
-The arithmetic of a layout depends on shapes and types alone, and a training loop asks for the same few again and again:
-it is kept, and what came back from a collective is then put in order by one indexing operation and cut into views.
+A layout depends only on shapes and types, and a training loop uses the same few: layouts are cached, and the
+result of a collective is then reordered by one indexing operation and cut into views.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ _needs_gradient = attrgetter("requires_grad")
 
 
 def flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The elements of ``tensors``, of one type and on one device, in one buffer of their own."""
+    """Return the elements of ``tensors``, of one type and on one device, in a new buffer."""
     return cast(torch.Tensor, _flatten_dense_tensors(tensors))  # type: ignore[no-untyped-call]
 
 
 def cut(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """What `flatten` joined, apart again: views into ``flat`` of the shapes in ``like``."""
+    """Undo `flatten`: return views into ``flat`` of the shapes in ``like``."""
     return cast(Sequence[torch.Tensor], _unflatten_dense_tensors(flat, like))  # type: ignore[no-untyped-call]
 
 
 @dataclass
 class Run:
-    """Tensors of one type that differ in their first dimension at most: gathered, they are the parts of one tensor."""
+    """Tensors of one type that differ only in their first dimension: gathered, they are the parts of one tensor."""
 
     rest: torch.Size
     places: list[int] = field(default_factory=list)
@@ -57,7 +57,10 @@ class Run:
 
 @dataclass
 class Group:
-    """The runs of one type, one after the other, their first byte in a row, and past the last."""
+    """The runs of one type, in order.
+
+    ``start``, ``end``: their first byte in a row, and the one past the last.
+    """
 
     dtype: torch.dtype
     runs: list[Run]
@@ -66,7 +69,7 @@ class Group:
 
     @property
     def places(self) -> list[int]:
-        """Where each tensor stood in the list given."""
+        """The position of each tensor in the given list."""
         return [place for run in self.runs for place in run.places]
 
     @property
@@ -75,7 +78,7 @@ class Group:
         return [first * run.rest.numel() for run in self.runs for first in run.firsts]
 
     def order(self, row: int, rows: int) -> torch.Tensor:
-        """Where each element lies in ``rows`` rows of ``row`` bytes: tensor by tensor, in each of them row by row."""
+        """Return the position of each element in ``rows`` rows of ``row`` bytes: by tensor, and within it by row."""
         size = self.dtype.itemsize
         lines = torch.arange(rows)[:, None] * (row // size) + self.start // size
         pieces, offset = [], 0
@@ -87,7 +90,7 @@ class Group:
 
 @dataclass
 class Plan:
-    """How to unpack small buffers of so many rows: the index of each group, and the elements of each run in it."""
+    """A plan to unpack small buffers of ``rows`` rows: the index of each group, and its runs' numbers of elements."""
 
     rows: int
     orders: list[torch.Tensor]
@@ -95,7 +98,7 @@ class Plan:
 
 
 class Layout:
-    """Where tensors of certain shapes and types lie in one row of bytes."""
+    """The positions of tensors of certain shapes and types in one row of bytes."""
 
     def __init__(self, shapes: tuple[torch.Size, ...], dtypes: tuple[torch.dtype, ...]) -> None:
         self.shapes = shapes
@@ -113,7 +116,7 @@ class Layout:
         self._plan: Plan | None = None
 
     def pack(self, tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-        """Copy ``tensors`` into one buffer on ``device``, of shape ``(bytes,)``; a single one may come back itself."""
+        """Copy ``tensors`` into one buffer on ``device``, of shape ``(bytes,)``; a single one may share its memory."""
         if any(map(_needs_gradient, tensors)):
             tensors = [tensor.detach() for tensor in tensors]
         if not _all_on(tensors, device):
@@ -128,9 +131,9 @@ class Layout:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def unpack(self, buffer: torch.Tensor, rows: int, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Take ``buffer``, ``rows`` packed rows one after the other, apart.
+        """Split ``buffer``, which holds ``rows`` packed rows, into tensors.
 
-        A tensor packed with shape ``(n, …)`` comes back as ``(rows × n, …)``, one without dimensions as ``(rows,)``,
+        A tensor packed with shape ``(n, …)`` is returned as ``(rows × n, …)``, one without dimensions as ``(rows,)``,
         on the device of its original in ``like``. Small ones may share a storage.
         """
         if self.bytes == 0:
@@ -145,7 +148,7 @@ class Layout:
         return [tensor.to(original.device) for tensor, original in zip(found, like, strict=True)]
 
     def unpack_one(self, buffer: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Take one packed row apart: tensors of the shapes packed, where ``buffer`` is, sharing its storage."""
+        """Split one packed row into tensors of the packed shapes, which share the storage of ``buffer``."""
         pieces: list[torch.Tensor] = []
         for group, places in zip(self.groups, self._places, strict=True):
             elements = buffer[group.start : group.end].view(group.dtype)
@@ -217,5 +220,5 @@ _layout = lru_cache(maxsize=_KEPT)(Layout)
 
 
 def layout_of(tensors: Sequence[torch.Tensor]) -> Layout:
-    """The layout of tensors such as these; those used of late are kept."""
+    """Return the layout for such tensors; recent layouts are cached."""
     return _layout(tuple([tensor.shape for tensor in tensors]), tuple([tensor.dtype for tensor in tensors]))

@@ -1,6 +1,6 @@
-"""Small tools on nests of tensors, by the names under which scripts know them.
+"""Utilities for nested tensors, with Accelerate's names.
 
-Where Accelerate's functions stop at dicts, lists and tuples, these go into dataclasses too.
+Unlike Accelerate's functions, these also recurse into dataclasses.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ __all__ = [
 
 @dataclass
 class TensorInformation:
-    """What is needed to make a tensor like another one, but for its values and its device."""
+    """The shape and type of a tensor, enough to create an empty one."""
 
     shape: torch.Size
     dtype: torch.dtype
 
 
 def is_torch_tensor(tensor: object) -> bool:
-    """Whether ``tensor`` is a tensor."""
+    """Return True if ``tensor`` is a tensor."""
     return isinstance(tensor, torch.Tensor)
 
 
 def is_tensor_information(tensor_info: object) -> bool:
-    """Whether ``tensor_info`` is a `TensorInformation`."""
+    """Return True if ``tensor_info`` is a `TensorInformation`."""
     return isinstance(tensor_info, TensorInformation)
 
 
@@ -69,7 +69,7 @@ def recursively_apply(
     error_on_other_type: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Return ``data`` with each leaf for which ``test_type`` holds replaced by ``func(leaf, *args, **kwargs)``.
+    """Replace each leaf of ``data`` for which ``test_type`` is true by ``func(leaf, *args, **kwargs)``.
 
     Other leaves stay; with ``error_on_other_type`` they raise `LeafError`.
     """
@@ -86,17 +86,17 @@ def recursively_apply(
 
 
 def get_data_structure(data: Any) -> Any:
-    """Return ``data`` with a `TensorInformation` in the place of each tensor."""
+    """Return ``data`` with each tensor replaced by a `TensorInformation`."""
     return recursively_apply(lambda tensor: TensorInformation(tensor.shape, tensor.dtype), data)
 
 
 def get_shape(data: Any) -> Any:
-    """Return ``data`` with its shape, as a list, in the place of each tensor."""
+    """Return ``data`` with each tensor replaced by its shape, as a list."""
     return recursively_apply(lambda tensor: list(tensor.shape), data)
 
 
 def initialize_tensors(data_structure: Any) -> Any:
-    """Return ``data_structure`` with a tensor, of values not defined, in the place of each `TensorInformation`."""
+    """Return ``data_structure`` with each `TensorInformation` replaced by an uninitialized tensor."""
     # A dataclass itself, the description must be met as a leaf before it is walked as a nest.
     if is_tensor_information(data_structure):
         return torch.empty(data_structure.shape, dtype=data_structure.dtype)
@@ -109,10 +109,10 @@ def initialize_tensors(data_structure: Any) -> Any:
 
 
 def find_batch_size(data: Any) -> int:
-    """The first dimension of the first tensor in ``data``.
+    """Return the first dimension of the first tensor in ``data``.
 
-    Raises `ArgumentError` for an empty nest and for a tensor without dimensions, `LeafError` where something else than
-    a tensor comes first.
+    Raises `ArgumentError` for an empty structure and for a tensor without dimensions, `LeafError` if anything
+    else than a tensor comes first.
     """
     leaf = data
     while not isinstance(leaf, torch.Tensor):
@@ -133,7 +133,7 @@ def find_batch_size(data: Any) -> int:
 
 
 def ignorant_find_batch_size(data: Any) -> int | None:
-    """As `find_batch_size`, but ``None`` where that raises."""
+    """Like `find_batch_size`, but return ``None`` instead of raising."""
     try:
         return find_batch_size(data)
     except (ArgumentError, LeafError):
@@ -141,20 +141,20 @@ def ignorant_find_batch_size(data: Any) -> int | None:
 
 
 def find_device(data: Any) -> torch.device | None:
-    """The device of the first tensor in ``data``, or ``None``."""
+    """Return the device of the first tensor in ``data``, or ``None``."""
     found = tensors(data)
     return found[0].device if found else None
 
 
 def listify(data: Any) -> Any:
-    """Return ``data`` with its numbers, in nested lists, in the place of each tensor."""
+    """Return ``data`` with each tensor replaced by nested lists of its numbers."""
     return recursively_apply(lambda tensor: tensor.detach().tolist(), data)
 
 
 def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
-    """Return ``tensor`` with each tensor of ``batch_size`` rows completed with zeros along ``dim``.
+    """Pad each tensor of ``batch_size`` rows in ``tensor`` with zeros along ``dim``.
 
-    They come to have a multiple of ``num_processes`` rows, so that each process gets as many.
+    The result has a multiple of ``num_processes`` rows, so that each process gets as many.
     """
     missing = -batch_size % num_processes
 

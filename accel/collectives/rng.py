@@ -1,4 +1,4 @@
-"""Random number generators: seeding them, taking and giving back their state, making them equal on all processes."""
+"""Random number generators: seeding, saving, restoring and synchronizing their states."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from accel.world import xla
 
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
-    """Seed Python's, NumPy's and torch's generators, those of every device included.
+    """Seed Python's, NumPy's and torch's generators, including those of every device.
 
-    ``device_specific`` adds the process index to the seed. ``deterministic`` makes torch refuse algorithms whose result
-    may differ from run to run.
+    ``device_specific`` adds the process index to the seed. ``deterministic`` makes torch refuse algorithms whose
+    result may differ from run to run.
     """
     if device_specific:
         seed += PartialState().process_index
@@ -38,7 +38,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 
 
 def host_rng_state() -> dict[str, Any]:
-    """The state of torch's CPU, Python's and NumPy's global generators, in types that a safe unpickler reads."""
+    """Return the states of torch's CPU, Python's and NumPy's generators, in types that a safe unpickler reads."""
     version, words, gauss = random.getstate()
     state: dict[str, Any] = {
         "torch_manual_seed": torch.get_rng_state(),
@@ -51,7 +51,7 @@ def host_rng_state() -> dict[str, Any]:
 
 
 def set_host_rng_state(state: dict[str, Any]) -> None:
-    """Give back what `host_rng_state` took; generators that it did not see keep their state."""
+    """Restore what `host_rng_state` returned; generators that it did not include keep their state."""
     torch.set_rng_state(state["torch_manual_seed"])
     version, words, gauss = state["random_state"]
     random.setstate((version, tuple(words), gauss))
@@ -63,7 +63,7 @@ def set_host_rng_state(state: dict[str, Any]) -> None:
 
 
 def device_rng_state(device: torch.device) -> torch.Tensor | None:
-    """The state of the generator of ``device``, or ``None`` for the CPU, whose state `host_rng_state` holds."""
+    """Return the state of ``device``'s generator; ``None`` for the CPU, whose state `host_rng_state` returns."""
     if _on_xla():
         return xla.rng_state()
     if device.type == "cpu":
@@ -74,7 +74,7 @@ def device_rng_state(device: torch.device) -> torch.Tensor | None:
 
 
 def set_device_rng_state(device: torch.device, state: torch.Tensor | None) -> None:
-    """Give back what `device_rng_state` took."""
+    """Restore what `device_rng_state` returned."""
     if state is not None and _on_xla():
         xla.set_rng_state(state)
         return
@@ -88,10 +88,11 @@ def set_device_rng_state(device: torch.device, state: torch.Tensor | None) -> No
 
 
 def synchronize_rng_state(rng_type: RNGType | str | None = None, generator: torch.Generator | None = None) -> None:
-    """Make one generator of every process equal to that of the main process. One collective; nothing in a world of one.
+    """Set one generator of every process to the main process's state. One collective; nothing in a world of one.
 
-    ``"torch"`` is the CPU's generator, ``"generator"`` the one given, if one is. Any other word is a kind of device and
-    means the generator of this process's device, if it is of that kind: a script that names them all runs everywhere.
+    ``"torch"`` is the CPU's generator, ``"generator"`` the argument, if any. Any other name is a device type and
+    means the generator of this process's device, if it is of that type: a script that names them all runs
+    everywhere.
     """
     kind = RNGType(one_of(str(rng_type), RNGType.list(), what="rng_type"))
     state = PartialState()
@@ -118,6 +119,6 @@ def _from_main(state: torch.Tensor) -> torch.Tensor:
 
 
 def synchronize_rng_states(rng_types: Sequence[RNGType | str], generator: torch.Generator | None = None) -> None:
-    """`synchronize_rng_state` for each of ``rng_types``, in order."""
+    """Call `synchronize_rng_state` for each of ``rng_types``, in order."""
     for rng_type in rng_types:
         synchronize_rng_state(rng_type, generator)

@@ -6,7 +6,7 @@ import sys
 
 
 def main() -> int:
-    """Runs `accel launch` with this process's words. Returns its exit code."""
+    """Run `accel launch` with this process's arguments. Return its exit code."""
     from accel.cli import main as command
 
     sys.argv[1:1] = ["launch"]  # the command line reads the words there: the program may take this process's place

@@ -1,4 +1,4 @@
-"""`python -m accel.compat script.py [arguments]`, or `-m module`: a program whose `import accelerate` is accel's."""
+"""`python -m accel.compat script.py [arguments]`, or `-m module`: run a program with `accel.compat`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ USAGE = "usage: python -m accel.compat [-m MODULE | SCRIPT] [ARGUMENTS]"
 
 
 def main(words: list[str]) -> None:
-    """Run the program that ``words`` name as `__main__`, as `python` would."""
+    """Run the program in ``words`` as `__main__`, as `python` would."""
     if words[:1] in (["-h"], ["--help"]):
         print(USAGE)
         return

@@ -1,7 +1,7 @@
-"""`accelerate.checkpointing`: a checkpoint's files, written into a folder and read from it without an `Accelerator`.
+"""`accelerate.checkpointing`: write a checkpoint's files into a folder, and read them, without an `Accelerator`.
 
-`Accelerator.save_state` does more: what it writes is whole or not there, and is verified when it is read. Here each
-file is replaced whole, and no more than that is promised.
+`Accelerator.save_state` does more: its checkpoints are atomic and verified when read. Here only each single
+file is replaced atomically.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def save_accelerator_state(
     save_on_each_node: bool = False,
     safe_serialization: bool = True,
 ) -> Path:
-    """Write the files of a checkpoint into ``output_dir``, which must be there, and return it.
+    """Write the files of a checkpoint into the existing folder ``output_dir`` and return it.
 
-    The main process (with ``save_on_each_node`` that of every node) writes what all share, every process its random
-    number generators and ``step``.
+    The main process (with ``save_on_each_node`` that of every node) writes the common files; every process writes
+    its random number generators and ``step``.
     """
     folder, state = Path(output_dir), PartialState()
     contents = _contents((), optimizers, schedulers, dataloaders, process_index, safe=safe_serialization)
@@ -63,10 +63,10 @@ def load_accelerator_state(
     load_kwargs: dict[str, Any] | None = None,
     **load_model_func_kwargs: Any,
 ) -> dict[str, Any]:
-    """Put back what `save_accelerator_state` or Accelerate wrote; returns ``{"step": …}`` where there is one on file.
+    """Load a checkpoint of `save_accelerator_state` or Accelerate; return ``{"step": …}`` if it has one.
 
-    Every tensor comes to the device of the object it belongs to, whatever ``map_location`` (``"cpu"`` or
-    ``"on_device"``) says. Raises `CheckpointError` naming the file that is missing, damaged or does not fit.
+    Every tensor is loaded onto the device of its object, whatever ``map_location`` (``"cpu"`` or ``"on_device"``)
+    is. Raises `CheckpointError` naming the file that is missing, damaged or does not fit.
     """
     if map_location is not None:
         one_of(map_location, ["cpu", "on_device"], what="load_accelerator_state(map_location=…)")
@@ -79,12 +79,12 @@ def load_accelerator_state(
 
 
 def save_custom_state(obj: Any, path: str, index: int = 0, save_on_each_node: bool = False) -> None:
-    """Write ``obj.state_dict()`` into the folder ``path``, as number ``index`` of a checkpoint's own objects."""
+    """Write ``obj.state_dict()`` into the folder ``path``, as custom object number ``index``."""
     save(obj.state_dict(), Path(path) / custom_name(index), save_on_each_node)
 
 
 def load_custom_state(obj: Any, path: str, index: int = 0) -> None:
-    """Put back what `save_custom_state` wrote. Raises `CheckpointError` where there is none."""
+    """Load a file of `save_custom_state` into ``obj``. Raises `CheckpointError` if it is missing."""
     file = Path(path) / custom_name(index)
     if not file.exists():
         raise CheckpointError(f"{path} has no {file.name}")

@@ -1,4 +1,4 @@
-"""What libraries import from `accelerate.commands`: its launcher as a function, and its configuration file."""
+"""The names that libraries import from `accelerate.commands`: launcher functions and the configuration file."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ default_config_file = default_json_config_file = default_yaml_config_file = f"{c
 
 
 class Configuration:
-    """The values of a configuration file, each an attribute."""
+    """The values of a configuration file as attributes."""
 
     def __init__(self, values: dict[str, Any]) -> None:
         self.__dict__.update(values)
 
     def to_dict(self) -> dict[str, Any]:
-        """Every value by its name."""
+        """Return every value by its name."""
         return dict(self.__dict__)
 
 
 def load_config_from_file(config_file: str | os.PathLike[str] | None) -> Configuration:
-    """Read a file that ``accelerate config`` wrote (without ``config_file``: the default one).
+    """Read a file of ``accelerate config``, by default the default one.
 
-    Raises `ArgumentError` where there is none, or it cannot be read.
+    Raises `ArgumentError` if it is missing or cannot be read.
     """
     import yaml
 
@@ -58,7 +58,7 @@ def load_config_from_file(config_file: str | os.PathLike[str] | None) -> Configu
 def write_basic_config(
     mixed_precision: str = "no", save_location: str | os.PathLike[str] = default_config_file
 ) -> Path | Literal[False]:
-    """Write what ``accel config default`` writes. Return the file's path, or False where it exists and is kept."""
+    """Write the file of ``accel config default``. Return its path, or False if it exists, which is then kept."""
     path = Path(save_location)
     if path.exists():
         return False
@@ -71,7 +71,7 @@ def write_basic_config(
 
 
 def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """A parser of `accel launch`'s flags, a script, and the script's own arguments."""
+    """Return a parser of `accel launch`'s flags, a script, and the script's own arguments."""
     about = "Run a script here and now, one process per accelerator"
     if subparsers is None:
         parser = argparse.ArgumentParser("accelerate launch", description=about, allow_abbrev=False)
@@ -85,10 +85,10 @@ def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 
 
 def launch_command(args: argparse.Namespace) -> None:
-    """Run what `launch_command_parser` parsed to its end, in a child process; `accelerate` is answered by accel there.
+    """Run the arguments of `launch_command_parser` in a child process, where `accelerate` is accel's, to its end.
 
-    Raises `ValueError` for settings that contradict each other, and `subprocess.CalledProcessError` with the exit code
-    of a program that failed; with ``quiet`` that is a `SystemExit`. A termination signal ends the launch first.
+    Raises `ValueError` for contradictory settings, and `subprocess.CalledProcessError` with the exit code of a
+    failed program; with ``quiet`` that is a `SystemExit`. A termination signal ends the launch first.
     """
     given = _given(args)
     try:
@@ -105,7 +105,7 @@ def launch_command(args: argparse.Namespace) -> None:
 
 
 def _given(args: argparse.Namespace) -> dict[str, Any]:
-    """The settings that differ from their defaults."""
+    """Return the settings that differ from their defaults."""
     found = vars(args)
     given = {name: found[name] for name, default in defaults().items() if found.get(name, default) != default}
     return {**given, "compat": True}
@@ -125,7 +125,7 @@ def _flags(given: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    """``accelerate-launch``: parse this process's arguments and run them; a single rank takes this process's place."""
+    """Run ``accelerate-launch`` with this process's arguments; a single rank replaces this process."""
     args = launch_command_parser().parse_args()
     words = [args.training_script, *args.training_script_args]
     program = Program.of(words, module=args.module, command=args.no_python)

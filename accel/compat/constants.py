@@ -1,4 +1,4 @@
-"""Accelerate's constants that accel has no use for: words and versions that libraries compare with."""
+"""Constants of Accelerate's that accel does not use: words and versions for libraries to compare with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `importlib.metadata` says of Accelerate while accel answers for it."""
+"""Accelerate's distribution in `importlib.metadata`, as accel presents it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _FILES = {
 
 
 class Answered(Distribution):
-    """A distribution of two texts and no files."""
+    """A distribution with two metadata texts and no files."""
 
     def read_text(self, filename: str | PathLike[str]) -> str | None:
-        """The text of a metadata file, or ``None`` if there is none of that name."""
+        """Return the text of a metadata file, or ``None``."""
         return _FILES.get(str(filename))
 
     def locate_file(self, path: str | PathLike[str]) -> Path:
-        """Where a file of the distribution would be."""
+        """Return the path that a file of the distribution would have."""
         return Path(__file__).parent / path

@@ -1,6 +1,6 @@
-"""Puts accel in Accelerate's place on the import system's way, and hands that on to child processes.
+"""The import hook that replaces Accelerate by accel, here and in child processes.
 
-Light on purpose: every Python process that a run starts may come through here, most of them for nothing.
+It is light on purpose: every Python process of a run may load it, most of them without need.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 
 class Finder:
-    """Stands first on ``sys.meta_path`` and answers for `accelerate` and everything below it."""
+    """The first finder on ``sys.meta_path``, responsible for `accelerate` and everything below it."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The mirror's spec; ``None`` for other packages. Raises `ModuleNotFoundError` for what is not mirrored.
+        """Return the mirror's spec; ``None`` for other packages. Raises `ModuleNotFoundError` for an unmirrored module.
 
-        To leave an unknown submodule to the next finder could mix a part of Accelerate itself into the mirror.
+        If the next finder looked for such a submodule, it could mix a part of Accelerate itself into the mirror.
         """
         if fullname.partition(".")[0] != NAME:
             return None
@@ -47,7 +47,7 @@ class Finder:
         return spec
 
     def find_distributions(self, context: Any = None) -> Iterator[Distribution]:
-        """Accelerate's distribution, for `importlib.metadata`."""
+        """Yield Accelerate's distribution, for `importlib.metadata`."""
         name = getattr(context, "name", None)
         if name is None or re.sub(r"[-_.]+", "-", name).lower() == NAME:
             from accel.compat.distribution import Answered
@@ -62,13 +62,13 @@ class _Loader:
         return Mirror(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing to run: names are found when they are asked for."""
+        """Do nothing: names are resolved when they are used."""
 
 
 def install() -> None:
-    """Answer for Accelerate from now on; a second time changes nothing.
+    """Replace Accelerate by accel from now on; a second call changes nothing.
 
-    Raises `StateError` if Accelerate itself was imported before: what holds its objects would go on with them.
+    Raises `StateError` if Accelerate itself is already imported: its objects in use would remain.
     """
     loaded = sys.modules.get(NAME)
     if loaded is not None and type(loaded).__name__ != "Mirror":

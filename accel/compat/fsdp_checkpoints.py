@@ -1,7 +1,8 @@
-"""Checkpoints of sharded models in Accelerate's layout, which other programs write and read too.
+"""Checkpoints of sharded models in Accelerate's layout, for exchange with other programs.
 
-SHARDED_STATE_DICT is a folder of `torch.distributed.checkpoint` (DCP) for each model and optimizer, FULL_STATE_DICT one
-file of whole tensors. `Accelerator.save_state` does more: what it writes is verified when it is read.
+SHARDED_STATE_DICT is a folder of `torch.distributed.checkpoint` (DCP) for each model and optimizer,
+FULL_STATE_DICT one file of whole tensors. `Accelerator.save_state` does more: its checkpoints are verified
+when read.
 """
 
 from __future__ import annotations
@@ -43,8 +44,9 @@ def save_fsdp_model(
 ) -> None:
     """Write the weights of ``model``: ``pytorch_model_fsdp_<index>/``, or whole ones to ``pytorch_model_fsdp.bin``.
 
-    The ``state_dict_type`` of ``fsdp_plugin`` selects the layout. ``adapter_only``: of a `peft.PeftModel`, the adapter
-    alone. Every process calls it. An older checkpoint of that name is replaced. Raises `CheckpointError`.
+    The ``state_dict_type`` of ``fsdp_plugin`` selects the layout. ``adapter_only``: write only the adapter of a
+    `peft.PeftModel`. Call it on every process. Replaces an older checkpoint of that name. Raises
+    `CheckpointError`.
     """
     whole = _is_whole(fsdp_plugin, use_dcp)
     path = _place(output_dir, FSDP_MODEL_NAME, model_index, whole)
@@ -64,10 +66,10 @@ def load_fsdp_model(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> Any:
-    """Load what `save_fsdp_model` or Accelerate wrote, on any number of processes, into the parts that ``model`` has.
+    """Load a checkpoint of `save_fsdp_model` or Accelerate, of any number of processes, into ``model``'s shards.
 
-    Returns what `torch.nn.Module.load_state_dict` does. Raises `CheckpointError`, on all processes, for a checkpoint
-    that is missing or damaged, and for names and shapes that differ.
+    Returns what `torch.nn.Module.load_state_dict` returns. Raises `CheckpointError`, on all processes, for a
+    missing or damaged checkpoint, and for different names or shapes.
     """
     whole = _is_whole(fsdp_plugin, use_dcp)
     path = _place(input_dir, FSDP_MODEL_NAME, model_index, whole)
@@ -101,7 +103,7 @@ def save_fsdp_optimizer(
     optimizer_index: int = 0,
     use_dcp: bool = True,
 ) -> None:
-    """Write the state of ``optimizer`` by the names of parameters in ``model``: ``optimizer_<index>/``.
+    """Write the state of ``optimizer`` by the names of ``model``'s parameters: ``optimizer_<index>/``.
 
     Whole state goes to ``optimizer.bin``. See `save_fsdp_model` for the rest.
     """
@@ -131,10 +133,10 @@ def load_fsdp_optimizer(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> None:
-    """Load what `save_fsdp_optimizer` or Accelerate wrote; ``optimizer`` need not have taken a step.
+    """Load a checkpoint of `save_fsdp_optimizer` or Accelerate; ``optimizer`` need not have taken a step.
 
-    ``adapter_only`` changes nothing: a checkpoint has the state of the parameters that the optimizer had. Raises
-    `CheckpointError`, on all processes, for what is missing, damaged or does not fit.
+    ``adapter_only`` has no effect: a checkpoint has the state of the optimizer's parameters. Raises
+    `CheckpointError`, on all processes, if it is missing, damaged or does not fit.
     """
     whole = _is_whole(fsdp_plugin, use_dcp)
     path = _place(input_dir, OPTIMIZER_NAME, optimizer_index, whole)
@@ -155,7 +157,7 @@ def _is_whole(plugin: Any, use_dcp: bool) -> bool:
 
 
 def _place(folder: Any, name: str, index: int, whole: bool) -> Path:
-    """The file or folder of a model or an optimizer in ``folder``, which may be that folder itself."""
+    """Return the file or folder of a model or an optimizer in ``folder``, or ``folder`` if it is that folder."""
     if whole:
         return Path(folder) / numbered_name(f"{name}.bin", index)
     numbered = f"{name}_{index}"
@@ -167,9 +169,9 @@ def _is_adapter(model: Any, adapter_only: bool) -> bool:
 
 
 def _weights(accelerator: Any, model: Any, adapter_only: bool, whole: bool) -> dict[str, Any]:
-    """The state dict of ``model`` or its adapter, which shares memory with it.
+    """Return the state dict of ``model`` or its adapter, which shares memory with it.
 
-    Accelerate names the adapter's weights as peft does, without the adapter's own name, in a DCP folder alone.
+    Only in a DCP folder does Accelerate name the adapter's weights as peft does, without the adapter's own name.
     """
     accelerator.strategy.settle()
     inside = accelerator.strategy.unwrap(model)
@@ -209,7 +211,7 @@ def _write_file(path: Path, state: Any) -> None:
 
 
 def _read_weights(path: Path, whole: bool) -> tuple[Saved, dict[str, Any]]:
-    """The tensors of a model, and what else is in its state dict."""
+    """Return the tensors of a model, and the rest of its state dict."""
     if whole:
         state = read_object(path, mapped=True)
         tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}

@@ -1,4 +1,4 @@
-"""Helpers that only code written for Accelerate asks for."""
+"""Helpers for code written for Accelerate; accel itself does not use them."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ compile_regions_fsdp2 = compile_regions_in_place
 
 
 class GatheredParameters(nullcontext[None]):
-    """A region in which parameters that DeepSpeed has split are whole: there are none here, so that it does nothing."""
+    """A context manager for parameters partitioned by DeepSpeed. There are none here, so it does nothing."""
 
     def __init__(self, params: Any, modifier_rank: int | None = None, fwd_module: Any = None, enabled: bool = True):
         super().__init__()
 
 
 def is_peft_model(model: torch.nn.Module) -> bool:
-    """Whether ``model``, or what `Accelerator.prepare` was given to make it, is a `peft.PeftModel`."""
+    """Return True if ``model``, or the model that `Accelerator.prepare` wrapped in it, is a `peft.PeftModel`."""
     if "peft" not in sys.modules:  # no object of a class that was never imported
         return False
     from peft import PeftModel
@@ -39,12 +39,12 @@ def is_peft_model(model: torch.nn.Module) -> bool:
 
 
 def verify_operation(function: Function) -> Function:
-    """Return ``function``: collectives of accel compare shapes by themselves in debug mode."""
+    """Return ``function`` unchanged: accel's collectives compare shapes themselves in debug mode."""
     return function
 
 
 def chained_operation(function: Function) -> Function:
-    """Return ``function``: what a collective of accel raises names the first one that was called."""
+    """Return ``function`` unchanged: errors of accel's collectives name the first one that was called."""
     return function
 
 
@@ -54,26 +54,26 @@ def move_to_device(state: Any, device: torch.device) -> Any:
 
 
 def get_module_class_from_name(module: torch.nn.Module, name: str) -> type | None:
-    """The class called ``name`` of a module inside ``module``, or its own; ``None`` if there is none."""
+    """Return the class called ``name`` among the modules of ``module``, itself included, or ``None``."""
     return next((type(inner) for inner in module.modules() if type(inner).__name__ == name), None)
 
 
 def enable_fsdp_ram_efficient_loading() -> None:
-    """Have transformers read a checkpoint on rank 0 alone, from now on."""
+    """Make transformers read checkpoints on rank 0 only, from now on."""
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "True"
 
 
 def disable_fsdp_ram_efficient_loading() -> None:
-    """Have transformers read a checkpoint on every rank, from now on."""
+    """Make transformers read checkpoints on every rank, from now on."""
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "False"
 
 
 def get_parameters_from_modules(
     modules: Iterable[torch.nn.Module] | str | None, model: torch.nn.Module, device: Any
 ) -> set[torch.nn.Parameter]:
-    """The parameters of ``modules``, or of the modules of ``model`` whose whole name matches a regular expression.
+    """Return the parameters of ``modules``, or of the modules of ``model`` whose full name matches that regex.
 
-    Those found by name are put on ``device``.
+    Modules found by name are moved to ``device``.
     """
     if isinstance(modules, str):
         pattern = re.compile(modules)

@@ -1,4 +1,4 @@
-"""The modules that stand for Accelerate's: each name is fetched from its home in accel when it is first asked for."""
+"""Modules that stand for Accelerate's: each name is fetched from its home in accel at its first use."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _PATCHED = "_patched_homes"
 class Mirror(ModuleType):
     """One of Accelerate's modules.
 
-    A name that is set here is set in its home too, so that a patch of ``accelerate.hooks.add_hook_to_module`` is seen
-    by the code that calls it; deleting it again puts back what was there.
+    Setting a name also sets it in its home, so that the calling code sees a patch of
+    ``accelerate.hooks.add_hook_to_module``; deleting it restores the earlier value.
     """
 
     def __getattr__(self, name: str) -> Any:

@@ -1,8 +1,8 @@
-"""The table of the mirror: which of Accelerate's modules defines which name, and where that name lives in accel.
+"""The table of the mirror: the names that each of Accelerate's modules defines, and their homes in accel.
 
-One row a module of Accelerate; in it, the home of each name it defines. `accelerate` and `accelerate.utils` collect
-names of the others. A name that is not here is answered nowhere, and stands with its reason in docs/migrating.md;
-tests/compat/test_surface.py holds the two together.
+A row per module of Accelerate has the home of each name it defines. `accelerate` and `accelerate.utils`
+collect names of the others. Any other name is unavailable; docs/migrating.md lists it with the reason, which
+tests/compat/test_surface.py checks.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class Home(NamedTuple):
-    """Where a name lives: a module, and what it is called there."""
+    """The home of a name: a module, and the name in it."""
 
     module: str
     name: str
@@ -203,24 +203,24 @@ _TOP = (
 
 
 def where_to_read() -> str:
-    """Where a person finds what is not here, and why."""
+    """Return the sentence that points to the list of unavailable names."""
     return "docs/migrating.md lists what of Accelerate 1.15 is not here, and why"
 
 
 def is_module(name: str) -> bool:
-    """Whether Accelerate's module of this name is mirrored."""
+    """Return True if Accelerate's module of this name is mirrored."""
     return name == "accelerate" or name in TABLE
 
 
 @cache
 def is_package(name: str) -> bool:
-    """Whether it holds other modules."""
+    """Return True if the module has submodules."""
     return any(module.startswith(f"{name}.") for module in TABLE)
 
 
 @cache
 def names_of(module: str) -> list[str]:
-    """The names that belong to a module of the mirror, its submodules aside."""
+    """Return the names in a module of the mirror, without submodules."""
     if module == "accelerate":
         return list(_TOP)
     found = [name for _, name in _homes(module)]
@@ -234,10 +234,10 @@ def names_of(module: str) -> list[str]:
 
 
 def find(module: str, name: str) -> Home | None:
-    """The home of ``name``, asked of ``module``; ``None`` where that module gives no such name.
+    """Return the home of ``name`` in ``module``; ``None`` if that module has no such name.
 
-    Accelerate's modules give what they import from each other, too, and scripts have come to use it
-    (``from accelerate.state import DistributedType``): all but the two that collect answer for every name there is.
+    Accelerate's modules also expose their imports from each other, and scripts use them (``from accelerate.state
+    import DistributedType``): all modules but the two that collect resolve every known name.
     """
     special = SEEN_FROM.get((module, name))
     if special is not None:

@@ -1,4 +1,4 @@
-"""Accelerate's helpers about precision."""
+"""Accelerate's helpers for mixed precision."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from accel.state import AcceleratorState
 def get_mixed_precision_context_manager(
     native_amp: bool = False, autocast_kwargs: AutocastKwargs | None = None
 ) -> AbstractContextManager[Any]:
-    """A region in the mixed precision of this run's `AcceleratorState`; without ``native_amp``, in none."""
+    """Return a context in this run's mixed precision (`AcceleratorState`); an empty one without ``native_amp``."""
     if not native_amp:
         return nullcontext()
     state = AcceleratorState()
@@ -23,11 +23,11 @@ def get_mixed_precision_context_manager(
 
 
 def get_grad_scaler(distributed_type: Any = None, **kwargs: Any) -> torch.amp.GradScaler:
-    """A gradient scaler for this machine's kind of accelerator; ``kwargs`` are `torch.amp.GradScaler`'s."""
+    """Return a gradient scaler for this machine's kind of accelerator; ``kwargs`` are `torch.amp.GradScaler`'s."""
     device = torch.accelerator.current_accelerator() if hasattr(torch, "accelerator") else None
     return torch.amp.GradScaler(device.type if device is not None else "cuda", **kwargs)
 
 
 def get_fsdp2_grad_scaler(**kwargs: Any) -> torch.amp.GradScaler:
-    """`torch.amp.GradScaler`, which scales the gradients of sharded models too."""
+    """Return a `torch.amp.GradScaler`, which also scales the gradients of sharded models."""
     return torch.amp.GradScaler(**kwargs)

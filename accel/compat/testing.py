@@ -32,7 +32,7 @@ _MODULES = ("mlu", "sdaa", "musa", "npu", "xpu", "hpu", "neuron")
 
 
 def get_backend() -> tuple[str, int, Callable[[], int]]:
-    """The kind of device that a test runs on, how many there are, and a function that gives the bytes allocated."""
+    """Return the kind of device for tests, the number of devices, and a function that returns the bytes allocated."""
     if available.is_torch_xla_available():
         return "xla", torch.cuda.device_count(), torch.cuda.memory_allocated
     if available.is_cuda_available():
@@ -50,12 +50,12 @@ torch_device, device_count, memory_allocated_func = get_backend()
 
 
 def path_in_accelerate_package(*components: str) -> Path:
-    """A path within the `accelerate` package that is imported, which is accel's own directory."""
+    """Return a path within the imported `accelerate` package, which is accel's own directory."""
     return Path(accel.__file__).parent.joinpath(*components)
 
 
 def get_launch_command(**flags: Any) -> list[str]:
-    """The words of an ``accelerate launch`` with these flags: ``True`` is a flag alone, ``None`` and ``False`` none."""
+    """Return the words of an ``accelerate launch``. ``True`` is a bare flag; ``None`` and ``False`` are left out."""
     words = ["accelerate", "launch"]
     for name, value in flags.items():
         if value is True:
@@ -149,7 +149,7 @@ def slow(test: Any) -> Any:
 
 
 def require_torch_min_version(test: Any = None, version: str | None = None) -> Any:
-    """Skip a test where torch is older than ``version``."""
+    """Skip a test if torch is older than ``version``."""
     if test is None:
         return partial(require_torch_min_version, version=version)
     met = is_torch_version(">=", str(version))
@@ -157,7 +157,7 @@ def require_torch_min_version(test: Any = None, version: str | None = None) -> A
 
 
 def run_first(test: Any) -> Any:
-    """Mark a test to run before others, where pytest and pytest-order are installed."""
+    """Mark a test to run before others, if pytest and pytest-order are installed."""
     if not available.is_pytest_available():
         return test
     import pytest
@@ -166,7 +166,7 @@ def run_first(test: Any) -> Any:
 
 
 class TempDirTestCase(unittest.TestCase):
-    """Has one temporary directory, ``tmpdir``, that each test finds empty unless ``clear_on_setup`` is False."""
+    """A test case with a temporary directory, ``tmpdir``, emptied before each test if ``clear_on_setup``."""
 
     clear_on_setup = True
     tmpdir: ClassVar[Path]
@@ -188,7 +188,7 @@ class TempDirTestCase(unittest.TestCase):
 
 
 class AccelerateTestCase(unittest.TestCase):
-    """Forgets the states that a test made."""
+    """A test case that resets the states after each test."""
 
     def tearDown(self) -> None:
         super().tearDown()
@@ -197,10 +197,10 @@ class AccelerateTestCase(unittest.TestCase):
 
 
 class MockingTestCase(unittest.TestCase):
-    """Applies mocks for the length of a test."""
+    """A test case that applies mocks for the length of a test."""
 
     def add_mocks(self, mocks: Any) -> None:
-        """Start one mock or several, and stop each when the test ends."""
+        """Start one or several mocks; each stops when the test ends."""
         self.mocks = mocks if isinstance(mocks, (list, tuple)) else [mocks]
         for mock in self.mocks:
             mock.start()
@@ -214,7 +214,7 @@ def are_the_same_tensors(tensor: torch.Tensor) -> bool:
 
 
 class RunOutput(NamedTuple):
-    """What a command printed, as lines."""
+    """The exit code of a command, and its output as lines."""
 
     returncode: int
     stdout: list[str]
@@ -229,9 +229,9 @@ def execute_subprocess_async(
     quiet: bool = False,
     echo: bool = True,
 ) -> RunOutput:
-    """Run a command and show its lines as they come, unless ``quiet``.
+    """Run a command and print its lines as they come, unless ``quiet``.
 
-    Raises `RuntimeError`, with what it wrote to stderr, for one that fails or is not done in ``timeout`` seconds.
+    Raises `RuntimeError` with its stderr if it fails or exceeds ``timeout`` seconds.
     """
     words = [str(word) for word in cmd]
     if echo:
@@ -271,23 +271,23 @@ async def _stream(
 
 
 def pytest_xdist_worker_id() -> int:
-    """The number of this pytest-xdist worker; 0 without xdist."""
+    """Return the number of this pytest-xdist worker; 0 without xdist."""
     return int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 
 
 def get_torch_dist_unique_port() -> int:
-    """A port that tests of other pytest-xdist workers do not use."""
+    """Return a port that tests of other pytest-xdist workers do not use."""
     return 29500 + pytest_xdist_worker_id()
 
 
 class SubprocessCallException(Exception):
-    """A command that `run_command` ran has failed."""
+    """A command run by `run_command` failed."""
 
 
 def run_command(
     command: Sequence[str | Path], return_stdout: bool = False, env: Mapping[str, str] | None = None
 ) -> str | None:
-    """Run a command; return what it printed with ``return_stdout``. Raises `SubprocessCallException`."""
+    """Run a command; with ``return_stdout`` return its output. Raises `SubprocessCallException`."""
     words = [str(word) for word in command]
     done = subprocess.run(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
     printed = done.stdout.decode(errors="replace")
@@ -311,7 +311,7 @@ def assert_exception(exception_class: type[BaseException], msg: str | None = Non
 
 
 def capture_call_output(func: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
-    """What ``func(*args, **kwargs)`` prints."""
+    """Return what ``func(*args, **kwargs)`` prints."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         func(*args, **kwargs)

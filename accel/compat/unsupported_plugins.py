@@ -1,7 +1,7 @@
-"""Configuration of ways to train that this version of accel does not have, for code that imports it unconditionally.
+"""Configuration classes of strategies that this version of accel lacks, for unconditional imports.
 
-The classes hold what they are given, so that ``isinstance`` and annotations work; `Accelerator` refuses them in one
-line.
+The classes hold their arguments, so that ``isinstance`` and annotations work; `Accelerator` rejects them with
+one line.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from accel.errors import ArgumentError
 
 @dataclass
 class DeepSpeedPlugin:
-    """What DeepSpeed is to do."""
+    """The configuration of DeepSpeed."""
 
     hf_ds_config: Any = None
     gradient_accumulation_steps: int | None = None
@@ -37,23 +37,23 @@ def _refuse(what: str) -> NoReturn:
 
 
 class _DeepSpeeds:
-    """What stands for a part of DeepSpeed: there to be imported and asked about, not to be made."""
+    """A placeholder for a part of DeepSpeed: it can be imported and tested for, but not instantiated."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         _refuse("DeepSpeed")
 
 
 class HfDeepSpeedConfig(_DeepSpeeds):
-    """DeepSpeed's configuration. Raises `ArgumentError` when it is made."""
+    """DeepSpeed's configuration. Raises `ArgumentError` when instantiated."""
 
 
 class DummyOptim(_DeepSpeeds):
-    """Stands for the optimizer of a DeepSpeed configuration. Raises `ArgumentError` when it is made."""
+    """A placeholder for the optimizer of a DeepSpeed configuration. Raises `ArgumentError` when instantiated."""
 
 
 class DummyScheduler(_DeepSpeeds):
-    """Stands for the scheduler of a DeepSpeed configuration. Raises `ArgumentError` when it is made."""
+    """A placeholder for the scheduler of a DeepSpeed configuration. Raises `ArgumentError` when instantiated."""
 
 
 class DeepSpeedSchedulerWrapper(_DeepSpeeds):
-    """A scheduler that a DeepSpeed engine steps. Raises `ArgumentError` when it is made."""
+    """A scheduler that a DeepSpeed engine steps. Raises `ArgumentError` when instantiated."""

@@ -1,4 +1,4 @@
-"""The package that accel answers for."""
+"""Name and version of the package that accel replaces."""
 
 NAME = "accelerate"
 VERSION = "1.15.0"

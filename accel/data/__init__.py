@@ -1,7 +1,7 @@
-"""Data loaders: which samples are whose (`batch_sampler`), in which order (`shuffle`), on which device (`loader`);
-not data sets.
+"""Data loaders: which samples are whose (`batch_sampler`), in which order (`shuffle`), on which device
+(`loader`); not data sets.
 
-`dispatcher` is the other way: the main process reads, and sends each process its part.
+With `dispatcher` the main process reads, and sends each process its part.
 """
 
 from __future__ import annotations

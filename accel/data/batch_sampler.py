@@ -1,4 +1,4 @@
-"""The batch sampler of one process: its own share of the batches of an epoch, at the cost of that share."""
+"""A batch sampler of one process's share of an epoch, at the cost of that share only."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ _LISTED = 4096
 
 
 class Epoch(Iterator[Any]):
-    """The batches of this process in one epoch, of which the first ``skip`` are left out.
+    """An iterator over this process's batches in one epoch, without the first ``skip``.
 
-    Where the number of batches shows at their end only, ``ahead`` batches of indices are held back, so that the end
-    is known with the last batch and not after it; no sample is read ahead for that. The order is drawn at the first
-    batch, or by `begin`. ``total`` is the number of batches, those skipped included, once it is known; ``first`` is the
-    epoch's first batch, skipped or not, where the owner's ``with_first`` asks for it.
+    If the number of batches is not known in advance, ``ahead`` batches of indices are buffered, so that the end
+    is known with the last batch; no samples are read ahead. The order is drawn at the first batch, or by `begin`.
+
+    ``total``: the number of batches, including skipped ones, once it is known.
+    ``first``: the epoch's first batch, skipped or not, if the owner has ``with_first``.
     """
 
     def __init__(self, owner: BatchSamplerShard) -> None:
@@ -43,7 +44,7 @@ class Epoch(Iterator[Any]):
         self.last_counts: tuple[int, ...] | None = None
 
     def begin(self) -> None:
-        """Draw the order, if that has not been done."""
+        """Draw the order, unless that is done already."""
         if self._batches is None:
             with self._owner.rng.drawing(self._replay) as self.order:
                 self._batches = self._owner.produce(self, self._given)
@@ -58,7 +59,7 @@ class Epoch(Iterator[Any]):
                 self.total = self._given + len(self._held)
 
     def run(self) -> Iterator[Any]:
-        """The batches, uncounted where nothing is held back: what a call for each would cost is more than they cost."""
+        """Yield the batches, uncounted if none is buffered: a call for each would cost more than the batch."""
         self.begin()
         assert self._batches is not None
         yield from (self if self._held else self._batches)
@@ -76,11 +77,11 @@ class Epoch(Iterator[Any]):
         return batch
 
     def state_dict(self) -> dict[str, int]:
-        """How many batches were given: what torchdata's loader asks of an iterator over its batch sampler."""
+        """Return the number of batches yielded, as torchdata's loader expects of its batch sampler's iterator."""
         return {"given": self._given}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Begin behind the batches that had been given when `state_dict` was taken."""
+        """Continue after the batches that had been yielded at `state_dict`."""
         self._given = state["given"]
         self._batches = None
         self._held.clear()
@@ -88,15 +89,18 @@ class Epoch(Iterator[Any]):
 
 
 class BatchSamplerShard(BatchSampler):
-    """Yields the batches of indices of process ``process_index`` among ``num_processes``.
+    """A sampler of the batches of indices of process ``process_index`` among ``num_processes``.
 
-    ``batch_sampler`` may be any iterable of batches. Where it is torch's own `BatchSampler`, a batch costs this
-    process its own indices alone, however many processes there are, if the sampler inside can be indexed or is one
-    of torch's; a sampler that can only be walked is walked. Any other source is dealt out in whole batches.
-    ``split_batches``: each batch is cut into one part a process (its size must be a multiple of the processes, else
-    `DataError`). ``even_batches`` and dropping: see `Share`. ``shared``: the order is drawn from the main process's
-    generators, which takes a collective an epoch. ``own_share``: the source is this process's share already; so is one
-    whose sampler is torch's `DistributedSampler`.
+    ``batch_sampler`` may be any iterable of batches. For torch's own `BatchSampler` a batch costs this process
+    only its own indices, however many processes there are, if the sampler inside can be indexed or is one of
+    torch's; any other sampler is iterated. Batches of any other source are dealt out whole.
+
+    ``split_batches``: cut each batch into one part per process; its size must be a multiple of the processes,
+        otherwise `DataError`.
+    ``even_batches``: see `Share`, also for dropping.
+    ``shared``: draw the order from the main process's generators, with one collective per epoch.
+    ``own_share``: the source is this process's share already; so is one whose sampler is torch's
+        `DistributedSampler`.
     """
 
     def __init__(
@@ -156,12 +160,12 @@ class BatchSamplerShard(BatchSampler):
         return part_of(size, self._processes)
 
     def set_sampler(self, sampler: Any) -> None:
-        """Put ``sampler`` in the place of the one inside, from the next epoch on."""
+        """Replace the sampler inside, from the next epoch on."""
         self.batch_sampler.sampler = sampler
         self._settle()
 
     def share(self, samples: int) -> Share:
-        """The arithmetic of this process's share of ``samples``."""
+        """Return the arithmetic of this process's share of ``samples``."""
         return Share(
             samples=samples,
             batch=self.own_batch_size or 1,
@@ -176,7 +180,7 @@ class BatchSamplerShard(BatchSampler):
         return self.epoch if self.counted else self.epoch.run()
 
     def __len__(self) -> int:
-        """Batches of this process in a whole epoch."""
+        """Return the number of this process's batches in a full epoch."""
         if self._plain or self._split:
             return self.share(self.samples).steps
         whole, rest = divmod(len(self.batch_sampler), self._processes)
@@ -186,18 +190,18 @@ class BatchSamplerShard(BatchSampler):
 
     @property
     def total_length(self) -> int:
-        """Batches of the source, which is all processes' together."""
+        """Batches of the source, over all processes."""
         return len(self.batch_sampler)
 
     @property
     def samples(self) -> int:
-        """Samples in an epoch, over all processes. Raises `TypeError` where the sampler does not know."""
+        """Samples in an epoch, over all processes. Raises `TypeError` for a sampler without length."""
         if self._plain:
             return len(cast(Sized, self.sampler))
         return len(self.batch_sampler) * (self.own_batch_size or 1) * (self._processes if self._split else 1)
 
     def last_rows(self) -> int:
-        """Samples in the last batch of the epoch begun last, repetitions included, where all processes have as many."""
+        """Return the size of the latest epoch's last batch, including repetitions, if equal on all processes."""
         if self.own_share:
             return (self.samples - 1) % (self.own_batch_size or 1) + 1
         if self._processes == 1 and self.epoch.last_counts:
@@ -205,7 +209,7 @@ class BatchSamplerShard(BatchSampler):
         return self.own_batch_size or max(self.epoch.last_counts or (1,))
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the samplers inside which epoch comes next, those that want to know."""
+        """Pass ``epoch`` to the samplers inside that have ``set_epoch``."""
         for part in (self.batch_sampler, self.sampler):
             listener = getattr(part, "set_epoch", None)
             if listener is not None:
@@ -293,7 +297,7 @@ class BatchSamplerShard(BatchSampler):
 
 
 def part_of(size: int, processes: int) -> int:
-    """One process's part of a batch of ``size``. Raises `DataError` if it does not come out even."""
+    """Return one process's part of a batch of ``size``. Raises `DataError` if it is not divisible."""
     part, rest = divmod(size, processes)
     if rest:
         below = f"{size - rest} and " if part else ""

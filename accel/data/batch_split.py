@@ -1,8 +1,8 @@
-"""What the main process makes of the batches that it reads for everyone: rounds, one part for each share.
+"""Splitting of the batches that the main process reads for all: into rounds, with one part for each share.
 
-A round is one batch for each share; or, where batches are split, one batch cut into as many parts. Parts of one round
-are made equally long where ``even`` is asked and the rows can be moved from one batch to another: the last of them is
-completed with rows from the start of the epoch.
+A round is one batch for each share or, for split batches, one batch cut into as many parts. With ``even``,
+the parts of a round are equally long if rows can be moved between batches: the last part is completed with
+rows from the start of the epoch.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from accel.errors import DataError
 
 @dataclass(frozen=True)
 class Round:
-    """``parts[s]`` is the batch of share s, ``None`` if it gets none.
+    """A round of batches, one for each share.
 
-    ``counts[s]`` says how many of its rows are no repetitions; it is ``None`` if none anywhere are and all parts have
-    the rows that the loader's batch size makes.
+    ``parts``: the batch of each share, ``None`` for none.
+    ``counts``: the rows of each part that are not repetitions; ``None`` if there are no repetitions and all parts
+        have the nominal rows.
     """
 
     parts: list[Any]
@@ -31,11 +32,13 @@ class Round:
 
 @dataclass(kw_only=True)
 class Dealer:
-    """Makes rounds of ``shares`` parts.
+    """A splitter of batches into rounds of ``shares`` parts.
 
-    ``nominal``: rows of a part where the loader says so. ``slice_fn(batch, rows, process_index=…, num_processes=…)``,
-    if given, cuts a part out of a batch of all shares. ``first``: the epoch's first batch, whose rows complete the last
-    round. Unless given it is copied from the first round.
+    ``nominal``: rows of a part, if the loader defines them.
+    ``slice_fn``: ``slice_fn(batch, rows, process_index=…, num_processes=…)`` cuts a part out of a batch of all
+        shares.
+    ``first``: the epoch's first batch, whose rows complete the last round; by default copied from the first
+        round.
     """
 
     shares: int
@@ -47,7 +50,7 @@ class Dealer:
     first: Any = None
 
     def deal(self, batches: Iterator[Any], skip: int = 0) -> Iterator[Round]:
-        """The rounds that ``batches`` make, but for the first ``skip``."""
+        """Yield the rounds of ``batches`` after the first ``skip``."""
         taken = 1 if self.split else self.shares
         for number in count():
             dealt = list(islice(batches, taken))
@@ -59,7 +62,7 @@ class Dealer:
                 yield self._round(dealt)
 
     def _needed(self, batch: Any) -> Any:
-        """What a short last round may need of ``batch``, copied: the training loop may change its own part in place."""
+        """Copy what a short last round needs of ``batch``: the training loop may change its own part in place."""
         always_cut = self.split or self.slice_fn is not None
         return copy.deepcopy(take_rows(batch, slice(0, self.shares - 1)) if always_cut else batch)
 
@@ -114,7 +117,7 @@ class Dealer:
         return cut(joined, slice(edges[share], edges[share + 1]), process_index=share, num_processes=self.shares)
 
     def _filled(self, dealt: list[Any], sizes: list[int | None]) -> Round:
-        """A round of batches that cannot be cut: whole ones, the first repeated for the shares that would have none."""
+        """Return a round of batches that cannot be cut, with the epoch's first one for shares without any."""
         missing = self.shares - len(dealt)
         if not self.even or missing == 0:
             return Round([*dealt, *[None] * missing])

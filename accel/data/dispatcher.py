@@ -1,7 +1,7 @@
-"""A loader whose data the main process alone reads; every other process is sent its part.
+"""A loader whose data only the main process reads; it sends every other process its part.
 
-Parts travel one by one from the main process to the one that they are for, as packed bytes (`accel.data.transfer`): a
-broadcast would carry every part to every process, and a scatter asks for parts of one size.
+Parts are sent point to point as packed bytes (`accel.data.transfer`): a broadcast would send every part to
+every process, and a scatter requires parts of one size.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from accel.state import PartialState
 
 @dataclass(frozen=True)
 class Failure:
-    """What stopped the main process from reading on."""
+    """An error that stopped the main process from reading."""
 
     error: Exception
 
@@ -40,7 +40,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Outgoing:
-    """A round that is ready: the main process's own part, and the messages for the others by rank."""
+    """A round ready to send: the main process's own part, and the other ranks' messages."""
 
     own: Any
     counts: tuple[int, ...] | None
@@ -53,14 +53,14 @@ class Outgoing:
 
 
 class DataLoaderDispatcher(PreparedLoader):
-    """Reads batches on the main process and gives each process its part.
+    """A loader that reads batches on the main process and sends each process its part.
 
-    Without ``split_batches`` a round is one batch for each process, with it one batch cut into parts. The last round
-    is spread over all processes; `real_counts` tells the rows in it that are repetitions. Batches may hold anything
-    that `pickle` takes and be of any size; only where one must be cut, its tensors and lists of one object a row are.
-    ``slice_fn`` is called on the main process, for each part. What the main process fails with while reading is raised
-    there, and everywhere else as `DataError` with its text. The main process reads one round ahead of the one given,
-    or with gradient accumulation as many as make a window.
+    Without ``split_batches`` a round is one batch for each process, with it one batch cut into parts. The last
+    round is distributed over all processes; `real_counts` counts its rows that are not repetitions. Batches may
+    be of any size and hold anything picklable; if one must be cut, its tensors and lists of one object per row
+    are. ``slice_fn`` is called on the main process, for each part. An error of the main process while reading is
+    raised there, and on all others as `DataError` with its text. The main process reads one round ahead, or with
+    gradient accumulation as many as make a window.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class DataLoaderDispatcher(PreparedLoader):
         mesh: Any,
         **how: Any,
     ) -> DataLoaderDispatcher:
-        """A loader around ``base`` itself; ``how``: see `PreparedLoader._set_up`."""
+        """Return a loader around ``base`` itself; ``how``: see `PreparedLoader._set_up`."""
         loader = cls.__new__(cls)
         loader._set_up(base, batches, **how)
         loader._set_up_dispatch(split, even, slice_fn, mesh)
@@ -138,7 +138,7 @@ class DataLoaderDispatcher(PreparedLoader):
 
     @property
     def even_batches(self) -> bool:
-        """Whether an incomplete last round is completed for every process."""
+        """True if an incomplete last round is completed for every process."""
         return self._even
 
     @even_batches.setter
@@ -147,28 +147,28 @@ class DataLoaderDispatcher(PreparedLoader):
 
     @property
     def remainder(self) -> int:
-        """Samples in the round at hand if it is not complete, else 0; -1 before the last one."""
+        """Samples in the current round if it is incomplete, otherwise 0; -1 before the last one."""
         if self._present is not None:
             return sum(self._present)
         return 0 if self.end_of_dataloader else -1
 
     def real_counts(self) -> tuple[int, ...] | None:
-        """Rows of the round at hand that are no repetitions, by process; ``None`` if all are."""
+        """Return the number of real (not repeated) rows in the current round by process; ``None`` if all are real."""
         if self._present is None:
             return None
         return tuple(self._present[share] for share in self._shares)
 
     def present_counts(self) -> tuple[int, ...] | None:
-        """The same as `real_counts`: any round may have repetitions where batches are of several sizes."""
+        """Alias of `real_counts`: any round may have repetitions if batches are of several sizes."""
         return self.real_counts()
 
     @property
     def nominal_rows(self) -> int:
-        """Rows of this process's part of a round that is complete."""
+        """Rows of this process's part of a complete round."""
         return self.total_batch_size // self._share_count
 
     def last_rows(self) -> int:
-        """Rows in this process's part of the round at hand, repetitions included."""
+        """Return the rows in this process's part of the current round, including repetitions."""
         return self._rows
 
     def own_state_dict(self) -> Any:
@@ -227,7 +227,7 @@ class DataLoaderDispatcher(PreparedLoader):
             yield Failure(error)
 
     def _read_first(self, sampler: dict[str, Any]) -> Any:
-        """Read the epoch's first batch as the loader inside does, leaving that and its data set's state as they are."""
+        """Read the epoch's first batch as the loader inside does, without changing that loader or its data set."""
         base = copy.copy(self.base_dataloader)
         alter(base, _iterator=None, next_iter_state=None, dataset=copy.copy(base.dataset), **sampler)
         return next(iter(base), None)
@@ -265,7 +265,7 @@ class DataLoaderDispatcher(PreparedLoader):
             return None
 
     def _following(self, ahead: Lookahead) -> list[int]:
-        """Bytes that each rank gets next."""
+        """Return the size in bytes of each rank's next message."""
         item = ahead.peek()
         if item is None:
             return [0] * self.processes

@@ -1,7 +1,8 @@
-"""The share of one process in a data set that can only be read from its start.
+"""One process's share of a data set that can only be read from its start.
 
-Every process reads the same stream and keeps its own part of each round. Items of an incomplete last round travel in a
-`Marked`, from wherever the data set is read (a worker process, maybe) to the loader, which so learns how many are real.
+Every process reads the same stream and keeps its own part of each round. Items of an incomplete last round
+are wrapped in a `Marked` where the data set is read (maybe in a worker process), so that the loader learns
+how many are real.
 """
 
 from __future__ import annotations
@@ -17,18 +18,19 @@ from accel.data.shard_math import Share
 
 
 class Marked(NamedTuple):
-    """An item, or a batch, of the last round, in which ``real`` samples over all processes are no repetitions."""
+    """An item, or a batch, of the last round, with ``real`` samples over all processes that are not repetitions."""
 
     item: Any
     real: int
 
 
 class IterableDatasetShard(IterableDataset[Any]):
-    """Yields the items of one process; the last round is dropped, or completed from the first one.
+    """One process's share of a data set; the last round is dropped, or completed from the first one.
 
-    ``batch_size`` is that of each process, or with ``split_batches`` that of all together (a multiple of
-    ``num_processes``, else `DataError`). Without ``even_batches`` the last round is not completed. With ``marks``, its
-    items come as `Marked`.
+    ``batch_size``: that of each process, or with ``split_batches`` of all together (a multiple of
+        ``num_processes``, otherwise `DataError`).
+    ``even_batches``: complete the last round.
+    ``marks``: yield the items of an incomplete last round as `Marked`.
     """
 
     def __init__(
@@ -54,7 +56,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         self._part = part_of(batch_size, num_processes) if split_batches and batch_size > 1 else batch_size
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the data set which epoch comes next, if it wants to know."""
+        """Pass ``epoch`` to the data set if that has ``set_epoch``."""
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
 
@@ -89,7 +91,7 @@ class IterableDatasetShard(IterableDataset[Any]):
 
 
 class MarkedCollate:
-    """Collates what `IterableDatasetShard` yields; a batch with marked items comes out as one `Marked`."""
+    """A collate function for `IterableDatasetShard`; a batch with marked items becomes one `Marked`."""
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self.collate = collate

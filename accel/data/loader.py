@@ -1,4 +1,4 @@
-"""The loader that `Accelerator.prepare` returns: this process's batches, on its device, its end and position known."""
+"""Prepared data loaders: this process's batches, on its device, with a known end and position."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from accel.state import GradientState
 
 
 class PreparedLoader(DataLoader[Any]):
-    """A loader around ``base_dataloader``, a copy of the user's with samplers of ours.
+    """A loader around ``base_dataloader``, a copy of the script's with our samplers.
 
-    It is a `DataLoader` and answers what its base answers. While it is iterated it is the active loader of
-    `GradientState`. A loader of torchdata's inside goes on by its own state.
+    Other attributes are those of its base. While it is iterated it is the active loader of `GradientState`. A
+    torchdata loader inside resumes from its own state.
     """
 
     _drop_last: bool
@@ -87,7 +87,7 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def use_stateful_dataloader(self) -> bool:
-        """Whether a loader that was saved in mid-epoch goes on by itself."""
+        """True if a loader that was saved in mid-epoch resumes there by itself."""
         return self.resumes
 
     def __reduce__(self) -> Any:
@@ -100,7 +100,7 @@ class PreparedLoader(DataLoader[Any]):
         vars(self).update(state, gradient_state=GradientState())
 
     def __len__(self) -> int:
-        """Batches that one iteration gives. Raises `TypeError` for an iterable data set without length."""
+        """Return the number of batches of one iteration. Raises `TypeError` for an iterable data set without length."""
         return max(0, self._whole_length() - self.skip_batches)
 
     def _whole_length(self) -> int:
@@ -108,12 +108,12 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def non_blocking(self) -> bool:
-        """Whether copies to the device do not wait."""
+        """True if copies to the device are asynchronous."""
         return self._non_blocking
 
     @property
     def iteration(self) -> int:
-        """The number of the running epoch, or of the next one."""
+        """The number of the current epoch, or of the next one."""
         return self.progress.epoch
 
     @iteration.setter
@@ -122,14 +122,14 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def position(self) -> int:
-        """Batches given in the running epoch, those skipped included: what to skip on resuming."""
+        """Batches yielded in the current epoch, including skipped ones: the number to skip on resuming."""
         return self.progress.position
 
     @property
     def batches_left(self) -> int | None:
-        """Batches of the running epoch from the present one on, itself included; ``None`` if that is not known.
+        """Batches left in the current epoch, including the current one; ``None`` if unknown.
 
-        Where ``None``, there are at least as many as the accumulation window needs.
+        If ``None``, there are at least as many as the accumulation window needs.
         """
         if self._total is None:
             return None
@@ -143,7 +143,7 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def total_dataset_length(self) -> int:
-        """Samples in the data set. Raises `TypeError` where it has no length."""
+        """Samples in the data set. Raises `TypeError` if it has no length."""
         return len(self._source)
 
     @property
@@ -153,7 +153,7 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def even_batches(self) -> bool:
-        """Whether an incomplete last round is completed for every process."""
+        """True if an incomplete last round is completed for every process."""
         owner = self._even_owner()
         return True if owner is None else owner.even_batches
 
@@ -169,7 +169,7 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def remainder(self) -> int:
-        """Samples in the last round if it is incomplete, else 0; -1 before it is known."""
+        """Samples in the last round if it is incomplete, otherwise 0; -1 before it is known."""
         counts = self.real_counts()
         if counts is None:
             return -1 if self.batches is None and not self.end_of_dataloader else 0
@@ -177,7 +177,7 @@ class PreparedLoader(DataLoader[Any]):
         return 0 if total == self.total_batch_size else total
 
     def real_counts(self) -> tuple[int, ...] | None:
-        """Samples of the last round that are no repetitions, by process; ``None`` if all are or if not known."""
+        """Return the number of real (not repeated) samples in the last round by process; ``None`` if all or unknown."""
         if self.batches is not None:
             return self.batches.epoch.last_counts
         if self._real is None:
@@ -185,32 +185,32 @@ class PreparedLoader(DataLoader[Any]):
         return Share(samples=self._real, batch=self.nominal_rows, processes=self.processes).real_counts(0)
 
     def present_counts(self) -> tuple[int, ...] | None:
-        """`real_counts` of the batch at hand; ``None`` if no sample in it is known to be a repetition."""
+        """Return `real_counts` of the current batch; ``None`` if no sample in it is known to be a repetition."""
         return self.real_counts() if self.end_of_dataloader else None
 
     def last_rows(self) -> int:
-        """Samples in this process's part of the last round, repetitions included."""
+        """Return the samples in this process's part of the last round, including repetitions."""
         if self.batches is None:
             return self._real or self.nominal_rows if self.processes == 1 else self.nominal_rows
         return self.batches.last_rows()
 
     @property
     def nominal_rows(self) -> int:
-        """Samples in this process's part of a round that is complete."""
+        """Samples in this process's part of a complete round."""
         return self.total_batch_size // self.processes
 
     def get_sampler(self) -> Any:
-        """The sampler that the epochs' orders come from."""
+        """Return the sampler that draws the epochs' orders."""
         return get_sampler(self)
 
     def set_sampler(self, sampler: Any) -> None:
-        """Put ``sampler`` in the place of the one inside, from the next epoch on."""
+        """Replace the sampler inside, from the next epoch on."""
         if self.batches is None:
             raise ArgumentError("set_sampler: an iterable data set is read in its own order, it has no sampler")
         self.batches.set_sampler(sampler)
 
     def set_epoch(self, epoch: int) -> None:
-        """Make ``epoch`` the next one: shuffles that depend on it, and data sets that want to know, are told."""
+        """Make ``epoch`` the next one, and pass it to samplers and data sets that have ``set_epoch``."""
         self.progress.set_epoch(epoch)
         self._announce()
 
@@ -222,7 +222,7 @@ class PreparedLoader(DataLoader[Any]):
             dataset.set_epoch(self.progress.epoch)
 
     def skipping(self, batches: int) -> PreparedLoader:
-        """A view of this loader that leaves out the first ``batches`` of every epoch, counting them as given."""
+        """Return a view of this loader that skips the first ``batches`` of every epoch but counts them."""
         if batches < 0:
             raise ArgumentError(f"skip_first_batches: {batches} batches cannot be skipped, it must be 0 or more")
         view = copy.copy(self)
@@ -261,7 +261,7 @@ class PreparedLoader(DataLoader[Any]):
         progress.finish()
 
     def _iterate_base(self) -> Iterator[Any]:
-        """Begin an iteration of the loader inside. Workers that persist draw their seed in the first epoch alone."""
+        """Start an iteration of the loader inside. Persistent workers draw their seed only in the first epoch."""
         base = self.base_dataloader
         restarts = base.persistent_workers and base._iterator is None and self.progress.epoch > 0
         with seeding_aside(base) if restarts else nullcontext():
@@ -269,30 +269,30 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def _outlives(self) -> bool:
-        """Whether one epoch's data set, with the state that it is left in, is the next one's too."""
+        """True if a data set that has a state keeps it from one epoch to the next."""
         base = self.base_dataloader
         return hasattr(base.dataset, "state_dict") and (base.num_workers == 0 or base.persistent_workers)
 
     def reset(self) -> None:
-        """Forget how the last epoch ended."""
+        """Clear the end of the last epoch."""
         self.end_of_dataloader = False
         self._real = self._total = None
 
     def begin(self) -> None:
-        """Become the active loader of `GradientState`, at the start of an epoch. Iterating does it."""
+        """Become the active loader of `GradientState`, at the start of an epoch. Iteration calls it."""
         self.reset()
         self.gradient_state._add_dataloader(self)
 
     def end(self) -> None:
-        """Be the active loader of `GradientState` no longer. Iterating does it."""
+        """Stop being the active loader of `GradientState`. Iteration calls it."""
         self.gradient_state._remove_dataloader(self)
 
     def _open(self, skip: int, replay: dict[str, Any] | None) -> Iterator[Any]:
-        """Begin an epoch; the iterator leaves out ``skip`` batches and keeps position, end and length known."""
+        """Begin an epoch; the iterator skips ``skip`` batches and keeps position, end and length up to date."""
         raise TypeError(f"{type(self).__name__} is a base: use DataLoaderShard or DataLoaderDispatcher")
 
     def _count(self, ahead: Lookahead) -> None:
-        """Note that ``ahead`` has given one batch more, and whether that is known to be the last."""
+        """Count a batch that ``ahead`` yielded, and note if it is known to be the last."""
         self.progress.position += 1
         self.progress.inner = ahead.snapshot_here
         if ahead.exhausted:
@@ -300,11 +300,12 @@ class PreparedLoader(DataLoader[Any]):
             self.end_of_dataloader = self.progress.ended = not len(ahead)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this loader is, for a checkpoint: of types that a safe unpickler reads.
+        """Return the loader's state for a checkpoint, in types that a safe unpickler reads.
 
-        ``epoch``, ``position`` (batches given in it) and ``order`` (what it was drawn from); ``loader`` is the state of
-        a torchdata loader inside, as it was when the batch given last had just been read; ``generators`` and ``seeds``
-        are those of samplers and data sets.
+        ``epoch``, ``position``: the epoch, and the batches yielded in it.
+        ``order``: the random state that its order was drawn from.
+        ``loader``: the state of a torchdata loader inside, as of reading the batch yielded last.
+        ``generators``, ``seeds``: those of samplers and data sets.
         """
         state = {**self.progress.state_dict(), "generators": self._rng.generator_states(), "seeds": self._rng.seeds()}
         state.update(process=self.process_index, round=self.total_batch_size)
@@ -316,13 +317,13 @@ class PreparedLoader(DataLoader[Any]):
         return self._stream_rng if self.batches is None else self.batches.rng
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go back to where `state_dict` was taken.
+        """Restore the state that `state_dict` returned.
 
-        The next epoch has the order of the one interrupted there. Its batches already given are left out if the loader
-        was prepared with ``use_stateful_dataloader`` or is one of torchdata's; else the script leaves them out with
-        `skip_first_batches`. The state of a torchdata loader counts for the process that it was taken on; any other
-        goes by the position. With another number of processes, or another batch size, the epoch goes on behind the same
-        samples; where they do not fill whole rounds, some are given again, and a warning says how many.
+        The next epoch has the order of the one interrupted there. Its batches already yielded are skipped if the
+        loader was prepared with ``use_stateful_dataloader`` or is one of torchdata's; otherwise the script skips them
+        with `skip_first_batches`. The state of a torchdata loader is valid only on the process that saved it; others
+        use the position. With another number of processes, or another batch size, the epoch continues after the same
+        samples; if they do not fill complete rounds, some are repeated, and a warning states their number.
         """
         if "epoch" not in state_dict:
             raise ArgumentError("load_state_dict: not the state of a prepared loader, which its state_dict() returns")
@@ -332,7 +333,7 @@ class PreparedLoader(DataLoader[Any]):
         alter(self.base_dataloader, _iterator=None)  # workers that persist start anew, as in another process
 
     def own_state_dict(self) -> Any:
-        """The state of a torchdata loader inside, which may differ from process to process; ``None`` if not needed."""
+        """Return the state of a torchdata loader inside, which may differ by process; ``None`` if not needed."""
         progress, base = self.progress, self.base_dataloader
         if not self.stateful_base or progress.inner is not None:
             return progress.inner
@@ -340,16 +341,16 @@ class PreparedLoader(DataLoader[Any]):
         return base.state_dict() if needed else None  # type: ignore[attr-defined]
 
     def load_own_state_dict(self, state: Any) -> None:
-        """Go back to where `own_state_dict` was taken on this process. To be called after `load_state_dict`."""
+        """Restore what `own_state_dict` returned on this process. Call it after `load_state_dict`."""
         self.progress.set_inner(state)
 
 
 class DataLoaderShard(PreparedLoader):
-    """Gives this process its share of a data set that every process reads.
+    """A loader of this process's share of a data set that every process reads.
 
-    No sample is read ahead of the batch that is given, except from iterable data sets, whose end shows in no other
-    way: one batch, or with gradient accumulation as many as make a window. The constructor takes what `DataLoader`
-    takes in ``kwargs``; its ``batch_sampler`` may be a `BatchSamplerShard`.
+    Samples are not read ahead, except from iterable data sets, as their end is not known in advance: one batch,
+    or with gradient accumulation as many as make a window. ``kwargs`` are those of `DataLoader`;
+    ``batch_sampler`` may be a `BatchSamplerShard`.
     """
 
     def __init__(
@@ -384,7 +385,7 @@ class DataLoaderShard(PreparedLoader):
 
     @classmethod
     def around(cls, base: DataLoader[Any], batches: BatchSamplerShard | None, **how: Any) -> DataLoaderShard:
-        """A loader around ``base`` itself; ``how``: see `PreparedLoader._set_up`."""
+        """Return a loader around ``base`` itself; ``how``: see `PreparedLoader._set_up`."""
         loader = cls.__new__(cls)
         loader._set_up(base, batches, **how)
         return loader

@@ -1,4 +1,4 @@
-"""How far a prepared loader is: what a checkpoint keeps of it, and what resuming needs."""
+"""The position of a prepared loader, for checkpoints and resuming."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ logger = get_logger(__name__)
 class Progress:
     """Epoch and position of a loader, shared by it and its views that skip.
 
-    ``position`` counts the batches given in the epoch at hand, those skipped included; ``order`` is what the order of
-    that epoch was drawn from, ``None`` between epochs. ``resumed``: the epoch at hand was loaded and has yet to begin;
-    ``ended``: it has given its last batch. ``inner`` is the state of a torchdata loader inside: to be put back, or as
-    it was at the batch given last if others have been read ahead.
+    ``position``: the batches yielded in the current epoch, including skipped ones.
+    ``order``: the random state that its order was drawn from; ``None`` between epochs.
+    ``resumed``: True if the current epoch was loaded and has not begun.
+    ``ended``: True if it has yielded its last batch.
+    ``inner``: the state of a torchdata loader inside: to be restored, or as of the batch yielded last if others
+        were read ahead.
     """
 
     def __init__(self) -> None:
@@ -29,7 +31,7 @@ class Progress:
 
     @property
     def running(self) -> bool:
-        """Whether the epoch at hand was begun here."""
+        """True if the current epoch was begun here."""
         return self.order is not None and not self.resumed
 
     def set_epoch(self, epoch: int) -> None:
@@ -49,8 +51,8 @@ class Progress:
     def begin(self) -> tuple[int, dict[str, Any] | None, Any]:
         """Begin an epoch.
 
-        Returns its position and what its order must be drawn from, 0 and ``None`` unless it was interrupted; and the
-        state to put back into the loader inside.
+        Returns its position and the random state to draw its order from, 0 and ``None`` unless it was interrupted;
+        and the state to restore in the loader inside.
         """
         left = (self.position, self.order) if self.resumed else (0, None)
         inner, self.inner = self.inner, None
@@ -59,12 +61,12 @@ class Progress:
         return *left, inner
 
     def finish(self) -> None:
-        """The epoch is through."""
+        """End the epoch and move on to the next."""
         self.inner = None
         self._leave(self.epoch + 1)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """Return the state for a checkpoint."""
         return {
             "epoch": self.epoch,
             "position": self.position,
@@ -74,10 +76,10 @@ class Progress:
         }
 
     def load_state_dict(self, state: dict[str, Any], process: int = 0, round_size: int = 1) -> None:
-        """Go back to where `state_dict` was taken; the next epoch begun is the one interrupted there, if it was.
+        """Restore the state that `state_dict` returned; the next epoch is the one interrupted there, if any.
 
-        The state of a loader inside is taken over if it was ``process``'s own. If it was taken with another
-        ``round_size`` the position is the one behind the same samples, or the last one before.
+        The state of a loader inside is used if it was ``process``'s own. With another ``round_size`` the position is
+        the one after the same samples, or the last one before.
         """
         self._leave(state["epoch"])
         self.resumed = state["in_epoch"]
@@ -90,13 +92,13 @@ class Progress:
         self.inner = state.get("loader") if mine else None
 
     def set_inner(self, state: Any) -> None:
-        """Take ``state`` for the loader inside, unless it was taken in rounds of another size."""
+        """Set the state of the loader inside, unless it was saved with another round size."""
         if self._same_round and state is not None:
             self.inner = state
 
 
 def _moved(position: int, was: int, now: int) -> int:
-    """The position in rounds of ``now`` samples that ``position`` was in rounds of ``was``."""
+    """Convert ``position`` from rounds of ``was`` samples to rounds of ``now``; warn if samples are repeated."""
     moved, again = divmod(position * was, now)
     if again:
         logger.warning(

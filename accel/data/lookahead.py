@@ -1,4 +1,4 @@
-"""Reading ahead, as far as the end of an accumulation window must be known, and no further."""
+"""Read-ahead, only as far as the end of an accumulation window must be known."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from accel.state import GradientState
 
 
 def window_depth(state: GradientState) -> int:
-    """Batches to hold ahead so that a window that the end cuts short is known as such with its first batch."""
+    """Return the number of batches to buffer so that a window cut short by the end is known at its first batch."""
     plugin = state.plugin
     return max(1, plugin.num_steps - 1) if plugin.sync_with_dataloader else 1
 
 
 class Lookahead(Iterator[Any]):
-    """Iterates ``source`` with ``depth()`` items held ahead of the one given.
+    """An iterator over ``source`` that buffers ``depth()`` items after the current one.
 
-    ``snapshot`` is called after each item is read; `snapshot_here` is what it returned for the item given last, which
-    is where a reader that goes on after that item must begin.
+    ``snapshot`` is called after each item is read; `snapshot_here` is its result for the current item, the state
+    from which to resume after it.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class Lookahead(Iterator[Any]):
         self.snapshot_here: Any = None
 
     def fill(self) -> None:
-        """Read until as much is held as should be, or nothing is left."""
+        """Read until the buffer is full or the source ends."""
         wanted = self._depth()
         while not self.exhausted and len(self._held) < wanted:
             self._read()
@@ -47,7 +47,7 @@ class Lookahead(Iterator[Any]):
         self._held.append((item, None if self._snapshot is None else self._snapshot()))
 
     def peek(self) -> Any:
-        """The item that comes next, or ``None`` if there is none."""
+        """Return the next item, or ``None`` if there is none."""
         return self._held[0][0] if self._held else None
 
     def __len__(self) -> int:

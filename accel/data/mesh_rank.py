@@ -1,4 +1,4 @@
-"""Which data a process is to see: its place among those that see different data, and what is shared out already."""
+"""A process's share of the data in a device mesh, and detection of loaders that are sharded already."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _DATA_DIMENSIONS = ("dp", "fsdp", "dp_replicate", "dp_shard")
 
 
 def data_place(mesh: Any) -> tuple[int, int] | None:
-    """How many shares of the data a device mesh makes, and which is this process's; ``None`` without a mesh."""
+    """Return the number of data shares in a device mesh, and this process's index; ``None`` without a mesh."""
     if mesh is None:
         return None
     coordinates = mesh.get_coordinate()
@@ -28,7 +28,7 @@ def _place(mesh: Any, coordinates: Any) -> tuple[int, int]:
 
 
 def shares_by_rank(mesh: Any, processes: int) -> list[int]:
-    """For each rank of the world, which share of the data it sees: its own, or that of its place in ``mesh``."""
+    """Return the data share of each rank: its own, or that of its place in ``mesh``."""
     if mesh is None:
         return list(range(processes))
     found = [0] * processes
@@ -45,10 +45,10 @@ def _all_coordinates(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 
 def is_shared_out(dataloader: Any) -> bool:
-    """Whether ``dataloader`` is this process's own share already.
+    """Return True if ``dataloader`` is this process's own share already.
 
-    That shows where the sampler is torch's `DistributedSampler`, or the data set a stream of the ``datasets`` library
-    that was given to its ``split_dataset_by_node``. Anything else needs ``already_sharded=True``.
+    Detects torch's `DistributedSampler`, and a stream of the ``datasets`` library after its
+    ``split_dataset_by_node``. Anything else needs ``already_sharded=True``.
     """
     outer = dataloader.sampler if isinstance(dataloader.sampler, BatchSampler) else dataloader.batch_sampler
     if isinstance(getattr(outer, "sampler", None), DistributedSampler):
@@ -57,6 +57,6 @@ def is_shared_out(dataloader: Any) -> bool:
 
 
 def is_datasets_stream(dataset: Any) -> bool:
-    """Whether ``dataset`` is an ``IterableDataset`` of the ``datasets`` library, which knows its own files."""
+    """Return True for an ``IterableDataset`` of the ``datasets`` library, which knows its own files."""
     kinds = type(dataset).__mro__
     return any(kind.__module__ == "datasets.iterable_dataset" and kind.__name__ == "IterableDataset" for kind in kinds)

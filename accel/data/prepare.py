@@ -1,4 +1,4 @@
-"""Turning a script's `DataLoader` into this process's."""
+"""Conversion of a script's `DataLoader` into a prepared loader."""
 
 from __future__ import annotations
 
@@ -41,16 +41,22 @@ def prepare_data_loader(
     *,
     already_sharded: bool = False,
 ) -> PreparedLoader:
-    """Return a loader that gives process ``process_index`` of ``num_processes`` its share of ``dataloader``.
+    """Return a loader of the share of process ``process_index`` of ``num_processes`` in ``dataloader``.
 
-    ``dataloader`` itself is not changed and all its settings are kept. One that is prepared already is returned as it
-    is, and one that is this process's share already (``already_sharded``, or see `is_shared_out`) is not shared out a
-    second time. Batches are put on ``device`` if ``put_on_device``. ``rng_types`` says which generators are made equal
-    on all processes when an epoch begins: by default (``["generator"]``) those that the order is drawn from.
-    ``dispatch_batches=None`` has the main process read for all if the data set is iterable and batches are put on the
-    device. ``torch_device_mesh``: processes that differ only in dimensions other than ``dp``, ``dp_replicate``,
-    ``dp_shard`` and ``fsdp`` see the same data. For the other arguments see `DataLoaderConfiguration`. Raises
-    `DataError` for a loader that cannot be shared out as asked.
+    ``dataloader`` itself is not changed and all its settings are kept. A prepared loader is returned unchanged,
+    and one that is this process's share already (``already_sharded``, or see `is_shared_out`) is not sharded
+    again.
+
+    ``put_on_device``: move batches to ``device``.
+    ``rng_types``: the generators to synchronize when an epoch begins: by default (``["generator"]``) those that
+        draw the order.
+    ``dispatch_batches``: the main process reads for all; ``None``: if the data set is iterable and batches are
+        moved to the device.
+    ``torch_device_mesh``: processes that differ only in dimensions other than ``dp``, ``dp_replicate``,
+        ``dp_shard`` and ``fsdp`` see the same data.
+
+    For the other arguments see `DataLoaderConfiguration`. Raises `DataError` for a loader that cannot be sharded
+    like this.
     """
     if isinstance(dataloader, PreparedLoader):
         return dataloader

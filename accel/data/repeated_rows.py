@@ -1,4 +1,4 @@
-"""Leaving out of gathered results the rows that stem from repeated samples."""
+"""Removal of repeated samples' rows from gathered results."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from accel.state import GradientState
 
 
 def last_counts(state: GradientState) -> tuple[int, ...] | None:
-    """Real samples by process in the batch at hand of the active loader, if some in it may be repetitions."""
+    """Return the real samples by process in the active loader's current batch; None if all are real."""
     loader = state.active_dataloader
     return None if loader is None else loader.present_counts()
 
 
 def without_repetitions(gathered: Any, counts: tuple[int, ...], rows: int, nominal: int | None = None) -> Any:
-    """Keep of each gathered tensor the rows of real samples.
+    """Keep only the rows of real samples in each gathered tensor.
 
-    Process r gave ``rows`` samples of which the first ``counts[r]`` are real. A tensor with k rows a sample keeps k
-    rows for each. One that has ``nominal`` rows a process, as complete batches have, though ``rows`` are fewer, is one
-    number that its script repeated for each sample that it expected: it keeps one row a real sample. One whose rows
-    are neither is not about samples (a loss a process, say) and stays.
+    Process r contributed ``rows`` samples; the first ``counts[r]`` are real. A tensor with k rows per sample
+    keeps k rows for each. A tensor with ``nominal`` rows per process, as complete batches have, though ``rows``
+    are fewer, is one number that the script repeated for each expected sample: it keeps one row per real sample.
+    A tensor with any other number of rows is not about samples (a loss per process, for example) and stays.
     """
     nominal = rows if nominal is None else nominal
     if rows == nominal and all(count == rows for count in counts):
@@ -44,11 +44,10 @@ def without_repetitions(gathered: Any, counts: tuple[int, ...], rows: int, nomin
 
 
 def _is_repeated(leaf: torch.Tensor, processes: int) -> bool:
-    """Whether each process gave one number, over and over."""
     own = leaf.reshape(processes, -1)
     return leaf.ndim == 1 and bool((own == own[:, :1]).all())
 
 
 def own_part(items: Any, counts: tuple[int, ...], rank: int) -> Any:
-    """Keep of this process's list of objects, one a sample, those of real samples."""
+    """Return the real samples' objects of this process's list of one object per sample."""
     return items[: counts[rank]] if isinstance(items, (list, tuple)) else items

@@ -1,4 +1,4 @@
-"""Batches as rows: counting, cutting and joining nests whose leaves are tensors, or lists of one object a row."""
+"""Counting, cutting and joining the rows of batches: nested tensors, or lists of one object per row."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from accel.pytree import find_batch_size, honor_type, is_record
 
 
 def count_rows(batch: Any) -> int | None:
-    """Rows of ``batch``: the first dimension of its first tensor, else the length of its first list of objects."""
+    """Return the rows of ``batch``: the length of its first tensor, or else of its first list of objects."""
     size = find_batch_size(batch)
     return size if size is not None else next(_list_lengths(batch), None)
 
@@ -39,9 +39,9 @@ def _is_object_list(data: Any) -> bool:
 
 
 def take_rows(batch: Any, rows: slice, process_index: int | None = None, num_processes: int | None = None) -> Any:
-    """Return ``batch`` with only ``rows`` of its tensors and of its lists of one object a row; all else stays.
+    """Return ``batch`` with only ``rows`` of its tensors and of its lists of one object per row.
 
-    The other arguments are what a ``slice_fn`` is told besides.
+    The other arguments are passed to every ``slice_fn``, and unused here.
     """
     size = count_rows(batch)
 
@@ -56,7 +56,7 @@ def take_rows(batch: Any, rows: slice, process_index: int | None = None, num_pro
 
 
 def join_rows(batches: list[Any]) -> Any:
-    """Join the rows of ``batches``, which must be alike but for their number of rows; else `DataError`."""
+    """Join the rows of ``batches``, which may differ only in their number of rows; otherwise raise `DataError`."""
     sizes = [count_rows(batch) for batch in batches]
     return batches[0] if len(batches) == 1 else _join(batches, sizes)
 

@@ -1,8 +1,8 @@
-"""Which samples of an epoch a process has: pure arithmetic, no torch.
+"""The samples of a process in an epoch: pure arithmetic, no torch.
 
-An epoch of N samples is dealt in rounds. A round is one batch for each of P processes, b samples each: in round s,
-process r has the samples from (s·P + r)·b on. This is what Accelerate's documentation describes, for whole batches
-dealt in turn as well as for batches that are split; only b differs.
+An epoch of N samples is dealt in rounds. A round is one batch for each of P processes, b samples each: in
+round s, process r has the samples from (s·P + r)·b on. Accelerate documents this for whole batches dealt in
+turn as well as for split batches; only b differs.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 class Share:
     """The share of process ``index`` of ``processes`` in an epoch of ``samples``, ``batch`` of them at a time.
 
-    ``drop_last`` leaves out the last round if it is incomplete. Else ``even`` completes it with samples from the start
-    of the epoch; without ``even`` the last processes have a short batch in it, or none.
+    ``drop_last`` drops the last round if it is incomplete. Otherwise ``even`` completes it with samples from the
+    start of the epoch; without ``even`` the last processes have a short batch in it, or none.
     """
 
     samples: int
@@ -32,20 +32,20 @@ class Share:
 
     @property
     def steps(self) -> int:
-        """Batches that this process gets."""
+        """Batches of this process."""
         whole, rest = divmod(self.samples, self.round_size)
         if self.drop_last or rest == 0:
             return whole
         return whole + (self.even or rest > self.index * self.batch)
 
     def span(self, step: int) -> tuple[int, int]:
-        """First and past-the-last position of batch ``step``; positions from ``samples`` on wrap around."""
+        """Return first and past-the-end position of batch ``step``; positions from ``samples`` on wrap around."""
         start = step * self.round_size + self.index * self.batch
         end = start + self.batch
         return (start, end) if self.even else (start, min(end, self.samples))
 
     def real_counts(self, step: int) -> tuple[int, ...]:
-        """How many samples of round ``step`` each process has that are no repetitions, in rank order."""
+        """Return each process's number of real (not repeated) samples in round ``step``, in rank order."""
         start = step * self.round_size
         return tuple(
             min(self.batch, max(0, self.samples - start - rank * self.batch)) for rank in range(self.processes)

@@ -1,4 +1,4 @@
-"""The order in which an epoch visits the samples: the same on every process, and drawn again on resume."""
+"""The sample order of an epoch: the same on every process, and drawn again on resume."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TORCHDATA = "torchdata.stateful_dataloader.sampler"
 
 @runtime_checkable
 class Indexable(Protocol):
-    """A sampler of which position i can be asked without walking there."""
+    """A sampler with random access."""
 
     def __len__(self) -> int: ...
 
@@ -26,10 +26,10 @@ class Indexable(Protocol):
 
 
 class SeedableRandomSampler(RandomSampler):
-    """A shuffle that depends on a seed and the epoch alone: ``set_epoch(e)`` gives the same order at any time.
+    """A shuffle that depends only on a seed and the epoch: ``set_epoch(e)`` always yields the same order.
 
-    Takes the arguments of torch's `RandomSampler`, and ``data_seed`` (default: `torch.initial_seed`); a ``generator``
-    is seeded anew for each epoch. Walking it to the end goes on to the next epoch.
+    Takes the arguments of torch's `RandomSampler`, and ``data_seed`` (default: `torch.initial_seed`); a
+    ``generator`` is seeded again for each epoch. Iterating to the end advances to the next epoch.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class SeedableRandomSampler(RandomSampler):
         self.set_epoch(self.epoch + 1)
 
     def draw(self) -> torch.Tensor:
-        """The order of the present epoch, a tensor of shape ``(num_samples,)``."""
+        """Return the order of the current epoch, a tensor of shape ``(num_samples,)``."""
         assert self.generator is not None
         self.generator.manual_seed(self.initial_seed + self.epoch)
         if self.replacement:
@@ -63,12 +63,12 @@ class SeedableRandomSampler(RandomSampler):
 
 
 def is_plain_batch_sampler(item: Any) -> bool:
-    """Whether ``item`` is torch's own `BatchSampler`, or torchdata's: batches of one size, samples in order."""
+    """Return True for torch's own `BatchSampler` or torchdata's: batches of one size, samples in order."""
     return type(item) is BatchSampler or _is_torchdata(item, "BatchSampler")
 
 
 def is_plain_shuffle(item: Any) -> bool:
-    """Whether ``item`` is torch's own `RandomSampler`, or torchdata's, and not a subclass."""
+    """Return True for torch's own `RandomSampler` or torchdata's, but not for a subclass."""
     return type(item) is RandomSampler or _is_torchdata(item, "RandomSampler")
 
 
@@ -88,7 +88,7 @@ def _permutations(sampler: Any, generator: torch.Generator) -> torch.Tensor:
 
 
 def draw(sampler: Iterable[Any]) -> Sequence[int] | torch.Tensor | Indexable | Iterator[Any]:
-    """Draw the order of one epoch: something that can be indexed where the sampler allows, else an iterator."""
+    """Draw the order of one epoch: indexable if the sampler allows it, otherwise an iterator."""
     if isinstance(sampler, SeedableRandomSampler):
         return sampler.draw()
     if type(sampler) is SequentialSampler:
@@ -106,9 +106,9 @@ def _fresh_generator() -> torch.Generator:
 
 
 class OrderRng:
-    """The random numbers that an order is drawn from: remembered, made equal on all processes, and replayed.
+    """The random state that orders are drawn from: saved, synchronized over all processes, and replayed.
 
-    ``owners`` are the samplers, or data sets, whose ``generator`` may be used, beside the global generators.
+    ``owners``: samplers or data sets whose ``generator`` may be used, as well as the global generators.
     """
 
     def __init__(self, owners: Sequence[Any], *, shared: bool) -> None:
@@ -117,31 +117,31 @@ class OrderRng:
         self._fixed = all(_draws_nothing(owner) for owner in owners)
 
     def generators(self) -> list[torch.Generator]:
-        """The owners' own generators."""
+        """Return the owners' own generators."""
         found = [getattr(owner, "generator", None) for owner in self._owners]
         return [generator for generator in found if isinstance(generator, torch.Generator)]
 
     def capture(self) -> dict[str, Any]:
-        """The present state of all of them, in types that a safe unpickler reads; empty if an order needs none."""
+        """Return the state of all generators in types that a safe unpickler reads; empty if an order needs none."""
         if self._fixed:
             return {}
         return {"host": host_rng_state(), "generators": self.generator_states()}
 
     def generator_states(self) -> list[torch.Tensor]:
-        """The present state of the owners' own generators."""
+        """Return the state of the owners' own generators."""
         return [generator.get_state() for generator in self.generators()]
 
     def set_generator_states(self, states: list[torch.Tensor]) -> None:
-        """Give back what `generator_states` took."""
+        """Restore what `generator_states` returned."""
         for generator, state in zip(self.generators(), states, strict=False):
             generator.set_state(state)
 
     def seeds(self) -> list[int]:
-        """The seeds of the owners that draw from a seed and the epoch alone."""
+        """Return the seeds of owners that draw only from a seed and the epoch."""
         return [owner.initial_seed for owner in self._seedable()]
 
     def set_seeds(self, seeds: list[int]) -> None:
-        """Give back what `seeds` took."""
+        """Restore what `seeds` returned."""
         for owner, seed in zip(self._seedable(), seeds, strict=False):
             owner.initial_seed = seed
 
@@ -150,9 +150,9 @@ class OrderRng:
 
     @contextmanager
     def drawing(self, replay: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
-        """In the block the generators are the main process's, or as ``replay`` says; yields their state at its start.
+        """Use the main process's generator states, or ``replay``, in the block; yield the states at its start.
 
-        Afterwards the global generators of a process that had other states of its own have these again.
+        Afterwards the global generators of a process that had other states have those again.
         """
         own = self.capture()
         start = replay if replay is not None else self._agreed(own)
@@ -172,7 +172,7 @@ class OrderRng:
         return start
 
     def assume(self, state: dict[str, Any]) -> None:
-        """Give back what `capture` took."""
+        """Restore what `capture` returned."""
         set_host_rng_state(state["host"])
         self.set_generator_states(state["generators"])
 

@@ -1,4 +1,4 @@
-"""Leaving out the first batches of a loader."""
+"""Skipping of a loader's first batches."""
 
 from __future__ import annotations
 
@@ -16,10 +16,7 @@ from accel.errors import ArgumentError
 
 
 class SkipBatchSampler(BatchSampler):
-    """Yields what ``batch_sampler`` yields, but for its first ``skip_batches`` batches.
-
-    Where those can be passed over without being made, they are.
-    """
+    """The batches of ``batch_sampler`` without the first ``skip_batches``, which are not computed if possible."""
 
     def __init__(self, batch_sampler: Any, skip_batches: int = 0) -> None:
         if skip_batches < 0:
@@ -43,11 +40,11 @@ class SkipBatchSampler(BatchSampler):
 
     @property
     def total_length(self) -> int:
-        """Batches with those left out."""
+        """Batches including those skipped."""
         return len(self.batch_sampler)
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the samplers inside which epoch comes next, those that want to know."""
+        """Pass ``epoch`` to the samplers inside that have ``set_epoch``."""
         for part in (self.batch_sampler, self.sampler):
             listener = getattr(part, "set_epoch", None)
             if listener is not None:
@@ -55,7 +52,7 @@ class SkipBatchSampler(BatchSampler):
 
 
 class SkipDataLoader(DataLoaderShard):
-    """A loader of one process that leaves out the first ``skip_batches`` batches of each epoch.
+    """A loader for one process that skips the first ``skip_batches`` batches of each epoch.
 
     ``kwargs`` are those of `DataLoader`.
     """
@@ -67,10 +64,10 @@ class SkipDataLoader(DataLoaderShard):
 
 
 def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
-    """Return a loader that leaves out the first ``num_batches`` batches of ``dataloader``.
+    """Return a loader that skips the first ``num_batches`` batches of ``dataloader``.
 
-    All settings are kept. Where the sampler can be indexed nothing is read to get there. A prepared loader and what is
-    returned share epoch and position. Raises `ArgumentError` for a negative number.
+    All settings are kept. If the sampler can be indexed, skipping reads nothing. A prepared loader and the
+    returned one share epoch and position. Raises `ArgumentError` for a negative number.
     """
     if isinstance(dataloader, PreparedLoader):
         return dataloader.skipping(num_batches)

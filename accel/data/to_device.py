@@ -1,4 +1,4 @@
-"""Putting batches on a device, at little more than the cost of asking torch."""
+"""Moving batches to a device, with little overhead over torch's own call."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from accel.world import xla
 
 
 def mover(device: torch.device, non_blocking: bool) -> Callable[[Any], Any]:
-    """`send_to_device` for one device; a tensor, or a dict or list of them, as most batches are, goes the short way."""
+    """Return `send_to_device` for one device, with a fast path for tensors and for dicts and lists of them."""
 
     def move(batch: Any) -> Any:
         kind = type(batch)
@@ -33,7 +33,7 @@ def mover(device: torch.device, non_blocking: bool) -> Callable[[Any], Any]:
 
 
 class _Recording:
-    """Ends, at each batch, what torch_xla has recorded of the one before: a graph a step, and not one an epoch."""
+    """A move that ends torch_xla's recording of the previous batch: one graph per step, not one per epoch."""
 
     def __init__(self, move: Callable[[Any], Any]) -> None:
         self._move = move

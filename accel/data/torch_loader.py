@@ -1,4 +1,4 @@
-"""Making and changing torch's loaders, the prepared loaders' insides."""
+"""Creating and changing torch's loaders, which prepared loaders wrap."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from accel.errors import ArgumentError
 
 
 def alter(loader: DataLoader[Any], **attributes: Any) -> None:
-    """Assign attributes of a loader that nothing iterates.
+    """Set attributes of a loader that is not being iterated.
 
-    `DataLoader` forbids it after construction, because an iterator in flight would not see it; ``loader`` must be a
-    fresh copy.
+    `DataLoader` forbids this after construction, because a running iterator would not see it; ``loader`` must be
+    a fresh copy.
     """
     vars(loader).update(attributes)
 
 
 @contextmanager
 def seeding_aside(base: DataLoader[Any]) -> Iterator[None]:
-    """In the block, draw the seed of ``base``'s workers without moving on the generator that it comes from."""
+    """Draw the seed of ``base``'s workers in the block without advancing the generator that it comes from."""
     own = base.generator
     aside = torch.Generator()
     aside.set_state(torch.get_rng_state() if own is None else own.get_state())
@@ -40,7 +40,7 @@ def seeding_aside(base: DataLoader[Any]) -> Iterator[None]:
 def make_loader(
     dataset: Any, stateful: bool, options: dict[str, Any]
 ) -> tuple[DataLoader[Any], BatchSamplerShard | None]:
-    """A loader of torch's, or with ``stateful`` of torchdata's, and its batch sampler; ``None`` for a stream."""
+    """Return torch's loader, or with ``stateful`` torchdata's, and its batch sampler; ``None`` for a stream."""
     sharded = options.get("batch_sampler")
     base = loader_class(stateful)(dataset, **options)
     if isinstance(dataset, IterableDataset):
@@ -51,7 +51,7 @@ def make_loader(
 
 
 def share_sampler(base: DataLoader[Any], **how: Any) -> BatchSamplerShard:
-    """Put a `BatchSamplerShard` in the place of the batch sampler of ``base``, and return it."""
+    """Replace the batch sampler of ``base`` by a `BatchSamplerShard`, and return that."""
     if base.batch_sampler is None:
         batches = BatchSamplerShard(base.sampler, **how)
         alter(base, sampler=batches)
@@ -62,7 +62,7 @@ def share_sampler(base: DataLoader[Any], **how: Any) -> BatchSamplerShard:
 
 
 def loader_class(stateful: bool) -> type[DataLoader[Any]]:
-    """torch's `DataLoader`, or torchdata's `StatefulDataLoader`. Raises `ArgumentError` if that is not installed."""
+    """Return torch's `DataLoader` or torchdata's `StatefulDataLoader`. Raises `ArgumentError` without torchdata."""
     if not stateful:
         return DataLoader
     try:
@@ -74,7 +74,7 @@ def loader_class(stateful: bool) -> type[DataLoader[Any]]:
 
 @cache
 def stateful_kind(kind: Any) -> Any:
-    """``kind``, which is a `StatefulDataLoader` for `isinstance` too where torchdata is installed."""
+    """Return ``kind`` as a subclass of `StatefulDataLoader` too; unchanged without torchdata."""
     try:
         base = loader_class(True)
     except ArgumentError:
@@ -86,13 +86,13 @@ def stateful_kind(kind: Any) -> Any:
 
 
 def blank(kind: Any, stateful: bool) -> DataLoader[Any]:
-    """An unpickled loader before it has its state."""
+    """Return a loader without state, for unpickling."""
     made: Any = stateful_kind(kind) if stateful else kind
     loader: DataLoader[Any] = made.__new__(made)
     return loader
 
 
 def get_sampler(dataloader: DataLoader[Any]) -> Any:
-    """The sampler inside ``dataloader``, prepared or not; ``None`` if its batch sampler has none."""
+    """Return the sampler inside ``dataloader``, prepared or not; ``None`` if its batch sampler has none."""
     outer = dataloader.sampler if isinstance(dataloader.sampler, BatchSampler) else dataloader.batch_sampler
     return getattr(outer, "sampler", None)

@@ -1,8 +1,8 @@
-"""Batches on their way from the main process to another: bytes, with the structure sent only when it has changed.
+"""Transfer of batches from the main process to others as bytes; the structure is sent only when it changes.
 
-A message holds a header of eight integers, what `pickle` makes of the structure (if it differs from that of the message
-before) and of whatever else must be said, and the tensors one after another. The first message of an epoch only says
-how long the second is; each one after that says how long the next is, so that a round takes one transfer a process.
+A message holds a header of eight integers, the pickled structure (if it differs from the previous message's)
+and note, and the tensors one after another. The first message of an epoch holds only the size of the second;
+each one after that holds the size of the next, so that a round takes one transfer per process.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _group: Any = None
 
 
 class Slot:
-    """The place of a tensor in the structure of a batch."""
+    """A placeholder for a tensor in the structure of a batch."""
 
     __slots__ = ("dtype", "shape")
 
@@ -40,7 +40,7 @@ class Slot:
 
 
 def host_group() -> Any:
-    """A group of all processes that carries host memory; ``None`` where the world itself does. To be called by all."""
+    """Return a group of all processes for host memory, ``None`` if the world's own has it. All must call it."""
     global _group
     if not PartialState().use_distributed or "gloo" in str(PartialState().backend):
         return None
@@ -57,13 +57,13 @@ def _is_alive(group: Any) -> bool:
 
 
 class Encoder:
-    """Turns the batches for one process into messages; remembers the structure that it has sent."""
+    """An encoder of one process's batches as messages; it remembers the structure that it has sent."""
 
     def __init__(self) -> None:
         self._sent: bytes | None = None
 
     def encode(self, batch: Any, note: Any) -> torch.Tensor:
-        """The message with ``batch`` and ``note`` (anything small that `pickle` takes, or ``None``)."""
+        """Return the message with ``batch`` and ``note`` (small and picklable, or ``None``)."""
         found: list[torch.Tensor] = []
 
         def lift(leaf: Any) -> Any:
@@ -99,13 +99,13 @@ def _aligned(size: int) -> int:
 
 
 class Decoder:
-    """Turns messages back into batches; remembers the structure that came last."""
+    """A decoder of messages into batches; it remembers the latest structure."""
 
     def __init__(self) -> None:
         self._structure: Any = None
 
     def decode(self, message: torch.Tensor) -> tuple[Any, Any]:
-        """The batch and the note of ``message``; tensors are views of its memory."""
+        """Return the batch and the note of ``message``; tensors are views of its memory."""
         length = int(message[:_HEADER_BYTES].view(torch.int64)[1])
         note = None
         if length:
@@ -128,7 +128,7 @@ class Decoder:
 
 
 class Sender:
-    """The main process's end: sends each other process its messages, without waiting for them to arrive."""
+    """The main process's end: sends the other processes their messages, without waiting for arrival."""
 
     def __init__(self, processes: int, group: Any) -> None:
         self._processes = processes
@@ -136,13 +136,13 @@ class Sender:
         self._under_way: list[tuple[Any, torch.Tensor]] = []
 
     def open(self, sizes: list[int]) -> None:
-        """Say how long the first messages are: ``sizes[r]`` bytes to process r, 0 for none at all."""
+        """Send the sizes of the first messages: ``sizes[r]`` bytes to process r, 0 for none at all."""
         self._send([torch.tensor([size]) for size in sizes])
 
     def send(self, messages: Sequence[torch.Tensor | None], following: list[int], left: int | None) -> None:
-        """Send ``messages[r]`` to process r (``None``: nothing), with the sizes of those that follow.
+        """Send ``messages[r]`` to process r (``None``: nothing), with the sizes of the following ones.
 
-        ``left``: rounds from this one on, if that is known.
+        ``left``: rounds from this one on, if known.
         """
         for message, size in zip(messages, following, strict=True):
             if message is not None:
@@ -158,14 +158,14 @@ class Sender:
                 self._under_way.append((dist.isend(message, rank, self._group, _TAG), message))
 
     def settle(self) -> None:
-        """Return when everything sent has been taken."""
+        """Wait until everything sent has been received."""
         for work, _ in self._under_way:
             work.wait()
         self._under_way.clear()
 
 
 class Receiver:
-    """Another process's end."""
+    """The end of any other process."""
 
     def __init__(self, group: Any, *, pinned: bool) -> None:
         self._group = group
@@ -176,17 +176,17 @@ class Receiver:
 
     @property
     def at_end(self) -> bool:
-        """Whether nothing follows what was received last."""
+        """True if nothing follows the message received last."""
         return self._next == 0
 
     def open(self) -> None:
-        """Learn whether there is anything to receive."""
+        """Receive the size of the first message."""
         size = torch.zeros(1, dtype=torch.int64)
         dist.recv(size, 0, self._group, _TAG)
         self._next = int(size)
 
     def receive(self) -> tuple[Any, Any]:
-        """The next batch and its note."""
+        """Receive the next batch and its note."""
         message = torch.empty(self._next, dtype=torch.uint8, pin_memory=self._pinned)
         dist.recv(message, 0, self._group, _TAG)
         header = message[:_HEADER_BYTES].view(torch.int64).tolist()

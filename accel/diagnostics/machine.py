@@ -9,7 +9,7 @@ import sys
 
 
 def describe() -> dict[str, str]:
-    """What a report of an error should say of the machine, as words by name; what cannot be told is left out."""
+    """Return the machine's properties for a bug report, by name; unknown ones are left out."""
     from accel.launch.devices import available_cpus
 
     found = {

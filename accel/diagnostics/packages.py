@@ -1,4 +1,4 @@
-"""Which packages are installed, by their metadata alone: a package that cannot be imported still has a version."""
+"""Versions of installed packages, from their metadata alone: even a package that cannot be imported has one."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ PACKAGES = (
 
 
 def versions() -> dict[str, str | None]:
-    """Distribution → version, ``None`` for one that is not installed."""
+    """Return the version of each distribution; ``None`` if not installed."""
     return {name: version_of(name) for name in PACKAGES}
 
 
 def version_of(name: str) -> str | None:
-    """The installed version, ``None`` if there is none, or words that say that its metadata are damaged."""
+    """Return the installed version, ``None`` without one, or a note that its metadata are damaged."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:

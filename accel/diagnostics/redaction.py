@@ -1,4 +1,4 @@
-"""Showing settings and variables without the secrets among them."""
+"""Redaction of secrets in settings and variables."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ _BEARER = re.compile(r"(?i)\b(bearer|basic)\s+[\w.~+/=-]{8,}")
 
 
 def is_secret(name: str) -> bool:
-    """Whether a setting of that name holds a secret, as far as a name can tell; rather too often than not."""
+    """Return True if a setting's name suggests a secret; errs on the side of True."""
     return bool(_SECRET_NAME.search(name)) and not _HARMLESS.search(name)
 
 
 def secrets_of(value: Any, name: str = "") -> frozenset[str]:
-    """The texts in ``value``, a nest of plain values, whose names say that they are secrets; no very short ones."""
+    """Return the texts in ``value`` (nested plain values) whose names mark them as secrets, except very short ones."""
     if isinstance(value, Mapping):
         return frozenset(text for key, inner in value.items() for text in secrets_of(inner, f"{key}"))
     if isinstance(value, (list, tuple)):
@@ -54,9 +54,9 @@ def secrets_of(value: Any, name: str = "") -> frozenset[str]:
 
 
 def without_secrets(value: Any, name: str = "", *, known: Collection[str] = ()) -> Any:
-    """``value``, a nest of plain values, with every secret in it replaced; keys and lengths of lists stay.
+    """Return ``value`` (nested plain values) with every secret replaced; keys and list lengths are kept.
 
-    known: secrets that are not to be seen in it, whatever is around them.
+    known: secrets to remove wherever they appear.
     """
     if isinstance(value, Mapping):
         return {key: without_secrets(inner, f"{key}", known=known) for key, inner in value.items()}

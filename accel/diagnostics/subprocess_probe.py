@@ -1,4 +1,4 @@
-"""Questions that may crash or hang (torch, drivers), each asked in a process of its own.
+"""Probes that may crash or hang (torch, drivers), each in a process of its own.
 
 `python -m accel.diagnostics.subprocess_probe torch` and `… nvml` print one JSON object on their last line.
 """
@@ -17,7 +17,7 @@ Probe = dict[str, Any]
 
 
 class Asked:
-    """One probe that runs beside whatever else is done; `answer` waits for it."""
+    """A probe that runs in the background; `answer` waits for it."""
 
     def __init__(self, question: str) -> None:
         import tempfile
@@ -29,7 +29,7 @@ class Asked:
         )
 
     def answer(self, seconds: float) -> Probe:
-        """What it found; `{"error": …}`, in one line, for a probe that failed or was too slow, which is ended."""
+        """Return the result; `{"error": …}`, in one line, for a probe that failed or was too slow, which is killed."""
         try:
             shown, _ = self._running.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
@@ -51,7 +51,7 @@ class Asked:
 
 
 def _environment() -> dict[str, str]:
-    """This process's, so that the probe imports the same `accel`, wherever it was found."""
+    """Return this process's environment, extended so that the probe imports the same `accel`."""
     import accel
 
     here = os.path.dirname(os.path.dirname(os.path.abspath(accel.__file__)))
@@ -69,7 +69,7 @@ def _read(shown: bytes) -> Probe | None:
 
 
 def of_torch() -> Probe:
-    """torch as it is when imported: its build, its collectives, the devices that it shows."""
+    """Return torch's build, its collectives and its visible devices."""
     import torch
     import torch.distributed as dist
 
@@ -110,7 +110,7 @@ def _devices(torch: Any) -> list[dict[str, Any]]:
 
 
 def of_nvml() -> Probe:
-    """What NVIDIA's driver says; `{}` where there is none."""
+    """Return the NVIDIA driver's data; `{}` without a driver."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
@@ -149,7 +149,7 @@ def _text(ask: Callable[[Any, ctypes.c_uint], int]) -> str | None:
 
 
 def _or_none(ask: Callable[[], Any]) -> Any:
-    """The answer, or nothing where this build, this driver or this plug-in cannot be asked."""
+    """Return the result, or None if this build, driver or plug-in raises."""
     try:
         return ask()
     except Exception:

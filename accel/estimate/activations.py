@@ -1,8 +1,8 @@
-"""What a step of training takes beside weights, gradients and the optimizer, counted on a model without memory.
+"""The memory of a training step besides weights, gradients and the optimizer, measured without allocating it.
 
-The model computes with torch's fake tensors, as if on the CPU: they have shapes and types, and the operators that would
-run are those that run there. So attention counts as the fused kernel that it is; what a kernel takes inside itself does
-not count.
+The model computes with torch's fake tensors, as if on the CPU: they have shapes and types, and the operators
+are those of a real run. So attention counts as the fused kernel that it is; memory inside a kernel does not
+count.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ Way = Literal["float32", "autocast", "bfloat16"]
 
 
 class Unmeasured(AccelError):
-    """The model cannot be run without memory, or nothing tells what it computes on."""
+    """The model cannot be run without memory, or its inputs are unknown."""
 
 
 def measure(subject: Subject, way: Way, *, batch_size: int, sequence_length: int, checkpointing: bool = False) -> int:
-    """What `step_bytes` counts of ``subject``. Raises `Unmeasured`, in one line.
+    """Return `step_bytes` for ``subject``. Raises `Unmeasured`, in one line.
 
-    Under autocast the weights' copies in bfloat16 are in it, for autograd keeps those.
+    Under autocast it includes the bfloat16 copies of the weights, which autograd keeps.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -58,7 +58,7 @@ def measure(subject: Subject, way: Way, *, batch_size: int, sequence_length: int
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without torch's record of what fails here, which `Unmeasured` says."""
+    """Silence torch's log of failures here, which `Unmeasured` reports."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before, log.disabled = log.disabled, True
     try:
@@ -68,9 +68,9 @@ def _quiet() -> Iterator[None]:
 
 
 def step_bytes(model: nn.Module, inputs: dict[str, Any], way: Way) -> int:
-    """The most that is alive at any moment of a forward and backward, but for weights, buffers and weights' gradients.
+    """Return the peak bytes of a forward and backward, without weights, buffers and the weights' gradients.
 
-    The batch counts, and the outputs until the backward has ended, as a loop that names them keeps them.
+    The batch counts, and so do the outputs until the backward ends, as in a loop that holds them in variables.
     """
     if way == "bfloat16":
         inputs = {name: _in_bfloat16(value) for name, value in inputs.items()}
@@ -87,7 +87,7 @@ def step_bytes(model: nn.Module, inputs: dict[str, Any], way: Way) -> int:
 
 
 class _Taken(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes each memory that an operator takes while this is on, and when it is let go of."""
+    """A recorder of each memory that operators allocate while it is active, and of its release."""
 
     def __init__(self, own: Iterable[torch.Tensor], batch: Iterable[object]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -124,7 +124,7 @@ class _Taken(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._alive[address] = (number, weakref.ref(storage, gone))
 
     def set_apart(self, tensor: torch.Tensor) -> None:
-        """It counts elsewhere, from its first moment on."""
+        """Exclude a tensor from the count, from its allocation on."""
         self._apart.add(self._alive[tensor.untyped_storage()._cdata][0])
 
     def most(self) -> int:
@@ -150,7 +150,7 @@ def _gradients_apart(model: nn.Module, taken: _Taken) -> Iterator[None]:
 
 
 def _loss(outputs: Any) -> torch.Tensor:
-    """The model's own; else the sum of all that it gives, which takes no memory."""
+    """Return the model's own loss, else the sum of its outputs, which needs no memory."""
     own = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
     if isinstance(own, torch.Tensor):
         return own
@@ -163,7 +163,7 @@ def _autocast(way: Way) -> contextlib.AbstractContextManager[object]:
 
 
 def _make_fake(model: nn.Module, dtype: torch.dtype) -> None:
-    """Put fake tensors in the place of all that ``model`` holds, as if on the CPU; tied weights stay tied."""
+    """Replace all tensors of ``model`` by fake ones, as if on the CPU; tied weights stay tied."""
     made: dict[int, torch.Tensor] = {}
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Which model a name means: a file, a directory, a factory, or a name on the Hub."""
+"""Resolution of a name to a model: a file, a directory, a factory, or a name on the Hub."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LIBRARIES = ("transformers", "timm")
 
 
 def find(name: str, library: str | None = None, *, trust_remote_code: bool = False) -> Subject:
-    """The model meant by ``name``: a safetensors file, a directory, ``module:factory``, or a name on the Hub.
+    """Return the model for ``name``: a safetensors file, a directory, ``module:factory``, or a name on the Hub.
 
     Raises `NotFound` or `ArgumentError`, in one line.
     """
@@ -61,9 +61,9 @@ def _by_config(name: str, folder: str, library: str | None, trust_remote_code: b
 
 
 def of_factory(name: str, module: str, factory: str) -> Subject:
-    """``module:factory``: a callable that returns a model, or a model and the keyword arguments of its forward.
+    """Return the model of ``module:factory``, which returns a model, or a model and its forward's arguments.
 
-    It is called without arguments, or, where it takes them, with ``batch_size`` and ``sequence_length``.
+    It is called with ``batch_size`` and ``sequence_length`` if it has such parameters, else without arguments.
     """
     import importlib
 

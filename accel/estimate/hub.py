@@ -1,4 +1,4 @@
-"""Models on the Hugging Face Hub, of which only config.json is fetched, and those that timm knows."""
+"""Models on the Hugging Face Hub, from their config.json alone, and models of timm."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from accel.estimate.model_source import NotFound, Subject
 
 
 def fetch_config(name: str) -> str:
-    """The folder of the Hub's cache that holds config.json of ``name``, fetched if it is not there yet.
+    """Return the folder of the Hub's cache with the config.json of ``name``, downloading it if needed.
 
-    Raises `NotFound` with one line for each way in which that fails: no such name, no access, no network.
+    Raises `NotFound` with a line for each cause: no such name, no access, no network.
     """
     if find_spec("huggingface_hub") is None:
         raise NotFound(f"{name} is no file or directory, and a name on the Hub needs: pip install huggingface_hub")
@@ -55,9 +55,9 @@ class _Unreachable(Exception):
 
 
 def _without_network(name: str) -> str | None:
-    """The cache's folder where the Hub does not answer, at once: `hf_hub_download` would ask for half a minute.
+    """Return the cache's folder at once if the Hub does not respond: `hf_hub_download` retries for half a minute.
 
-    None where it answers, whatever that is. Raises `_Unreachable` when there is nothing in the cache either.
+    None if it responds, whatever the response. Raises `_Unreachable` if the cache has nothing either.
     """
     from huggingface_hub import errors, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 
@@ -88,7 +88,7 @@ def read_config(folder: str) -> Mapping[str, Any]:
 
 
 def timm_knows(name: str) -> bool:
-    """Whether timm is there, can be imported, and has a model of that name."""
+    """Return True if timm can be imported and has a model of that name."""
     if find_spec("timm") is None:
         return False
     try:
@@ -99,7 +99,7 @@ def timm_knows(name: str) -> bool:
 
 
 def of_timm(name: str, config: Mapping[str, Any] | None = None) -> Subject:
-    """A model of timm: by its name there, or as a config.json of its form describes it. Raises `NotFound`."""
+    """Return a model of timm, by its name or by a config.json in timm's form. Raises `NotFound`."""
     if find_spec("timm") is None:
         raise NotFound(f"{name} is a model of timm: pip install timm")
     try:

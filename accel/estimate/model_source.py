@@ -1,4 +1,4 @@
-"""A model that `accel estimate-memory` is asked about: how it is made, and on what it computes."""
+"""A model for `accel estimate-memory`: its construction and its inputs."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from accel.errors import AccelError
 
 
 class NotFound(AccelError):
-    """There is no such model, or it cannot be made from what is there."""
+    """There is no such model, or it cannot be built."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A model to be made.
+    """A model to be built.
 
-    make:   makes it, on whatever device is the default one then, all of it anew each time.
-    inputs: a batch for it (batch size, sequence length), as the keyword arguments of a training forward; None where
-            nothing tells what it computes on. Raises `NotFound` for a model whose inputs are not known.
+    make:   builds it on the current default device, all of it new each time.
+    inputs: a batch for it (batch size, sequence length), as keyword arguments of a training forward; None if
+        nothing describes them. Raises `NotFound` for a model with unknown inputs.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Subject:
 
 
 def on_meta(subject: Subject) -> nn.Module:
-    """The model without memory, its floating-point tensors float32. Raises `NotFound` if it cannot be made so."""
+    """Return the model on the meta device, in float32. Raises `NotFound` if it cannot be built so."""
     from accel.big_models.init import init_empty_weights
 
     try:

@@ -1,7 +1,7 @@
-"""What each of N processes holds in training, by the way in which they share the work: arithmetic alone.
+"""The memory of each of N processes in training, by strategy: arithmetic alone.
 
-ZeRO's shares are those of its paper (https://arxiv.org/abs/1910.02054, section 5); its optimiser keeps weights in
-float32 beside Adam's two averages, always. FSDP and DDP keep float32 weights and compute in the half type.
+ZeRO's shares are those of its paper (https://arxiv.org/abs/1910.02054, section 5); its optimizer always keeps
+float32 weights besides Adam's two averages. FSDP and DDP keep float32 weights and compute in the half type.
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ TITLES = {"ddp": "DDP", "fsdp": "FSDP full shard", "zero1": "ZeRO 1", "zero2": "
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Numbers of elements. ``fixed``: bytes of what is neither trained nor shared out (buffers, frozen weights).
+    """Numbers of elements of a model.
 
-    unit: of the largest part that is gathered at a time; outside: of all that is in no such part; leaf: of the largest
-    module that weights are directly in.
+    trained: all trained elements.
+    fixed:   bytes that are neither trained nor sharded (buffers, frozen weights).
+    unit:    the largest part that is gathered at a time.
+    outside: all that is in no such part.
+    leaf:    the largest module that holds weights directly.
     """
 
     trained: int
@@ -31,7 +34,7 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """Bytes on each device, by part. ``activations`` is None where it could not be told, and then counts as nothing."""
+    """Bytes on each device, by part. ``activations`` is None if unknown, and then counts as 0."""
 
     strategy: str
     dtype: str
@@ -44,7 +47,7 @@ class Need:
 
     @property
     def total(self) -> int:
-        """The most at any moment: while gradients are computed, or while the optimiser takes its step."""
+        """The peak bytes: while gradients are computed, or during the optimizer's step."""
         held = self.weights + self.gradients + self.optimizer
         if self.strategy == "ddp":
             return held + self.gathered + max(self.activations or 0, self.step)
@@ -52,7 +55,7 @@ class Need:
 
 
 def needs(shape: Shape, processes: int, dtype: str, activations: Mapping[str, int | None]) -> list[Need]:
-    """One `Need` a strategy. ``activations`` holds bytes by way: ``float32``, ``autocast``, ``bfloat16``."""
+    """Return one `Need` per strategy. ``activations`` has bytes by way: ``float32``, ``autocast``, ``bfloat16``."""
     return [_need(strategy, shape, processes, dtype, activations) for strategy in STRATEGIES]
 
 
@@ -81,7 +84,7 @@ def _need(strategy: str, shape: Shape, n: int, dtype: str, activations: Mapping[
 
 
 def _gathered(strategy: str, shape: Shape, n: int, compute: int) -> int:
-    """Weights that are whole for a while, the next part's being fetched meanwhile, and one part's whole gradients."""
+    """Return the bytes of gathered weights, with the next part prefetched, and of one part's whole gradients."""
     if n == 1:
         return 0
     if strategy == "ddp":

@@ -1,4 +1,4 @@
-"""All that is told of one model: its size by type, and what training it takes of each device."""
+"""The report on one model: its size by type, and the memory of training on each device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TRAINED_IN = ("float32", "float16", "bfloat16")
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """Bytes of the model in one type; ``training`` by part as `estimate_training_usage` has it, or None."""
+    """Bytes of the model in one type; ``training`` by part as in `estimate_training_usage`, or None."""
 
     dtype: str
     largest_layer: int
@@ -30,7 +30,11 @@ class Size:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """``layers`` are the names of the largest ones; ``unmeasured`` says why activations are not known."""
+    """The report on one model.
+
+    layers:     the names of the largest ones.
+    unmeasured: why activations are unknown, or None.
+    """
 
     subject: Subject
     parameters: int
@@ -54,7 +58,7 @@ def report(
     sequence_length: int | None = None,
     checkpointing: bool = False,
 ) -> Report:
-    """Everything about ``subject``. Raises what making its model raises; what cannot be run is told without that."""
+    """Return the report on ``subject``, without activations if it cannot run. Raises its builder's errors."""
     model = on_meta(subject)
     length = sequence_length or min(512, subject.longest or 512)
     shape, unit = shape_of(model)
@@ -77,7 +81,7 @@ def report(
 
 
 def size_of(model: nn.Module, dtype: str) -> Size:
-    """The size of a float32 ``model`` in ``dtype``; whole numbers in it keep their type."""
+    """Return the size of a float32 ``model`` in ``dtype``; its integers keep their type."""
     total, (largest, _) = int(compute_module_sizes(model, dtype=dtype)[""]), _largest(model, dtype)
     full = int(compute_module_sizes(model)[""])
     training = estimate_training_usage(full, dtype) if dtype in TRAINED_IN else None
@@ -90,7 +94,7 @@ def _largest(model: nn.Module, dtype: str) -> tuple[int | float, list[str]]:
 
 
 def shape_of(model: nn.Module) -> tuple[Shape, str]:
-    """What of ``model`` is trained, and the class of the parts that are gathered one by one."""
+    """Return the numbers of elements in ``model``, and the class of the parts that are gathered one by one."""
     trained = {id(p): p.numel() for p in model.parameters() if p.requires_grad}
     held = {
         id(t): t.numel() * t.element_size() for t in [*model.parameters(), *model.buffers()] if id(t) not in trained
@@ -111,7 +115,7 @@ def shape_of(model: nn.Module) -> tuple[Shape, str]:
 
 
 def _units(model: nn.Module) -> list[nn.Module]:
-    """The blocks: those that transformers names, else the members of the list of modules with the most weights."""
+    """Return the blocks: those named by transformers, else the list of modules with the most weights."""
     named = class_names(getattr(model, "_no_split_modules", None))
     found = [module for module in model.modules() if type(module).__name__ in named]
     if found:
@@ -142,7 +146,7 @@ def _activations(
 
 
 def as_json(found: Report) -> dict[str, Any]:
-    """The report as plain values, in bytes."""
+    """Return the report as plain values, in bytes."""
     return {
         "model": found.subject.name,
         "library": found.subject.library,

@@ -1,4 +1,4 @@
-"""A model known by its safetensors files alone: their headers name every tensor, its type and its shape."""
+"""Models known only from their safetensors files, whose headers have each tensor's name, type and shape."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BY_NAME = {name: kind for kind, name in TYPES.items()}
 
 
 def of_file(path: str) -> Subject:
-    """A safetensors file, or the index of several. Raises `NotFound` when it is not one."""
+    """Return the model of a safetensors file, or of the index of several. Raises `NotFound` if it is neither."""
     if not path.endswith(".index.json"):
         return _of_tensors(path, read_header(path))
     try:
@@ -32,7 +32,7 @@ def of_file(path: str) -> Subject:
 
 
 def of_directory(path: str) -> Subject:
-    """All safetensors files in a directory. Raises `NotFound` when there are none."""
+    """Return the model of all safetensors files in a directory. Raises `NotFound` if there are none."""
     names = sorted(name for name in os.listdir(path) if name.endswith(".safetensors"))
     if not names:
         raise NotFound(f"{path} has neither a config.json nor a safetensors file")
@@ -47,7 +47,7 @@ def _of_files(name: str, paths: list[str]) -> Subject:
 
 
 def read_header(path: str) -> dict[str, tuple[torch.dtype, list[int]]]:
-    """Tensor → its type and shape. Raises `NotFound`."""
+    """Return type and shape of each tensor. Raises `NotFound`."""
     try:
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")

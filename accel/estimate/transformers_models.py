@@ -1,4 +1,4 @@
-"""Models of transformers, made from their configuration."""
+"""Models of transformers, built from their configuration."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PREDICTS_CLASSES = ("ForSequenceClassification", "ForImageClassification", "For
 
 
 def of_config(name: str, folder: str, config: Mapping[str, Any], *, trust_remote_code: bool = False) -> Subject:
-    """The class that ``config`` names first, which is the one that its weights are of. Raises `NotFound`."""
+    """Return the model of the class that ``config`` names first, the one of its weights. Raises `NotFound`."""
     if find_spec("transformers") is None:
         raise NotFound(f"{name} is a model of transformers: pip install transformers")
     try:
@@ -62,7 +62,7 @@ def _of_remote_code(transformers: Any, known: Any) -> nn.Module:
 
 
 def inputs(model: nn.Module, batch: int, length: int) -> Mapping[str, Any]:
-    """What ``model`` is given in a step of training. Raises `NotFound` for a kind of model that is not known here."""
+    """Return the inputs of ``model`` in a training step. Raises `NotFound` for an unknown kind of model."""
     config: Any = model.config
     kind = type(model).__name__
     tokens = torch.zeros(batch, length, dtype=torch.long)

@@ -1,7 +1,7 @@
-"""torch's elastic agent, with ranks that are forked, signals that are passed on, and failures that end the whole gang.
+"""torch's elastic agent with forked ranks, forwarded signals, and failures that end the whole gang.
 
-The agent keeps what it is good at: rendezvous, ranks, restarts. `GangAgent` fills in how workers are started, watched
-and ended, through the fork server, and decides which failure was the first.
+The base agent keeps rendezvous, ranks and restarts. `GangAgent` starts, watches and ends workers through the
+fork server, and decides which failure was first.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _ECHO_WAIT_S = 3.0
 
 @dataclass(frozen=True, kw_only=True)
 class RankSettings:
-    """What the agent must know to start one rank beside what the rendezvous says."""
+    """Settings for starting a rank, besides those from the rendezvous."""
 
     env: Mapping[str, str]
     log_of: Callable[[int, int], str | None]  # (rank, attempt) -> path
@@ -51,10 +51,11 @@ class RankSettings:
 
 
 class GangAgent(SimpleElasticAgent):
-    """One node's agent. `observe(event, **facts)` is told of every attempt's start and failure.
+    """The elastic agent of one node.
 
-    `interrupted` is called wherever the agent waits; it raises SignalException when the gang is to end. `meeting` is
-    entered for every rendezvous.
+    observe:     called as `observe(event, **facts)` for each start of an attempt and each failure.
+    interrupted: called during every wait; raises SignalException when the gang must end.
+    meeting:     a context manager around each rendezvous.
     """
 
     def __init__(
@@ -101,12 +102,12 @@ class GangAgent(SimpleElasticAgent):
 
     @property
     def _attempt(self) -> int:
-        """The number that the ranks and their logs have."""
+        """The attempt's number for ranks and their logs."""
         return self._started + (self._first_attempt or 0)
 
     @property
     def _told_attempt(self) -> int | None:
-        """The number for people; None where nothing can tell it."""
+        """The attempt's number in reports; None if unknown."""
         return None if self._first_attempt is None else self._attempt
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -139,7 +140,7 @@ class GangAgent(SimpleElasticAgent):
         return any(one.code != 0 for one in self._exits.values())
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        """Waits up to the poll interval for news, then says how the gang stands."""
+        """Wait up to the poll interval for events, then return the state of the gang."""
         try:
             for event in self._server.events(self._poll_s):
                 self._note(event)
@@ -160,7 +161,7 @@ class GangAgent(SimpleElasticAgent):
         self._end_ranks(signal.SIGTERM if death_sig == signal.SIGALRM else death_sig, self._settings.grace_s)
 
     def _exit_barrier(self) -> None:
-        """Nothing to wait for: success is reported only once every node has succeeded."""
+        """Do nothing: success is reported only after every node has succeeded."""
 
     # How the gang stands.
 
@@ -182,7 +183,7 @@ class GangAgent(SimpleElasticAgent):
         return RunResult(WorkerState.HEALTHY)
 
     def _gang(self, ask: Callable[[Peers], Any]) -> Any:
-        """Asks the rendezvous; where node 0 is gone, that is the failure."""
+        """Call the rendezvous; if node 0 is gone, return that as the failure."""
         try:
             return ask(self._peers)
         except RuntimeError as error:  # DistStoreError and its kin
@@ -198,7 +199,7 @@ class GangAgent(SimpleElasticAgent):
         return RunResult(WorkerState.FAILED, failures=self._process_failures())
 
     def _announce(self, failure: Failure) -> dict[str, Any]:
-        """Tells the other nodes of a failure, and whether it ends the gang. Returns the first that was told."""
+        """Report a failure to the other nodes, and whether it ends the gang. Return the failure reported first."""
         alone = failure.rank is None and not self._peers.may_shrink  # nobody is there to start its ranks again
         requeued = self._settings.requeued and failure.reason == "preempted"
         final = self._remaining_restarts == 0 or alone or requeued or failure.reason == "time_limit"
@@ -206,10 +207,10 @@ class GangAgent(SimpleElasticAgent):
         return dict(self._gang(lambda peers: peers.announce_failure(told)))
 
     def _end_after_failure(self) -> Failure:
-        """Ends this node's ranks because of one that failed, and tells the other nodes which.
+        """End this node's ranks after one has failed, and report the failure to the other nodes.
 
-        A rank whose peer died fails too, and on another node that may be seen first: so a failure that is not an
-        echo is told at once, and one that is waits a moment for the cause to be told.
+        A rank whose peer died fails too, and another node may notice that first. So a failure that is no echo is
+        reported at once; after an echo, this waits up to 3 s for another node to report the cause.
         """
         failure, echo = self._own_failure()
         if not echo:
@@ -223,7 +224,7 @@ class GangAgent(SimpleElasticAgent):
         return self._own_failure()[0]
 
     def preempted(self) -> Failure | None:
-        """What to report when a rank here has ended asking to be started again, whatever has ended the gang."""
+        """Return the preemption to report if a rank here exited with the requeue code, whatever ended the gang."""
         if not any(one.code == REQUEUE for one in self._exits.values()):
             return None
         one = next(one for one in self._exits.values() if one.code == REQUEUE)
@@ -231,7 +232,7 @@ class GangAgent(SimpleElasticAgent):
                         attempt=self._told_attempt, oom_kills=0, others="")  # fmt: skip
 
     def _own_failure(self) -> tuple[Failure, bool]:
-        """What failed first on this node, and whether that is only an echo of something else."""
+        """Return the first failure on this node, and True if it is only an echo of another."""
         one = first(self._exits.values(), self._ended_at)
         group = self._worker_group
         ended = [other for other in self._exits.values() if other.local_rank != one.local_rank]
@@ -245,7 +246,7 @@ class GangAgent(SimpleElasticAgent):
                        reason="node_failure", how=how, message=message, time=time.time())  # fmt: skip
 
     def _lost_node(self) -> dict[str, Any] | None:
-        """The failure of a node that has fallen silent, if there is one."""
+        """Return the failure of a node that has fallen silent, or None."""
         lost = self._gang(lambda peers: peers.silent())
         if not lost:
             return None
@@ -294,7 +295,7 @@ class GangAgent(SimpleElasticAgent):
         )  # fmt: skip
 
     def _end_ranks(self, signum: int, grace_s: float) -> None:
-        """Ends the gang's ranks on this node and all they have started; returns when none is left."""
+        """End this node's ranks and all their descendants; return when none is left, at most 5 s after the grace."""
         if self._ended_at == float("inf"):
             self._ended_at = time.time()
         try:
@@ -311,7 +312,10 @@ class GangAgent(SimpleElasticAgent):
             self._alive.clear()
 
     def _rank_environment(self, group: WorkerGroup, worker: Any) -> dict[str, str]:
-        """torchrun's variables (https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables)."""
+        """Return torchrun's variables.
+
+        https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
+        """
         spec = group.spec
         return {
             "RANK": str(worker.global_rank),
@@ -334,7 +338,7 @@ class GangAgent(SimpleElasticAgent):
 
 
 def _fate(others: list[Exit]) -> str:
-    """What became of the ranks beside the one that failed first, in a few words."""
+    """Summarize how the other ranks ended."""
     groups: dict[str, list[int]] = {}
     for one in others:
         if one.code == 0:

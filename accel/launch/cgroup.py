@@ -1,4 +1,4 @@
-"""What the control groups of this process say, of either version."""
+"""Values of this process's control groups, in version 1 or 2."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from collections.abc import Iterator
 
 
 def values(controller: str, *, v2: str, v1: str) -> Iterator[str]:
-    """The text of the controller's file in the group of this process and in those above it: ``v2`` or ``v1`` by the
-    version that the system has. Nothing where it does not tell."""
+    """Yield the text of a controller's file in this process's control group and in each group above it.
+
+    The file's name is ``v2`` or ``v1``, by the system's version. Yields nothing if it cannot be read.
+    """
     try:
         with open("/proc/self/cgroup") as file:
             groups = [line.rstrip("\n").split(":", 2) for line in file]

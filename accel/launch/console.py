@@ -1,4 +1,4 @@
-"""What a launcher tells people and its supervisor, and where its ranks' logs are."""
+"""Messages and the event log of a launcher, and the paths of its ranks' logs."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from .worker import open_log
 
 
 def say(text: str) -> None:
-    """Tells people something; that they have gone changes nothing about the gang or its exit code."""
+    """Print to stderr. A closed stderr affects neither the gang nor its exit code."""
     if sys.stderr is not None:
         with contextlib.suppress(OSError, ValueError):
             print(text, file=sys.stderr, flush=True)
 
 
 def said_again(signum: int) -> bool:
-    """Return True for a second signal that must not cut the grace short: SIGALRM, or SIGTERM, which Slurm repeats."""
+    """Return True for a second signal that must not shorten the grace period: SIGALRM, or Slurm's second SIGTERM."""
     return signum == signal.SIGALRM or (signum == signal.SIGTERM and "SLURM_STEP_ID" in os.environ)
 
 
@@ -32,8 +32,10 @@ def log_path(log_dir: str | None, rank: int, attempt: int) -> str | None:
 
 
 def recorder(log_dir: str | None, events: str | None = None) -> Callable[..., None]:
-    """Writes what happens to `events`, by default `launch.jsonl` beside the logs, where a supervisor reads it; nothing
-    without a log_dir."""
+    """Return a function that appends events to `events`, by default `launch.jsonl` in the log directory.
+
+    A supervisor reads that file. Without a log_dir the function does nothing.
+    """
 
     def record(event: str, **facts: Any) -> None:
         if log_dir is None:

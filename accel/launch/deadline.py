@@ -1,6 +1,6 @@
-"""The job's time limit as the launcher keeps it: the pods that ran stay, and so do their logs.
+"""The job's time limit, enforced by the launcher so that the pods and their logs remain.
 
-A cluster's own limit deletes the pods, and a pod's own starts again with each pod.
+A cluster's own limit deletes the pods, and a pod's own limit starts again with each pod.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ _TERMINATION_LOG = "/dev/termination-log"
 
 @dataclass(frozen=True, kw_only=True)
 class Deadline:
-    """limit_s:   the time limit.
+    """A time limit.
+
+    limit_s:   in seconds.
     exit_code: of this node's launcher when the limit has passed.
-    first_at:  when this launcher, or its first predecessor in this pod, was started; seconds since the epoch.
+    first_at:  start of this launcher, or of the first one in this pod; seconds since the epoch.
     """
 
     limit_s: int
@@ -35,11 +37,11 @@ class Deadline:
     first_at: float = 0.0
 
     def arm(self) -> None:
-        """Have SIGALRM sent to this process when the limit has passed."""
+        """Schedule SIGALRM to this process for when the limit passes."""
         signal.setitimer(signal.ITIMER_REAL, max(0.001, self.first_at + self.limit_s - time.time()))
 
     def end(self, quiet: bool) -> int:
-        """Tell why this launcher ends. Return its exit code."""
+        """Report that the time limit has passed. Return the launcher's exit code."""
         line = f"accel launch: the time limit of {self.limit_s} s is over; all ranks here have been ended"
         if not quiet:
             say(line)
@@ -53,9 +55,9 @@ class Deadline:
 
 
 def planned(env: Mapping[str, str], node_rank: int) -> Deadline | None:
-    """The deadline in ACCEL_TIME_LIMIT, and the exit codes of node 0 and of the others in ACCEL_TIME_LIMIT_EXIT.
+    """Return the deadline in ACCEL_TIME_LIMIT, with the exit code for this node in ACCEL_TIME_LIMIT_EXIT.
 
-    None where there is no limit, or another launcher keeps it. Raises Refused.
+    None without a limit, or if another launcher enforces it. Raises Refused.
     """
     if "ACCEL_TIME_LIMIT" not in env or watchdog.LAUNCH_ID in env:
         return None

@@ -1,4 +1,4 @@
-"""Which devices this machine has, without importing torch. `python -m accel.launch.devices` prints them as JSON."""
+"""Device detection without torch. `python -m accel.launch.devices` prints the devices as JSON."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ VISIBLE: Mapping[Kind, str] = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINI
 class Devices:
     """The devices that a process started here may use.
 
-    ids:  what names them, one by one, in the variable that makes only some visible; of `cpu` there is one, since a
-          machine without accelerators runs one process unless more are asked for.
+    ids:  their names in the variable that restricts visible devices. `cpu` has one, because a machine without
+          accelerators runs one process by default.
     cpus: processors that this process may run on (its affinity, not the machine's total).
     """
 
@@ -36,7 +36,7 @@ class Devices:
 
 
 def find(env: Mapping[str, str] = os.environ) -> Devices:
-    """The best kind of device here, in torch's own order, after the variable that hides some of them."""
+    """Return the visible devices of the best kind here, in torch's order of preference."""
     cpus = available_cpus()
     kinds: tuple[tuple[Kind, list[str]], ...] = (("cuda", _cuda(env)), ("xpu", _xpu(env)), ("mps", _mps()))
     for kind, ids in kinds:
@@ -60,11 +60,11 @@ def _cuda(env: Mapping[str, str]) -> list[str]:
 
 
 def visible(mask: str | None, uuids: list[str]) -> list[str]:
-    """Those of the machine's GPUs that CUDA shows under this value of CUDA_VISIBLE_DEVICES, in its order.
+    """Return the GPUs that CUDA shows for this value of CUDA_VISIBLE_DEVICES, in its order.
 
-    CUDA reads the list up to the first entry that names no device, or one that is named twice
+    CUDA reads the list up to the first entry that is invalid or repeated
     (https://docs.nvidia.com/cuda/cuda-c-programming-guide/#env-vars). Entries are indices, `GPU-` UUIDs (any
-    unique beginning) or `MIG-` UUIDs; a MIG slice is not listed by NVML's device query and is taken at its word.
+    unique prefix) or `MIG-` UUIDs. NVML's device query does not list MIG slices, so they are not checked.
     """
     if mask is None:
         return uuids
@@ -89,7 +89,7 @@ def _named(entry: str, uuids: list[str]) -> str | None:
 
 
 def _nvml_uuids() -> list[str]:
-    """The UUID of every NVIDIA GPU, in NVML's (PCI bus) order; none where there is no driver."""
+    """Return the UUID of every NVIDIA GPU in NVML's (PCI bus) order; empty without a driver."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
@@ -114,7 +114,7 @@ def _nvml_uuid(nvml: ctypes.CDLL, index: int) -> str:
 
 
 def _xpu(env: Mapping[str, str]) -> list[str]:
-    """Intel GPUs by their render nodes (vendor 0x8086) with a Level Zero loader to drive them."""
+    """Return the Intel GPUs (render nodes of vendor 0x8086) if a Level Zero loader can be loaded."""
     if not _loadable("libze_loader.so.1"):
         return []
     vendors = glob.glob("/sys/class/drm/renderD*/device/vendor")

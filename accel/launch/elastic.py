@@ -20,11 +20,11 @@ from .peers import Peers
 
 
 class ElasticRendezvous(Peers):
-    """Nodes meet as torch has them meet; a failure of one is told to the others, which start again or end with it.
+    """A c10d rendezvous whose nodes report failures to each other, and restart or end together.
 
-    guessed: whether `is_host` was not given, and may be true of several launchers of a machine.
+    guessed: True if `is_host` was not given, and may hold for several launchers on one machine.
 
-    Raises torch's RendezvousError where they do not meet.
+    Raises torch's RendezvousError if the nodes do not meet.
     """
 
     may_shrink = True
@@ -61,7 +61,7 @@ class ElasticRendezvous(Peers):
         return info
 
     def num_nodes_waiting(self) -> int:
-        """Of one that has told of a failure, and waits to start again, the failure is what counts."""
+        """Return 0 after a failure: the node that waits then has reported it and is restarting."""
         waiting = self._torchs.num_nodes_waiting()
         return 0 if waiting and self.failure_elsewhere() is not None else waiting
 
@@ -93,7 +93,9 @@ class ElasticRendezvous(Peers):
 
 
 def is_this_machine(address: str, *, looked_up: bool) -> bool:
-    """Return True if node 0's address is this machine's. A pod's name is not looked up (`looked_up`): a name server
-    that is asked too early keeps "no such name" for a while."""
+    """Return True if node 0's address is this machine's.
+
+    A pod's name is not looked up (`looked_up`): name servers cache "no such name" for a while.
+    """
     own_names = (address, address.partition(".")[0])
     return socket.gethostname() in own_names or (looked_up and _matches_machine_hostname(address))

@@ -1,14 +1,14 @@
-"""Errors of `accel launch`; each message is one line that says what to do."""
+"""Errors of `accel launch`. Each message is one line with the remedy."""
 
 from __future__ import annotations
 
 
 class LaunchError(Exception):
-    """The ranks cannot be started as asked."""
+    """The ranks cannot be started."""
 
 
 class Refused(LaunchError):
-    """What is asked for cannot be: the flags, the file or the scheduler's variables are wrong. Nothing was started."""
+    """The flags, the file or the scheduler's variables are invalid. Nothing was started."""
 
 
 class RendezvousFailed(LaunchError):
@@ -16,7 +16,7 @@ class RendezvousFailed(LaunchError):
 
 
 class CannotRun(Refused):
-    """The command cannot be run: exit code 127 if it is missing, else 126, as of a shell."""
+    """The command cannot be run. The exit code is a shell's: 127 if it is missing, else 126."""
 
     def __init__(self, message: str, *, missing: bool) -> None:
         super().__init__(message)

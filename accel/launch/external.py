@@ -1,8 +1,8 @@
-"""Launches that another program makes: DeepSpeed's launcher, mpirun, torch_xla; and what TPUs need.
+"""Launches by other programs (DeepSpeed's launcher, mpirun, torch_xla), and the TPU environment.
 
-Each becomes a program of its own, with the environment and the command line that Accelerate would give it; the scripts
-are Accelerate's (or `--compat`'s), whose runtime reads that environment. What has no launcher of its own (FSDP,
-DeepSpeed and Megatron-LM on one machine) runs in our gang, with that environment.
+Each runs as a separate program with Accelerate's environment and command line; the scripts use Accelerate's
+runtime (or `--compat`'s), which reads that environment. Engines without a launcher of their own (FSDP, and
+DeepSpeed and Megatron-LM on one machine) run in accel's gang with that environment.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _TORCH_TPU_PYTHON = (3, 11)
 
 
 def launch(options: Mapping[str, Any], program: Program) -> int:
-    """Runs the program as the settings say, to its end. Returns its exit code; may take this process's place.
+    """Run the program to its end and return its exit code. This process may be replaced.
 
-    Raises LaunchError for what cannot be, such as a package that is not installed.
+    Raises LaunchError if it cannot be launched, for example because a package is missing.
     """
     refuse_missing(options)
     if _shows_tpu(options, os.environ) and not _is_there("torch_tpu") and not options["quiet"]:
@@ -59,7 +59,7 @@ def launch(options: Mapping[str, Any], program: Program) -> int:
 
 
 def starts_here(options: Mapping[str, Any]) -> bool:
-    """Whether the launch begins on this machine, and not on a pod's hosts or SageMaker's."""
+    """Return True if the launch starts on this machine rather than on a pod's hosts or SageMaker's."""
     return not (is_for_pod(options) or options["compute_environment"] == "AMAZON_SAGEMAKER")
 
 
@@ -69,7 +69,7 @@ def is_for_pod(options: Mapping[str, Any]) -> bool:
 
 
 def planned(options: Mapping[str, Any], program: Program, env: Mapping[str, str] = os.environ) -> Launch:
-    """`plan.plan`, with what an engine wants changed in the environment and in the program."""
+    """Return `plan.plan`'s result with the environment and program that an engine needs."""
     if _shows_tpu(options, env) and _is_there("torch_tpu"):
         options = {**options, "tpu": True, "tpu_runtime": "torch_tpu"}
     if options["tpu"]:
@@ -83,7 +83,7 @@ def planned(options: Mapping[str, Any], program: Program, env: Mapping[str, str]
 
 
 def _on_tpu(options: Mapping[str, Any], program: Program, env: Mapping[str, str]) -> Launch:
-    """A process a chip, with torch_tpu's variables; or one process, which has torch_xla start one a chip."""
+    """Plan a process per chip with torch_tpu's variables, or one process in which torch_xla starts one per chip."""
     from .tpu import host
 
     torch_tpu = options["tpu_runtime"] == "torch_tpu"
@@ -102,7 +102,7 @@ def _on_tpu(options: Mapping[str, Any], program: Program, env: Mapping[str, str]
 
 
 def _shows_tpu(options: Mapping[str, Any], env: Mapping[str, str]) -> bool:
-    """Return True for a machine with TPU chips and no GPU, where nothing is said of what to train on."""
+    """Return True if this machine has TPU chips and no GPU, and no option chooses the device."""
     from .devices import find
     from .tpu import host
 
@@ -111,12 +111,12 @@ def _shows_tpu(options: Mapping[str, Any], env: Mapping[str, str]) -> bool:
 
 
 def _tpu_runtime(options: Mapping[str, Any]) -> str:
-    """The runtime that is asked for; else the one that is installed, torch_tpu before torch_xla."""
+    """Return the requested runtime, else the installed one: torch_tpu before torch_xla."""
     return options["tpu_runtime"] or next(filter(_is_there, _RUNTIMES), "torch_xla")
 
 
 def started_once(options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Where one command starts the ranks of all machines, which of them this is needs no saying."""
+    """Fill in a default machine rank and address if one command starts the ranks of all machines."""
     once = options["mpirun_hostfile"] or (options["use_deepspeed"] and not _each_by_itself(options))
     if options["num_machines"] is None or not once:
         return options
@@ -125,12 +125,12 @@ def started_once(options: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _each_by_itself(options: Mapping[str, Any]) -> bool:
-    """Whether the launcher is started on every machine, as ours is."""
+    """Return True if the launcher is started on every machine, as accel's is."""
     return _starter(options) in ("standard", "nossh")
 
 
 def _starter(options: Mapping[str, Any], env: Mapping[str, str] = os.environ) -> str:
-    """What starts DeepSpeed's ranks: pdsh from one machine, but where a scheduler or a job has started each of them."""
+    """Return DeepSpeed's launcher: by default "standard" if a scheduler or job started this machine, else pdsh."""
     from schedulers.topology import RULES
 
     there = any(marker in env for marker in (*RULES, "ACCEL_JOB_ID"))
@@ -138,7 +138,7 @@ def _starter(options: Mapping[str, Any], env: Mapping[str, str] = os.environ) ->
 
 
 def refuse_missing(options: Mapping[str, Any]) -> None:
-    """Raises LaunchError for an engine whose package is not installed here, with what installs it."""
+    """Raise LaunchError if an engine's package is not installed; the message has the command that installs it."""
     for name, (package, shown, remedy) in _NEEDS.items():
         if options[name]:
             _need(package, f"--{name}", shown, remedy)
@@ -176,7 +176,7 @@ def _has_own_launcher(options: Mapping[str, Any], run: Launch) -> bool:
 
 
 def deepspeed_command(options: Mapping[str, Any], program: Program, run: Launch) -> list[str]:
-    """The `deepspeed` command line that starts the ranks on all machines, once, from one of them."""
+    """Return the `deepspeed` command line, which starts all machines' ranks from one (with `nossh`: its own)."""
     launcher = _starter(options)
     if options["deepspeed_hostfile"] is None:
         raise Refused(f"--use_deepspeed on {run.max_nodes} machines needs --deepspeed_hostfile")
@@ -199,7 +199,7 @@ def deepspeed_command(options: Mapping[str, Any], program: Program, run: Launch)
 
 
 def _run_deepspeed(options: Mapping[str, Any], program: Program, run: Launch) -> int:
-    """DeepSpeed gives ranks on other machines the variables of a file; ours hold no more than what they need."""
+    """Run DeepSpeed's launcher, which exports the variables of a file to other machines' ranks."""
     command = deepspeed_command(options, program, run)
     with tempfile.NamedTemporaryFile("w", prefix="accel-deepspeed-", suffix=".env") as file:
         file.writelines(f"{name}={value}\n" for name, value in run.env.items() if _is_plain(value))
@@ -208,12 +208,12 @@ def _run_deepspeed(options: Mapping[str, Any], program: Program, run: Launch) ->
 
 
 def _is_plain(value: str) -> bool:
-    """DeepSpeed's file has no quoting: a value that would not come back as it is stays out."""
+    """Return True if a value survives DeepSpeed's variables file, which has no quoting."""
     return bool(value) and not any(char in value for char in " \n;<>|&\"'")
 
 
 def mpi_command(options: Mapping[str, Any], program: Program, run: Launch) -> list[str]:
-    """The command line of Open MPI, Intel MPI or MVAPICH; which of them it is, their `--version` says."""
+    """Return the command line of Open MPI, Intel MPI or MVAPICH, depending on the output of `--version`."""
     found = next((path for path in map(shutil.which, ("mpirun", "mpiexec")) if path), None)
     if found is None:
         raise LaunchError("--mpirun_hostfile: there is neither mpirun nor mpiexec on PATH; install Open MPI")
@@ -228,7 +228,7 @@ def mpi_command(options: Mapping[str, Any], program: Program, run: Launch) -> li
 
 
 def mpi_environment(run: Launch) -> dict[str, str]:
-    """What ranks that mpirun starts need to find each other, and to bind their threads."""
+    """Return the variables by which ranks that mpirun starts find each other and bind their threads."""
     return {
         **run.env,
         "MASTER_ADDR": run.address,
@@ -239,14 +239,14 @@ def mpi_environment(run: Launch) -> dict[str, str]:
 
 
 def tpu_program(options: Mapping[str, Any], program: Program) -> Program:
-    """The module that runs the script's function on every core of this host."""
+    """Return the module that runs the script's function on every core of this host."""
     kind = "module" if program.entry == "module" else "script"
     function = options["main_training_function"] or "main"
     return Program(argv=["accel.launch.xla", kind, function, *program.argv], entry="module")
 
 
 def pod_command(options: Mapping[str, Any], program: Program, launcher: Sequence[str] = ("accel-launch",)) -> list[str]:
-    """This launch, as each host of a slice runs it."""
+    """Return the command line that each host of a slice runs for this launch."""
     words = [*(["sudo"] if options["tpu_use_sudo"] else []), "env", *(options["env"] or []), "ACCELERATE_IN_TPU_POD=1"]
     words += [*launcher, "--tpu", "--no_tpu_cluster"]
     for name in ("num_processes", "mixed_precision", "tpu_runtime"):
@@ -258,7 +258,7 @@ def pod_command(options: Mapping[str, Any], program: Program, launcher: Sequence
 
 
 def _run(command: list[str], env: Mapping[str, str]) -> int:
-    """Run another launcher to its end and return its exit code. It ends when this process is told to, or is killed."""
+    """Run another launcher and return its exit code. Forwards signals; the launcher ends with this process."""
     import signal
 
     parent = os.getpid()

@@ -1,4 +1,4 @@
-"""What went wrong, said once: which rank failed first, how, where its log is, and what can be done about it."""
+"""The report of a failure: the rank that failed first, its log, the cause and a remedy."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _ECHO = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class Exit:
-    """How one rank ended. `code` is as `os.waitstatus_to_exitcode` gives it: -N for signal N."""
+    """The exit of one rank. `code` is as `os.waitstatus_to_exitcode` returns it: -N for signal N."""
 
     rank: int
     local_rank: int
@@ -43,7 +43,7 @@ class Exit:
 
     @property
     def moment(self) -> float:
-        """When it went wrong: an exception comes before the exit that it leads to."""
+        """The time of the exception, if there was one, else of the exit."""
         return float(self.error["time"]) if self.error and "time" in self.error else self.time
 
     @property
@@ -62,7 +62,7 @@ class Exit:
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """The gang's failure: that of the rank that failed first. JSON-round-trippable: nodes tell each other."""
+    """The gang's failure: that of the rank that failed first. Nodes exchange it as JSON."""
 
     rank: int | None
     node: int
@@ -88,11 +88,11 @@ class Failure:
         return cls(**{key: value for key, value in data.items() if key in known})
 
     def text_for(self, node: int | None, *, merged: bool = False, printed: bool = False) -> str:
-        """What a node's launcher says: all of it where it happened and on node 0, where people look, else one line.
+        """Return a node's report: in full on node 0 and where the failure happened, else one line.
 
         node:    None in an elastic world, whose nodes have no fixed ranks: each reports as node 0 does.
-        merged:  the output of all nodes is read together, and one traceback is enough.
-        printed: the rank's own output, which has the traceback, is part of that.
+        merged:  the output of all nodes is read together, so that one traceback is enough.
+        printed: the merged output includes the rank's own, with its traceback.
         """
         here = self.host == socket.gethostname() if node is None else node == self.node
         if not here and node:
@@ -108,7 +108,7 @@ class Failure:
         return f"accel launch: {who} on node {self.node} ({self.host}) failed first{comma}{attempt}: {self.how}"
 
     def text(self, *, traceback: bool = True) -> str:
-        """For people: some lines, the first of which says it all."""
+        """Return the report. Its first line is a summary."""
         if self.reason == "preempted":
             return self.headline()
         lines = [self.headline()]
@@ -129,10 +129,10 @@ class Failure:
 
 
 def first(exits: Iterable[Exit], ended_at: float) -> Exit:
-    """The rank that failed first. `exits` holds at least one with a code that is not 0.
+    """Return the rank that failed first. At least one of `exits` must have a nonzero code.
 
-    Ranks that failed after the gang's end was begun (`ended_at`) were ended by it; an echo of another rank's
-    death only counts when nothing else was seen.
+    Failures after `ended_at` were caused by the shutdown and count only if there is no other; so do echoes of
+    another rank's death.
     """
     failed = [one for one in exits if one.code != 0]
     before = [one for one in failed if one.moment <= ended_at] or failed
@@ -140,7 +140,7 @@ def first(exits: Iterable[Exit], ended_at: float) -> Exit:
 
 
 def diagnose(one: Exit, *, node: int, host: str, attempt: int | None, oom_kills: int, others: str) -> Failure:
-    """The failure that `one` is, with a cause and a remedy where they are known."""
+    """Return the failure of an exit, with cause and remedy if known."""
     error = one.error or {}
     secrets = _secrets()
     said = hide(f"{error.get('type', '')}: {error.get('message', '')}".strip(": "), secrets)
@@ -154,7 +154,7 @@ def diagnose(one: Exit, *, node: int, host: str, attempt: int | None, oom_kills:
 
 
 def _secrets() -> dict[str, str]:
-    """The values of the job's secrets, whose names its target gives in `ACCEL_SECRETS`: a report is kept on record."""
+    """Return the job's secrets (names in `ACCEL_SECRETS`), which must not appear in stored reports."""
     names = os.environ.get("ACCEL_SECRETS", "").split(",")
     return {name: os.environ[name] for name in names if name in os.environ}
 
@@ -213,7 +213,7 @@ _ERROR_LINE = re.compile(r"(?P<type>[A-Za-z_][\w.<>]*)(?:: ?(?P<message>.*))?\Z"
 
 
 def error_in_log(path: str | None) -> dict[str, Any] | None:
-    """The last Python traceback at the end of a log, for a rank that could not tell of its error itself."""
+    """Return the last Python traceback in a log's tail, for a rank that could not report its error itself."""
     if path is None:
         return None
     try:
@@ -238,7 +238,7 @@ def error_in_log(path: str | None) -> dict[str, Any] | None:
 
 
 def oom_kill_count() -> int:
-    """How often the kernel has killed a process of this control group for memory; 0 where it does not tell."""
+    """Return the number of OOM kills in this control group; 0 if unknown."""
     for text in cgroup.values("memory", v2="memory.events", v1="memory.oom_control"):
         with contextlib.suppress(ValueError):
             return int(dict(line.split() for line in text.splitlines()).get("oom_kill", 0))
@@ -246,7 +246,7 @@ def oom_kill_count() -> int:
 
 
 def write(path: str, failure: Failure) -> None:
-    """The failure as JSON, whole or not at all."""
+    """Write the failure as JSON, atomically."""
     partial = f"{path}.{os.getpid()}"
     with open(partial, "w") as file:
         json.dump(failure.to_json(), file)

@@ -1,7 +1,7 @@
-"""The flags of `accel launch`, for argparse: one for every setting of `accel.settings` that has one.
+"""The argparse flags of `accel launch`, one for every setting of `accel.settings` that has a flag.
 
 Names, defaults and meanings are Hugging Face Accelerate's where it has them
-(https://huggingface.co/docs/accelerate/package_reference/cli), so that a command line moves over as it is.
+(https://huggingface.co/docs/accelerate/package_reference/cli), so that its command lines work unchanged.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ GROUPS: dict[str, tuple[Setting, ...]] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, defaults_too: bool = True) -> None:
-    """Adds every flag to `parser`, in its groups, spelled with `_` and with `-`.
+    """Add every flag to `parser`, in its groups, spelled with `_` and with `-`.
 
-    Without `defaults_too`, what is parsed holds only what was given, and only `_` is known: for `accel.cli.parser`,
-    to which both are one.
+    Without `defaults_too`, the parsed namespace holds only flags that were given, and only `_` is accepted:
+    `accel.cli.parser` treats both spellings alike.
     """
     if defaults_too:
         parser.set_defaults(**defaults())

@@ -1,8 +1,9 @@
-"""Processes forked from this one to run a function together: started, watched, and ended to the last.
+"""A pool of forked processes that run a function together.
 
-For notebooks, where a function cannot be imported by another program: what is forked has it, and all that it refers
-to, already. Every process is the leader of a session of its own: an interrupt for this program does not reach it, and
-whatever it has started can be ended with it. The kernel ends them when this program is killed (Linux).
+For notebooks, whose functions no other program can import: a forked process already has the function and all
+that it refers to. Every process leads a session of its own, so that an interrupt of this program does not
+reach it, and its descendants can be ended with it. The kernel ends the processes if this program is killed
+(Linux).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _MOST_CHARACTERS = 5000
 
 @dataclass(frozen=True, kw_only=True)
 class Errand:
-    """What one process is to do: the function, its arguments, and the variables that differ from this program's."""
+    """The work of one process: function, arguments, and the variables that differ from this program's."""
 
     rank: int
     local_rank: int
@@ -53,11 +54,11 @@ class _Running:
 
 
 def run(errands: Sequence[Errand], prepare: Callable[[Errand], None], finish: Callable[[], None]) -> None:
-    """Run all errands at the same time and return when every one has ended well.
+    """Run all errands at the same time and return when all have succeeded.
 
-    In each process ``prepare(errand)`` is called before the function and ``finish()`` after it. Raises `ProcessError`,
-    with the traceback of the process that failed first, once all the others and what they started are ended; the same
-    is done before `KeyboardInterrupt` or any other error passes.
+    Each process calls ``prepare(errand)`` before the function and ``finish()`` after it. Raises `ProcessError`
+    with the traceback of the process that failed first. All processes and their descendants are ended before this
+    or any other error, `KeyboardInterrupt` included, propagates.
     """
     running: list[_Running] = []
     try:
@@ -113,13 +114,13 @@ def _child(
 
 
 def _leave_pool() -> None:
-    """Forked by a thread of a ThreadPoolExecutor, a process would join that thread at its end: itself, an error."""
+    """Remove the forking thread from its ThreadPoolExecutor's list: at exit it would join itself, an error."""
     pools = sys.modules.get("concurrent.futures.thread")
     getattr(pools, "_threads_queues", {}).pop(threading.current_thread(), None)
 
 
 def _user_part(error: BaseException) -> Any:
-    """The traceback without the frames of this file."""
+    """Return the traceback without this file's frames."""
     where = error.__traceback__
     while where is not None and where.tb_next is not None and where.tb_frame.f_code.co_filename == __file__:
         where = where.tb_next
@@ -134,7 +135,10 @@ def _tell(pipe: Connection, error: BaseException, text: str) -> None:
 
 
 def _watch(running: Sequence[_Running]) -> float | None:
-    """Wait until all have ended well, or one has not: the moment of that, or a little later if it is an echo."""
+    """Wait until all processes succeed (None) or one fails; return the time of the failure.
+
+    After an echo, wait up to 0.5 s more for its cause.
+    """
     left = list(running)
     while left:
         ready = wait([one.handle for one in left])
@@ -180,7 +184,7 @@ def _ended_badly(pid: int) -> bool:
 
 
 def _end(running: Sequence[_Running]) -> None:
-    """End every process and its session: SIGTERM, a grace, SIGKILL. An interrupt meanwhile cuts the grace short."""
+    """End every process and its session: SIGTERM, grace period, SIGKILL. An interrupt cuts the grace period short."""
     left = [one for one in running if one.exit is None]
     for one in left:
         _signal_group(one.process.pid or 0, signal.SIGTERM)

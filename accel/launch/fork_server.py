@@ -1,11 +1,11 @@
-"""The fork server: a process that has torch loaded, forks every rank from itself, and outlives the launcher's death.
+"""The fork server: a process with torch loaded that forks every rank and outlives the launcher's death.
 
     launcher (elastic agent) ──socket──► fork server ──fork──► rank 0 … N-1
 
-The launcher asks, in JSON lines, for ranks to be started, signalled and ended; the server tells of every end.
-When the launcher's side of the socket closes, by whatever death, the server ends the gang in order and goes.
-When the server dies the kernel kills the ranks (PR_SET_PDEATHSIG) and the launcher, which adopts the orphans,
-ends the rest. The server never runs user code and starts no thread, so that forking from it is safe at any time.
+The launcher sends JSON lines to start, signal and end ranks; the server reports every exit. When the
+launcher's end of the socket closes, for whatever reason, the server ends the gang gracefully and exits. When
+the server dies, the kernel kills the ranks (PR_SET_PDEATHSIG) and the launcher, which adopts the orphans,
+ends the rest. The server never runs user code and starts no thread, so that it can fork safely at any time.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD, _HURRY
 
 
 class ServerGone(Exception):
-    """The fork server has died; its ranks with it."""
+    """The fork server and its ranks have died."""
 
 
 class ForkServer:
-    """The launcher's handle on its fork server. Not safe for several threads."""
+    """The launcher's handle on its fork server. Not thread-safe."""
 
     def __init__(self, sock: socket.socket, pid: int) -> None:
         self._sock = sock
@@ -51,7 +51,7 @@ class ForkServer:
 
     @classmethod
     def start(cls, program: Program, guard_fd: int | None, grace_s: float, job_lock: int | None = None) -> ForkServer:
-        """Forks the server from this process, which must have loaded what ranks will need and started no threads."""
+        """Fork the server from this process, which must have the ranks' modules loaded and have no threads."""
         ours, theirs = socket.socketpair()
         adopt_orphans()
         gc.collect()
@@ -67,11 +67,11 @@ class ForkServer:
         self._send(do="start", local_rank=local_rank, env=env, log=log, spawn=spawn)
 
     def end(self, signum: int, grace_s: float) -> None:
-        """Asks for the end of all ranks and of everything they started; an `ended` event says that none is left."""
+        """Request the end of all ranks and their descendants; an `ended` event reports that none is left."""
         self._send(do="end", signal=int(signum), grace=grace_s)
 
     def events(self, timeout_s: float) -> list[dict[str, Any]]:
-        """What has happened, waiting up to `timeout_s` for the first of it. Raises ServerGone."""
+        """Return new events, waiting up to `timeout_s` for the first. Raises ServerGone."""
         if select.select([self._sock], [], [], 0 if self._heard else timeout_s)[0]:
             self._heard += self._reader.read()
         found, self._heard = self._heard, []
@@ -80,22 +80,22 @@ class ForkServer:
         return found
 
     def warn(self, signum: int) -> None:
-        """Passes a warning signal on to every rank. May be called from a signal handler."""
+        """Forward a warning signal to every rank. Safe in a signal handler."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signum)
 
     def hurry(self) -> None:
-        """Ends all ranks without a grace, or with no more of it. May be called from a signal handler."""
+        """End all ranks without a grace period, or with no more of it. Safe in a signal handler."""
         self.warn(_HURRY)
 
     def close(self) -> None:
-        """Lets the server go and collects it. Ranks that are left are ended in order first."""
+        """Stop and reap the server. Remaining ranks are ended gracefully first."""
         self._sock.close()
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self.pid, 0)
 
     def _send(self, **message: object) -> None:
-        """Listens meanwhile: a server whose events nobody takes takes no message either."""
+        """Send a message, reading events meanwhile: a server whose events are not read accepts no message either."""
         left = json.dumps(message).encode() + b"\n"
         while left:
             if select.select([self._sock], [self._sock], [])[0]:
@@ -125,7 +125,7 @@ def _death(pid: int) -> str:
 
 
 class _Lines:
-    """JSON objects, one a line, from a socket."""
+    """A reader of JSON lines from a socket."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -133,7 +133,7 @@ class _Lines:
         self.closed = False
 
     def read(self) -> list[dict[str, Any]]:
-        """The objects that are there after one read."""
+        """Read once and return the objects received."""
         try:
             data = self._sock.recv(1 << 20)
         except ConnectionError:
@@ -275,7 +275,7 @@ class _Server:
             _kill(descendants(os.getpid()), signal.SIGKILL)
 
     def _end_leftovers(self, left: list[int], now: float) -> float:
-        """The ranks are gone and something they started is not: a short notice, then the kill. The new deadline."""
+        """End what the exited ranks have left: SIGTERM, a short grace period, SIGKILL. Return the new deadline."""
         deadline = self._deadline or now
         if now >= deadline:
             _kill(left, signal.SIGKILL)
@@ -317,7 +317,7 @@ def _kill(pids: list[int], signum: int) -> None:
 
 
 def _error_file() -> int:
-    """A file without a name, in memory where the system can, in which a rank leaves its last exception."""
+    """Return the descriptor of an unnamed file, in memory if possible, for a rank's last exception."""
     if sys.platform == "linux":
         return os.memfd_create(watchdog.memory_file(os.environ[watchdog.LAUNCH_ID]))
     with tempfile.TemporaryFile() as file:

@@ -1,4 +1,4 @@
-"""Running a function as several processes of one world, from a notebook or a test."""
+"""Launchers that run a function in several processes of one world, from a notebook or a test."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _BACKENDS = ("static", "c10d")
 
 
 def test_launch() -> None:
-    """Form the world; what `notebook_launcher` runs first in debug mode."""
+    """Form the world; `notebook_launcher` runs this first in debug mode."""
     from accel.state import PartialState
 
     PartialState()
@@ -55,23 +55,25 @@ def notebook_launcher(
     monitor_interval: float = 0.1,
     log_line_prefix_template: str | None = None,
 ) -> None:
-    """Run ``function(*args)`` in ``num_processes`` processes of one world, forked from this one; returns ``None``.
+    """Run ``function(*args)`` in ``num_processes`` processes of one world, forked from this one.
 
-    ``num_processes`` are those on this machine (default: one per GPU, or one). On a machine without GPUs they form a
-    world over gloo. With one process in all the function runs in this one. ``mixed_precision`` other than ``"no"``
-    is what `Accelerator` takes if it is not told otherwise. On one machine the port is any that is free unless
-    ``use_port`` names another than 29500. Forked processes compute with one thread on the CPU: OpenMP's do not
-    survive a fork.
+    ``num_processes``: on this machine (default: one per GPU, or one). Without GPUs the world uses gloo. If the
+        world has one process, the function runs in this one.
+    ``mixed_precision``: unless ``"no"``, the default for `Accelerator`.
+    ``use_port``: on one machine, 29500 means any free port.
+    ``num_nodes``: each machine calls this with the same ``master_addr`` and ``use_port``, or ``rdzv_endpoint``,
+        and its own ``node_rank``.
+    ``rdzv_backend``: ``"c10d"`` connects machines through torch's elastic agent, with ``rdzv_conf``, ``rdzv_id``
+        and ``monitor_interval``.
+    ``max_restarts``: how often all processes are restarted after a failure.
+    ``log_line_prefix_template``: a prefix for printed lines, with ``${rank}``, ``${local_rank}`` or
+        ``${role_name}``.
 
-    Several machines (``num_nodes``) call this with the same ``master_addr`` and ``use_port``, or ``rdzv_endpoint``,
-    and a ``node_rank`` each; with ``rdzv_backend="c10d"`` torch's elastic agent brings them together, and takes
-    ``rdzv_conf``, ``rdzv_id`` and ``monitor_interval``. ``max_restarts``: how often all are started again after a
-    failure. ``log_line_prefix_template`` is put before every line that they print; it may hold ``${rank}``,
-    ``${local_rank}`` and ``${role_name}``.
+    Forked processes compute with one CPU thread: OpenMP's threads do not survive a fork.
 
-    Raises `StateError` when this process has used the GPU or made an `Accelerator`, which its forks could not share,
-    `ProcessError` with the traceback of the process that failed first, and `ArgumentError`. On an error, an interrupt
-    included, all processes and what they started are ended before it passes.
+    Raises `StateError` if this process has used the GPU or made an `Accelerator`, which forks cannot share,
+    `ProcessError` with the traceback of the process that failed first, and `ArgumentError`. On any error, an
+    interrupt included, all processes and their descendants are ended first.
     """
     precision = one_of(str(mixed_precision).lower(), PrecisionType.list(), what="notebook_launcher(mixed_precision=…)")
     one_of(rdzv_backend, _BACKENDS, what="notebook_launcher(rdzv_backend=…)")
@@ -104,9 +106,9 @@ def notebook_launcher(
 
 
 def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num_processes: int = 2) -> None:
-    """Run ``function(*args)`` in ``num_processes`` processes of one world on the CPU, for tests; returns ``None``.
+    """Run ``function(*args)`` in ``num_processes`` CPU processes of one world, for tests.
 
-    The processes are forked and talk over gloo; each computes with one thread. Raises what `notebook_launcher` does.
+    The processes are forked, use gloo and one thread each. Raises the errors of `notebook_launcher`.
     """
     count = _positive("num_processes", num_processes, "debug_launcher")
     _refuse_what_forks_cannot_share("cpu")
@@ -115,10 +117,10 @@ def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num
 
 
 class PrepareForLaunch:
-    """A callable for `torch.multiprocessing.start_processes`: sets which rank it is, then calls ``launcher(*args)``.
+    """A callable for `torch.multiprocessing.start_processes` that sets the rank, then calls ``launcher(*args)``.
 
-    ``NPROC`` and ``NODE_RANK`` in the environment say how many processes a node has, and which node this is. With
-    ``debug`` a world over gloo is formed first, of ``WORLD_SIZE`` processes that meet in ``ACCELERATE_DEBUG_RDV_FILE``.
+    ``NPROC`` in the environment is the number of processes per node, ``NODE_RANK`` this node's rank. With
+    ``debug`` it first forms a gloo world of ``WORLD_SIZE`` processes that meet in ``ACCELERATE_DEBUG_RDV_FILE``.
     """
 
     def __init__(self, launcher: Callable[..., Any], distributed_type: str = "NO", debug: bool = False) -> None:
@@ -171,11 +173,11 @@ class _Launch:
 
     @contextlib.contextmanager
     def _meeting(self) -> Iterator[tuple[str, int, dict[str, str]]]:
-        """Where the ranks meet, and the variables that say how.
+        """Yield the host and port of the rendezvous, and its variables.
 
-        The store of a world of one machine is served here, where no other machine reaches it. And a port that is free
-        now, for rank 0 to listen on later, can be lost to another launch, a fork of which holds whatever sockets are
-        open at that moment.
+        The store of a one-machine world is served here, where no other machine reaches it. A port that is merely free
+        now, for rank 0 to listen on later, can be lost to another launch, whose forks hold the sockets open at that
+        moment.
         """
         host, port = self._master()
         if self.nodes > 1:
@@ -198,7 +200,7 @@ class _Launch:
             del store
 
     def _master(self) -> tuple[str, int]:
-        """Host and port; port 0 for any, on one machine."""
+        """Return host and port; port 0 for any, on one machine."""
         host, _, port = self.endpoint.rpartition(":")
         if not host:
             raise ArgumentError(f"notebook_launcher(rdzv_endpoint={self.endpoint!r}) must be HOST:PORT")
@@ -239,7 +241,7 @@ class _Launch:
 
 
 def _enter(prefix: str | None, errand: Errand) -> None:
-    """What a forked process does before the function: it is a new process, which its parent's memory does not show."""
+    """Set up a forked process before the function runs: reset the state inherited from its parent."""
     import torch
 
     from accel.gradient_state import GradientState
@@ -282,10 +284,10 @@ def _first_of(error: ChildFailedError) -> ProcessError:
 
 
 class _WholeLines:
-    """A stream that passes on whole lines, each behind a label; everything else is the stream's own.
+    """A stream that passes on whole lines, each with a label; other attributes are the stream's own.
 
-    A notebook shows every write by itself, and `print` makes one for each of its arguments: the lines of several
-    processes would come apart.
+    A notebook shows every write separately, and `print` writes once per argument: the lines of several processes
+    would mix.
     """
 
     def __init__(self, stream: TextIO, label: str) -> None:
@@ -295,19 +297,18 @@ class _WholeLines:
         self._at_start = True
 
     def write(self, text: str) -> int:
-        """Pass on the lines that ``text`` ends, in one write."""
+        """Pass on the lines that ``text`` completes, in one write."""
         whole, newline, self._kept = (self._kept + text).rpartition("\n")
         self._pass_on(whole + newline)
         return len(text)
 
     def flush(self) -> None:
-        """Pass on what there is of the last line too."""
+        """Pass on an incomplete last line too."""
         rest, self._kept = self._kept, ""
         self._pass_on(rest)
         self._stream.flush()
 
     def writelines(self, lines: Iterable[str]) -> None:
-        """`write` each."""
         self.write("".join(lines))
 
     def _pass_on(self, text: str) -> None:

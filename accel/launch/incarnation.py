@@ -21,11 +21,11 @@ from .errors import Refused
 class Incarnation:
     """One start of the launcher of one node.
 
-    pod:     the uid of its pod; empty outside of Kubernetes.
-    starts:  how often the launcher was started in that pod before.
-    attempt: which attempt of the job this is, from 0; None where nothing can tell.
-    counted: True if a supervisor counts the attempts (ACCEL_ATTEMPT), so that two numbers can be compared.
-    first_at: when the first launcher of the pod was started, in seconds since the epoch.
+    pod:      the uid of its pod; empty outside of Kubernetes.
+    starts:   the number of earlier starts in that pod.
+    attempt:  the job's attempt, from 0; None if unknown.
+    counted:  True if a supervisor counts the attempts (ACCEL_ATTEMPT), so that two numbers can be compared.
+    first_at: start of the pod's first launcher, in seconds since the epoch.
     """
 
     pod: str = ""
@@ -39,7 +39,7 @@ class Incarnation:
     def replaces(self, other: Incarnation) -> bool:
         """Return True if this is a later start of the node that `other` was.
 
-        A pod with another uid came after the one that it stands for: its controller makes it once that one is gone.
+        A pod with another uid is a later one: its controller creates it after the earlier one is gone.
         """
         if self.pod and other.pod:
             return self.pod != other.pod or self.starts > other.starts
@@ -55,10 +55,10 @@ class Incarnation:
 
 
 def planned(env: Mapping[str, str], found: Topology) -> Incarnation:
-    """Return what the environment says of this launch. Raises Refused.
+    """Return the incarnation that the environment describes. Raises Refused.
 
-    ACCEL_ATTEMPT counts the attempts of the job. Without it the attempt is that of the JobSet, or the failures that
-    the Job has noted on the pod.
+    The attempt is ACCEL_ATTEMPT, else ACCEL_POD_FAILURES (the failures noted on the pod by the Job), else the
+    JobSet's.
     """
     return Incarnation(
         pod="" if watchdog.LAUNCH_ID in env else env.get("ACCEL_POD_UID", ""),
@@ -68,7 +68,7 @@ def planned(env: Mapping[str, str], found: Topology) -> Incarnation:
 
 
 def started(incarnation: Incarnation, env: Mapping[str, str]) -> Incarnation:
-    """Count this start of a pod's container in ACCEL_STARTS, a file that lives as long as the pod."""
+    """Count this start of a pod's container in the file ACCEL_STARTS, which lives as long as the pod."""
     if not incarnation.pod:
         return incarnation
     earlier = _earlier_starts(env.get("ACCEL_STARTS", ""), incarnation.first_at)
@@ -78,7 +78,7 @@ def started(incarnation: Incarnation, env: Mapping[str, str]) -> Incarnation:
 
 
 def latest(incarnations: list[Incarnation]) -> int | None:
-    """The attempt of a gang: the highest that one of its nodes knows. A pod that was replaced counts from 0 again."""
+    """Return a gang's attempt: the highest of its nodes, since a replaced pod counts from 0 again."""
     known = [one.attempt for one in incarnations if one.attempt is not None]
     return max(known, default=None)
 
@@ -95,7 +95,7 @@ def _attempt(env: Mapping[str, str], found: Topology) -> int | None:
 
 
 def _earlier_starts(path: str, now: float) -> list[float]:
-    """Note this start in the file. Return the times of the starts before."""
+    """Append this start to the file. Return the times of earlier starts."""
     earlier: list[float] = []
     if path:
         with contextlib.suppress(OSError, ValueError), open(path, "a+") as file:

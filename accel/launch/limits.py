@@ -1,4 +1,4 @@
-"""How many ranks this machine has room for, as its kernel and this user's limits have it."""
+"""The number of ranks that this machine's kernel and this user's limits allow."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from .errors import Refused
 
 
 def check_room(processes: int, total: int | None) -> None:
-    """Raises Refused for more processes on this machine than it can ever hold, whatever else runs on it.
+    """Raise Refused for more processes than this machine can ever hold, whatever else runs on it.
 
-    total: of all machines, as it was asked for.
+    total: the requested number on all machines, for the message.
     """
     most, limit = min(_limits(), default=(processes, ""))
     if processes > most:
@@ -22,7 +22,7 @@ def check_room(processes: int, total: int | None) -> None:
 
 
 def _limits() -> Iterator[tuple[int, str]]:
-    """Each with its name."""
+    """Yield each limit with its name."""
     of_user = [(resource.RLIMIT_NOFILE, "open files: ulimit -n")]  # the fork server has one for each rank
     if os.geteuid() != 0:
         of_user.append((resource.RLIMIT_NPROC, "this user's processes: ulimit -u"))

@@ -1,4 +1,4 @@
-"""Which of how many machines this is: by flags, else by the scheduler that has placed this process."""
+"""The machines of a run and this one's rank, by flags or by the scheduler that placed this process."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _REMEDY = "leave the machine flags out"
 class Place:
     """This machine among those of the run.
 
-    nodes, max_nodes: how many there are; they differ in an elastic world.
-    found:            what of the scheduler's word counts beside it: nothing, where flags say all.
+    nodes, max_nodes: the number of machines; they differ in an elastic world.
+    found:            the scheduler's topology; that of a single node if flags decide.
     """
 
     nodes: int
@@ -31,8 +31,10 @@ class Place:
 
 
 def place(options: Mapping[str, Any], env: Mapping[str, str]) -> Place:
-    """Raises Refused for flags that cannot be, for those that contradict the scheduler, and for what a scheduler says
-    that cannot be."""
+    """Return this machine's place.
+
+    Raises Refused for invalid flags, flags that contradict the scheduler, and invalid scheduler variables.
+    """
     found = _topology(env, by_hand=options["num_machines"] is not None)
     low, high, rank, address = _machines(options, found)
     _check_agreement(options, found, low, high)
@@ -42,7 +44,7 @@ def place(options: Mapping[str, Any], env: Mapping[str, str]) -> Place:
 
 
 def check_spread(total: int | None, machines: int) -> None:
-    """Raises Refused for a number of processes that leaves machines with different numbers of them."""
+    """Raise Refused unless the processes can be spread evenly over the machines."""
     if total == 0:
         raise Refused("--num_processes 0: it must be 1 or more")
     if total is not None and total % machines:
@@ -53,7 +55,7 @@ def check_spread(total: int | None, machines: int) -> None:
 
 
 def _topology(env: Mapping[str, str], *, by_hand: bool) -> Topology:
-    """What the scheduler says. Flags make good for what cannot be understood of it."""
+    """Return the scheduler's topology. With `by_hand`, ignore one that is invalid: flags replace it."""
     alone = Topology(node_rank=0, nodes=1, master="127.0.0.1")
     if watchdog.LAUNCH_ID in env:  # a rank's program starts ranks of its own: these are for this machine
         return alone
@@ -66,7 +68,7 @@ def _topology(env: Mapping[str, str], *, by_hand: bool) -> Topology:
 
 
 def _machines(options: Mapping[str, Any], found: Topology) -> tuple[int, int, int, str]:
-    """Least and most machines, this one's rank, machine 0's address: by flags, else by the scheduler's variables."""
+    """Return the least and most machines, this one's rank and machine 0's address, from flags or the scheduler."""
     if options["num_machines"] is None:
         if options["machine_rank"] is not None and found.nodes == 1:
             raise Refused(f"--machine_rank {options['machine_rank']} needs --num_machines: how many are there?")
@@ -88,7 +90,7 @@ def _machines(options: Mapping[str, Any], found: Topology) -> tuple[int, int, in
 
 
 def _check_agreement(options: Mapping[str, Any], found: Topology, low: int, high: int) -> None:
-    """Flags may fill in what a scheduler leaves open; where it has placed this process they must say the same."""
+    """Raise Refused where flags contradict the scheduler that placed this process; they may add to it."""
     if not found.source or found.nodes == 1:
         return
     if not low <= found.nodes <= high:
@@ -112,7 +114,7 @@ def _check_agreement(options: Mapping[str, Any], found: Topology, low: int, high
 
 
 def machine_range(text: str) -> tuple[int, int]:
-    """The least and most machines that `num_machines` says. Raises Refused."""
+    """Return the least and most machines in `num_machines`. Raises Refused."""
     low, _, high = str(text).partition(":")
     if (low + high).isascii() and low.isdigit() and (high or low).isdigit() and 1 <= int(low) <= int(high or low):
         return int(low), int(high or low)

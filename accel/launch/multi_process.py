@@ -1,4 +1,4 @@
-"""Several ranks on this node: guard, fork server, agent and signals put together, and everything ended at the end."""
+"""Several ranks on this node: guard, fork server, agent and signal handling, and their shutdown."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGALRM)  # the 
 
 
 class Signals:
-    """What this process is told, remembered until a place where it can be acted on.
+    """Received signals, recorded until a place where they can be acted on.
 
-    Raising from a handler could cut a message to the fork server in two; so the handlers only take note, and every
-    wait is in slices that call `check`. Torch's own waits (c10d) are not: there the handler raises.
+    Raising in a handler could cut a message to the fork server in two. So the handlers only record, and waits are
+    sliced and call `check`. torch's own waits (c10d) are not sliced: there the handler raises.
     """
 
     def __init__(self, server: ForkServer) -> None:
@@ -63,7 +63,7 @@ class Signals:
 
     @contextlib.contextmanager
     def raising(self) -> Iterator[None]:
-        """While this lasts the handlers raise: for waits that cannot be sliced, and in which nothing is sent."""
+        """Make the handlers raise, for waits that cannot be sliced and in which nothing is sent."""
         self._raising = True
         try:
             self.check()
@@ -72,7 +72,7 @@ class Signals:
             self._raising = False
 
     def check(self) -> None:
-        """Raises SignalException, once, when this process has been told to end."""
+        """Raise SignalException, once, after a termination signal."""
         if self.received is not None and not self._acting:
             self._acting = True
             signum = signal.SIGTERM if self.received == signal.SIGHUP else signal.Signals(self.received)
@@ -80,7 +80,7 @@ class Signals:
 
 
 def run_gang(run: Launch, launch_id: str) -> int:
-    """Runs the gang to its end; no process of it is left when this returns."""
+    """Run the gang to its end and return its exit code; no process of it is left then."""
     if not run.spawn and run.program.entry != "command":
         preload(run.program)
     keeper = watchdog.start(launch_id)
@@ -141,7 +141,7 @@ def _run_agent(run: Launch, server: ForkServer, signals: Signals, tee: Tee) -> i
 
 
 def _settle(run: Launch) -> None:
-    """Let the cluster learn that the other nodes have ended: once it knows that node 0 failed, it deletes the rest."""
+    """Wait until the cluster knows that the other nodes have ended: it deletes them once node 0 has failed."""
     if run.node_0_reports and not run.node_rank:
         time.sleep(_SETTLE_S)
 
@@ -169,14 +169,14 @@ def _tell(run: Launch, tee: Tee, failure: failures.Failure) -> int:
 
 
 def _report(run: Launch, failure: failures.Failure) -> str:
-    """This node's part of the report. The logs of a job's nodes are merged."""
+    """Return this node's part of the report. Within a job, the logs of all nodes are merged."""
     printed = run.log_dir is not None and any(parse(run.tee).values())
     node = run.node_rank if run.static else None
     return failure.text_for(node, merged="ACCEL_JOB_ID" in os.environ, printed=printed)
 
 
 def _quieten_torch() -> None:
-    """The elastic agent's own reports: ours say the same, once."""
+    """Silence the elastic agent's own reports, which repeat accel's."""
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)

@@ -1,4 +1,4 @@
-"""What the agents of a gang's nodes tell each other in one attempt, through the store in which they met."""
+"""Messages between the agents of a gang's nodes in one attempt, through their common store."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _BEAT_S = 1.0
 class Peers(RendezvousHandler):
     """A rendezvous whose nodes fail and end as one.
 
-    lost_after_s: how long another node may be silent.
-    stay_s:       how long the node that keeps the store, told to end, stays for the others to learn of it.
-    ending:       whether this node has been told to end.
+    lost_after_s: the longest silence of another node.
+    stay_s:       how long the node that keeps the store, after a signal, waits for the others to learn of it.
+    ending:       returns True after a termination signal to this node.
     """
 
     may_shrink = False  # the gang goes on without a node that has gone, if restarts are left
@@ -41,10 +41,10 @@ class Peers(RendezvousHandler):
 
     @abc.abstractmethod
     def _store(self) -> Store:
-        """The attempt's, where each node has `node/RANK`, which begins with its host's name."""
+        """Return the attempt's store. Each node has a key `node/RANK` there; its value begins with the host name."""
 
     def announce_failure(self, failure: dict[str, Any]) -> dict[str, Any]:
-        """Makes `failure` the gang's, unless another node was first. Returns the gang's."""
+        """Set the gang's failure unless another node was first. Return the gang's."""
         if self._nodes == 1:
             return failure
         store = self._store()
@@ -56,7 +56,7 @@ class Peers(RendezvousHandler):
             self._ask(lambda: store.add("succeeded", 1))
 
     def failure_elsewhere(self) -> dict[str, Any] | None:
-        """The gang's failure in this attempt, if any node has told of one."""
+        """Return the gang's failure in this attempt, or None."""
         if self._nodes == 1:
             return None
         store = self._store()
@@ -68,7 +68,7 @@ class Peers(RendezvousHandler):
         return self._nodes == 1 or self._ask(lambda: store.add("succeeded", 0)) >= self._nodes
 
     def beat(self) -> None:
-        """Tells the node that keeps the store that this one lives. To be called often; it knows when to speak."""
+        """Send a heartbeat to the node that keeps the store, at most once a second, however often it is called."""
         now = time.monotonic()
         if self._nodes == 1 or self._keeps_store or now < self._next_beat:
             return
@@ -77,7 +77,7 @@ class Peers(RendezvousHandler):
         self._ask(lambda: store.add(f"beat/{self._node_rank}", 1))
 
     def silent(self) -> tuple[int, str, float] | None:
-        """Where the store is kept: a node that has not been heard of for too long, with its host and the seconds."""
+        """Return a node silent for too long, its host and the seconds; None if there is none, or on other nodes."""
         if not self._keeps_store or self._nodes == 1 or (now := time.monotonic()) < self._next_beat:
             return None
         self._next_beat = now + _BEAT_S
@@ -93,10 +93,9 @@ class Peers(RendezvousHandler):
         return None
 
     def leave(self) -> bool:
-        """Leave the gang. Return True if the node that keeps the store knows how it ended. Raises RuntimeError where
-        that one is gone.
+        """Leave the gang. Return True if the node that keeps the store knows how it ended.
 
-        It goes last: from its store the others learn how the gang ended.
+        That node leaves last, because the others read the outcome from its store. Raises RuntimeError if it is gone.
         """
         store = self._store()
         self._ask(lambda: store.set(f"gone/{self._node_rank}", ""))
@@ -108,9 +107,9 @@ class Peers(RendezvousHandler):
         return True
 
     def _present(self) -> list[int]:
-        """The nodes that came to this attempt: those that will want to know how it ended."""
+        """Return the nodes that joined this attempt and are not lost."""
         return [rank for rank in set(range(self._nodes)) - self._lost if self._store().check([f"node/{rank}"])]
 
     def _ask(self, question: Callable[[], T]) -> T:
-        """Puts a question to a store that may be silent. Raises StoreSilent, and what the question raises."""
+        """Query a store that may not respond. Raises StoreSilent and the errors of `question`."""
         return question() if self._keeps_store else self._patience.ask(question)

@@ -1,7 +1,7 @@
-"""The first process of a PID namespace, as a container's command is, which the kernel treats unlike any other.
+"""PID 1 of a namespace, as a container's command is, with the kernel's special rules.
 
-A signal that it has no handler for does nothing to it, so a program that took the launcher's place as PID 1 would
-ignore SIGTERM. And it inherits every orphan, which nobody else reaps.
+PID 1 ignores signals for which it has no handler, so a program that replaced the launcher would ignore
+SIGTERM. PID 1 also inherits every orphan, and nothing else reaps those.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ _FORWARDED = {
 
 
 def stay() -> int | None:
-    """Fork, and return None in the child, which any signal can end. The parent stays PID 1: it forwards signals to the
-    child, reaps what is left to it, and returns the child's exit code, 128 + N for signal N."""
+    """Fork, and return None in the child, which any signal can end.
+
+    The parent stays PID 1: it forwards signals to the child, reaps orphans, and returns the child's exit code,
+    128 + N for signal N.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     awaited = _FORWARDED | {signal.SIGCHLD}
@@ -39,7 +42,7 @@ def stay() -> int | None:
 
 
 def _reap(child: int) -> int | None:
-    """Reap every process that has ended; return the exit code of `child` if it is among them."""
+    """Reap every ended process; return the exit code of `child` if it is among them."""
     code = None
     while True:
         try:
@@ -54,7 +57,7 @@ def _reap(child: int) -> int | None:
 
 
 def _has_terminal() -> bool:
-    """Return True if a terminal sends its Ctrl-C to the child too, which is in this process's group."""
+    """Return True if the terminal sends its Ctrl-C to the child too, which is in this process's group."""
     try:
         os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY | os.O_CLOEXEC))
     except OSError:

@@ -1,4 +1,4 @@
-"""From the flags of `accel launch` to what this node starts: nothing is started here."""
+"""The plan of a launch on this node, made from the flags of `accel launch`. Nothing is started here."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PORT = 29500
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """One node's part of a run, with nothing left to be found out."""
+    """One node's part of a run, fully resolved."""
 
     program: Program
     processes: int  # on this node
@@ -63,8 +63,10 @@ class Launch:
 
     @property
     def static(self) -> bool:
-        """Return True if the number of machines is fixed. One machine needs no elastic agent of torch's, whose stores
-        listen on all interfaces."""
+        """True if the number of machines is fixed.
+
+        One machine needs no elastic agent of torch's, whose stores listen on all interfaces.
+        """
         return self.rdzv_backend == "static" or self.max_nodes == 1
 
     @property
@@ -73,12 +75,12 @@ class Launch:
 
     @property
     def alone(self) -> bool:
-        """One process in all, and nothing to watch over: it takes the launcher's place."""
+        """True for one process in all with nothing to supervise: it replaces the launcher."""
         return self.processes == 1 and self.max_nodes == 1 and self.max_restarts == 0 and self.rdzv_backend == "static"
 
 
 def plan(options: Mapping[str, Any], program: Program, env: Mapping[str, str] = os.environ) -> Launch:
-    """What the flags mean on this machine. Raises Refused for what cannot be."""
+    """Plan this machine's part of the launch from the flags. Raises Refused if they are invalid."""
     wrong = contradictions(options)
     if wrong:
         raise Refused(wrong)
@@ -137,14 +139,14 @@ def _near_script(name: str) -> str:
 
 
 def _in_cluster(placed: Place, env: Mapping[str, str]) -> dict[str, str]:
-    """How the pods of a job find node 0, where their places are the cluster's and not typed."""
+    """Return how a job's pods find node 0, if the cluster and not the flags placed them."""
     if watchdog.LAUNCH_ID in env or not (placed.found.source or placed.max_nodes > placed.nodes):
         return {}
     return {"service": env.get("ACCEL_SERVICE", ""), "own_address": env.get("ACCEL_POD_IP", "")}
 
 
 def _told(placed: Place, port: int, env: Mapping[str, str]) -> str:
-    """Said once, by node 0; a job that a target watches over has it on record.
+    """Return the line that node 0 prints; empty if a target that watches the job has it on record.
 
     Every pod of a job prints a line, by which a reader knows that its log has its beginning (`GREETING` in
     schedulers/kubernetes/logs/cursor.py).

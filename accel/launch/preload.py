@@ -1,4 +1,4 @@
-"""What the fork server loads beside torch, so that the ranks need not each load it for themselves."""
+"""Modules that the fork server imports besides torch, so that the ranks need not import them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OURS = re.compile(rb"^\s*(?:from|import)\s+accel\b", re.MULTILINE)
 
 
 def modules_for(program: Program) -> list[str]:
-    """The names of the modules that the program will probably import."""
+    """Return the names of the modules that the program will probably import."""
     text = _text(program)
     names = ["torch._dynamo"] if _TRAINS.search(text) else []
     # Under `accel.compat` ours is what stands behind their names.
@@ -28,7 +28,7 @@ def modules_for(program: Program) -> list[str]:
 
 
 def preload(program: Program) -> None:
-    """Imports them. One that is missing is the program's affair, not the launcher's."""
+    """Import the program's likely modules, ignoring missing ones, which are the program's concern."""
     for name in modules_for(program):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)

@@ -1,8 +1,8 @@
-"""Static rendezvous that honours the node rank it is given; through it a gang of nodes fails and restarts as one.
+"""A static rendezvous that honours the given node rank; through it a gang of nodes fails and restarts as one.
 
-torch's own (`StaticTCPRendezvous`) reuses one store for every attempt, blocks where no signal can be handled, and
-knows nothing of the other nodes' failures. Here every attempt has a store and a port of its own; the stores live in
-the agent of node 0; waiting is done in short slices.
+torch's own (`StaticTCPRendezvous`) reuses one store for every attempt, blocks where no signal can be handled,
+and does not know of other nodes' failures. Here every attempt has a store and a port of its own; the stores
+live in the agent of node 0; waits are short slices.
 """
 
 from __future__ import annotations
@@ -34,15 +34,16 @@ _GONE = (DistStoreError, DistNetworkError, StoreSilent)
 
 
 class GangRendezvous(Peers):
-    """The meeting of `nodes` agents at node 0's `address:port`; `port` 0 (one node only) takes any that is free. One
-    node meets on its loopback address, which no other machine reaches: anybody who reaches a store may write to it.
+    """The rendezvous of `nodes` agents at node 0's `address:port`; `port` 0 (one node only) means any free one.
+
+    A single node uses its loopback address: everything that can connect to a store can write to it.
 
     interrupted: called between slices of waiting; raises to give up.
-    names:       of the nodes, by rank, where they are known: for messages.
-    incarnation: this start of the launcher. A later one of the same node takes over its rank.
-    say:         tells people something.
-    service:     a name of node 0 that exists before node 0 does; `address` is looked up only if nobody answers there.
-    own_address: an address of this node that the others reach. The ranks get that of node 0 instead of `address`.
+    names:       of the nodes, by rank, if known; for messages.
+    incarnation: this start of the launcher. A later one of the same node inherits its rank.
+    say:         prints a message.
+    service:     a name of node 0 that exists before node 0 does; `address` is tried only if it does not respond.
+    own_address: an address of this node that the others reach. The ranks get node 0's instead of `address`.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class GangRendezvous(Peers):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Meets all nodes for the next attempt. Raises RendezvousFailed with the nodes that did not come."""
+        """Meet all nodes for the next attempt. Raises RendezvousFailed, naming the missing nodes."""
         self.attempt += 1
         self._met = False
         deadline = time.monotonic() + self._timeout_s
@@ -113,7 +114,7 @@ class GangRendezvous(Peers):
         return False
 
     def set_closed(self) -> None:
-        """Nothing to close: the world is fixed."""
+        """Do nothing: the world is fixed."""
 
     def num_nodes_waiting(self) -> int:
         return 0
@@ -196,7 +197,7 @@ class GangRendezvous(Peers):
         )
 
     def _addresses(self, waited_s: float) -> Sequence[str]:
-        """Where node 0 may be. A pod's name is not looked up early: a name server keeps "no such name" for a while."""
+        """Return node 0's possible addresses. A pod's name comes late: name servers cache "no such name"."""
         if self._nodes == 1:
             return [self._address]
         if self._node_rank == 0:
@@ -217,8 +218,10 @@ class GangRendezvous(Peers):
         return int(self._ask(lambda: store.get("port")))
 
     def _join(self, deadline: float) -> bool:
-        """Enter this node's rank. Return False if the store was that of an attempt that this launcher's predecessor
-        joined: node 0 ends with it, is started again, and opens another."""
+        """Claim this node's rank. Return False if the store is from an attempt that this launcher's predecessor joined.
+
+        Node 0 ends with that attempt, is started again, and opens another store.
+        """
         store, mine = self._store(), self._incarnation.encode()
         key, keys = f"node/{self._node_rank}", [f"node/{rank}" for rank in range(self._nodes)]
         try:
@@ -242,7 +245,7 @@ class GangRendezvous(Peers):
         return False
 
     def _agree(self) -> None:
-        """Agree with the other nodes on the number of the job's attempt, and on node 0's address."""
+        """Agree with the other nodes on the job's attempt and on node 0's address."""
         control = self._control
         if self.attempt == 0 and control is not None:
             store, keys = self._store(), [f"node/{rank}" for rank in range(self._nodes)]
@@ -258,7 +261,7 @@ class GangRendezvous(Peers):
         return RendezvousFailed(f"node {self._node_rank} lost node 0 at {self._address}: {error}")
 
     def _end_predecessor(self, host: str, deadline: float) -> None:
-        """End the attempt that this launcher's predecessor left, and wait until its store has gone."""
+        """End the attempt that this launcher's predecessor joined, and wait until its store is gone."""
         failure = {
             "rank": None, "node": self._node_rank, "host": host, "attempt": None, "exit_code": 1,
             "reason": "node_failure", "how": "was started again", "message": "", "time": time.time(), "final": True,
@@ -277,7 +280,7 @@ class GangRendezvous(Peers):
         )
 
     def _current(self) -> PrefixStore:
-        """The store of the attempt that runs: the gang's launchers may have started their ranks again."""
+        """Return the store of the running attempt: the gang's launchers may have restarted their ranks."""
         attempt = self.attempt
         while self._store(attempt + 1).check(["node/0"]):
             attempt += 1
@@ -322,9 +325,9 @@ def reach_node_0(
     who: str = "this machine",
     remedy: str = _REMEDY,
 ) -> str:
-    """Knock until node 0 answers: it may start later than this node. Return the address that it answered at.
+    """Connect until node 0 responds, since it may start later than this node. Return the address that responded.
 
-    `addresses` gives those to try after so many seconds. Raises RendezvousFailed.
+    `addresses` returns the candidates after the given seconds. Raises RendezvousFailed.
     """
     began = time.monotonic()
     while True:

@@ -1,4 +1,4 @@
-"""`accel launch` on this node: from a plan to running ranks, and back to an exit code."""
+"""The run of a plan on this node, from its start to its exit code."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from .worker import Program, exec_command, ignore_warnings, open_log
 
 
 def launch(run: Launch) -> int:
-    """Runs this node's ranks to their end. Returns the exit code of the rank, of all nodes, that failed first.
+    """Run this node's ranks to their end. Return the exit code of the first rank, on any node, that failed.
 
-    With one process in all, whose output goes where this process's goes, this does not return: the program takes
-    this process's place, or that of a child of PID 1.
+    With one process in all, and neither log directory nor time limit, this does not return: the program replaces
+    this process, or the child of PID 1.
     """
     _open_standard_descriptors()
     if run.job_lock is not None:
@@ -67,7 +67,7 @@ def launch(run: Launch) -> int:
 
 
 def _counted(run: Launch) -> Launch:
-    """Count this start, and the time limit from the first one."""
+    """Count this start, and measure the time limit from the first one."""
     start = incarnation.started(run.incarnation, os.environ)
     limit = run.deadline and replace(run.deadline, first_at=start.first_at)
     return replace(run, incarnation=start, deadline=limit)
@@ -87,7 +87,7 @@ def _world_of_one(run: Launch) -> dict[str, str]:
 
 
 def _become(program: Program, launch_id: str) -> NoReturn:
-    """Puts the program in this process's place: same pid, same terminal, nothing between it and its user."""
+    """Replace this process by the program: same pid, same terminal, nothing between it and its user."""
     if sys.platform == "linux":
         watchdog.start_apart(launch_id)
     command = program.command(unbuffered=False)
@@ -99,7 +99,7 @@ def _become(program: Program, launch_id: str) -> NoReturn:
 
 
 def _open_standard_descriptors() -> None:
-    """Fills 0, 1 and 2 where the caller has closed them, lest a pipe of ours gets that number and a rank's output."""
+    """Open 0, 1 and 2 if the caller closed them, so that no pipe of accel's gets that number and a rank's output."""
     for descriptor in range(3):
         try:
             os.fstat(descriptor)

@@ -13,10 +13,10 @@ from schedulers.processes import die_with_parent
 
 
 class Told:
-    """Takes note of SIGTERM and SIGHUP from now on, but for one that is ignored (by `nohup`). Only the main thread can.
+    """A recorder of SIGTERM and SIGHUP, except an ignored one (`nohup`). Works in the main thread only.
 
-    signum: the first that has come.
-    then:   is called with it at that moment.
+    signum: the first signal received.
+    then:   called with it at that moment.
     """
 
     def __init__(self, then: Callable[[int], object] = lambda signum: None) -> None:
@@ -38,11 +38,11 @@ class Told:
 
     @property
     def exit_code(self) -> int:
-        """What a shell gives for it."""
+        """The shell's exit code for the signal."""
         return 128 + (self.signum or 0)
 
     def forget(self) -> None:
-        """Leaves both to those who had them before."""
+        """Restore the previous handlers."""
         for signum, before in self._before.items():
             signal.signal(signum, before)
 

@@ -1,4 +1,4 @@
-"""One rank on this node, with its log in a file: nobody to agree with, so no agent and no torch; but a report."""
+"""One rank on this node with a log file: no agent and no torch, but a failure report."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _LEFTOVER_GRACE_S = 2.0
 
 
 def run_single(run: Launch, launch_id: str) -> int:
-    """Runs the program to its end as a child of this process; nothing that it started is left when this returns.
+    """Run the program to its end as a child of this process; nothing that it started is left on return.
 
-    Returns its exit code (128 + N for signal N), or 128 + N when this process was told to end by signal N.
+    Returns its exit code (128 + N for signal N), or 128 + N if this process received termination signal N.
     """
     log = log_path(run.log_dir, run.node_rank, run.first_attempt)
     record = recorder(run.log_dir, run.events)
@@ -86,9 +86,9 @@ def _start(run: Launch, log: str | None) -> subprocess.Popen[bytes]:
 
 
 class _Watch:
-    """Waits for the program's end; passes signals on; kills it when the grace is over.
+    """A watch over the program: forwards signals, and kills it after the grace period.
 
-    It listens from before the program's start: a signal that comes in between is passed on late, not lost.
+    The handlers are set before the program starts: a signal in between is forwarded late, not lost.
     """
 
     program: subprocess.Popen[bytes]

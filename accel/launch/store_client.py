@@ -1,5 +1,7 @@
-"""Questions to a store on another machine, which may fall silent without a word: torch's client would wait for a
-quarter of an hour, in a call in which no signal is handled."""
+"""A TCPStore client with a timeout.
+
+torch's own client blocks for 15 minutes when the store's machine vanishes, and handles no signals meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,13 @@ _LAST_WORD_S = 1.0
 
 
 class StoreSilent(RuntimeError):
-    """The store has not answered for too long. It is not asked again: its connection is in an unknown state."""
+    """The store did not respond in time. It is not queried again: its connection is in an unknown state."""
 
 
 class Patience:
-    """Asks from a thread of its own, so that the asking one can give up.
+    """A store client that queries in a separate thread, so that the caller can give up.
 
-    limit_s: how long an answer may take; once `ending()`, a second.
+    limit_s: the longest wait for a response; at most a second once `ending()`.
     """
 
     def __init__(self, limit_s: float, ending: Callable[[], bool]) -> None:
@@ -33,7 +35,7 @@ class Patience:
         self._silent_s: float | None = None
 
     def ask(self, question: Callable[[], T]) -> T:
-        """The answer, or what the question raises. Raises StoreSilent."""
+        """Return the result of `question`, or raise its error. Raises StoreSilent."""
         if self._silent_s is not None:
             raise self._silence()
         if self._thread is None:

@@ -1,4 +1,4 @@
-"""`--tee`: the ranks' log files, followed to the launcher's own output with the rank before each line."""
+"""`--tee`: a copy of the ranks' log files in the launcher's output, each line prefixed with its rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _GOES_ON = b"\x1f\n"
 
 
 class Tee:
-    """Follows the log files of one attempt after another. Does nothing for spec `0` or without log files."""
+    """A follower of the log files of one attempt after another. Does nothing for spec `0` or without log files."""
 
     def __init__(self, spec: str, log_dir: str | None) -> None:
         self._wanted = parse(spec) if log_dir else {}
@@ -27,7 +27,7 @@ class Tee:
         self._thread: threading.Thread | None = None
 
     def follow(self, logs: Iterable[tuple[int, int, str | None]]) -> None:
-        """Goes on to these files, each with its local rank and its rank; the last attempt's are read to their ends."""
+        """Switch to these files, given as (local rank, rank, path), after reading the last attempt's to their end."""
         self.close()
         output = _Output()
         files = [
@@ -41,7 +41,7 @@ class Tee:
             self._thread.start()
 
     def close(self) -> None:
-        """Prints what is left, so that nothing comes after a report."""
+        """Print what is left, so that nothing follows a report."""
         if self._thread is not None:
             self._end.set()
             self._thread.join()
@@ -57,14 +57,14 @@ class Tee:
 
 
 class _Output:
-    """Standard output, and the file whose last line there has no end yet."""
+    """Standard output, and the file whose last line there is incomplete."""
 
     def __init__(self) -> None:
         self._unended: _Followed | None = None
         self._break = _GOES_ON if "ACCEL_POD_UID" in os.environ else b"\n"
 
     def goes_on(self, file: _Followed) -> bool:
-        """Return True if what is printed next follows the beginning of that file's line."""
+        """Return True if the next output continues an incomplete line of that file."""
         return self._unended is file
 
     def print(self, file: _Followed, data: bytes) -> None:
@@ -79,7 +79,7 @@ class _Output:
 
 
 class _Followed:
-    """A file that grows, and whose lines are printed whole, or in pieces where they are long."""
+    """A growing file whose lines are printed whole, or in pieces if they are long."""
 
     def __init__(self, path: str, prefix: bytes, output: _Output) -> None:
         self._path, self._prefix, self._output = path, prefix, output
@@ -87,7 +87,7 @@ class _Followed:
         self._rest = b""
 
     def print_new(self) -> None:
-        """Prints the lines that have been finished since the last call, and what is too long of the next."""
+        """Print the lines completed since the last call, and the first piece of one that is too long."""
         with contextlib.suppress(FileNotFoundError), open(self._path, "rb", buffering=0) as file:
             file.seek(self._position)
             while data := file.read(_CHUNK):
@@ -101,7 +101,7 @@ class _Followed:
                     self._rest = self._rest[at:]
 
     def print_rest(self) -> None:
-        """Prints a last line that nobody finished."""
+        """Print an incomplete last line."""
         if self._rest or self._output.goes_on(self):
             self._print(self._prefix + self._rest + b"\n")
 
@@ -111,13 +111,15 @@ class _Followed:
 
 
 def _cut_at(line: bytes) -> int:
-    """Where the first piece of a long line ends: between characters where it is UTF-8."""
+    """Return the end of a long line's first piece: between characters if it is UTF-8."""
     return next((at for at in range(_MOST, _MOST - 4, -1) if line[at] & 0xC0 != 0x80), _MOST)
 
 
 def parse(spec: str) -> dict[int | None, int]:
-    """`3` for all ranks or `0:3,1:1` for some; a number says which of stdout (1) and stderr (2) torchrun would tee,
-    which here are one stream. Raises Refused."""
+    """Parse `3` for all ranks or `0:3,1:1` for some. Raises Refused.
+
+    A number selects the streams that torchrun would tee, stdout (1) and stderr (2), which are one stream here.
+    """
     try:
         if ":" not in spec:
             streams: dict[int | None, int] = {None: int(spec)}

@@ -1,9 +1,9 @@
-"""The last resort: a process outside the gang that ends what is left when everybody who should have done it is dead.
+"""The watchdog: a process outside the gang that kills what is left when the launcher and fork server are dead.
 
-It watches the launcher and, by the pipe's end, the fork server, where there is one. As long as one of them lives,
-ending the gang in order is their work, and takes the grace that it takes. When both are gone, whatever still belongs
-to the gang is killed: data-loader workers of a rank that was killed with SIGKILL, and programs that a rank started in
-the background.
+It watches the launcher and, by the pipe's end, the fork server, if there is one. As long as one of them
+lives, ending the gang (with its grace period) is their task. When both are dead, the watchdog kills the
+remaining processes of the gang: data-loader workers of a rank killed with SIGKILL, and programs that a rank
+started in the background.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ _GRACE_S = 1.0
 
 @dataclass(frozen=True)
 class Guard:
-    """A running guard. `pipe` takes one session id a line, for every rank that was forked.
+    """A running guard. `pipe` accepts one session id per line, for every forked rank.
 
-    What has left its rank's session is known by `ACCEL_LAUNCH_ID` in its environment if it was exec'd, and if it was
-    only forked by the file that it has inherited (`memory_file`).
+    Processes that left their rank's session are found by `ACCEL_LAUNCH_ID` in their environment if exec'd, and by
+    an inherited file (`memory_file`) if only forked.
     """
 
     identity: Identity | None
     pipe: int
 
     def others(self, pids: list[int]) -> list[int]:
-        """All of these but the guard itself."""
+        """Return the pids other than the guard's."""
         return [pid for pid in pids if self.identity is None or pid != self.identity.pid]
 
     def dismiss(self) -> None:
-        """Ends the guard; for a launcher that has left nothing to guard."""
+        """End the guard, once nothing is left to guard."""
         os.close(self.pipe)
         if self.identity is not None and self.identity.send(signal.SIGKILL):
             with contextlib.suppress(ChildProcessError):
@@ -46,12 +46,12 @@ class Guard:
 
 
 def memory_file(launch_id: str) -> str:
-    """The name of the memfd that every forked rank has open."""
+    """Return the name of the memfd that every forked rank has open."""
     return f"accel-{launch_id}"
 
 
 def start(launch_id: str) -> Guard:
-    """Starts a guard in a session of its own, so that no signal to the launcher's terminal or group reaches it."""
+    """Start a guard in a session of its own, so that no signal to the launcher's terminal or group reaches it."""
     reading, writing = os.pipe()
     process = subprocess.Popen(
         python_module("accel.launch.watchdog", launch_id, str(Identity.of(os.getpid()))),
@@ -68,7 +68,7 @@ def start(launch_id: str) -> Guard:
 
 
 def start_apart(launch_id: str) -> None:
-    """Starts a guard that is no child of this process, which is about to become a program that knows of no child."""
+    """Start a guard that is no child of this process, which will become a program that expects no child."""
     identity = str(Identity.of(os.getpid()))
     pid = os.fork()
     if pid:

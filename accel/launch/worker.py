@@ -1,4 +1,4 @@
-"""What one rank does between the fork and the first line of the user's program."""
+"""The setup of a rank between the fork and the first line of the user's program."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """What every rank runs: `argv[0]` is a script, a module (`-m`) or a command that is not Python."""
+    """The program of every rank: `argv[0]` is a script, a module (`-m`) or a non-Python command."""
 
     argv: list[str]
     entry: Literal["script", "module", "command"]
 
     @classmethod
     def of(cls, argv: list[str], *, module: bool, command: bool) -> Program:
-        """What `-m` and `--no_python` make of the words of a command line."""
+        """Return the program for a command line's words, `-m` and `--no_python`."""
         return cls(argv=argv, entry="module" if module else "command" if command else "script")
 
     def command(self, *, unbuffered: bool = True) -> list[str]:
-        """The same, as a command line of its own."""
+        """Return the program as a command line."""
         python = [sys.executable, "-u"] if unbuffered else [sys.executable]
         return {"script": [*python, *self.argv], "module": [*python, "-m", *self.argv], "command": self.argv}[
             self.entry
@@ -49,13 +49,13 @@ class Program:
 
 
 def ignore_warnings() -> None:
-    """A warning signal must not kill a program that has no handler for it (the default action of both would)."""
+    """Ignore warning signals, whose default action would kill a program without a handler."""
     for signum in WARNINGS:
         signal.signal(signum, signal.SIG_IGN)
 
 
 def enter_rank(server_pid: int, log: str | None) -> None:
-    """Makes a freshly forked process a rank: a session of its own, bound to its parent's life, default signals."""
+    """Make a freshly forked process a rank: a session of its own, bound to its parent's life, default signals."""
     os.setsid()
     die_with_parent(signal.SIGKILL, server_pid)
     signal.set_wakeup_fd(-1)
@@ -69,7 +69,7 @@ def enter_rank(server_pid: int, log: str | None) -> None:
 
 
 def redirect(log: str | None) -> None:
-    """Standard input from nowhere; output straight into the log file, so that its bytes pass through no other hands."""
+    """Redirect stdin from /dev/null and output straight into the log file, with no process in between."""
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
@@ -82,13 +82,13 @@ def redirect(log: str | None) -> None:
 
 
 def open_log(path: str, access: int = os.O_WRONLY) -> int:
-    """A file to append to, for those who may read its directory, whatever the program's own files are to be."""
+    """Open a file for appending, with the read and write permissions of its directory."""
     mode = os.stat(os.path.dirname(path) or ".").st_mode & 0o066 | 0o600
     return os.open(path, access | os.O_CREAT | os.O_APPEND, mode)
 
 
 def run(program: Program, env: dict[str, str], error_fd: int, preloaded: bool) -> NoReturn:
-    """Becomes the user's program. Ends with it, as the interpreter would have ended it; never returns."""
+    """Become the user's program and end as the interpreter would. Never returns."""
     os.environ.update(env)
     if program.entry == "command" or not preloaded:
         _exec(program.command())
@@ -111,14 +111,13 @@ def run(program: Program, env: dict[str, str], error_fd: int, preloaded: bool) -
 
 
 def refuse(error: Exception, error_fd: int) -> NoReturn:
-    """Ends a rank that cannot begin."""
     _errors_go_to(error_fd)
     _tell(error, "")
     os._exit(1)
 
 
 def exec_command(command: list[str]) -> NoReturn:
-    """Puts `command` in this process's place. Raises OSError."""
+    """Replace this process by `command`. Raises OSError."""
     for signum in (signal.SIGPIPE, signal.SIGXFSZ):  # this interpreter ignores them; what follows must not inherit that
         signal.signal(signum, signal.SIG_DFL)
     os.execvp(command[0], command)
@@ -136,7 +135,7 @@ _kept: list[object] = []
 
 
 def _fresh_interpreter_state() -> None:
-    """What a new interpreter has of its own and a forked one shares with its sisters."""
+    """Renew the state that a forked interpreter shares with its siblings: standard streams and random seeds."""
     # A new file over the descriptor holds nothing half-written by the parent. Line by line, so that the lines of
     # several ranks on one terminal stay whole, and a rank that is killed has lost at most the one it was writing.
     _kept.extend((sys.stdin, sys.stdout, sys.stderr))  # one that is collected would close the descriptor
@@ -161,7 +160,7 @@ def _fresh_interpreter_state() -> None:
 
 
 def run_main(program: Program) -> None:
-    """Runs a script or a module as `__main__`, as `python script` and `python -m module` do."""
+    """Run a script or a module as `__main__`, as `python script` and `python -m module` do."""
     main = types.ModuleType("__main__")
     main.__dict__["__builtins__"] = sys.modules["builtins"]
     sys.modules["__main__"] = main
@@ -198,7 +197,7 @@ def _load(path: str) -> tuple[types.CodeType, dict[str, Any]]:
 
 
 def _report(error: BaseException) -> NoReturn:
-    """Tells the launcher what ended this rank, then does what the interpreter does with an uncaught exception."""
+    """Report the error that ended this rank to the launcher, then handle it as the interpreter would."""
     user_frames = _user_frames(error)
     code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     _tell(error, "".join(traceback.format_exception(type(error), error, user_frames)), code)
@@ -218,7 +217,7 @@ def _errors_go_to(descriptor: int) -> None:
 
 
 def _tell(error: BaseException, trace: str, code: int = 1) -> None:
-    """Leaves for the launcher what went wrong, and the code that this rank is about to exit with."""
+    """Leave the error, and this rank's coming exit code, for the launcher."""
     try:
         message = str(error)
     except Exception:  # the program's own class, and its own mistake
@@ -238,7 +237,7 @@ def _tell(error: BaseException, trace: str, code: int = 1) -> None:
 
 
 def _user_frames(error: BaseException) -> TracebackType | None:
-    """The traceback without this launcher's frames at its top: the program did not call them."""
+    """Return the traceback without the launcher's frames at its top."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
         frames = frames.tb_next

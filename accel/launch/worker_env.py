@@ -1,4 +1,4 @@
-"""The variables that workers are given: how a script is to train, and what keeps a node from being overrun."""
+"""Environment variables of the workers: training settings, and thread counts that do not overload a node."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _OWN_DEVICE = ("use_deepspeed", "use_fsdp", "use_megatron_lm", "tpu")
 
 
 def training(options: Mapping[str, Any], devices: Devices) -> dict[str, str]:
-    """`ACCELERATE_*`: what `Accelerator()` reads, ours and Hugging Face's alike.
+    """Return the `ACCELERATE_*` variables that `Accelerator()` reads, accel's and Hugging Face's alike.
 
-    `options` are the values of the settings, by name. A setting that is not given leaves the variable as it is.
+    `options` are the values of the settings, by name. A setting that is not given leaves its variable as it is.
     """
     env = variables(options)
     if options["cpu"] or (devices.kind == "cpu" and not any(options[name] for name in _OWN_DEVICE)):
@@ -28,7 +28,7 @@ def training(options: Mapping[str, Any], devices: Devices) -> dict[str, str]:
 
 
 def threads(asked: int | None, processes: int, devices: Devices, env: Mapping[str, str]) -> dict[str, str]:
-    """`OMP_NUM_THREADS`: an equal share of this node's processors for each rank, unless it is set already."""
+    """Return `OMP_NUM_THREADS`: an equal share of this node's processors per rank, unless it is set already."""
     if asked is not None:
         return {"OMP_NUM_THREADS": str(asked)}
     if "OMP_NUM_THREADS" in env or processes == 1:

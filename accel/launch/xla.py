@@ -1,4 +1,4 @@
-"""Has torch_xla run a script's function on every core of this TPU host, in a process a chip.
+"""Run a script's function with torch_xla on every core of this TPU host, one process per chip.
 
 `python -m accel.launch.xla script|module FUNCTION NAME [ARGUMENTS]`
 """
@@ -32,7 +32,7 @@ _PASSED_ON = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Return 0, or the exit code of the first process that failed; the others are then ended."""
+    """Run the function on every core. Return 0, or the exit code of the first failed process; end the others then."""
     kind, function, name, *arguments = argv
     problem = _problem(kind, function, name)
     if problem:
@@ -67,8 +67,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _on_child(*_: object) -> None:
-    """End all when one has failed. The pool that torch_xla has waits for that too, but not for the processes that it
-    started while its thread began to wait (Python 3.9 to 3.13)."""
+    """End all processes when one has failed.
+
+    torch_xla's pool does that too, but misses processes started while its thread began to wait (Python 3.9 to
+    3.13).
+    """
     with contextlib.suppress(ChildProcessError):
         ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if ended is not None and ended.si_status != 0:
@@ -82,7 +85,7 @@ def _signal_all(signum: int) -> None:
 
 
 class Core:
-    """What each core runs, in a process that imports the script for itself."""
+    """The work of each core, in a process that imports the script itself."""
 
     def __init__(self, kind: str, function: str, name: str, arguments: Sequence[str], report: str) -> None:
         self._kind, self._function, self._name, self._arguments = kind, function, name, list(arguments)
@@ -90,7 +93,7 @@ class Core:
         self._parent = os.getpid()
 
     def __call__(self, index: int) -> None:
-        """Run the function. Where it fails, end this process at once: torch_xla would wait for all others first."""
+        """Run the function. On failure, exit at once: torch_xla would wait for all others first."""
         die_with_parent(signal.SIGKILL, self._parent)
         os.environ["FORK_LAUNCHED"] = "1"  # as Accelerate marks a process that was forked for it
         try:
@@ -118,7 +121,7 @@ class Core:
 
 
 def _problem(kind: str, function: str, name: str) -> str:
-    """What keeps the function from being called, without importing the script."""
+    """Return why the function cannot be called, or "", without importing the script."""
     if find_spec("torch_xla") is None:
         return f"torch_xla is not installed in {sys.executable}: pip install 'accel-launch[torch-xla]'"
     path = name

@@ -1,5 +1,5 @@
-"""How a model is spread over the processes: one strategy a module, over a base that does nothing; not the types it
-computes in (`precision`).
+"""Distribution of models over the processes: one strategy a module, over a base that does nothing; not the types
+they compute in (`precision`).
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ __all__ = ["DataParallel", "Mesh", "Sharded", "Single", "Strategy", "Xla", "choo
 
 
 def choose_strategy(state: PartialState, plugins: Mapping[type, Any]) -> Strategy:
-    """Return the strategy for the world that ``state`` describes; ``plugins``: what the script says of it, by class.
+    """Return the strategy for the world of ``state``; ``plugins``: the script's plug-ins, by class.
 
-    Where it says over which dimensions processes share the work, or where models are sharded, ``state`` gets the mesh.
+    With a `ParallelismConfig`, or if models are sharded, ``state`` gets the mesh.
     """
     plugin: FullyShardedDataParallelPlugin | None = plugins.get(FullyShardedDataParallelPlugin)
     config: ParallelismConfig | None = plugins.get(ParallelismConfig)
@@ -47,5 +47,5 @@ def choose_strategy(state: PartialState, plugins: Mapping[type, Any]) -> Strateg
 
 
 def sync_in_backward(model: torch.nn.Module) -> AbstractContextManager[None]:
-    """A region whose backward passes exchange the gradients of ``model``, though its forward ran under ``no_sync``."""
+    """Return a context manager whose backward passes synchronize ``model`` after a forward under ``no_sync``."""
     return _sync_in_backward(model) if data_parallel(model) is not None else reduce_in_backward(bare(model))

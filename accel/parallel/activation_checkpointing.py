@@ -1,4 +1,4 @@
-"""Activations that are computed again in the backward pass instead of being kept."""
+"""Activations that are recomputed in the backward pass instead of stored."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import nn
 
 
 class CheckpointedForward:
-    """A forward of which only the inputs are kept, on the CPU with ``offload``; pickles, unlike a closure.
+    """A forward that stores only its inputs, on the CPU with ``offload``; picklable, unlike a closure.
 
-    It takes the forward's place on the module, so that no name in the state dict changes.
+    It replaces the forward on the module, so that no name in the state dict changes.
     """
 
     def __init__(self, forward: Callable[..., Any], offload: bool = False) -> None:
@@ -23,11 +23,11 @@ class CheckpointedForward:
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        """What `inspect.signature` reads."""
+        """The function that `inspect.signature` reads."""
         return self.forward
 
     def bound_to(self, module: nn.Module, twin: nn.Module) -> CheckpointedForward:
-        """The same for ``twin``, which takes the place of ``module``."""
+        """Return the same for ``twin``, which replaces ``module``."""
         forward = self.forward
         if isinstance(forward, MethodType) and forward.__self__ is module:
             forward = MethodType(forward.__func__, twin)
@@ -44,7 +44,7 @@ class CheckpointedForward:
 
 
 def checkpoint_activations(modules: Iterable[nn.Module], offload: bool = False) -> None:
-    """Have each of ``modules`` keep only its inputs; twice is as once."""
+    """Make each of ``modules`` store only its inputs. Idempotent."""
     for module in modules:
         if not isinstance(vars(module).get("forward"), CheckpointedForward):
             vars(module)["forward"] = CheckpointedForward(module.forward, offload)

@@ -1,4 +1,4 @@
-"""Clipping gradients of which each process has a share, over one mesh of processes or several."""
+"""Clipping of sharded gradients, over one device mesh or several."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from accel.parallel.shares import share, whole
 def clip_norm(
     parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float, device: torch.device
 ) -> torch.Tensor:
-    """Scale gradients in place so that their joint norm, over all shares, is at most ``max_norm``; returns it before.
+    """Clip gradients in place to a joint norm, over all shards, of at most ``max_norm``; return the norm before.
 
-    Collectives: every process calls it.
+    Collective: all processes must call it.
     """
     groups = by_mesh(parameters)
     total = _largest(groups, device) if norm_type == math.inf else _norm(groups, norm_type, device)
@@ -37,7 +37,7 @@ def _norm(groups: Sequence[Sequence[Any]], norm_type: float, device: torch.devic
 
 
 def _largest(groups: Sequence[Sequence[Any]], device: torch.device) -> torch.Tensor:
-    """The infinity norm; torch's own refuses a share without elements, which a small parameter leaves to some ranks."""
+    """Return the infinity norm. torch's own refuses empty shards, which small parameters leave on some ranks."""
     shares = [share(p.grad) for group in groups for p in group]
     found = [part.abs().max().to(device, torch.float64) for part in shares if part.numel()]
     largest = torch.stack(found).max() if found else torch.zeros((), dtype=torch.float64, device=device)
@@ -46,9 +46,9 @@ def _largest(groups: Sequence[Sequence[Any]], device: torch.device) -> torch.Ten
 
 
 def by_mesh(parameters: Iterable[torch.Tensor]) -> list[list[Any]]:
-    """The parameters that have a gradient, in lists that one operation can take.
+    """Group the parameters that have a gradient into lists for one operation each.
 
-    Raises `ArgumentError` for what is no parameter any more: it held what a pass had gathered.
+    Raises `ArgumentError` for parameters that were listed while gathered and are freed by now.
     """
     found: defaultdict[Any, list[torch.Tensor]] = defaultdict(list)
     for parameter in [parameters] if isinstance(parameters, torch.Tensor) else parameters:

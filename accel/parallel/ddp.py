@@ -38,18 +38,18 @@ class DataParallel(Strategy):
         return wrapped
 
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
-        """A region whose backward passes leave gradients on their process."""
+        """Return a context manager whose backward passes do not synchronize gradients."""
         wrapped = data_parallel(model)
         return nullcontext() if wrapped is None else wrapped.no_sync()
 
     def uneven_inputs(self, models: Sequence[Any]) -> AbstractContextManager[Any]:
-        """A region in which a process that has run out of batches answers the others' gradient exchanges."""
+        """Return a context manager in which processes without batches join the others' gradient reductions."""
         return Join([wrapped for model in models if (wrapped := data_parallel(model)) is not None])
 
 
 @contextmanager
 def sync_in_backward(model: torch.nn.Module) -> Iterator[None]:
-    """A region whose backward passes exchange the gradients of ``model``, though its forward ran under ``no_sync``."""
+    """Synchronize ``model`` in the block's backward passes, even after a forward under ``no_sync``."""
     wrapped = data_parallel(model)
     if wrapped is None:
         yield

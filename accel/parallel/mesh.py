@@ -1,4 +1,4 @@
-"""The processes of a world as a grid: a dimension for each way to share the work."""
+"""The processes of a world as a grid, with a dimension for each kind of parallelism."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ _FLATTENED = {
 
 
 class Mesh:
-    """All dimensions of a configuration, those of size 1 too, and this process's place in them.
+    """All dimensions of a configuration, those of size 1 too, and this process's rank in them.
 
-    device_mesh: torch's, in a world of several processes; of a process alone there is none.
+    ``device_mesh``: torch's device mesh; None in a world of one.
 
-    The sizes that ``config`` leaves open are settled in it: where models are ``sharded``, ``dp_shard_size`` is what the
-    others leave of the world; elsewhere ``dp_replicate_size``. ``hybrid``: a replica is what fits a node.
+    Open sizes are set in ``config``: if models are ``sharded``, ``dp_shard_size`` is the rest of the world;
+    otherwise ``dp_replicate_size``. ``hybrid``: a replica is what fits a node.
 
-    Raises `ArgumentError`, before any collective, where the sizes do not make up the world, and for what is not here.
+    Raises `ArgumentError`, before any collective, if the product of the sizes is not the world size, or for a
+    dimension that this version does not have.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class Mesh:
         return self.config.sizes
 
     def check(self) -> None:
-        """Raise `ArgumentError` for a combination that cannot be, in one line."""
+        """Raise `ArgumentError` for an impossible combination, in one line."""
         for name, what in _NOT_HERE.items():
             if self.sizes[name] > 1:
                 raise ArgumentError(
@@ -72,13 +73,13 @@ class Mesh:
             raise ArgumentError(f"ParallelismConfig: {said} is {total}, and this world has {world} processes")
 
     def rank(self, name: str) -> int:
-        """This process's place in a dimension."""
+        """Return this process's rank in a dimension."""
         inner = math.prod(list(self.sizes.values())[DIMENSIONS.index(name) + 1 :])
         return self.state.process_index // inner % self.sizes[name]
 
     @property
     def data_place(self) -> tuple[int, int]:
-        """How many shares the data is in, and which of them this process sees."""
+        """The number of data shares, and the index of this process's share."""
         return (
             self.config.data_parallel_size,
             self.rank("dp_replicate") * self.sizes["dp_shard"] + self.rank("dp_shard"),
@@ -86,7 +87,7 @@ class Mesh:
 
     @property
     def sharding(self) -> DeviceMesh:
-        """The part that `fully_shard` gets: of one dimension, or with the replicas in front."""
+        """The submesh for `fully_shard`: one dimension, or with the replicas in front."""
         mesh: Any = self.device_mesh
         part: DeviceMesh = mesh["dp_replicate", "dp_shard"] if self.sizes["dp_replicate"] > 1 else mesh["dp_shard"]
         return part
@@ -112,7 +113,7 @@ class Mesh:
 
 
 def _settle(config: ParallelismConfig, world: int, open_dimension: str) -> None:
-    """Give what the other dimensions leave of the world to ``open_dimension``, if nobody has said its size."""
+    """Set ``open_dimension`` to what the other dimensions leave of the world, unless its size was given."""
     if open_dimension in config.said or (config.said and open_dimension == "dp_replicate" and config.total_size > 1):
         return
     others = config.total_size // config.sizes[open_dimension]

@@ -1,4 +1,4 @@
-"""Optimizers of models that were sharded: they step the shards, with the groups and the state that they had."""
+"""Optimizers of sharded models: they step the shards, with their original groups and state."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from accel.parallel.shares import is_spread
 
 
 def adopt(optimizer: torch.optim.Optimizer, shards: Mapping[torch.Tensor, torch.Tensor]) -> None:
-    """Have ``optimizer`` step the shards in the place of the parameters that they were made of."""
+    """Make ``optimizer`` step the shards instead of the original parameters."""
     for group in optimizer.param_groups:
         group["params"] = [shards.get(parameter, parameter) for parameter in group["params"]]
     for parameter in list(optimizer.state):
@@ -23,7 +23,7 @@ def adopt(optimizer: torch.optim.Optimizer, shards: Mapping[torch.Tensor, torch.
 
 
 def refuse_strangers(optimizer: torch.optim.Optimizer, known: Callable[[], Iterable[torch.Tensor]]) -> None:
-    """Have the first step raise `ArgumentError` for a trained parameter that is none of ``known()``."""
+    """Make the first step raise `ArgumentError` for a trained parameter that is not in ``known()``."""
 
     def check(stepped: torch.optim.Optimizer, *_: Any) -> None:
         handle.remove()
@@ -40,7 +40,7 @@ def refuse_strangers(optimizer: torch.optim.Optimizer, known: Callable[[], Itera
 
 
 def _cut(value: Any, shard: Any) -> Any:
-    """Of a parameter's optimizer state, the part that belongs to its shard."""
+    """Return the part of a parameter's optimizer state that belongs to its shard."""
     from torch.distributed.tensor import distribute_tensor
 
     if not isinstance(value, torch.Tensor) or value.shape != shard.shape or not is_spread(shard):

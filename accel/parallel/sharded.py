@@ -36,9 +36,9 @@ _METHODS = ("generate",)  # methods beside `forward` that compute with the weigh
 
 
 class Sharded(Strategy):
-    """Every process has a share of each parameter, its gradient and its optimizer's state.
+    """FSDP 2: every process holds a shard of each parameter, its gradient and its optimizer's state.
 
-    Models are sharded in place, and the optimizers of parameters that they had before step the shares.
+    Models are sharded in place, and optimizers of the original parameters step the shards.
     """
 
     joins = True
@@ -64,7 +64,7 @@ class Sharded(Strategy):
         return self.mesh.data_place
 
     def place(self, model: nn.Module, evaluation: bool = False) -> nn.Module:
-        """Leave ``model`` where it is, to be moved a unit at a time, unless it is for evaluation alone."""
+        """Leave ``model`` where it is, to be moved unit by unit, unless it is for evaluation only."""
         return super().place(model) if evaluation else model
 
     def prepare(
@@ -86,7 +86,7 @@ class Sharded(Strategy):
             yield from model.parameters()
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Shard ``model``, in place; one that the script has sharded itself stays as it is."""
+        """Shard ``model`` in place; a model that the script has sharded itself stays as it is."""
         from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
         self._models.add(model)
@@ -140,15 +140,15 @@ class Sharded(Strategy):
         return policy if isinstance(policy, MixedPrecisionPolicy) else MixedPrecisionPolicy()
 
     def settle(self) -> None:
-        """Have every model's ``parameters()`` be the shards, whatever its last pass has left gathered."""
+        """Make every model's ``parameters()`` the shards, whatever its last pass left gathered."""
         for model in self._models:
             reshard(model)
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """A region whose backward passes leave gradients on their process: whole ones, but for replicas of shards.
+        """Keep the full gradients of the block's backward passes on their process, without reducing them.
 
-        Where there are replicas, gradients are reduced to shards all the same, and only not between the replicas.
+        With replicas, gradients are still reduced to shards, and only not between the replicas.
         """
         inside: Any = self.unwrap(model)
         defer = (
@@ -163,21 +163,21 @@ class Sharded(Strategy):
             defer(True)
 
     def after_backward(self) -> None:
-        """Average the gradients of the parameters that are not sharded; twice is as once."""
+        """Average the gradients of the parameters that are not sharded. Idempotent."""
         whole = [p for model in self._models for p in model.parameters() if not is_spread(p)]
         gradients = [p.grad for p in whole if p.grad is not None]
         if gradients:
             torch._foreach_copy_(gradients, collectives.reduce(gradients, "mean"))
 
     def uneven_inputs(self, models: Sequence[Any]) -> AbstractContextManager[Any]:
-        """Raises `ArgumentError`: a process that has run out of batches would keep the others waiting."""
+        """Raise `ArgumentError`: a process without batches would keep the others waiting."""
         raise ArgumentError(
             "join_uneven_inputs is for DDP: with sharded models every process runs as many batches as the others; "
             "leave it out, and keep even_batches=True"
         )
 
     def clip_grad_norm(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
-        """See `Strategy.clip_grad_norm`; the norm is over all processes, which all call it."""
+        """See `Strategy.clip_grad_norm`; the norm is over all processes, and all must call it."""
         self.settle()
         return clip_norm(parameters, max_norm, norm_type, self.state.device)
 
@@ -193,7 +193,7 @@ class Sharded(Strategy):
         return bool(self.plugin.state_dict_type.name == "SHARDED_STATE_DICT")
 
     def model_state(self, model: nn.Module, whole: bool = True) -> dict[str, torch.Tensor]:
-        """See `Strategy.model_state`; a whole one is made a parameter at a time, and is empty but on main processes."""
+        """See `Strategy.model_state`; a full one is gathered by parameter, and is empty except on main processes."""
         self.settle()
         inside = self.unwrap(model)
         if not whole:
@@ -201,7 +201,7 @@ class Sharded(Strategy):
         return whole_state(inside.state_dict(keep_vars=True), self.state.is_local_main_process)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """See `Strategy.optimizer_state`; likewise."""
+        """See `Strategy.optimizer_state`; gathered like `model_state`."""
         state = optimizer.state_dict()
         keep = self.state.is_local_main_process
         return {**state, "state": {number: whole_state(entry, keep) for number, entry in state["state"].items()}}
@@ -209,7 +209,7 @@ class Sharded(Strategy):
 
 @contextmanager
 def reduce_in_backward(model: Any) -> Iterator[None]:
-    """A region in a `Sharded.no_sync` of ``model`` whose backward passes reduce its gradients all the same."""
+    """Reduce the gradients of ``model`` in the block's backward passes, even in a `Sharded.no_sync`."""
     defer = _deferring.get(model)
     if defer is None:
         yield

@@ -1,4 +1,4 @@
-"""Tensors of which each process has a share."""
+"""Helpers for sharded tensors."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ import torch
 
 
 def is_spread(value: Any) -> bool:
-    """Whether each process has a share of ``value``, of torch's `DTensor` class."""
+    """Return True if ``value`` is a `DTensor`: each process has a shard of it."""
     return hasattr(value, "placements")
 
 
 def share(value: Any) -> Any:
-    """What this process has of ``value``."""
+    """Return this process's shard of ``value``."""
     return value.to_local() if is_spread(value) else value
 
 
 def whole(value: Any) -> Any:
-    """What all processes have of ``value``, by a collective where each has a share."""
+    """Return the full ``value``, by a collective if it is sharded."""
     return value.full_tensor() if is_spread(value) else value
 
 
 def reshard(model: torch.nn.Module) -> None:
-    """Free what passes have left gathered, so that ``model.parameters()`` are the shares."""
+    """Free parameters that passes left gathered, so that ``model.parameters()`` are the shards."""
     for part in _units(model):
         part.reshard()
 
 
 def gather_before_inference(model: torch.nn.Module) -> None:
-    """Gather each unit of ``model`` before its first pass, if that is in inference mode.
+    """Gather each unit once outside inference mode, if the first pass of ``model`` is in that mode.
 
-    torch keeps the tensors of the first gathering. If they were of inference mode, training would fail.
+    torch keeps the tensors of the first gathering. Training would fail with tensors of inference mode.
     """
 
     def gather(inside: torch.nn.Module, *_: Any) -> None:
@@ -53,9 +53,9 @@ def _units(model: torch.nn.Module) -> list[Any]:
 
 
 def whole_state(state: Mapping[str, Any], keep: bool) -> dict[str, Any]:
-    """``state`` with whole tensors on the CPU, gathered one at a time, where ``keep``; elsewhere nothing.
+    """Return ``state`` with full tensors on the CPU, gathered one at a time, if ``keep``; else an empty dict.
 
-    Collectives: every process calls it. Names of one tensor have one tensor afterwards too.
+    Collective: all processes must call it. Names that share a tensor still do afterwards.
     """
     kept: dict[str, Any] = {}
     made: dict[int, Any] = {}

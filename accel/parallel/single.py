@@ -1,4 +1,4 @@
-"""One process: nothing to spread."""
+"""One process: nothing is distributed."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from accel.parallel.base import Strategy
 
 
 class Single(Strategy):
-    """The model is the script's own, on this process's device."""
+    """The script's own model, on this process's device."""

@@ -1,4 +1,4 @@
-"""Which modules of a model are units of sharding: whose parameters are gathered at once, and gradients reduced."""
+"""Units of sharding: modules whose parameters are gathered, and gradients reduced, together."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def find_units(
 ) -> list[tuple[str, nn.Module]]:
     """Return the units of ``model`` by name, children before their parents and ``("", model)`` last.
 
-    Modules that share a parameter are in one unit: those that would be in several are left to the unit around them.
-    Raises `ArgumentError` where ``plugin`` names a class that the model does not have.
+    Modules that share a parameter are in one unit; a unit that would split them is merged into the one around it.
+    Raises `ArgumentError` if ``plugin`` names a class that the model does not have.
     """
     policy = _policy(model, plugin)
     without = {id(parameter) for parameter in ignored}
@@ -31,7 +31,7 @@ def find_units(
 
 
 def unit_of(name: str, units: Iterable[str]) -> str:
-    """Of the units with these names, the one that a parameter or buffer called ``name`` belongs to."""
+    """Return which of the named units contains the parameter or buffer called ``name``."""
     owner = name.rpartition(".")[0]
     known = set(units)
     while owner and owner not in known:
@@ -40,7 +40,7 @@ def unit_of(name: str, units: Iterable[str]) -> str:
 
 
 def aliases(model: nn.Module) -> dict[torch.nn.Parameter, list[str]]:
-    """Every parameter of ``model`` with all of its names, in the model's order."""
+    """Return every parameter of ``model`` with all of its names, in the model's order."""
     found: dict[int, tuple[nn.Parameter, list[str]]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         found.setdefault(id(parameter), (parameter, []))[1].append(name)
@@ -48,9 +48,9 @@ def aliases(model: nn.Module) -> dict[torch.nn.Parameter, list[str]]:
 
 
 def ignored_parameters(model: nn.Module, ignored: Any) -> set[nn.Parameter]:
-    """The parameters of the modules that are not sharded: given themselves, or by a regular expression for names.
+    """Return the parameters of modules that are not sharded, given themselves or by a regular expression for names.
 
-    Raises `ArgumentError` for an expression that is none, or that no module's whole name meets.
+    Raises `ArgumentError` for an invalid expression, or one that matches no module's full name.
     """
     if isinstance(ignored, str):
         import re
@@ -70,7 +70,7 @@ def ignored_parameters(model: nn.Module, ignored: Any) -> set[nn.Parameter]:
 def members_of(
     units: Iterable[str], names: Mapping[nn.Parameter, list[str]], ignored: Container[nn.Parameter]
 ) -> dict[str, list[nn.Parameter]]:
-    """The parameters of every unit, but for those that are not sharded."""
+    """Return the parameters of every unit, except those that are not sharded."""
     found: dict[str, list[nn.Parameter]] = {unit: [] for unit in units}
     for parameter, known in names.items():
         if parameter not in ignored:
@@ -131,13 +131,13 @@ def _named_classes(model: nn.Module, names: Iterable[str]) -> set[type[nn.Module
 
 
 def _own_classes(model: nn.Module) -> set[type[nn.Module]]:
-    """The classes that the models of transformers inside ``model`` name as not to be split."""
+    """Return the classes that transformers models inside ``model`` list as not to be split."""
     named = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
     return {type(module) for module in model.modules() if type(module).__name__ in named}
 
 
 def _chosen(model: nn.Module, policy: Callable[..., bool], ignored: set[int]) -> list[nn.Module]:
-    """What a policy of `torch.distributed.fsdp.wrap` chooses, children first."""
+    """Return the modules that a policy of `torch.distributed.fsdp.wrap` chooses, children first."""
     found: list[nn.Module] = []
     taken: set[int] = set(ignored)
 
@@ -159,7 +159,7 @@ def _chosen(model: nn.Module, policy: Callable[..., bool], ignored: set[int]) ->
 
 
 def _without_ties(model: nn.Module, units: set[str], ignored: set[int]) -> set[str]:
-    """The units that share no parameter with another; one that did is dissolved in the unit around it."""
+    """Return units that share no parameter; one that does is merged into the unit around it."""
     while True:
         owners: defaultdict[int, set[str]] = defaultdict(set)
         for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -1,4 +1,4 @@
-"""Finding the script's own model inside what wrapping, compiling and mixed precision made of it."""
+"""Finding the script's own model inside wrappers, compilations and mixed precision."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ _WRAPPERS = (DistributedDataParallel, DataParallel)
 
 
 def compiled_inside(model: nn.Module) -> nn.Module | None:
-    """The module from which ``model`` was compiled, as a whole or by its regions, or ``None``."""
+    """Return the module from which ``model`` was compiled, as a whole or by its regions, or ``None``."""
     # torch.compile keeps the original as a submodule, `compile_regions` beside them; asking so needs no torch._dynamo.
     found = model._modules.get("_orig_mod")
     return vars(model).get("_orig_mod") if found is None else found
 
 
 def is_compiled_module(module: nn.Module) -> bool:
-    """Whether ``module`` came from `torch.compile`."""
+    """Return True if ``module`` came from `torch.compile`."""
     return "_orig_mod" in module._modules and type(module).__name__ == "OptimizedModule"
 
 
 def bare(model: nn.Module) -> nn.Module:
-    """The model inside every wrapper and every compilation of ``model``."""
+    """Return the model inside every wrapper and every compilation of ``model``."""
     while True:
         inside = model.module if isinstance(model, _WRAPPERS) else compiled_inside(model)
         if inside is None:
@@ -32,7 +32,7 @@ def bare(model: nn.Module) -> nn.Module:
 
 
 def data_parallel(model: nn.Module) -> DistributedDataParallel | None:
-    """The `DistributedDataParallel` that ``model`` is, or from which it was compiled, or ``None``."""
+    """Return the `DistributedDataParallel` that ``model`` is, or was compiled from, or ``None``."""
     inside = compiled_inside(model)
     found = model if inside is None else inside
     return found if isinstance(found, DistributedDataParallel) else None
@@ -41,10 +41,11 @@ def data_parallel(model: nn.Module) -> DistributedDataParallel | None:
 def extract_model_from_parallel(
     model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
 ) -> nn.Module:
-    """Return the model inside the wrappers of data parallel training; ``model`` goes on to work as it did.
+    """Return the model inside the wrappers of data-parallel training; ``model`` keeps working.
 
-    Without ``keep_fp32_wrapper`` its forward no longer runs in mixed precision, and without ``keep_torch_compile`` it
-    is the one that was compiled. ``recursive`` also takes wrapped modules inside it out of their wrappers, in place.
+    Without ``keep_fp32_wrapper`` its forward no longer runs in mixed precision, and without
+    ``keep_torch_compile`` the model before compilation is returned. ``recursive`` also unwraps modules inside it,
+    in place.
     """
     outer = compiled_inside(model)
     inside = model if outer is None else outer

@@ -1,6 +1,7 @@
-"""The whole values of a unit's parameters, the same on every process, just before it is sharded.
+"""The full values of a unit's parameters, the same on every process, just before it is sharded.
 
-A unit at a time, so that no process ever holds more than its shards and one whole unit beside what it was given.
+Units are handled one at a time, so that a process only ever holds its shards, one full unit and the model as
+given.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ _MUCH = 64 << 20  # bytes of weights; giving memory back takes as long as shardi
 
 
 class WholeWeights:
-    """Gives the parameters of ``model`` the values that the main process has, or that ``init`` makes.
+    """The full values of ``model``'s parameters: those of the main process, or of ``init``.
 
-    device:    where they go.
-    broadcast: whether the main process's values are sent; otherwise every process's own count.
-    upcast:    whether trained parameters in 16 bits become fp32.
-    init:      makes a module's own parameters that are on the meta device on the main process too; without it the
-               module's ``reset_parameters``, or the ``_init_weights`` of a model of transformers.
+    ``device``: the device to put them on.
+    ``broadcast``: send the main process's values; otherwise every process keeps its own.
+    ``upcast``: convert trained parameters in 16 bits to fp32.
+    ``init``: initializes a module's own parameters that are on the meta device on the main process too; by
+        default the module's ``reset_parameters``, or the ``_init_weights`` of a transformers model.
     """
 
     def __init__(
@@ -57,13 +58,13 @@ class WholeWeights:
             )
 
     def dtype(self, parameter: torch.Tensor) -> torch.dtype:
-        """The type that ``parameter`` will have."""
+        """Return the type that ``parameter`` will have."""
         return (
             torch.float32 if self.upcast and parameter.requires_grad and parameter.dtype in _SHORT else parameter.dtype
         )
 
     def settle(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Put these on the device, with their values, under all of their names."""
+        """Put ``parameters`` on the device, with their values, under all of their names."""
         parameters = list(parameters)
         if self._settled >= _MUCH:  # most of which is in shards by now
             _give_back_freed()
@@ -77,7 +78,7 @@ class WholeWeights:
             self._put(names, self._made(now, parameter))
 
     def settle_buffers(self) -> None:
-        """The same for all buffers, which are whole on every process."""
+        """Put all buffers, which are not sharded, on the device, with their values."""
         for name, buffer in list(self.model.named_buffers(remove_duplicate=False)):
             owner, _, own = name.rpartition(".")
             value = self._value(buffer)
@@ -86,7 +87,7 @@ class WholeWeights:
             self.model.get_submodule(owner)._buffers[own] = value
 
     def _value(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What this process has to give, or room for what it gets, on the device."""
+        """Return the value to send, or an empty tensor to receive one, on the device."""
         receives = self.broadcast and not self.is_main
         fits = tensor.device == self.device and tensor.is_contiguous()
         if tensor.is_meta or (receives and not fits):
@@ -107,7 +108,7 @@ class WholeWeights:
             self.model.get_submodule(owner)._parameters[own] = parameter
 
     def _initialise(self, names: list[str]) -> None:
-        """Have the module make the parameter of these names, where not even the main process has a value."""
+        """Initialize the module of a parameter that has no value even on the main process."""
         if names[0] not in self._lacking:
             return
         module = self.model.get_submodule(names[0].rpartition(".")[0])
@@ -129,9 +130,9 @@ class WholeWeights:
 
 
 def _give_back_freed() -> None:
-    """Have the C library return what is freed to the system, where it can (glibc).
+    """Make the C library return freed memory to the system, if it can (glibc).
 
-    It would keep the room of a unit's whole weights, among the shards, which no later unit fits into.
+    Otherwise it keeps the memory of a unit's full weights, in gaps among the shards that fit no later unit.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -139,7 +140,7 @@ def _give_back_freed() -> None:
 
 
 def _agree(model: nn.Module, names: Mapping[nn.Parameter, list[str]]) -> list[str]:
-    """The parameters that have no value on the main process. Raises where processes have different models."""
+    """Return the parameters without a value on the main process. Raises `ArgumentError` if models differ."""
     said = [(known[0], tuple(p.shape), str(p.dtype), p.requires_grad) for p, known in names.items()]
     digests = collectives.all_objects(hashlib.sha256(repr(said).encode()).digest())
     odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]

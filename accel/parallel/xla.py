@@ -1,4 +1,4 @@
-"""Data parallel under torch_xla: every process has the whole model, and gradients are averaged after each backward."""
+"""Data parallel under torch_xla: every process has the full model; gradients are averaged after each backward."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from accel.world import xla
 
 
 class Xla(Strategy):
-    """The model itself, without a wrapper: torch_xla records what runs and compiles it, collectives included."""
+    """The model without a wrapper: torch_xla records and compiles what runs, including collectives."""
 
     def __init__(self, state: PartialState) -> None:
         super().__init__(state)
@@ -28,7 +28,7 @@ class Xla(Strategy):
         self._moved: Any = WeakIdKeyDictionary()
 
     def place(self, model: torch.nn.Module, evaluation: bool = False) -> torch.nn.Module:
-        """Move ``model`` to the device, where torch makes its parameters anew; tied ones stay tied."""
+        """Move ``model`` to the device, where torch creates new parameters; tied ones stay tied."""
         before = [(module, name, kept) for module, name, kept in _parameters(model)]
         model = model.to(self.state.device)
         for module, name, kept in before:
@@ -55,7 +55,7 @@ class Xla(Strategy):
                 optimizer.state[moved] = optimizer.state.pop(parameter)
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Give every process the main process's weights, and note that gradients of ``model`` are averaged."""
+        """Broadcast the main process's weights, and register ``model`` for averaging its gradients."""
         if model not in self._models and any(parameter.requires_grad for parameter in model.parameters()):
             if self.state.use_distributed:
                 xla.broadcast_parameters(model)
@@ -63,7 +63,7 @@ class Xla(Strategy):
         return model
 
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
-        """A region whose backward passes leave gradients on their process."""
+        """Return a context manager whose backward passes do not synchronize gradients."""
         return self._holding()
 
     @contextmanager
@@ -75,7 +75,7 @@ class Xla(Strategy):
             self._held -= 1
 
     def after_backward(self) -> None:
-        """Average the gradients of all wrapped models over the processes, those of earlier batches included."""
+        """Average the gradients of all wrapped models over the processes, including those of earlier batches."""
         if self._held or not self.state.use_distributed:
             return
         found = {id(parameter): parameter.grad for model in self._models for parameter in model.parameters()}
@@ -84,7 +84,7 @@ class Xla(Strategy):
             xla.average(gradients, self.state.num_processes)
 
     def on_host(self, value: Any) -> Any:
-        """``value`` with its tensors in host memory: on the device they have no address, by which files know them."""
+        """Return ``value`` with its tensors in host memory: on the device they lack the address that files need."""
         xla.sync()
         return recursively_apply(lambda tensor: tensor.detach().cpu(), value)
 

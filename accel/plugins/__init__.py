@@ -41,7 +41,7 @@ def __getattr__(name: str) -> Any:
 
 @dataclass
 class AutocastKwargs(KwargsHandler):
-    """How `Accelerator.autocast` and the forward of prepared models enter `torch.autocast`."""
+    """Arguments of `torch.autocast` in `Accelerator.autocast` and in the forward of prepared models."""
 
     enabled: bool = True
     cache_enabled: bool | None = None
@@ -71,13 +71,13 @@ class DistributedDataParallelKwargs(KwargsHandler):
     def to_dict(
         self, ignore_keys: Sequence[str] = ("comm_hook", "comm_wrapper", "comm_state_option")
     ) -> dict[str, Any]:
-        """The fields that torch's class takes."""
+        """Return the fields that torch's class accepts."""
         return {name: value for name, value in super().to_dict().items() if name not in ignore_keys}
 
     def register_comm_hook(self, model: Any) -> None:
-        """Give ``model``, a `DistributedDataParallel`, the communication hook asked for.
+        """Register the configured communication hook with ``model``, a `DistributedDataParallel`.
 
-        Raises `ArgumentError` where torch has a broken one.
+        Raises `ArgumentError` if torch's own hook is broken.
         """
         kind, wrapper = str(self.comm_hook), str(self.comm_wrapper)
         if kind == "no":
@@ -116,7 +116,7 @@ class GradScalerKwargs(KwargsHandler):
 
 @dataclass
 class InitProcessGroupKwargs(KwargsHandler):
-    """Keyword arguments of `torch.distributed.init_process_group`; ``backend=None`` takes the device's own."""
+    """Keyword arguments of `torch.distributed.init_process_group`; ``backend=None`` selects the device's own."""
 
     backend: str | None = None
     init_method: str | None = None
@@ -125,12 +125,13 @@ class InitProcessGroupKwargs(KwargsHandler):
 
 @dataclass
 class GradientAccumulationPlugin(KwargsHandler):
-    """How gradients are accumulated.
+    """Settings of gradient accumulation.
 
-    ``num_steps`` batches (without it 1) make one optimizer step. With ``sync_with_dataloader`` the last batch of a
-    loader always ends the step, and a window made short by it is scaled by its own length. ``sync_each_batch`` lets
-    DDP exchange gradients at every batch: slower, less memory. ``adjust_scheduler`` counts the batches between steps
-    in the scheduler's step count.
+    ``num_steps``: batches per optimizer step (default: 1).
+    ``adjust_scheduler``: count the batches between steps in the scheduler's step count.
+    ``sync_with_dataloader``: a loader's last batch always ends the step; a window that it shortens is scaled by
+        its own length.
+    ``sync_each_batch``: DDP exchanges gradients at every batch: slower, less memory.
     """
 
     num_steps: int = None  # type: ignore[assignment]
@@ -147,17 +148,18 @@ class GradientAccumulationPlugin(KwargsHandler):
 
 @dataclass
 class DataLoaderConfiguration:
-    """How data loaders are shared out among the processes.
+    """Distribution of data loaders over the processes.
 
     ``split_batches``: the loader's batch size is that of all processes together (else of each one).
-    ``even_batches``: a last round that does not reach every process is completed with samples from the start of the
-    epoch; `Accelerator.gather_for_metrics` drops them again.
-    ``use_seedable_sampler``: shuffling depends on ``data_seed`` and the epoch alone.
-    ``use_stateful_dataloader``: a loader that was saved in mid-epoch goes on by itself after ``load_state``; without it
-    the script skips what it has seen with ``skip_first_batches``.
+    ``dispatch_batches``: the main process reads for all and sends each its part; ``None``: for iterable data sets
+        only.
+    ``even_batches``: complete an uneven last round with samples from the start of the epoch;
+        `Accelerator.gather_for_metrics` drops them again.
+    ``use_seedable_sampler``: shuffling depends only on ``data_seed`` and the epoch.
     ``non_blocking``: copies to the device do not wait; only useful with pinned memory.
-    ``dispatch_batches``: the main process reads for all and sends each its part; ``None``: for iterable data sets only.
-    ``already_sharded``: each process's loader has its own share already, and is not shared out again.
+    ``use_stateful_dataloader``: a loader saved in mid-epoch resumes by itself after ``load_state``; without it
+        the script skips what it has seen with ``skip_first_batches``.
+    ``already_sharded``: each process's loader already has its own share and is not split again.
     """
 
     split_batches: bool = False
@@ -180,12 +182,14 @@ class DataLoaderConfiguration:
 
 @dataclass
 class ProjectConfiguration:
-    """Where a run keeps its files, and how checkpoints are named.
+    """The directories of a run, and the naming of its checkpoints.
 
-    With ``automatic_checkpoint_naming``, ``save_state()`` writes ``project_dir/checkpoints/checkpoint_<iteration>`` and
-    keeps the newest ``total_limit`` of them. ``save_on_each_node``: the nodes share no file system, so that each one
-    keeps a whole copy. Where the environment variable ``ACCEL_PROJECT_ROOT`` is set, that is so for checkpoints, and
-    relative directories lie under it.
+    ``automatic_checkpoint_naming``: ``save_state()`` writes ``project_dir/checkpoints/checkpoint_<iteration>``
+        and keeps the newest ``total_limit``.
+    ``save_on_each_node``: the nodes share no file system, so that each keeps a whole copy.
+
+    If the environment variable ``ACCEL_PROJECT_ROOT`` is set, each node keeps its own checkpoints, and relative
+    directories are below that root.
     """
 
     project_dir: str | None = None
@@ -201,13 +205,13 @@ class ProjectConfiguration:
         self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: str | None = None) -> None:
-        """Set ``project_dir``, and ``logging_dir`` too where none was given."""
+        """Set ``project_dir``, and also ``logging_dir`` if it is not given."""
         self.project_dir = under_root(project_dir)
         self.logging_dir = self.project_dir if self.logging_dir is None else under_root(self.logging_dir)
 
     @property
     def checkpoints(self) -> Path:
-        """The folder that holds automatically named checkpoints. Raises `ArgumentError` without a project directory."""
+        """The folder of automatically named checkpoints. Raises `ArgumentError` without a project directory."""
         if self.project_dir is None:
             raise ArgumentError("automatic_checkpoint_naming needs a project_dir: give Accelerator(project_dir=…)")
         return Path(self.project_dir) / "checkpoints"
@@ -215,12 +219,13 @@ class ProjectConfiguration:
 
 @dataclass
 class ProfileKwargs(KwargsHandler):
-    """What `Accelerator.profile` records; the fields are those of `torch.profiler.profile`, but for these.
+    """Settings of `Accelerator.profile`. Fields not listed here are those of `torch.profiler.profile`.
 
     ``activities``: some of cpu, cuda, xpu, mtia and hpu (default: all that torch supports here).
-    ``schedule_option``: the arguments of `torch.profiler.schedule`, such as ``{"wait": 1, "warmup": 1, "active": 3}``;
-    the script then calls ``profiler.step()`` after each step. ``on_trace_ready(profiler)`` is called at the end of each
-    cycle of it. ``output_trace_dir``: where every process writes its trace, in Chrome's format.
+    ``schedule_option``: arguments of `torch.profiler.schedule`, such as ``{"wait": 1, "warmup": 1, "active":
+        3}``; the script then calls ``profiler.step()`` after each step.
+    ``on_trace_ready``: called with the profiler at the end of each cycle of the schedule.
+    ``output_trace_dir``: the directory for every process's trace, in Chrome's format.
 
     Raises `ArgumentError` for an unknown activity or part of a schedule.
     """
@@ -246,7 +251,7 @@ class ProfileKwargs(KwargsHandler):
                 )
 
     def build(self) -> profile:
-        """The profiler, not yet started. Raises `ArgumentError` for an activity that this build of torch lacks."""
+        """Return the profiler, not started. Raises `ArgumentError` for an activity that this torch lacks."""
         from torch.profiler import profile, schedule
 
         return profile(
@@ -263,12 +268,15 @@ class ProfileKwargs(KwargsHandler):
 
 @dataclass
 class TorchDynamoPlugin(KwargsHandler):
-    """How prepared models are compiled; ``backend="no"``, the default, compiles none.
+    """Settings for compiling prepared models. ``backend="no"``, the default, compiles none.
 
-    ``mode``, ``fullgraph``, ``dynamic``, ``options`` and ``disable`` are those of `torch.compile`.
-    ``use_regional_compilation`` compiles the blocks of which a model has a list, each kind once, instead of the whole.
-    What is not given is read from ``ACCELERATE_DYNAMO_BACKEND``, ``_MODE``, ``_USE_FULLGRAPH``, ``_USE_DYNAMIC`` and
-    ``_USE_REGIONAL_COMPILATION``. Raises `ArgumentError` for an unknown backend or mode, and for a mode and options.
+    ``mode``, ``fullgraph``, ``dynamic``, ``options``, ``disable``: those of `torch.compile`.
+    ``use_regional_compilation``: compile the repeated blocks of a model, each kind once, instead of the whole
+        model.
+
+    Missing values are read from ``ACCELERATE_DYNAMO_BACKEND``, ``_MODE``, ``_USE_FULLGRAPH``, ``_USE_DYNAMIC``
+    and ``_USE_REGIONAL_COMPILATION``. Raises `ArgumentError` for an unknown backend or mode, and for a mode with
+    options.
     """
 
     backend: DynamoBackend | str = None  # type: ignore[assignment]
@@ -298,15 +306,15 @@ class TorchDynamoPlugin(KwargsHandler):
             self.use_regional_compilation = read_flag(env, _DYNAMO + "USE_REGIONAL_COMPILATION")
 
     def to_dict(self) -> dict[str, Any]:
-        """A copy of every field, by its name; the backend in the spelling of `torch.compile`."""
+        """Return a copy of every field by name; the backend is in the spelling of `torch.compile`."""
         return {**super().to_dict(), "backend": str(self.backend).lower()}
 
     def to_kwargs(self) -> dict[str, Any]:
-        """The keyword arguments of `torch.compile`."""
+        """Return the keyword arguments of `torch.compile`."""
         return {name: value for name, value in super().to_kwargs().items() if name != "use_regional_compilation"}
 
     def default_values(self) -> dict[str, Any]:
-        """What `torch.compile` takes by itself; ``"no"`` is a backend of ours."""
+        """Return the defaults of `torch.compile`; ``"no"`` is a backend of accel's."""
         return {
             "backend": "no",
             "mode": "default",
@@ -319,7 +327,7 @@ class TorchDynamoPlugin(KwargsHandler):
 
 
 def _orthogonalizes(hooks: Any) -> bool:
-    """Whether torch's own step takes the single matrix that its batched hook gives it, which 2.13 does not."""
+    """Return True if torch's own step accepts the single matrix of its batched hook, which 2.13 does not."""
     import torch
 
     try:

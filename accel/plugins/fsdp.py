@@ -1,4 +1,4 @@
-"""What a script may say about fully sharded data parallelism."""
+"""Settings of fully sharded data parallelism."""
 
 from __future__ import annotations
 
@@ -30,20 +30,23 @@ _POLICY = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs",
 
 @dataclass
 class FullyShardedDataParallelPlugin:
-    """How models are sharded, by torch's `fully_shard`. The fields are Accelerate's, which are read back as 2.
+    """Settings of sharding by torch's `fully_shard`. The fields are Accelerate's; ``fsdp_version`` reads as 2.
 
-    What is not given is read from ``FSDP_VERSION``, ``FSDP_RESHARD_AFTER_FORWARD`` and so on. Units are the modules
-    whose parameters are gathered at once. ``auto_wrap_policy``: ``"transformer_based_wrap"`` (classes by the names in
-    ``transformer_cls_names_to_wrap``, without it the model's ``_no_split_modules``), ``"size_based_wrap"`` (from
-    ``min_num_params`` parameters on), ``"no_wrap"`` (the whole model is one), or a policy of
-    `torch.distributed.fsdp.wrap`. Without it the model's ``_no_split_modules``, and if it has none, size.
+    Missing values are read from ``FSDP_VERSION``, ``FSDP_RESHARD_AFTER_FORWARD`` and so on. A unit is a module
+    whose parameters are gathered at once.
 
-    ``reshard_after_forward``: whether parameters are gathered again for the backward pass; a number of ranks that
-    divides the shards: these keep them. ``sync_module_states=False``: every rank has the same weights already.
-    ``ignored_modules`` (a regular expression for whole names, or modules) are not sharded; gradients are averaged.
+    ``auto_wrap_policy``: ``"transformer_based_wrap"`` (classes in ``transformer_cls_names_to_wrap``, else the
+        model's ``_no_split_modules``), ``"size_based_wrap"`` (from ``min_num_params`` parameters on),
+        ``"no_wrap"`` (the whole model is one unit), or a policy of `torch.distributed.fsdp.wrap`. Default: the
+        model's ``_no_split_modules``, else size.
+    ``reshard_after_forward``: True to gather parameters again for the backward pass; an int is the number of
+        ranks (a divisor of the shards) that keep them meanwhile.
+    ``sync_module_states=False``: every rank has the same weights already.
+    ``ignored_modules``: modules, or a regular expression for full names, that are not sharded; their gradients
+        are averaged.
 
-    Settings of version 1 mean what is closest to them here, and one warning says what has no equal; docs/migrating.md
-    has the table. Raises `ArgumentError` for what cannot be read, and for what contradicts itself.
+    Settings of version 1 are mapped to the closest ones here, with one warning for those without an equivalent;
+    docs/migrating.md has the table. Raises `ArgumentError` for invalid and contradictory settings.
     """
 
     fsdp_version: int = None  # type: ignore[assignment]
@@ -169,7 +172,7 @@ class FullyShardedDataParallelPlugin:
         self.cpu_offload = policy if getattr(asked, "offload_params", asked) else OffloadPolicy()
 
     def set_state_dict_type(self, state_dict_type: Any = None) -> None:
-        """Settle how checkpoints hold the model: as one file, or in the shards that the ranks have (the default)."""
+        """Set how checkpoints store the model: as one file, or in the ranks' shards (the default)."""
         from torch.distributed.fsdp import StateDictType
 
         given = state_dict_type if state_dict_type is not None else self.state_dict_type
@@ -181,9 +184,9 @@ class FullyShardedDataParallelPlugin:
         self.state_dict_type = StateDictType[named]
 
     def set_mixed_precision(self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False) -> None:
-        """Settle in which types units compute and reduce gradients: by one name, by torch's policy, or its fields.
+        """Set the types in which units compute and reduce gradients: by a name, torch's policy, or its fields.
 
-        A name is ``"bf16"``, ``"fp16"`` or ``"fp32"``, or a type of torch; gradients are then reduced in fp32.
+        A name is ``"bf16"``, ``"fp16"`` or ``"fp32"``, or a torch dtype; gradients are then reduced in fp32.
         """
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -205,7 +208,7 @@ class FullyShardedDataParallelPlugin:
         self.mixed_precision_policy = MixedPrecisionPolicy(**{"reduce_dtype": torch.float32, **known})
 
     def world_options(self) -> dict[str, str]:
-        """What the world must have beside the device's own backend: collectives on the CPU, for what is offloaded."""
+        """Return options of the process group: with offloading, CPU collectives besides the device's own."""
         from torch.distributed.fsdp import CPUOffloadPolicy
 
         both = isinstance(self.cpu_offload, CPUOffloadPolicy) and torch.cuda.is_available()
@@ -229,7 +232,7 @@ def _source(given: Any, argument: str, variable: str) -> str:
 
 
 def _named(value: Any, names: tuple[str, ...], source: str) -> str:
-    """One of ``names`` as it may be written: in any case, by its number from 1 on, or as a member of torch's enum."""
+    """Return one of ``names``, written in any case, as its number from 1 on, or as a member of torch's enum."""
     word = str(getattr(value, "name", value)).upper().removeprefix("_")
     if word.isdigit() and 1 <= int(word) <= len(names):
         return names[int(word) - 1]

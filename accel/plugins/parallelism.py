@@ -1,4 +1,4 @@
-"""What a script may say about the dimensions over which its processes share the work."""
+"""Settings of the dimensions of parallelism."""
 
 from __future__ import annotations
 
@@ -23,11 +23,13 @@ _VARIABLES = {
 
 @dataclass(repr=False)
 class ParallelismConfig:
-    """Over how many processes each dimension goes; their product is the number of processes.
+    """The number of processes along each dimension; their product is the world size.
 
-    ``dp_replicate_size``: replicas of the model. ``dp_shard_size``: processes among which one replica is sharded.
-    Sizes that are not given are read from ``PARALLELISM_CONFIG_DP_SHARD_SIZE`` and so on, and are 1 otherwise; where
-    models are sharded and nothing is said of ``dp_shard_size``, it is what the others leave of the world.
+    ``dp_replicate_size``: replicas of the model.
+    ``dp_shard_size``: processes among which one replica is sharded.
+
+    Missing sizes are read from ``PARALLELISM_CONFIG_DP_SHARD_SIZE`` and so on, and default to 1. If models are
+    sharded and ``dp_shard_size`` is missing, it is the world size divided by the other sizes.
 
     Raises `ArgumentError` for a size below 1 and an unknown backend.
     """
@@ -72,42 +74,42 @@ class ParallelismConfig:
 
     @property
     def dp_replicate_enabled(self) -> bool:
-        """Whether models are replicated."""
+        """True if models are replicated."""
         return self.dp_replicate_size > 1
 
     @property
     def dp_shard_enabled(self) -> bool:
-        """Whether models are sharded over data-parallel processes."""
+        """True if models are sharded over data-parallel processes."""
         return self.dp_shard_size > 1
 
     @property
     def tp_enabled(self) -> bool:
-        """Whether tensors are spread."""
+        """True if tensors are split over processes."""
         return self.tp_size > 1
 
     @property
     def cp_enabled(self) -> bool:
-        """Whether sequences are spread, by context parallelism."""
+        """True if sequences are split by context parallelism."""
         return self.cp_size > 1
 
     @property
     def sp_enabled(self) -> bool:
-        """Whether sequences are spread, by sequence parallelism."""
+        """True if sequences are split by sequence parallelism."""
         return self.sp_size > 1
 
     @property
     def data_parallel_size(self) -> int:
-        """Processes that see different data."""
+        """The number of processes with different data."""
         return self.dp_replicate_size * self.dp_shard_size
 
     @property
     def non_data_parallel_size(self) -> int:
-        """Processes that see the same data."""
+        """The number of processes with the same data."""
         return self.tp_size * self.cp_size * self.sp_size
 
     @property
     def total_size(self) -> int:
-        """Processes in all."""
+        """The number of all processes."""
         return self.data_parallel_size * self.non_data_parallel_size
 
     def _enabled(self, *names: str) -> list[str]:
@@ -135,7 +137,7 @@ class ParallelismConfig:
 
     @property
     def fsdp_dim_names(self) -> list[str]:
-        """The dimensions of the mesh that `fully_shard` gets."""
+        """The dimensions of the mesh for `fully_shard`."""
         return [*self._enabled("dp_replicate"), "dp_shard_cp"]
 
     @property
@@ -144,7 +146,7 @@ class ParallelismConfig:
         return self.dp_dim_names + self.non_dp_dim_names
 
     def get_device_mesh(self, device_type: str | None = None) -> Any:
-        """The mesh that an `Accelerator` has made. Raises `ArgumentError` before, and for another type of device."""
+        """Return the `Accelerator`'s mesh. Raises `ArgumentError` without one, and for another device type."""
         if self.device_mesh is None:
             raise ArgumentError("ParallelismConfig.get_device_mesh: give it to an Accelerator first, which makes it")
         if device_type not in (None, self.device_mesh.device_type):

@@ -19,7 +19,7 @@ __all__ = ["HalfPrecision", "LowPrecision", "Precision", "choose_precision"]
 def choose_precision(
     name: str, device: torch.device, autocast: AutocastKwargs | None = None, scaler: GradScalerKwargs | None = None
 ) -> Precision:
-    """Return the precision called ``name`` on ``device``. Raises `PrecisionError` where the device does not have it."""
+    """Return the precision called ``name`` on ``device``. Raises `PrecisionError` if the device lacks it."""
     if name == "no":
         return Precision(device)
     if name == "fp8":

@@ -15,7 +15,7 @@ from accel.precision.outputs import convert_to_fp32
 
 
 class AutocastForward:
-    """A forward that runs under autocast and returns fp32; pickles, unlike a closure."""
+    """A forward that runs under autocast and returns fp32; picklable, unlike a closure."""
 
     def __init__(
         self, forward: Callable[..., Any], device_type: str, dtype: torch.dtype, options: dict[str, Any]
@@ -27,11 +27,11 @@ class AutocastForward:
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        """What `inspect.signature` reads."""
+        """The function that `inspect.signature` reads."""
         return self.forward
 
     def bound_to(self, module: torch.nn.Module, twin: torch.nn.Module) -> AutocastForward:
-        """The same for ``twin``, which takes the place of ``module``."""
+        """Return the same for ``twin``, which replaces ``module``."""
         forward = self.forward
         if isinstance(forward, MethodType) and forward.__self__ is module:
             forward = MethodType(forward.__func__, twin)
@@ -52,20 +52,20 @@ class LowPrecision(Precision):
         self.options = (autocast or AutocastKwargs()).to_kwargs()
 
     def wrap_forward(self, model: torch.nn.Module) -> None:
-        """Make ``model`` compute under autocast and return fp32 wherever it is called; twice is as once."""
+        """Make ``model`` compute under autocast and return fp32 wherever it is called. Idempotent."""
         if isinstance(vars(model).get("forward"), AutocastForward):
             return
         vars(model)["_original_forward"] = vars(model).get("forward")
         vars(model)["forward"] = AutocastForward(model.forward, self.device.type, self.dtype, self.options)
 
     def autocast(self, handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
-        """A region in which operations run in this precision; ``handler`` says otherwise how."""
+        """Return a context manager that runs operations in this precision; ``handler`` replaces the options."""
         options = self.options if handler is None else handler.to_kwargs()
         return torch.autocast(self.device.type, self.dtype, **options)
 
 
 class HalfPrecision(LowPrecision):
-    """fp16: losses are scaled so that small gradients survive, and steps whose gradients overflowed are left out."""
+    """fp16 with scaled losses, so that small gradients survive; steps with overflowed gradients are skipped."""
 
     scaler: torch.amp.GradScaler
 
@@ -79,7 +79,7 @@ class HalfPrecision(LowPrecision):
 
     @classmethod
     def scaled_by(cls, scaler: torch.amp.GradScaler) -> HalfPrecision:
-        """The precision that goes with a scaler which the script has made."""
+        """Return the precision for a scaler that the script created."""
         made = cls(torch.device(scaler._device))
         made.scaler = scaler
         return made
@@ -96,7 +96,7 @@ class HalfPrecision(LowPrecision):
             self._unscaled.add(id(optimizer))
 
     def step(self, optimizer: torch.optim.Optimizer, closure: Any = None) -> bool:
-        """Take the step if all gradients are finite."""
+        """Step if all gradients are finite; return True if the step was skipped."""
         if id(optimizer) in self._stepped:
             self.settle()
         self.scaler.step(optimizer, *([] if closure is None else [closure]))
@@ -105,7 +105,7 @@ class HalfPrecision(LowPrecision):
         return any(bool(found.item()) for found in overflowed.values())
 
     def settle(self) -> None:
-        """Adapt the scale to the steps taken, after all optimizers have stepped: each was unscaled by the old one."""
+        """Update the scale after all optimizers have stepped, as each was unscaled by the old one."""
         if self._stepped:
             self.scaler.update()
             self._unscaled.clear()

@@ -1,4 +1,4 @@
-"""Full precision: every hook does nothing, or the plain thing."""
+"""Full precision, the base class of the others."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from accel.plugins import AutocastKwargs
 
 
 class Precision:
-    """Computes in the types the model has.
+    """Computation in the types of the model.
 
-    A precision wraps the forward of models, opens autocast regions, and stands between loss and gradients and between
-    gradients and optimizer, where fp16 must scale.
+    A precision wraps the forward of models, opens autocast regions, and scales for fp16 between loss and
+    gradients and between gradients and optimizer.
     """
 
     scaler: torch.amp.GradScaler | None = None
@@ -26,7 +26,7 @@ class Precision:
         """Make ``model`` compute in this precision wherever it is called."""
 
     def autocast(self, handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
-        """A region in which operations run in this precision."""
+        """Return a context manager that runs operations in this precision."""
         return nullcontext()
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
@@ -34,10 +34,10 @@ class Precision:
         loss.backward(**kwargs)  # type: ignore[no-untyped-call]
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Make the gradients of ``optimizer`` those of the loss itself, once a step."""
+        """Divide the gradients of ``optimizer`` by the loss scale, once per step."""
 
     def step(self, optimizer: torch.optim.Optimizer, closure: Any = None) -> bool:
-        """Take an optimizer step; returns whether it was left out because gradients were not finite."""
+        """Step ``optimizer``; return True if that was skipped because gradients were not finite."""
         if closure is None:
             optimizer.step()
         else:
@@ -45,4 +45,4 @@ class Precision:
         return False
 
     def settle(self) -> None:
-        """Finish what steps have left open; called before the next loss and before the state is saved."""
+        """Finish pending steps; called before the next loss and before the state is saved."""

@@ -1,4 +1,4 @@
-"""Outputs of a model in short types, made fp32."""
+"""Conversion of a model's 16-bit outputs to fp32."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def _widen(leaf: Any) -> Any:
 
 
 def convert_to_fp32(tensor: Any) -> Any:
-    """Return ``tensor``, a nest, with every fp16 and bf16 tensor in fp32; everything else stays."""
+    """Return nested ``tensor`` with every fp16 and bf16 tensor in fp32; everything else stays."""
     return map_nested(_widen, tensor)
 
 
 class ConvertOutputsToFp32:
-    """A function whose outputs are fp32 where those of ``model_forward`` are shorter; pickles, unlike a closure."""
+    """A function that returns 16-bit outputs of ``model_forward`` in fp32; picklable, unlike a closure."""
 
     def __init__(self, model_forward: Callable[..., Any]) -> None:
         self.model_forward = model_forward

@@ -1,8 +1,8 @@
-"""``python -m accel.sanity [--json]``: run the checks in this world, a line each; the first failure ends it with 1.
+"""``python -m accel.sanity [--json]``: run the checks in this world; the first failure ends it with exit code 1.
 
-Started by a launcher, all processes run every check together; in a world whose models are sharded, those of sharding
-stand for those of whole models. ``--json`` prints a line a check:
-``{"check", "processes", "ok", "seconds"}``; that of a failed one has ``"process"`` and ``"message"`` too.
+Started by a launcher, all processes run every check together. In a world with sharded models, the checks of
+sharding replace those that need whole models. Prints a line per check; with ``--json`` ``{"check",
+"processes", "ok", "seconds"}``, and for a failed one ``"process"`` and ``"message"`` too.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ _ONLY_WHOLE, _ONLY_SHARDED = ("uneven inputs", "local steps"), ("sharding",)
 
 
 def chosen(sharded: bool) -> list[str]:
-    """The names of the checks of a world whose models are ``sharded``, or whole."""
+    """Return the names of the checks for a world whose models are ``sharded`` or not."""
     return [name for name in CHECKS if name not in (_ONLY_WHOLE if sharded else _ONLY_SHARDED)]
 
 
 def main(argv: list[str]) -> int:
-    """Run every check that this world is for and return the exit code."""
+    """Run every check for this world and return the exit code."""
     as_json = "--json" in argv
     accelerator = Accelerator()
     for name in chosen(accelerator.is_fsdp2):
@@ -76,7 +76,7 @@ def _report(accelerator: Accelerator, name: str, seconds: float, as_json: bool) 
 
 
 def _report_failure(accelerator: Accelerator, name: str, error: Exception, as_json: bool) -> None:
-    """Say it at once, from the process that saw it: the others may wait for this one for ever."""
+    """Report at once, from the failing process: the others may wait for it forever."""
     rank, size = accelerator.process_index, accelerator.num_processes
     said = f"{type(error).__name__}: {' '.join(str(error).split())}"
     if as_json:

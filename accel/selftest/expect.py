@@ -1,4 +1,4 @@
-"""How a check says that something is not as it must be."""
+"""Assertions of the checks."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from accel.parallel.shares import whole
 
 
 class SanityError(Exception):
-    """Something is not as it must be; the message says what was expected and what was found."""
+    """A check failed; the message has the expected and the actual value."""
 
 
 def expect_equal(what: str, found: Any, expected: Any) -> None:
-    """Raise `SanityError` unless ``found`` is ``expected``; tensors and nests of them are compared as lists."""
+    """Raise `SanityError` unless ``found`` equals ``expected``; tensors, also nested ones, are compared as lists."""
     if _plain(found) != _plain(expected):
         raise SanityError(f"{what}: expected {_plain(expected)}, got {_plain(found)}")
 
 
 def expect_close(what: str, found: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-4) -> None:
-    """Raise `SanityError` unless the two differ by rounding only: by ``tolerance`` of their size.
+    """Raise `SanityError` unless the two differ only by rounding: by ``tolerance``, relative.
 
-    A sharded tensor is made whole, for which all processes come here.
+    A sharded tensor is gathered, so all processes must call this.
     """
     found, expected = whole(found).detach().cpu(), expected.detach().cpu()
     if not torch.allclose(found, expected, rtol=tolerance, atol=tolerance / 100):

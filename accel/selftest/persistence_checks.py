@@ -1,4 +1,4 @@
-"""Checks of what outlives a step or a run: checkpoints, preemption, records, traces; and of big models."""
+"""Checks of checkpoints, preemption, records, traces and big models."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _STEPS_TO_AGREE = 64  # an exchange comes after 16 steps at most, and the third 
 
 @contextmanager
 def _shared_folder(accelerator: Accelerator) -> Iterator[str]:
-    """A folder that all processes see: a temporary one, or, with several nodes, one in the working directory."""
+    """Yield a folder that all processes see: a temporary one, or, with several nodes, one in the working directory."""
     one_node = len(set(all_objects(os.uname().nodename))) == 1
     made = ""
     if accelerator.is_main_process:
@@ -42,7 +42,7 @@ def _shared_folder(accelerator: Accelerator) -> Iterator[str]:
 
 
 def checkpoints(accelerator: Accelerator) -> None:
-    """What was saved comes back: weights, momentum, random numbers."""
+    """Check that a checkpoint restores weights, momentum and random numbers."""
     bare = torch.nn.Linear(2, 2)
     samples: Any = torch.ones(4 * accelerator.num_processes, 2)
     model, optimizer, loader = accelerator.prepare(
@@ -69,7 +69,7 @@ def checkpoints(accelerator: Accelerator) -> None:
 
 
 def preemption(accelerator: Accelerator) -> None:
-    """A warning to one process is known to all at the same step."""
+    """Check that all processes learn of a warning to one of them at the same step."""
     expect_equal("before a warning", accelerator.preempted, False)
     if accelerator.is_last_process:
         os.kill(os.getpid(), signal.SIGUSR1)
@@ -79,7 +79,7 @@ def preemption(accelerator: Accelerator) -> None:
 
 
 def records(accelerator: Accelerator) -> None:
-    """What is logged is on the disk, once."""
+    """Check that logged values are on disk, once."""
     with _shared_folder(accelerator) as folder:
         other = Accelerator(log_with="jsonl", project_dir=folder)
         other.init_trackers("sanity", config={"lr": 0.1})
@@ -102,7 +102,7 @@ def _lines(path: str) -> list[dict[str, Any]]:
 
 
 def big_models(accelerator: Accelerator) -> None:
-    """A model is made without memory, filled from a file, and computes the same from the host's memory and the disk."""
+    """Check that a model created without memory and loaded from a file computes the same offloaded to CPU and disk."""
     torch.manual_seed(7)
     whole = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
     inputs = torch.ones(1, 4)
@@ -120,7 +120,7 @@ def big_models(accelerator: Accelerator) -> None:
 
 
 def profiling(accelerator: Accelerator) -> None:
-    """Every process writes its own trace."""
+    """Check that every process writes its own trace."""
     with _shared_folder(accelerator) as folder:
         handler = ProfileKwargs(activities=["cpu"], output_trace_dir=folder)
         with _without_torchs_remarks(), accelerator.profile(handler):
@@ -133,7 +133,7 @@ def profiling(accelerator: Accelerator) -> None:
 
 @contextmanager
 def _without_torchs_remarks() -> Iterator[None]:
-    """A region in which nothing comes to stderr: torch's profiler reports its start and end there, from C++."""
+    """Silence stderr: torch's profiler reports its start and end there, from C++."""
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     try:

@@ -1,4 +1,4 @@
-"""Checks of what processes are to each other: the world, turns, shares, collectives, flags, random numbers."""
+"""Checks of the processes: world, turns, shares, collectives, flags, random numbers, memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from accel.state import AcceleratorState, PartialState
 
 
 def world(accelerator: Accelerator) -> None:
-    """Every process is one of one world, with a number of its own."""
+    """Check that all processes are in one world, each with its own rank."""
     size, rank = accelerator.num_processes, accelerator.process_index
     expect_equal("ranks", all_objects(rank), list(range(size)))
     expect_equal("sizes", all_objects(size), [size] * size)
@@ -26,7 +26,7 @@ def world(accelerator: Accelerator) -> None:
 
 
 def turns(accelerator: Accelerator) -> None:
-    """Decorated functions run where they should, and the main process goes first."""
+    """Check that decorated functions run on the right processes, and that the main process goes first."""
     last = accelerator.num_processes - 1
     ran: list[str] = []
     accelerator.on_main_process(ran.append)("main")
@@ -41,7 +41,7 @@ def turns(accelerator: Accelerator) -> None:
 
 
 def shares(accelerator: Accelerator) -> None:
-    """Inputs are split so that each item is in one share, and padded shares are of one length."""
+    """Check that inputs are split with each item in one share, and that padded shares have equal length."""
     items = list(range(2 * accelerator.num_processes + 1))
     with accelerator.split_between_processes(items) as mine:
         expect_equal("all shares", [item for share in all_objects(mine) for item in share], items)
@@ -50,7 +50,7 @@ def shares(accelerator: Accelerator) -> None:
 
 
 def collectives(accelerator: Accelerator) -> None:
-    """Nests of tensors of any type travel, and come back in the order of the ranks."""
+    """Check that nested tensors of any type are exchanged, and arrive in the order of the ranks."""
     size, rank, device = accelerator.num_processes, accelerator.process_index, accelerator.device
     nest = {
         "a": torch.tensor([float(rank)], device=device),
@@ -72,7 +72,7 @@ def collectives(accelerator: Accelerator) -> None:
 
 
 def triggers(accelerator: Accelerator) -> None:
-    """A flag that one process raises is seen by all, once."""
+    """Check that all processes see a flag set by one of them, once."""
     expect_equal("flags at first", accelerator.check_trigger(), False)
     if accelerator.is_last_process:
         accelerator.set_trigger()
@@ -81,7 +81,7 @@ def triggers(accelerator: Accelerator) -> None:
 
 
 def random_numbers(accelerator: Accelerator) -> None:
-    """Seeds give the same numbers everywhere or, if asked, other ones; generators can be made equal."""
+    """Check that seeds produce equal numbers on all processes, or different ones on request, and synchronization."""
     set_seed(11)
     same = all_objects((random.random(), torch.rand(2).tolist()))
     expect_equal("numbers of one seed", len({str(one) for one in same}), 1)
@@ -92,7 +92,7 @@ def random_numbers(accelerator: Accelerator) -> None:
 
 
 def memory(accelerator: Accelerator) -> None:
-    """When one process runs out of memory, all go on with the same smaller batch size."""
+    """Check that all processes continue with the same smaller batch size when one runs out of memory."""
     tried: list[int] = []
 
     @find_executable_batch_size(starting_batch_size=100)

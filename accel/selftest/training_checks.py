@@ -1,4 +1,4 @@
-"""Checks of training: who sees which data, and that several processes learn what one would."""
+"""Checks of training: each process's data, and results equal to those of one process."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class _Stream(IterableDataset[torch.Tensor]):
 
 
 def data(accelerator: Accelerator) -> None:
-    """Every sample comes to one process, in order, from every kind of loader; what evens out the end is dropped."""
+    """Check that every loader yields each sample to one process, in order, and that padding at the end is dropped."""
     length = 2 * _BATCH * accelerator.num_processes + 1
     numbers = [float(index) for index in range(length)]
     sampler = BatchSampler(SequentialSampler(_Numbers(length)), _BATCH, drop_last=False)
@@ -52,7 +52,7 @@ def data(accelerator: Accelerator) -> None:
 
 
 def dispatching(accelerator: Accelerator) -> None:
-    """Data that only the main process reads reach all."""
+    """Check that data read only by the main process are sent to all processes."""
     other = Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
     length = 2 * _BATCH * other.num_processes + 1
     for name, dataset in (("map-style", _Numbers(length)), ("iterable", _Stream(length))):
@@ -62,7 +62,7 @@ def dispatching(accelerator: Accelerator) -> None:
 
 
 def shuffling(accelerator: Accelerator) -> None:
-    """Shuffling by a seed is the same each time, another one each epoch, and loses nothing."""
+    """Check that seeded shuffling is reproducible, differs between epochs, and loses no sample."""
     length = 2 * _BATCH * accelerator.num_processes
     config = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=5)
     epochs = []
@@ -77,7 +77,7 @@ def shuffling(accelerator: Accelerator) -> None:
 
 
 def skipping(accelerator: Accelerator) -> None:
-    """What is left of an epoch after some batches were skipped is what would have come."""
+    """Check that skipping batches leaves the rest of the epoch unchanged."""
     length = 3 * _BATCH * accelerator.num_processes
     loader = accelerator.prepare(DataLoader(_Numbers(length), batch_size=_BATCH))
     whole = [batch.tolist() for batch in loader]
@@ -87,7 +87,7 @@ def skipping(accelerator: Accelerator) -> None:
 
 
 def stepping(accelerator: Accelerator) -> None:
-    """Several processes, with accumulation and a short last window, end with the weights of one."""
+    """Check that several processes, with accumulation and a short last window, end with the weights of one."""
     size, rows, steps = accelerator.num_processes, 2, 2
     batches = 5  # two windows and a short one
     inputs = torch.linspace(-1, 1, batches * size * rows).reshape(-1, 1)
@@ -127,7 +127,7 @@ def _by_hand(inputs: torch.Tensor, rows: int, steps: int) -> torch.Tensor:
 
 
 def uneven_inputs(accelerator: Accelerator) -> None:
-    """Processes may run out of batches at different times."""
+    """Check that processes may run out of batches at different times."""
     model = accelerator.prepare(torch.nn.Linear(1, 1))
     batches = [torch.ones(1, 1, device=accelerator.device)] * (1 + accelerator.process_index)
     with accelerator.join_uneven_inputs([model]):
@@ -139,7 +139,7 @@ def uneven_inputs(accelerator: Accelerator) -> None:
 
 
 def local_steps(accelerator: Accelerator) -> None:
-    """With LocalSGD, processes learn by themselves and are averaged in the end."""
+    """Check that LocalSGD trains each process separately and averages at the end."""
     rank, size = accelerator.process_index, accelerator.num_processes
     bare = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.zeros_(bare.weight)
@@ -154,7 +154,7 @@ def local_steps(accelerator: Accelerator) -> None:
 
 
 def sharding(accelerator: Accelerator) -> None:
-    """Of a sharded model every process has its part, and sees the whole model's gradients in the norm."""
+    """Check that each process holds its shard of a model, and that the gradient norm covers the whole model."""
     size, mesh = accelerator.num_processes, accelerator.torch_device_mesh
     assert mesh is not None
     torch.manual_seed(accelerator.process_index)  # only the main process's weights count
@@ -173,7 +173,7 @@ def sharding(accelerator: Accelerator) -> None:
 
 
 def precision(accelerator: Accelerator) -> None:
-    """Models compute in the precision that was asked for, and give back what they were given."""
+    """Check that models compute in the requested precision and return their inputs' type."""
     wanted = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[accelerator.mixed_precision]
     model = torch.nn.Linear(2, 2).to(accelerator.device)
     with accelerator.autocast():

@@ -28,12 +28,12 @@ BY_NAME: dict[str, Setting] = {setting.name: setting for group in GROUPS for set
 
 
 def defaults() -> dict[str, object]:
-    """Every setting's value where nobody has said anything."""
+    """Return every setting's default value."""
     return {setting.name: setting.default for group in GROUPS for setting in group.settings}
 
 
 def group_of(name: str) -> Group:
-    """The group of the setting with this name. Raises KeyError."""
+    """Return the group of the setting with this name. Raises KeyError."""
     for group in GROUPS:
         if any(setting.name == name for setting in group.settings):
             return group

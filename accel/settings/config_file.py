@@ -1,6 +1,6 @@
-"""The configuration file: what its keys mean, in every version of Accelerate since 0.11, and how it is written.
+"""The keys of the configuration file, in every version of Accelerate since 0.11, and how it is written.
 
-Reading, and knowing on which line a key stands, is the caller's: here a file is the mapping that it holds.
+Here a file is a mapping. The caller reads it and knows the lines of its keys.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ UNSAID_PROCESSES = -1  # a file that leaves the number of processes to the comma
 
 
 class BadEntry(ValueError):
-    """A key or a value that no version of the file has. `keys` lead to it; the message does not repeat them."""
+    """A key or value that is valid in no version of the file. `keys` locate it; the message does not repeat them."""
 
     def __init__(self, keys: tuple[str, ...], message: str) -> None:
         super().__init__(message)
@@ -66,14 +66,14 @@ class BadEntry(ValueError):
 
 
 class Entry(NamedTuple):
-    """A setting as a file gives it: its value, and the keys under which the file has it."""
+    """A setting in a file: its value and its keys there."""
 
     value: Any
     keys: tuple[str, ...]
 
 
 def read_document(document: Mapping[str, Any]) -> dict[str, Entry]:
-    """The settings of a file of any version, by name, in the file's order. Raises BadEntry."""
+    """Return the settings of a file of any version, by name, in the file's order. Raises BadEntry."""
     found: dict[str, Entry] = {}
     for key, value in document.items():
         if key in _PREFIXES or key == "tp_config":
@@ -84,7 +84,7 @@ def read_document(document: Mapping[str, Any]) -> dict[str, Entry]:
 
 
 def to_document(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The file, as today's version writes it, that says `values`: settings by name. None is left out."""
+    """Return the file for `values` (settings by name), as today's version writes it. None means not given."""
     on_sagemaker = values.get("compute_environment") == "AMAZON_SAGEMAKER"
     document = dict(_ALWAYS_ON_SAGEMAKER if on_sagemaker else _ALWAYS)
     if values.get("deepspeed_config_file") is not None and values.get("mixed_precision") is None:
@@ -136,7 +136,7 @@ def _read_key(section: str, key: Any, value: Any, keys: tuple[str, ...], found: 
 
 
 def setting_of(section: str, key: Any) -> Setting | None:
-    """What the key of the section is, also in an older spelling or a short one; None if it is nothing."""
+    """Return the setting for a key of a section, also for old and short spellings; None if unknown."""
     section, key = _RENAMED.get((section, key), (section, key))
     if section == "" and key == "gradient_accumulation_steps":
         return BY_NAME[key]
@@ -164,7 +164,7 @@ def _nearest(key: Any, known: Iterable[str]) -> str:
 
 
 def _plain(setting: Setting, value: Any) -> Any:
-    """The value in the type and the case in which Accelerate writes it."""
+    """Return the value in the type and case that Accelerate writes."""
     if isinstance(value, tuple):
         return list(value)
     if setting.name in ("num_machines", "fsdp_version") and str(value).isdigit():

@@ -1,4 +1,4 @@
-"""Settings that contradict one another, or need one another. Every message names both."""
+"""Checks for settings that contradict or require one another. Every message names both."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ PAIRS = (
 
 
 def contradictions(options: Options, sources: Mapping[str, str] | None = None) -> str | None:
-    """What is wrong with the settings together, in one line; None if nothing is.
+    """Return the first contradiction between the settings, in one line, or None.
 
-    sources: where a setting was given, for the message, if it was not a flag: `{"use_fsdp": "base.yaml:3"}`.
+    sources: where a setting was given if not as a flag, for the message: `{"use_fsdp": "base.yaml:3"}`.
     """
     return next(_found(options, sources or {}), None)
 
 
 def without_effect(given: Mapping[str, Any], options: Options) -> list[str]:
-    """A line for all settings of `given` that change nothing for the same reason: what they belong to is off."""
+    """Return lines that list the settings of `given` without effect, grouped by the missing setting."""
     idle: dict[str, list[str]] = {}
     for group in GROUPS:
         for setting in group.settings:
@@ -52,7 +52,7 @@ def without_effect(given: Mapping[str, Any], options: Options) -> list[str]:
 
 
 def _needed(group: Group, setting: Setting, options: Options) -> str:
-    """What has to be given for the setting to have an effect; "" where it has one, or asks for nothing."""
+    """Return the setting that is required for this one to have an effect, or "" if none is missing."""
     if group.on is not None and not is_on(group, options):
         name, value = group.on
     elif setting.when is not None and not is_wanted(setting, options) and options[setting.name] != setting.default:
@@ -79,7 +79,7 @@ def _found(options: Options, sources: Mapping[str, str]) -> Iterator[str]:
 
 
 def is_given(name: str, options: Options) -> bool:
-    """Whether the setting asks for anything."""
+    """Return True if the setting requests anything."""
     value = options.get(name)
     return not (value is None or value is False or value == "" or (name == "gpu_ids" and value == "all"))
 

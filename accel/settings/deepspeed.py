@@ -1,4 +1,4 @@
-"""DeepSpeed, as Accelerate's DeepSpeedPlugin and the `deepspeed` command read it."""
+"""Settings of DeepSpeed, for Accelerate's DeepSpeedPlugin and the `deepspeed` command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The variables that the settings become in a worker."""
+"""The environment variables for the settings in a worker."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _NOT_WORKERS = {"Amazon SageMaker"}
 
 
 def variables(options: Mapping[str, Any]) -> dict[str, str]:
-    """What Accelerate's launcher sets, and `Accelerator()` reads: ours, and Hugging Face's.
+    """Return the variables that Accelerate's launcher sets and `Accelerator()` reads, accel's and Hugging Face's.
 
-    `options` are the values of the settings by name. What is not given leaves its variable as it is.
+    `options` are the values of the settings by name. A setting that is not given leaves its variable as it is.
     """
     env: dict[str, str] = {}
     for group in GROUPS:
@@ -30,7 +30,7 @@ def variables(options: Mapping[str, Any]) -> dict[str, str]:
 
 
 def is_on(group: Group, options: Mapping[str, Any]) -> bool:
-    """Whether the settings of this group have an effect."""
+    """Return True if the settings of this group have an effect."""
     return group.on is None or options.get(group.on[0]) == group.on[1]
 
 
@@ -42,7 +42,7 @@ def _holds(setting: Setting, options: Mapping[str, Any]) -> bool:
 
 
 def is_wanted(setting: Setting, options: Mapping[str, Any]) -> bool:
-    """Whether what the setting is about is there."""
+    """Return True if the setting's condition (`when`) holds."""
     if setting.when is None:
         return True
     other = options.get(setting.when[0])
@@ -65,7 +65,7 @@ def _of_tpu(options: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _of_deepspeed(options: Mapping[str, Any]) -> dict[str, str]:
-    """Which of DeepSpeed's settings a file has given: those must agree with DeepSpeed's own configuration."""
+    """Return the names of DeepSpeed settings given in a file, which must agree with DeepSpeed's own configuration."""
     if not options["use_deepspeed"]:
         return {}
     return {"ACCELERATE_CONFIG_DS_FIELDS": options.get("deepspeed_fields_from_accelerate_config", "")}

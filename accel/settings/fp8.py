@@ -1,4 +1,4 @@
-"""FP8, as Accelerate's recipes for TransformerEngine, torchao and MS-AMP read it."""
+"""Settings of FP8, for Accelerate's recipes of TransformerEngine, torchao and MS-AMP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism, as Accelerate's FullyShardedDataParallelPlugin reads it."""
+"""Settings of fully sharded data parallelism, for Accelerate's FullyShardedDataParallelPlugin."""
 
 from __future__ import annotations
 

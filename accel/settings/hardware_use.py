@@ -1,4 +1,4 @@
-"""Which devices are used, and how many processes on them."""
+"""Settings for the devices to use and the number of processes on them."""
 
 from __future__ import annotations
 

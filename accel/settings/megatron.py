@@ -1,4 +1,4 @@
-"""Megatron-LM, as Accelerate's MegatronLMPlugin reads it."""
+"""Settings of Megatron-LM, for Accelerate's MegatronLMPlugin."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several machines: who is who, how they meet, and what is done when a rank fails."""
+"""Settings for several machines: ranks, rendezvous, and failures."""
 
 from __future__ import annotations
 

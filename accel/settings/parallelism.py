@@ -1,4 +1,4 @@
-"""Parallelism over several dimensions, as Accelerate's ParallelismConfig reads it."""
+"""Settings of parallelism over several dimensions, for Accelerate's ParallelismConfig."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What holds when several have spoken: flags, the environment, the scheduler, the file, the defaults, in this order."""
+"""Precedence of settings: flags, then the environment, the scheduler, the file, and the defaults."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _OF_SCHEDULER = ("num_machines", "machine_rank", "main_process_ip", "main_proces
 
 
 class Value(NamedTuple):
-    """A setting's value, and where it comes from.
+    """A setting's value and its source.
 
     layer:  flag, environment, scheduler, file or default.
-    source: the same for people: the flag, the variable, `file:line`.
+    source: for messages: the flag, the variable, `file:line`.
     """
 
     value: Any
@@ -32,7 +32,7 @@ class Value(NamedTuple):
 
 
 class Nodes(NamedTuple):
-    """What the scheduler has said: how many nodes, which of them this is, where node 0 answers; and who said it."""
+    """The scheduler's view: number of nodes, this node's rank, node 0's address and port, and its name."""
 
     nodes: int
     rank: int
@@ -48,12 +48,12 @@ def resolve(
     where: Callable[[tuple[str, ...]], str],
     nodes: Nodes | None = None,
 ) -> dict[str, Value]:
-    """Every setting with its value and source.
+    """Return every setting with its value and source.
 
-    flags: what the command line gives, and nothing else.
-    where: says on which line of which file an `Entry` of `file` stands.
+    flags: only what the command line gives.
+    where: returns file and line of an `Entry` of `file`.
 
-    Raises BadValue for a variable, which the message names, that holds no value of its setting.
+    Raises BadValue for an environment variable with an invalid value; the message names the variable.
     """
     found = {setting.name: Value(setting.default) for group in GROUPS for setting in group.settings}
     above = {name: Value(value, BY_NAME[name].shown, "flag") for name, value in flags.items()}
@@ -72,7 +72,7 @@ def resolve(
 
 
 def _drop_overruled(found: dict[str, Value]) -> None:
-    """Takes back what contradicts something that a higher layer says."""
+    """Reset settings that contradict a setting of a higher layer."""
     options = {name: value.value for name, value in found.items()}
     pairs = [pair for pair in PAIRS if all(is_given(name, options) for name in pair)]
     if options["fp8_backend"] and options["mixed_precision"] != "fp8":
@@ -84,7 +84,7 @@ def _drop_overruled(found: dict[str, Value]) -> None:
 
 
 def _refuse_bad(bad: Mapping[str, str], found: Mapping[str, Value]) -> None:
-    """A variable that only looks like a setting of something that is off is somebody else's."""
+    """Raise BadValue for an invalid variable, unless its group is off: then it belongs to another program."""
     options = {name: value.value for name, value in found.items()}
     for group in GROUPS:
         for setting in group.settings:
@@ -93,7 +93,7 @@ def _refuse_bad(bad: Mapping[str, str], found: Mapping[str, Value]) -> None:
 
 
 def overridden(found: Mapping[str, Value], env: Mapping[str, str]) -> dict[str, str]:
-    """Variables that say a way of training which a flag has overruled: a worker must not inherit them."""
+    """Return variables for ways of training that a flag has overruled, set to false: workers must not inherit them."""
     names = {BY_NAME[name].env: found[name].value for name in WAYS if BY_NAME[name].env}
     return {name: "false" for name, value in names.items() if name in env and value is False and _says_yes(env[name])}
 
@@ -107,7 +107,7 @@ def _ways(values: Mapping[str, Value]) -> bool:
 
 
 def _from_environment(env: Mapping[str, str], *, decided: bool) -> tuple[dict[str, Value], dict[str, str]]:
-    """What variables say, and by the setting's name why others say nothing that their setting could have."""
+    """Return the settings in the environment, and the errors of invalid variables by setting."""
     values: dict[str, Value] = {}
     bad: dict[str, str] = {}
     for setting in BY_NAME.values():
@@ -139,14 +139,14 @@ def _from_file(
 
 
 def _turn_on(values: dict[str, Value]) -> None:
-    """Sizes in a file ask for the parallelism that they are the sizes of."""
+    """Enable the parallelism for which a file gives sizes."""
     sizes = [value for name, value in values.items() if name.startswith("parallelism_config_")]
     if sizes:
         values["use_parallelism_config"] = Value(True, sizes[0].source, "file")
 
 
 def _on_nodes(values: dict[str, Value], nodes: Nodes | None) -> dict[str, Value]:
-    """A file's number of processes is that of its own machines: each of the scheduler's nodes runs as many as those."""
+    """Scale a file's number of processes from its own machines to the scheduler's nodes."""
     if nodes is None:
         return values
     written = values.get("num_machines", Value("1")).value

@@ -1,4 +1,4 @@
-"""A question: what it asks for, when it is open, what it offers; and conditions on earlier answers."""
+"""A question: its setting, its condition on earlier answers, and its default."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Condition = Callable[[Answers], bool]
 
 
 class Machine(NamedTuple):
-    """What this machine has.
+    """This machine's hardware.
 
-    kind, devices: of its devices (cuda, xpu, mps, cpu), and how many.
-    cores:         processors that may be used.
-    project:       whether the directory belongs to a project with an `accel.yaml` of its own.
+    kind, devices: kind (cuda, xpu, mps, cpu) and number of its devices.
+    cores:         usable processors.
+    project:       True if the directory belongs to a project with its own `accel.yaml`.
     """
 
     kind: str
@@ -30,13 +30,13 @@ class Machine(NamedTuple):
 class Question(NamedTuple):
     """One question.
 
-    name:    of the answer; of the setting that it asks for, if there is one.
-    options: (value, what people see) of a choice; empty if it is the setting that knows its values.
-    when:    whether it is open after these answers.
-    default: the answer that is offered; None where there is no sensible one.
-    own:     what it asks for, where that is no setting of a launch.
-    common:  the choices that are shown first, where there are many; the others are behind "another one".
-    target:  (kind, option) of the target that the answer is about; none if it is about the launch.
+    name:    of the answer, and of its setting, if there is one.
+    options: (value, displayed text) of a choice; empty if the setting defines its values.
+    when:    returns True if the question is open after these answers.
+    default: the proposed answer; None without a sensible one.
+    own:     the setting of a question that is about no setting of a launch.
+    common:  the choices shown first, if there are many; the others are behind "another one".
+    target:  (kind, option) of the target that the answer is about; None if it is about the launch.
     """
 
     name: str
@@ -51,16 +51,16 @@ class Question(NamedTuple):
 
     @property
     def setting(self) -> Setting:
-        """Raises KeyError for a question that asks for no single setting."""
+        """The question's setting. Raises KeyError if it has no single one."""
         return self.own or BY_NAME[self.name]
 
     @property
     def many(self) -> bool:
-        """Whether the answer is a list, one word of which is asked for at a time."""
+        """True if the answer is a list, read one word at a time."""
         return not self.options and self.setting.kind == "words"
 
     def choices(self) -> tuple[tuple[str, str], ...]:
-        """(value, what people see), where there are few answers; else nothing."""
+        """Return the choices as (value, displayed text), or nothing for a typed answer."""
         if self.options:
             return self.options
         if self.setting.kind in ("switch", "yesno"):
@@ -68,13 +68,13 @@ class Question(NamedTuple):
         return tuple((choice, choice) for choice in self.setting.choices)
 
     def offered(self, answers: Answers, machine: Machine) -> Any:
-        """The default after these answers; None where there is none."""
+        """Return the default after these answers, or None."""
         if self.default is not None:
             return self.default(answers, machine)
         return None if self.options else self.setting.default
 
     def understood(self, raw: object) -> Any:
-        """The answer that `raw` is. Raises BadValue."""
+        """Return the answer in `raw`. Raises BadValue."""
         if self.may_be_empty and raw in ("", None, []):
             return None
         if not self.options:
@@ -83,7 +83,7 @@ class Question(NamedTuple):
 
 
 def ask(name: str, text: str, when: Condition, **rest: Any) -> Question:
-    """A question; `offer` is a default that depends on nothing."""
+    """Make a question; `offer` is a constant default."""
     if "offer" in rest:
         value = rest.pop("offer")
         rest["default"] = lambda answers, machine: value
@@ -91,7 +91,7 @@ def ask(name: str, text: str, when: Condition, **rest: Any) -> Question:
 
 
 def answered(name: str, *values: Any) -> Condition:
-    """That the answer to `name` is one of `values`."""
+    """Return the condition that the answer to `name` is one of `values`."""
     return lambda answers: answers.get(name) in values
 
 

@@ -36,12 +36,12 @@ JSON; [config.md](../config.md) says more. In a section, a key may leave out the
 
 
 def pages() -> dict[str, str]:
-    """Every page by its file name."""
+    """Return every page by its file name."""
     return {"launch-flags.md": _flags(), "config-file.md": _file()}
 
 
 def write(folder: str) -> None:
-    """Writes the pages into `folder`. Raises OSError."""
+    """Write the pages into `folder`. Raises OSError."""
     for name, text in pages().items():
         with open(os.path.join(folder, name), "w", encoding="utf-8") as file:
             file.write(text)

@@ -1,4 +1,4 @@
-"""TPU hosts and pods, and Amazon SageMaker."""
+"""Settings of TPU hosts and pods, and of Amazon SageMaker."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""What a setting is: one row of the schema, from which the parser, the file, the questionnaire and the pages are made.
+"""One row of the settings' schema, the source of the parser, the file, the questionnaire and the pages.
 
-Named tuples and not dataclasses: `accel launch --help` makes some 200 rows, and must start as fast as Python nearly.
+Named tuples, not dataclasses: `accel launch --help` makes about 200 rows and must start nearly as fast as
+Python.
 """
 
 from __future__ import annotations
@@ -43,17 +44,17 @@ class Setting(NamedTuple):
 
     name:     of the flag, and of the value everywhere in the program.
     kind:     one of `KINDS`.
-    default:  what holds where nobody says anything; None is "not given".
-    choices:  the allowed values; case does not count, and the spelling here is the one that is passed on.
-    aliases:  other spellings of values, of older versions, with what they mean.
-    also:     words that it may be beside what its kind says.
-    env:      the variable that it becomes in the worker; "" if it becomes none.
-    style:    how the value is written there: `str`, `lower`, `upper`, or `one` (1 if yes, nothing if no).
-    key:      its name in the file where that is another one; "-" where it has none.
+    default:  the value if not given; None is "not given".
+    choices:  the allowed values, regardless of case; passed on in the spelling here.
+    aliases:  other spellings of values, from older versions, with their values.
+    also:     words allowed besides the kind's values.
+    env:      its variable in the worker, or "".
+    style:    how the variable is written: `str`, `lower`, `upper`, or `one` (1 if true, unset if false).
+    key:      its name in the file if different; "-" for none.
     used_by:  some of `LAUNCHERS`.
-    flag:     whether the command line takes it.
-    spelling: the flag's name where that is another one.
-    when:     (setting, value): it has an effect only then, or only from then on if the value is a number.
+    flag:     True if the command line has it.
+    spelling: the flag's name if different.
+    when:     (setting, value): required for an effect; a number is a minimum.
     """
 
     name: str
@@ -74,29 +75,29 @@ class Setting(NamedTuple):
     when: tuple[str, Any] | None = None
 
     def spellings(self) -> list[str]:
-        """The flag as it may be typed: short, with `_`, with `-`."""
+        """Return the flag's spellings: short, with `_`, with `-`."""
         name = self.spelling or self.name
         long = dict.fromkeys([f"--{name}", f"--{name.replace('_', '-')}"])
         return [*([self.short] if self.short else []), *long]
 
     @property
     def shown(self) -> str:
-        """The flag as messages and pages write it; of a setting that has none, its name in the file."""
+        """The flag as written in messages and pages; without a flag, the key in the file."""
         return f"--{self.spelling or self.name}" if self.flag else self.file_key
 
     @property
     def file_key(self) -> str:
-        """Its name in the configuration file; "" where it has none."""
+        """The name in the configuration file, or ""."""
         return "" if self.key == "-" else self.key or self.name
 
 
 class Group(NamedTuple):
-    """Settings that belong together: a heading of `--help`, a page, and perhaps a section of the file.
+    """A group of settings: a heading of `--help`, a page, and possibly a section of the file.
 
     section: the section of the file that holds them; "" is the file itself.
-    prefix:  what a key in that section may leave out of the name.
-    example: what follows `accel launch` in a line that uses it; "" where no flag of it is one.
-    on:      the setting, with its value, without which the others of the group have no effect; None if they always do.
+    prefix:  a part of the names that keys in that section may omit.
+    example: the arguments of an `accel launch` line that uses it; "" without flags.
+    on:      (setting, value) required for the others to have an effect, or None.
     """
 
     title: str
@@ -109,5 +110,5 @@ class Group(NamedTuple):
 
 
 def switch(name: str, help: str, **rest: Any) -> Setting:
-    """A setting that is off unless it is given."""
+    """Return a setting that is off by default."""
     return Setting(name, help, "switch", False, **rest)

@@ -1,4 +1,4 @@
-"""Questions about a place where jobs run: what `accel.yaml` is to say of it. An answer is an option of the target."""
+"""Questions about a target for `accel.yaml`. Each answer is an option of the target."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _CONTAINERS = (
 
 
 def entry_of(answers: Answers) -> tuple[str, dict[str, Any]] | None:
-    """The target's name and its entry in `accel.yaml`; None where the answers are about no target."""
+    """Return the target's name and its entry in `accel.yaml`; None if the answers describe no target."""
     kind = answers.get("place")
     if not _target(answers):
         return None
@@ -51,7 +51,7 @@ def entry_of(answers: Answers) -> tuple[str, dict[str, Any]] | None:
 
 
 def answers_of_entry(name: str, entry: dict[str, Any]) -> dict[str, Any]:
-    """The answers that an entry of `accel.yaml` amounts to, to be offered again."""
+    """Return the answers that an entry of `accel.yaml` represents, as defaults."""
     kind = str(entry.get("kind"))
     asked = {question.target: question.name for question in TARGET_QUESTIONS if question.target is not None}
     found = {asked[kind, key]: value for key, value in entry.items() if (kind, key) in asked}
@@ -77,7 +77,7 @@ def _remote(answers: Answers) -> bool:
 
 
 def _target(answers: Answers) -> bool:
-    """Return True if the place is a target: of a TPU that is asked."""
+    """Return True if the place is a target; for a TPU that is a question of its own."""
     return answers.get("place") in KINDS and (answers["place"] != "tpu" or _SLICE(answers))
 
 

@@ -1,4 +1,4 @@
-"""What a setting's value may be, how it is read from a word or a file, and how it is written for a worker."""
+"""Values of a setting: valid ones, parsing from words and files, and the form for a worker."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _SAID = {
 
 
 class BadValue(ValueError):
-    """A value that a setting cannot have. The message says what it may be, and not whose value it is."""
+    """An invalid value of a setting. The message lists what is valid, without the setting's name."""
 
 
 def read(setting: Setting, raw: object) -> Any:
-    """The value that `raw` stands for: a word of the command line or the environment, or a value of a YAML file.
+    """Parse a word of the command line or environment, or a value of a YAML file.
 
     Raises BadValue.
     """
@@ -50,7 +50,7 @@ def read(setting: Setting, raw: object) -> Any:
 
 
 def written(setting: Setting, value: Any) -> str:
-    """The value as its worker reads it in the environment."""
+    """Return the value as the worker reads it in the environment."""
     text = str(value)
     if setting.style == "lower":
         return text.lower()
@@ -60,7 +60,7 @@ def written(setting: Setting, value: Any) -> str:
 
 
 def typed(setting: Setting, value: Any) -> str:
-    """The value as a word of the command line."""
+    """Return the value as a word of the command line."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, (tuple, list)):
@@ -69,13 +69,13 @@ def typed(setting: Setting, value: Any) -> str:
 
 
 def expected(setting: Setting) -> str:
-    """What its values are, for people."""
+    """Describe the valid values."""
     said = ", ".join(setting.choices) if setting.choices else _SAID.get(setting.kind, "text")
     return ", or ".join((said, *setting.also))
 
 
 def as_written(raw: object) -> str:
-    """A value of a file, or a word of the command line, as messages repeat it: not in Python's spelling."""
+    """Return a value of a file or command line as messages show it, not in Python's spelling."""
     if isinstance(raw, (bool, int, float, list, tuple, dict)) or raw is None:
         import json
 

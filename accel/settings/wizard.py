@@ -1,6 +1,6 @@
-"""The questionnaire: which settings are asked for, in which order, and what earlier answers leave open.
+"""The questionnaire: its questions, their order, and those that earlier answers leave open.
 
-It knows no terminal. A question's values, their check and their meaning are those of the setting that it asks for.
+It does not use the terminal. A question's values and their check are those of its setting.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _WAYS = (
 
 
 def open_question(answers: Answers) -> Question | None:
-    """The first question that these answers leave open; None when all is said."""
+    """Return the first question that these answers leave open, or None."""
     return next((q for q in QUESTIONS if q.name not in answers and q.when(answers)), None)
 
 
 def still_asked(answers: Answers) -> dict[str, Any]:
-    """The answers to questions that are asked, without those which an earlier answer has made moot."""
+    """Return the answers without those that an earlier answer has made irrelevant."""
     kept = dict(answers)
     while moot := kept.keys() - {question.name for question in QUESTIONS if question.when(kept)}:
         for name in moot:
@@ -51,7 +51,7 @@ def still_asked(answers: Answers) -> dict[str, Any]:
 
 
 def values_of(answers: Answers, machine: Machine) -> dict[str, Any]:
-    """The settings that the answers amount to, for `accel.settings.config_file.to_document`."""
+    """Return the settings that the answers represent, for `accel.settings.config_file.to_document`."""
     values = {name: value for name, value in answers.items() if name in BY_NAME and value is not None}
     values["compute_environment"] = "AMAZON_SAGEMAKER" if answers["place"] == "sagemaker" else "LOCAL_MACHINE"
     values.setdefault("distributed_type", _type(answers, machine))
@@ -62,7 +62,7 @@ def values_of(answers: Answers, machine: Machine) -> dict[str, Any]:
 
 
 def answers_of(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The answers that settings of a file amount to, to be offered again."""
+    """Return the answers that a file's settings represent, as defaults."""
     kind = str(values.get("distributed_type", "NO"))
     ways = {"FSDP": "fsdp", "DEEPSPEED": "deepspeed", "MEGATRON_LM": "megatron"}
     several = str(values.get("num_machines", "1")) != "1"

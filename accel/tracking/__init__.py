@@ -1,7 +1,7 @@
 """Experiment trackers: one a module, each under the interface of `GeneralTracker`; not which of them a run has
 (`accelerator/trackers.py`).
 
-No package of a tracker is imported before that tracker is started; a name here is imported when it is first asked for.
+A tracker's package is imported only when that tracker starts; names here are imported at their first use.
 """
 
 from __future__ import annotations

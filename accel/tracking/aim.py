@@ -11,7 +11,7 @@ from accel.tracking.plain_values import leave_out, plain, scalars
 
 
 class AimTracker(GeneralTracker):
-    """Logs to a run of ``aim`` in the repository ``logging_dir``; ``.writer`` is the run.
+    """A tracker that logs to a run of ``aim`` in the repository ``logging_dir``; ``.writer`` is the run.
 
     ``kwargs`` go to `aim.Run`.
     """
@@ -27,7 +27,7 @@ class AimTracker(GeneralTracker):
 
     @on_main_process
     def start(self) -> None:
-        """Begin the run, in a repository that is made where there is none."""
+        """Begin the run, creating the repository if needed."""
         from aim import Run
 
         self.writer: Any = Run(repo=self.aim_repo_path, **self.init_kwargs)
@@ -40,14 +40,14 @@ class AimTracker(GeneralTracker):
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Keep ``values`` as the run's ``hparams``."""
+        """Store ``values`` as the run's ``hparams``."""
         self.writer["hparams"] = plain(values)
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Track numbers, text, Aim's own objects and lists of these; ``kwargs`` go to `aim.Run.track`.
 
-        What a dict holds is tracked under the dict's name, a slash and its own.
+        Values in a dict are tracked under the dict's name, a slash and their own.
         """
         import aim
 

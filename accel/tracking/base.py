@@ -1,4 +1,4 @@
-"""What every tracker has: the interface of `GeneralTracker`, and the one that stands where no tracker runs."""
+"""The interface of trackers, `GeneralTracker`, and a placeholder for trackers that do not run."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class IncompleteTracker(ArgumentError, NotImplementedError):
 
 
 def on_main_process(function: Method) -> Method:
-    """Decorate a tracker's method so that it runs on the main process alone where ``main_process_only`` says so.
+    """Decorate a tracker's method to run only on the main process if ``main_process_only`` is true.
 
-    Elsewhere it does nothing and returns ``None``. The process is looked at when the method is called, so that a
-    tracker may be made before the world is formed.
+    On other processes it does nothing and returns ``None``. The process is determined at each call, so that a
+    tracker may be created before the world is formed.
     """
 
     @wraps(function)
@@ -37,15 +37,17 @@ def on_main_process(function: Method) -> Method:
 
 
 class GeneralTracker:
-    """Base of all trackers; a script's own derives from it and may be given to ``Accelerator(log_with=…)``.
+    """Base of all trackers. A script's own tracker derives from it and may be passed to ``Accelerator(log_with=…)``.
 
-    A class has three attributes or properties: ``name`` (what `Accelerator.get_tracker` is asked for),
-    ``requires_logging_directory`` (whether the constructor's second argument is a directory) and ``tracker`` (the
-    object of the package behind it). ``main_process_only=False`` in a script's own class has `Accelerator` start it
-    and log to it on every process.
+    A class has three required attributes or properties:
 
-    ``start`` is called once, before anything else and not by the constructor; ``finish`` once, last. All methods do
-    nothing unless overridden. Raises `IncompleteTracker` where one of the three is missing.
+    ``name``: the name for `Accelerator.get_tracker`.
+    ``requires_logging_directory``: True if the constructor's second argument is a directory.
+    ``tracker``: the object of the package behind it.
+
+    ``main_process_only=False`` in a script's own class makes `Accelerator` start it and log to it on every
+    process. ``start`` is called once, first, and not by the constructor; ``finish`` once, last. Methods do
+    nothing unless overridden. Raises `IncompleteTracker` if one of the three is missing.
     """
 
     main_process_only: bool = True
@@ -65,33 +67,34 @@ class GeneralTracker:
             )
 
     def start(self) -> None:
-        """Open the run. May raise whatever the package raises."""
+        """Open the run. May raise any error of the package."""
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Keep ``values`` as the hyperparameters of the run."""
+        """Store ``values`` as the run's hyperparameters."""
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Add ``values`` to the run, at ``step``; ``kwargs`` are those of the package's own function."""
+        """Log ``values`` at ``step``; ``kwargs`` are those of the package's own function."""
 
     def finish(self) -> None:
-        """Close the run; nothing is logged after."""
+        """Close the run. Nothing is logged afterwards."""
 
     def server(self) -> str | None:
-        """The address of the server that `start` and `log` need, if there is one and the tracker knows it."""
+        """Return the address of the server that `start` and `log` need, or None if there is none or it is unknown."""
         return None
 
     def is_outage(self, error: BaseException) -> bool:
-        """Whether ``error``, of this tracker's package, says that a server is out of reach, not that a call is wrong.
+        """Return True if ``error``, of this tracker's package, means an unreachable server and not a wrong call.
 
-        Errors of sockets, of `requests` and of a full disk are known without this.
+        Errors of sockets, of `requests` and of a full disk are recognized without this.
         """
         return False
 
 
 class NoTracker(GeneralTracker):
-    """What `Accelerator.get_tracker` gives where the tracker does not run: takes every call, item and attribute.
+    """A placeholder for a tracker that does not run; accepts every call, item and attribute.
 
-    So ``get_tracker("wandb", unwrap=True).watch(model)`` may stand in a script without asking for the process first.
+    `Accelerator.get_tracker` returns it, so that ``get_tracker("wandb", unwrap=True).watch(model)`` works in a
+    script on every process.
     """
 
     def __init__(self) -> None:
@@ -120,7 +123,7 @@ class NoTracker(GeneralTracker):
 
 
 def known_values(values: Any, what: str) -> Mapping[str, Any]:
-    """Return ``values`` if they are a mapping; else `ArgumentError` names ``what`` they were given to."""
+    """Return ``values`` if they are a mapping; else raise `ArgumentError`, which names ``what`` they were passed to."""
     if not isinstance(values, Mapping):
         raise ArgumentError(f"{what} takes a dict from names to values, got {type(values).__name__}")
     return values

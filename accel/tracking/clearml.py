@@ -12,10 +12,10 @@ _SERIES = ("eval", "test", "train")
 
 
 class ClearMLTracker(GeneralTracker):
-    """Logs to the current task of ``clearml``, or a new one that takes ``kwargs``; ``.task`` is that task.
+    """A tracker that logs to the current task of ``clearml``, or to a new one; ``.task`` is that task.
 
-    A new task's project and name are those in ``kwargs``, else ``CLEARML_PROJECT`` and ``CLEARML_TASK``, else
-    ``run_name``. A task that was there before is not closed by `finish`.
+    ``kwargs`` go to a new task, whose project and name are those in ``kwargs``, else ``CLEARML_PROJECT`` and
+    ``CLEARML_TASK``, else ``run_name``. `finish` does not close a task that existed before.
     """
 
     name = "clearml"
@@ -30,7 +30,7 @@ class ClearMLTracker(GeneralTracker):
 
     @on_main_process
     def start(self) -> None:
-        """Take the current task, or begin one."""
+        """Use the current task, or begin one."""
         from clearml import Task
 
         self.task: Any = Task.current_task()
@@ -53,10 +53,10 @@ class ClearMLTracker(GeneralTracker):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Report numbers: at ``step``, as scalars; without it, as single values.
+        """Report numbers as scalars at ``step``, or as single values without a step.
 
-        A name that begins with ``eval_``, ``test_`` or ``train_`` is of that series, without the prefix; any other of
-        ``train``. ``kwargs`` go to ClearML's function.
+        A name with the prefix ``eval_``, ``test_`` or ``train_`` goes to that series, without the prefix; any other
+        to ``train``. ``kwargs`` go to ClearML's function.
         """
         reports = self.task.get_logger()
         for name, value in scalars(values).items():
@@ -101,7 +101,7 @@ class ClearMLTracker(GeneralTracker):
             self.task.close()
 
     def server(self) -> str | None:
-        """The API server, unless ClearML is offline."""
+        """Return the API server, or None if ClearML is offline."""
         from clearml import Task
         from clearml.backend_api.session import Session
 

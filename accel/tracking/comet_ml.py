@@ -11,9 +11,10 @@ _SERVER = "https://www.comet.com"
 
 
 class CometMLTracker(GeneralTracker):
-    """Logs to an experiment of ``comet_ml``; ``run_name`` is its project, ``kwargs`` go to `comet_ml.start`.
+    """A tracker that logs to an experiment of ``comet_ml``; ``.writer`` is the experiment.
 
-    ``.writer`` is the experiment. Its key comes from Comet's configuration file or ``COMET_API_KEY``.
+    ``run_name`` is its project, ``kwargs`` go to `comet_ml.start`. The key comes from Comet's configuration file
+    or ``COMET_API_KEY``.
     """
 
     name = "comet_ml"
@@ -63,7 +64,7 @@ class CometMLTracker(GeneralTracker):
                 leave_out(self.name, name, value, "numbers, text and dicts of numbers")
 
     def server(self) -> str | None:
-        """The server, unless the experiment is to be offline."""
+        """Return the server, or None if the experiment is offline."""
         from comet_ml.config import get_config
 
         config = get_config()

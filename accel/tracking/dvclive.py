@@ -9,7 +9,7 @@ from accel.tracking.plain_values import leave_out, plain, scalars
 
 
 class DVCLiveTracker(GeneralTracker):
-    """Logs with ``live``, or a new `dvclive.Live` that takes ``kwargs``; ``run_name`` has no meaning there."""
+    """A tracker that logs with ``live``, or with a new `dvclive.Live` from ``kwargs``; ``run_name`` is ignored."""
 
     name = "dvclive"
     requires_logging_directory = False
@@ -21,7 +21,7 @@ class DVCLiveTracker(GeneralTracker):
 
     @on_main_process
     def start(self) -> None:
-        """Make the ``Live`` where none was given."""
+        """Create the ``Live`` if none was passed."""
         from dvclive import Live
 
         if self.live is None:

@@ -1,4 +1,4 @@
-"""What stands between training and a tracker: an outage is said and survived, a long wait is said, the rest raised."""
+"""Isolation of training from trackers: outages and long waits cause warnings, other errors are raised."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _LATER = (408, 429)
 
 
 class Guard:
-    """One tracker, of one process.
+    """A guard around one tracker of one process.
 
-    When the tracker's server or disk fails during training, that is said once, records are left out, and it is tried
-    again after 15 s, then after twice as long each time, up to 10 min; how many were lost is said when it works again
-    and at the end. Whatever is no outage is raised.
+    When the tracker's server or disk fails during training, it logs a warning, drops records, and retries after
+    15 s, then after twice as long each time, up to 10 min. The number of lost records is logged when the tracker
+    works again and at the end. Any other error is raised.
     """
 
     def __init__(self, tracker: GeneralTracker) -> None:
@@ -49,7 +49,10 @@ class Guard:
         self._lost = 0
 
     def start(self) -> bool:
-        """Start the tracker; false where it could not for an outage, which is said. Raises `TrackerError` otherwise."""
+        """Start the tracker. On an outage log a warning and return False; raise any other error.
+
+        An error of accel's own tracker becomes `TrackerError`.
+        """
         try:
             with said_if_slow(f"tracker {self._name!r} to start"):
                 self._reach()
@@ -67,12 +70,12 @@ class Guard:
         return True
 
     def store(self, config: dict[str, Any]) -> None:
-        """Store the configuration; an outage is said."""
+        """Store the configuration; log an outage."""
         with self._surviving("its configuration is not stored"), said_if_slow(f"tracker {self._name!r}"):
             self.tracker.store_init_configuration(config)
 
     def log(self, values: dict[str, Any], step: int | None, more: Mapping[str, Any]) -> None:
-        """Log ``values``, or leave them out while the tracker is out of reach."""
+        """Log ``values``, or drop them while the tracker is unreachable."""
         if self._pause and time.monotonic() < self._again:
             self._lost += 1
             return
@@ -91,7 +94,7 @@ class Guard:
                 logger.warning("tracker %r works again; records lost so far: %d", self._name, self._lost)
 
     def finish(self) -> None:
-        """Finish the tracker; an outage is said, and so is what was lost."""
+        """Finish the tracker; log an outage and the number of lost records."""
         with self._surviving("it is not closed in order"), said_if_slow(f"tracker {self._name!r} to finish"):
             self.tracker.finish()
         if self._lost:
@@ -130,7 +133,7 @@ class Guard:
 
 
 def is_outage(tracker: GeneralTracker, error: BaseException) -> bool:
-    """Whether ``error``, or one that led to it, says that a server or a disk does not work now."""
+    """Return True if ``error``, or one of its causes, means that a server or a disk does not work now."""
     seen: BaseException | None = error
     while seen is not None:
         if (isinstance(seen, OSError) and _passes(seen)) or tracker.is_outage(seen):
@@ -150,14 +153,14 @@ def _passes(error: OSError) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """The error's type and the first line of what it says, at most 300 characters."""
+    """Return the error's type and the first line of its message, at most 300 characters."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
 
 
 @contextmanager
 def said_if_slow(what: str) -> Iterator[None]:
-    """A region after 10 s of which, and then ever more rarely, a warning says that it still waits for ``what``."""
+    """Warn after 10 s, and then at doubling intervals, that the block is still waiting for ``what``."""
     done = threading.Event()
     begun = time.monotonic()
 

@@ -1,9 +1,9 @@
-"""A tracker without a dependency: ``<logging_dir>/<run_name>/metrics.jsonl``, one JSON object a line, appended to.
+"""A tracker without dependencies: ``<logging_dir>/<run_name>/metrics.jsonl``, appended one JSON object a line.
 
-Every line has ``run``, ``kind`` and ``time`` (seconds since 1970). Kinds: ``start`` (``schema``, ``project``, ``rank``,
-``processes``, ``attempt``), ``config`` (``config``), ``log`` (``step``, ``values``) and ``end``. JSON has no infinities
-and no NaN: such a number is ``null`` where it stands, and the line's ``nonfinite`` says which one it is, by its JSON
-pointer: ``"nonfinite": {"/loss": "nan"}``.
+Every line has ``run``, ``kind`` and ``time`` (seconds since 1970). Kinds: ``start`` (``schema``, ``project``,
+``rank``, ``processes``, ``attempt``), ``config`` (``config``), ``log`` (``step``, ``values``) and ``end``.
+JSON has no infinities and no NaN: such a number is ``null``, and the line's ``nonfinite`` has its value by
+JSON pointer: ``"nonfinite": {"/loss": "nan"}``.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ _LINE_ENDS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}
 
 
 class JSONLTracker(GeneralTracker):
-    """Writes records to a file that can be read while the run goes on.
+    """A tracker that writes records to a file, which can be read during the run.
 
-    ``run_id`` joins this run to an earlier one in the same file; without it, the job's id under `accel submit` (all
-    attempts of a job are one run), else a new one. ``every_rank``: each process writes, rank 0 to ``metrics.jsonl`` and
-    rank N to ``metrics.N.jsonl``. ``sync_every``: seconds after which records are forced to the disk; ``None``: at the
-    end alone.
+    ``run_id``: joins this run to an earlier one in the same file. Default: the job's id under `accel submit` (all
+        attempts of a job are one run), else a new id.
+    ``every_rank``: each process writes, rank 0 to ``metrics.jsonl`` and rank N to ``metrics.N.jsonl``.
+    ``sync_every``: seconds between fsyncs; ``None``: only at the end.
 
-    A record is one write of one line, unbuffered: a process that is killed loses none that `log` returned from, a
-    machine that stops those of the last ``sync_every`` seconds. Earlier lines are never rewritten. A line that was cut
-    short, by a full disk or a kill, costs itself alone.
+    A record is one unbuffered write of one line: a killed process loses no record for which `log` has returned, a
+    crashed machine those of the last ``sync_every`` seconds. Earlier lines are never rewritten. A line cut short,
+    by a full disk or a kill, affects no other line.
     """
 
     name = "jsonl"
@@ -71,7 +71,7 @@ class JSONLTracker(GeneralTracker):
 
     @on_main_process
     def start(self) -> None:
-        """Open the file, made where it is not there, and write the line that begins an attempt."""
+        """Open the file, creating it if needed, and write the first line of an attempt."""
         from accel.state import PartialState
 
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -88,7 +88,7 @@ class JSONLTracker(GeneralTracker):
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Write ``values`` as the run's configuration; what JSON has no word for is written as its ``str``."""
+        """Write ``values`` as the run's configuration; values without a JSON type are written as their ``str``."""
         self._write("config", config=values)
         self._lines.sync()
 
@@ -96,7 +96,7 @@ class JSONLTracker(GeneralTracker):
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Write ``values`` as one line. Tensors and arrays become numbers or lists, exact to the bit.
 
-        Raises `OSError` if the line could not be written whole, and `ArgumentError` for ``kwargs``: it takes none.
+        Raises `OSError` if the line was not written completely, and `ArgumentError` for any ``kwargs``.
         """
         if kwargs:
             raise ArgumentError(f"tracker 'jsonl' takes no log_kwargs, got {', '.join(kwargs)}")
@@ -104,7 +104,7 @@ class JSONLTracker(GeneralTracker):
 
     @on_main_process
     def finish(self) -> None:
-        """Write the line that ends the run, force everything to the disk and close the file."""
+        """Write the last line of the run, fsync and close the file."""
         if self._file is None:
             return
         try:
@@ -125,7 +125,7 @@ class JSONLTracker(GeneralTracker):
 
 
 class _Lines:
-    """A file that lines are appended to, each in one write; it knows whether its last line is whole."""
+    """A file for appending lines, each in one write; it tracks whether its last line is complete."""
 
     def __init__(self, path: Path, sync_every: float | None) -> None:
         self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -155,10 +155,10 @@ class _Lines:
 
 
 def read_records(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-    """Every whole record of a file, in the order written, its infinities and NaN restored.
+    """Yield every complete record of a file in order, with its infinities and NaN restored.
 
-    The file may be being written to: a last line without its end is left out. A damaged line is left out with a
-    warning that gives its number.
+    The file may still be written to: an incomplete last line is skipped. A damaged line is skipped with a warning
+    that has its number.
     """
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
@@ -175,9 +175,9 @@ def read_records(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
 
 
 def read_history(path: str | os.PathLike[str], run: str | None = None) -> list[dict[str, Any]]:
-    """The ``log`` records of one run, the last one begun without ``run``, as if it had never been interrupted.
+    """Return the ``log`` records of one run (default: the last one begun) as if it had never been interrupted.
 
-    Where a run began again from an earlier step, what its former attempts had logged from that step on is left out.
+    If a run restarted from an earlier step, records of its former attempts from that step on are left out.
     """
     records = list(read_records(path))
     if run is None:

@@ -1,4 +1,4 @@
-"""MLflow: a database, files, or a tracking server, as ``MLFLOW_TRACKING_URI`` says."""
+"""MLflow: a database, files, or a tracking server, depending on ``MLFLOW_TRACKING_URI``."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ _UNAVAILABLE = ("INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE", "REQUEST_LIMIT_EXCE
 
 
 class MLflowTracker(GeneralTracker):
-    """Logs to a run of ``mlflow``; ``.active_run`` is that run.
+    """A tracker that logs to a run of ``mlflow``; ``.active_run`` is that run.
 
-    ``experiment_name``: made where it is not there, with its artifacts in ``logging_dir``. ``run_id``: an earlier run
-    to go on with. ``tags``: a dict, or one written as JSON. ``nested_run``: whether the run stands inside the active
-    one. ``MLFLOW_EXPERIMENT_NAME``, ``MLFLOW_RUN_ID``, ``MLFLOW_TAGS`` and ``MLFLOW_NESTED_RUN`` come before the
+    ``experiment_name``: created if missing, with its artifacts in ``logging_dir``.
+    ``run_id``: an earlier run to continue.
+    ``tags``: a dict, or one in JSON.
+    ``nested_run``: nest the run in the active one.
+
+    ``MLFLOW_EXPERIMENT_NAME``, ``MLFLOW_RUN_ID``, ``MLFLOW_TAGS`` and ``MLFLOW_NESTED_RUN`` override the
     arguments.
 
-    With a server, `log` waits for its answer; ``log_kwargs={"mlflow": {"synchronous": False}}`` does not.
+    With a server, `log` waits for its response unless ``log_kwargs={"mlflow": {"synchronous": False}}``.
     """
 
     name = "mlflow"
@@ -52,7 +55,7 @@ class MLflowTracker(GeneralTracker):
 
     @on_main_process
     def start(self) -> None:
-        """Find or make the experiment, and begin or go on with the run."""
+        """Find or create the experiment, and begin or continue the run."""
         import mlflow
 
         self.active_run: Any = mlflow.start_run(
@@ -65,7 +68,7 @@ class MLflowTracker(GeneralTracker):
         )
 
     def _experiment(self) -> str | None:
-        """The experiment's number; ``None``, for that which MLflow itself takes, where it has no name."""
+        """Return the experiment's id; without a name ``None``, which is MLflow's default."""
         import mlflow
 
         if self.experiment_name is None:
@@ -83,7 +86,7 @@ class MLflowTracker(GeneralTracker):
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Log ``values`` as parameters; one whose text is longer than MLflow takes is left out, and said."""
+        """Log ``values`` as parameters; one too long for MLflow is left out with a warning."""
         import mlflow
         from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH, MAX_PARAMS_TAGS_PER_BATCH
 
@@ -138,13 +141,13 @@ class MLflowTracker(GeneralTracker):
         mlflow.end_run()
 
     def server(self) -> str | None:
-        """The tracking URI."""
+        """Return the tracking URI."""
         import mlflow
 
         return str(mlflow.get_tracking_uri())
 
     def is_outage(self, error: BaseException) -> bool:
-        """Whether a tracking server answered that it cannot answer now."""
+        """Return True if a tracking server reported that it is unavailable."""
         from mlflow.exceptions import MlflowException
 
         return isinstance(error, MlflowException) and error.error_code in _UNAVAILABLE

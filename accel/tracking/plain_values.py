@@ -1,4 +1,4 @@
-"""What is logged, as plain numbers and text: tensors, numpy's scalars and arrays turned into Python's own values."""
+"""Logged values as plain numbers and text: tensors, numpy scalars and arrays become Python's own values."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _count(value: Any) -> int | None:
 
 
 def scalars(values: Mapping[str, Any]) -> dict[str, Any]:
-    """``values`` with `scalar` applied to each, and inside a dict among them to each of its own."""
+    """Return ``values`` with `scalar` applied to each, and to each value of a dict in them."""
     return {
         name: {inner: scalar(one) for inner, one in value.items()} if isinstance(value, Mapping) else scalar(value)
         for name, value in values.items()
@@ -40,9 +40,9 @@ def scalars(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Return ``value`` made of dicts with text keys, lists, numbers, text and ``None`` alone.
+    """Return ``value`` as dicts with text keys, lists, numbers, text and ``None`` only.
 
-    Tensors and arrays become nested lists, sets and tuples lists, and what is none of these its ``str``.
+    Tensors and arrays become nested lists, sets and tuples become lists, and anything else its ``str``.
     """
     value = scalar(value)
     if type(value) in _PLAIN:
@@ -60,12 +60,12 @@ def plain(value: Any) -> Any:
 
 
 def is_number(value: Any) -> bool:
-    """Whether ``value`` is an int, a float or a bool."""
+    """Return True if ``value`` is an int, a float or a bool."""
     return isinstance(value, (int, float))
 
 
 def leave_out(tracker: str, name: str, value: Any, takes: str) -> None:
-    """Say, once for each name in a tracker, that ``value`` is not logged because the tracker only ``takes`` others."""
+    """Warn, once per tracker and name, that ``value`` is not logged because the tracker only accepts ``takes``."""
     if (tracker, name) not in _said:
         _said.add((tracker, name))
         logger.warning("tracker %r takes %s: %r is left out (%s)", tracker, takes, name, type(value).__name__)
@@ -74,7 +74,7 @@ def leave_out(tracker: str, name: str, value: Any, takes: str) -> None:
 def table_rows(
     tracker: str, columns: list[str] | None, data: list[list[Any]] | None, dataframe: Any
 ) -> list[list[Any]] | Any:
-    """The rows of a table, its ``columns`` first, or ``dataframe``. Raises `ArgumentError` without any data."""
+    """Return the rows of a table, ``columns`` first, or ``dataframe``. Raises `ArgumentError` without data."""
     if dataframe is not None:
         return dataframe
     if data is None:

@@ -1,4 +1,4 @@
-"""Whether a tracker's server can be reached at all: asked first, for some packages try for minutes or for ever."""
+"""A check that a tracker's server is reachable, since some packages retry for minutes or forever."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _PORTS = {"http": 80, "https": 443}
 
 
 def reach(url: str, timeout: float = TIMEOUT_S) -> None:
-    """Connect to the host and port of an http(s) ``url``, and hang up.
+    """Connect to the host and port of an http(s) ``url``, and disconnect.
 
-    Does nothing for other addresses, and where a proxy stands between. Raises `ConnectionError` where the name does not
-    resolve, the connection is refused, or nothing answers within ``timeout`` seconds.
+    Does nothing for other addresses and behind a proxy. Raises `ConnectionError` if the name does not resolve,
+    the connection is refused, or nothing responds within ``timeout`` seconds.
     """
     parts = urlsplit(url)
     host, port = parts.hostname, parts.port or _PORTS.get(parts.scheme)

@@ -1,4 +1,4 @@
-"""Which trackers there are, which of them can be used here, and what ``Accelerator(log_with=…)`` asks for."""
+"""The registry of trackers: known ones, available ones, and the selection by ``Accelerator(log_with=…)``."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {
 
 @dataclass(frozen=True)
 class _Needs:
-    """The packages any one of which a tracker needs; the first is the one to install."""
+    """Alternative packages, one of which a tracker needs; the first is the one to install."""
 
     packages: tuple[str, ...] = ()
 
@@ -75,16 +75,16 @@ def _installed(package: str) -> bool:
 
 
 def get_available_trackers() -> list[LoggerType]:
-    """The trackers whose package is installed; none of them is imported."""
+    """Return the trackers whose package is installed, without importing it."""
     return [kind for kind, needs in _NEEDS.items() if needs.met()]
 
 
 def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
-    """Let ``log_with`` take ``tracker_class`` by its ``name``, from now on and in this process.
+    """Register ``tracker_class`` by its ``name`` for ``log_with``, in this process.
 
-    It is made with the project's name, then the logging directory if it ``requires_logging_directory``, and its part
-    of ``init_kwargs``. A class that had the name is replaced, with a warning. Raises `ArgumentError` for anything that
-    is no subclass of `GeneralTracker` with both attributes.
+    It is called with the project's name, then the logging directory if it ``requires_logging_directory``, and its
+    part of ``init_kwargs``. Replaces a class of the same name, with a warning. Raises `ArgumentError` for
+    anything but a subclass of `GeneralTracker` with both attributes.
     """
     _check_class(tracker_class, "register_tracker_class")
     name = str(tracker_class.name)  # type: ignore[attr-defined]
@@ -107,11 +107,11 @@ def _check_class(tracker_class: Any, where: str) -> None:
 def filter_trackers(
     log_with: Choice | Iterable[Choice] | None, logging_dir: str | os.PathLike[str] | None = None
 ) -> list[Choice]:
-    """The trackers ``log_with`` asks for, each once: names as `LoggerType` or text, instances and classes as given.
+    """Return the trackers in ``log_with``, each once: names as `LoggerType` or text, instances and classes as given.
 
-    ``"all"`` stands for every available one; those that need a logging directory are left out, and said, where there
-    is none. Raises `ArgumentError` for an unknown name, a package that is not installed, and a named tracker that
-    needs a directory where ``logging_dir`` is not given.
+    ``"all"`` selects every available one; without ``logging_dir``, those that need it are left out with a
+    warning. Raises `ArgumentError` for an unknown name, a package that is not installed, and a named tracker that
+    needs a directory if ``logging_dir`` is missing.
     """
     if log_with is None:
         return []
@@ -125,7 +125,7 @@ def filter_trackers(
 
 
 def name_of(choice: Choice) -> str:
-    """The name of what `filter_trackers` gave."""
+    """Return the name of a result of `filter_trackers`."""
     return str(choice) if isinstance(choice, str) else str(choice.name)  # type: ignore[union-attr]
 
 

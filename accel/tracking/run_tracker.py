@@ -1,4 +1,4 @@
-"""What the trackers have in common whose package hands out a run with a configuration, and takes all else by itself."""
+"""The common base of trackers whose package returns a run object with a configuration."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from accel.tracking.base import GeneralTracker, on_main_process
 
 
 class RunTracker(GeneralTracker):
-    """Base of a tracker whose ``start`` sets ``.run``, an object that has ``config`` and ``finish``.
+    """Base of a tracker whose ``start`` sets ``.run``, an object with ``config`` and ``finish``.
 
-    ``run_name`` is the package's project; ``kwargs`` go to the function of the package that begins a run.
+    ``run_name`` is the package's project; ``kwargs`` go to the package's function that begins a run.
     """
 
     requires_logging_directory = False

@@ -10,9 +10,9 @@ from accel.tracking.run_tracker import RunTracker
 
 
 class SwanLabTracker(RunTracker):
-    """Logs to a run of ``swanlab``; ``run_name`` is its project; ``.run`` is the run.
+    """A tracker that logs to a run of ``swanlab``; ``.run`` is the run.
 
-    ``kwargs`` go to `swanlab.init`.
+    ``run_name`` is its project; ``kwargs`` go to `swanlab.init`.
     """
 
     name = "swanlab"
@@ -46,7 +46,7 @@ class SwanLabTracker(RunTracker):
         self.log({name: [swanlab.Image(image) for image in images] for name, images in values.items()}, step, **kwargs)
 
     def server(self) -> str | None:
-        """The server, where the run is to be online and no settings of its own are given."""
+        """Return the server if the run is online and has no settings of its own, else None."""
         import swanlab
 
         if "settings" in self.init_kwargs:

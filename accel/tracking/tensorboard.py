@@ -13,9 +13,9 @@ _HYPERPARAMETERS = (bool, int, float, str)
 
 
 class TensorBoardTracker(GeneralTracker):
-    """Writes with `torch.utils.tensorboard.SummaryWriter`, which takes ``kwargs``; ``.writer`` is that object.
+    """A tracker that writes with `torch.utils.tensorboard.SummaryWriter`; ``.writer`` is that object.
 
-    Without the package ``tensorboard``, that of ``tensorboardX``.
+    ``kwargs`` go to the writer. Without the package ``tensorboard``, that of ``tensorboardX`` is used.
     """
 
     name = "tensorboard"
@@ -44,9 +44,9 @@ class TensorBoardTracker(GeneralTracker):
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Write ``values`` as hyperparameters, and as ``<time>/hparams.yml`` beside the event file.
+        """Write ``values`` as hyperparameters, and as ``<time>/hparams.yml`` in the event file's directory.
 
-        TensorBoard takes numbers, text and ``None``: anything else is given as its ``str``.
+        TensorBoard accepts numbers and text: anything else is converted with ``str``.
         """
         import yaml
 
@@ -78,7 +78,7 @@ class TensorBoardTracker(GeneralTracker):
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Write each value, a batch of images (N × C × H × W, or as ``dataformats`` says), with `add_images`."""
+        """Write each value, a batch of images (N × C × H × W, or as in ``dataformats``), with `add_images`."""
         for name, images in values.items():
             self.writer.add_images(name, images, global_step=step, **kwargs)
 

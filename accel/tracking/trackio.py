@@ -10,9 +10,9 @@ from accel.tracking.run_tracker import RunTracker
 
 
 class TrackioTracker(RunTracker):
-    """Logs to a run of ``trackio``; ``run_name`` is its project; ``.run`` is the run.
+    """A tracker that logs to a run of ``trackio``; ``.run`` is the run.
 
-    ``kwargs`` go to `trackio.init`.
+    ``run_name`` is its project; ``kwargs`` go to `trackio.init`.
     """
 
     name = "trackio"

@@ -12,9 +12,10 @@ _OFFLINE = ("offline", "dryrun", "disabled")
 
 
 class WandBTracker(RunTracker):
-    """Logs to a run of ``wandb``; ``run_name`` is its project, ``kwargs`` go to `wandb.init`; ``.run`` is the run.
+    """A tracker that logs to a run of ``wandb``; ``.run`` is the run.
 
-    Records are sent by a process of wandb's own, so that `log` does not wait for the server.
+    ``run_name`` is its project, ``kwargs`` go to `wandb.init`. A process of wandb's own sends the records, so
+    that `log` does not wait for the server.
     """
 
     name = "wandb"
@@ -34,7 +35,7 @@ class WandBTracker(RunTracker):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log ``values``, of any type that wandb knows; ``kwargs`` go to the run's ``log``."""
+        """Log ``values`` of any type that wandb supports; ``kwargs`` go to the run's ``log``."""
         self.run.log(scalars(values), step=step, **kwargs)
 
     @on_main_process
@@ -60,7 +61,7 @@ class WandBTracker(RunTracker):
         self.log({table_name: wandb.Table(columns=columns, data=data, dataframe=dataframe)}, step, **kwargs)
 
     def server(self) -> str | None:
-        """The server, where the run is to be online and no settings or proxy of wandb's own stand between."""
+        """Return the server if the run is online and wandb has no settings or proxy of its own, else None."""
         import wandb
 
         settings = wandb.setup().settings
@@ -69,7 +70,7 @@ class WandBTracker(RunTracker):
         return None if own or mode in _OFFLINE else str(settings.base_url)
 
     def is_outage(self, error: BaseException) -> bool:
-        """Whether wandb could not reach its server; a refused key is no outage."""
+        """Return True if wandb could not reach its server; a rejected key is no outage."""
         from wandb.errors import AuthenticationError, CommError
 
         return isinstance(error, CommError) and not isinstance(error, AuthenticationError)

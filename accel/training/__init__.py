@@ -1,3 +1,3 @@
-"""What a training step is made of: the optimizer, the scheduler, accumulation and compilation; not the loop, which is
-the user's.
+"""The parts of a training step: the optimizer, the scheduler, accumulation and compilation; not the loop, which
+is the user's.
 """

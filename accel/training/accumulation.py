@@ -1,4 +1,4 @@
-"""Gradient accumulation: when a window ends, and how much each batch of it counts."""
+"""Gradient accumulation: the end of each window, and the weight of its batches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from accel.state import GradientState
 
 
 class Window:
-    """Counts batches into windows of ``num_steps``; a window cut short by its loader's end counts as what it is."""
+    """A counter of batches in windows of ``num_steps``; a loader's end may shorten the last window."""
 
     def __init__(self, state: GradientState) -> None:
         self.state = state
@@ -46,17 +46,17 @@ class Window:
 
     @property
     def is_open(self) -> bool:
-        """Whether batches have been counted since the last optimizer step."""
+        """True if batches have been counted since the last optimizer step."""
         return self.step % self.state.num_steps != 0
 
     def resume(self, step: int) -> None:
-        """Go on after ``step`` batches of a window."""
+        """Continue after ``step`` batches of a window."""
         self.step = step
         self._opened = False
 
 
 class Accumulation:
-    """One batch in a window, as a context: gradients stay on their process unless it ends the window."""
+    """A context manager for one batch: gradients are not synchronized unless it ends the window."""
 
     def __init__(self, window: Window, strategy: Strategy, models: Sequence[Any]) -> None:
         self._window = window

@@ -1,6 +1,6 @@
-"""`torch.compile` of whole models, and of only the blocks that a model repeats.
+"""`torch.compile` for whole models, or only for the blocks that a model repeats.
 
-`torch._dynamo` is imported by `torch.compile` itself, when it is first called, and not here.
+`torch._dynamo` is imported by the first call of `torch.compile`, not here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from accel.plugins import TorchDynamoPlugin
 
 
 def dynamo(backend: DynamoBackend | str | None, plugin: TorchDynamoPlugin | None) -> TorchDynamoPlugin:
-    """What `Accelerator` was told about compiling. Raises `ArgumentError` if it was told twice."""
+    """Return the compilation plug-in of `Accelerator`. Raises `ArgumentError` if two settings are given."""
     if plugin is None:
         return TorchDynamoPlugin(backend=backend)  # type: ignore[arg-type]
     if backend is not None:
@@ -29,18 +29,18 @@ def dynamo(backend: DynamoBackend | str | None, plugin: TorchDynamoPlugin | None
 
 
 def compiles(plugin: TorchDynamoPlugin, model: nn.Module, *, regions: bool) -> bool:
-    """Whether ``plugin`` asks to compile ``model``, by its regions or as a whole, which is not compiled yet."""
+    """Return True if ``plugin`` compiles ``model``, by regions or as a whole, and it is not compiled yet."""
     wanted = plugin.backend != DynamoBackend.NO and bool(plugin.use_regional_compilation) is regions
     return wanted and compiled_inside(model) is None and not has_compiled_regions(model)
 
 
 def has_compiled_regions(module: nn.Module) -> bool:
-    """Whether ``module`` or anything in it came from `torch.compile`."""
+    """Return True if ``module`` or anything in it came from `torch.compile`."""
     return any(is_compiled_module(part) for part in module.modules())
 
 
 def is_repeated_blocks(module: nn.Module) -> bool:
-    """Whether ``module`` is a `torch.nn.ModuleList`, not empty, of modules of one class."""
+    """Return True for a `torch.nn.ModuleList`, not empty, of modules of one class."""
     return (
         isinstance(module, nn.ModuleList)
         and len(module) > 0
@@ -49,15 +49,15 @@ def is_repeated_blocks(module: nn.Module) -> bool:
 
 
 def has_repeated_blocks(module: nn.Module) -> bool:
-    """Whether ``module`` is or holds, at any depth, a list of repeated blocks."""
+    """Return True if ``module`` is or contains, at any depth, a list of repeated blocks."""
     return any(is_repeated_blocks(part) for part in module.modules())
 
 
 def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
-    """Return a module like ``module`` whose repeated blocks, and what lies beside them, are compiled one by one.
+    """Return a module like ``module`` with its repeated blocks, and the modules next to them, compiled one by one.
 
-    Blocks of one class and the same shapes share what the compiler made of the first, so that a deep model is ready
-    about as soon as a shallow one. The parameters are those of ``module``, which stays as it is and is found again by
+    Blocks of one class and the same shapes share the compiled code of the first, so that a deep model is ready
+    about as soon as a shallow one. The parameters are those of ``module``, which is unchanged and returned by
     `unwrap_model`. ``compile_kwargs`` are those of `torch.compile`.
     """
     made = _compile_regions(module, compile_kwargs)
@@ -82,7 +82,7 @@ def _compile_regions(module: nn.Module, how: dict[str, Any]) -> nn.Module:
 
 
 def _rebound(value: Any, module: nn.Module, twin: nn.Module) -> Any:
-    """A method of ``module`` that was set on it, as a mixed-precision forward is, as the same of ``twin``."""
+    """Rebind a method that was set on ``module``, such as a mixed-precision forward, to ``twin``."""
     if isinstance(value, MethodType) and value.__self__ is module:
         return MethodType(value.__func__, twin)
     bind = getattr(value, "bound_to", None)
@@ -90,7 +90,7 @@ def _rebound(value: Any, module: nn.Module, twin: nn.Module) -> Any:
 
 
 def compile_regions_in_place(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
-    """Compile the same regions as `compile_regions` inside ``module`` itself, which keeps its hooks; returns it."""
+    """Compile the regions of `compile_regions` inside ``module`` itself, which keeps its hooks; return it."""
     if is_repeated_blocks(module):
         for block in module.children():
             block.compile(**compile_kwargs)

@@ -1,4 +1,4 @@
-"""Small questions about objects, dicts and modules."""
+"""Small helpers for objects, dicts and modules."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def get_pretty_name(obj: object) -> str:
-    """What people call ``obj``: its qualified name if it has one, else that of its class."""
+    """Return a name for ``obj``: its qualified name if it has one, else that of its class."""
     for owner in (obj, type(obj)):
         name = getattr(owner, "__qualname__", None) or getattr(owner, "__name__", None)
         if name:
@@ -19,7 +19,7 @@ def get_pretty_name(obj: object) -> str:
 
 
 def merge_dicts(source: dict[Any, Any], destination: dict[Any, Any]) -> dict[Any, Any]:
-    """Put ``source`` into ``destination``, dict by dict, and return it; on a conflict ``source`` wins."""
+    """Merge ``source`` into ``destination`` recursively, and return it; on a conflict ``source`` wins."""
     for key, value in source.items():
         if isinstance(value, dict):
             inner = destination.get(key)
@@ -30,14 +30,14 @@ def merge_dicts(source: dict[Any, Any], destination: dict[Any, Any]) -> dict[Any
 
 
 def recursive_getattr(obj: object, attr: str) -> Any:
-    """The attribute at the end of a dotted path, such as ``"module.weight"``. Raises `AttributeError`."""
+    """Return the attribute at the end of a dotted path, such as ``"module.weight"``. Raises `AttributeError`."""
     return reduce(getattr, attr.split("."), obj)
 
 
 def get_module_children_bottom_up(model: torch.nn.Module, return_fqns: bool = False) -> list[Any]:
-    """Every module in ``model``, each after all that it holds, ``model`` last; with ``return_fqns`` (name, module).
+    """Return every module in ``model``, each after its children; with ``return_fqns`` as (name, module).
 
-    A module that is held in two places comes twice, under either name.
+    A module that is used in two places is listed twice, under either name.
     """
     found = list(_top_down("", model))[::-1]
     return found if return_fqns else [module for _, module in found]
@@ -50,7 +50,7 @@ def _top_down(name: str, module: torch.nn.Module) -> Iterator[tuple[str, torch.n
 
 
 def model_has_dtensor(model: torch.nn.Module) -> bool:
-    """Whether a parameter of ``model`` is a `DTensor`, spread over a device mesh."""
+    """Return True if a parameter of ``model`` is a `DTensor`."""
     import sys
 
     tensor = sys.modules.get("torch.distributed.tensor")  # no module, no such parameter

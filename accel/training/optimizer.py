@@ -16,8 +16,8 @@ from accel.state import GradientState
 class AcceleratedOptimizer(torch.optim.Optimizer):
     """An optimizer that steps, and clears gradients, only on the batch that ends an accumulation window.
 
-    It shows the state, groups and defaults of ``optimizer``, which does the work: in the given ``precision``, or, with
-    a ``scaler``, leaving out steps whose gradients overflowed.
+    It has the state, groups and defaults of ``optimizer``, which does the work: in the given ``precision`` or,
+    with a ``scaler``, skipping steps whose gradients overflowed.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
-        """The gradient scaler, with fp16."""
+        """The gradient scaler; ``None`` without fp16."""
         return self.precision.scaler
 
     @property
@@ -75,7 +75,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.optimizer.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state dict of the optimizer inside."""
+        """Return the state dict of the optimizer inside."""
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -91,11 +91,11 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
                 self.optimizer.zero_grad(set_to_none=set_to_none)
 
     def train(self) -> None:
-        """Tell an optimizer that has modes (schedule-free ones) that training goes on."""
+        """Switch an optimizer that has modes (schedule-free ones) to training."""
         self._mode("train")
 
     def eval(self) -> None:
-        """Tell an optimizer that has modes (schedule-free ones) that the model is being evaluated."""
+        """Switch an optimizer that has modes (schedule-free ones) to evaluation."""
         self._mode("eval")
 
     def _mode(self, name: str) -> None:
@@ -104,13 +104,13 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             switch()
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Take a step, unless a window is being accumulated; `step_was_skipped` tells if fp16 gradients overflowed."""
+        """Step, unless in the middle of a window; `step_was_skipped` is true if fp16 gradients overflowed."""
         if self.gradient_state.sync_gradients:
             self._skipped = self.precision.step(self.optimizer, closure)
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step was left out because gradients were not finite."""
+        """True if the last step was skipped because gradients were not finite."""
         return self._skipped
 
     def __getstate__(self) -> dict[str, Any]:
@@ -125,7 +125,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
 
 def _place_state(optimizer: torch.optim.Optimizer) -> None:
-    """Move state that was made before its parameters were moved (step counts stay where the optimizer wants them)."""
+    """Move state created before its parameters were moved (step counts stay where the optimizer wants them)."""
     for parameter, state in optimizer.state.items():
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.ndim and value.device != parameter.device:

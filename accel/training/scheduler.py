@@ -11,10 +11,11 @@ from accel.state import GradientState, PartialState
 class AcceleratedScheduler:
     """A scheduler that steps when its optimizers did, and as often as there are processes.
 
-    A schedule is written for one process. With P processes that see different data (``shares``, else all of the world)
-    each optimizer step uses P batches, so that the schedule moves on by P; with ``split_batches`` (the batch size is
-    that of all processes together) it moves on by one. It stays where a step was left out (fp16 overflow) or gradients
-    are being accumulated. With ``step_with_optimizer=False`` every ``step()`` is one step.
+    A schedule is written for one process. With P processes that see different data (``shares``, by default all of
+    the world) each optimizer step uses P batches, so the schedule advances by P; with ``split_batches`` (the
+    batch size is the total of all processes) it advances by one. It does not advance when a step was skipped
+    (fp16 overflow) or while gradients are accumulated. With ``step_with_optimizer=False`` every ``step()`` is one
+    step.
     """
 
     def __init__(
@@ -34,7 +35,7 @@ class AcceleratedScheduler:
         self.gradient_state = GradientState()
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Move the schedule on, if the optimizers have stepped."""
+        """Advance the schedule, if the optimizers have stepped."""
         if not self.step_with_optimizer:
             self.scheduler.step(*args, **kwargs)
         elif not self.gradient_state.sync_gradients:
@@ -51,7 +52,7 @@ class AcceleratedScheduler:
                 self.scheduler.step(*args, **kwargs)
 
     def get_last_lr(self) -> Any:
-        """The learning rates now in force, by parameter group."""
+        """Return the current learning rates, by parameter group."""
         return self.scheduler.get_last_lr()
 
     def get_lr(self) -> Any:
@@ -63,7 +64,7 @@ class AcceleratedScheduler:
         return self.scheduler.print_lr(*args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state dict of the scheduler inside."""
+        """Return the state dict of the scheduler inside."""
         state: dict[str, Any] = self.scheduler.state_dict()
         return state
 

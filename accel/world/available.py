@@ -1,7 +1,7 @@
-"""What this machine offers: installed packages, kinds of devices, numeric types.
+"""Checks for installed packages, device types and numeric types.
 
-Whether a package is there is looked up once and remembered. A package counts only when its distribution is
-installed too, so that a folder of the same name does not pass for it.
+A package is looked up once and cached. It counts only if its distribution is installed too, so that a folder
+of the same name does not pass for it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 @cache
 def installed(module: str, *distributions: str) -> bool:
-    """Whether ``module`` can be imported and one of ``distributions`` (default: its own name) provides it."""
+    """Return True if ``module`` can be imported and one of ``distributions`` (default: its own name) is installed."""
     if find_spec(module) is None:
         return False
     for name in distributions or (module,):
@@ -54,234 +54,234 @@ def _at_least(module: str, version: str) -> bool:
 
 
 def is_4bit_bnb_available() -> bool:
-    """bitsandbytes with 4-bit types."""
+    """Return True if bitsandbytes has 4-bit types."""
     return _at_least("bitsandbytes", "0.39.0")
 
 
 def is_8bit_bnb_available() -> bool:
-    """bitsandbytes with 8-bit types."""
+    """Return True if bitsandbytes has 8-bit types."""
     return _at_least("bitsandbytes", "0.37.2")
 
 
 def is_aim_available() -> bool:
-    """aim, before version 4, which has another interface."""
+    """Return True if aim before version 4 is installed, which has another interface."""
     return installed("aim") and compare_versions("aim", "<", "4.0.0")
 
 
 def is_amdsmi_available() -> bool:
-    """amdsmi, AMD's library about its GPUs."""
+    """Return True if amdsmi, AMD's GPU library, is installed."""
     return installed("amdsmi")
 
 
 def is_bitsandbytes_multi_backend_available() -> bool:
-    """bitsandbytes for devices other than CUDA."""
+    """Return True if bitsandbytes supports devices other than CUDA."""
     return is_bnb_available() and "multi_backend" in getattr(import_module("bitsandbytes"), "features", ())
 
 
 def is_bnb_available(min_version: str | None = None) -> bool:
-    """bitsandbytes, of at least ``min_version``."""
+    """Return True if bitsandbytes of at least ``min_version`` is installed."""
     return installed("bitsandbytes") if min_version is None else _at_least("bitsandbytes", min_version)
 
 
 def is_boto3_available() -> bool:
-    """boto3, the AWS SDK."""
+    """Return True if boto3, the AWS SDK, is installed."""
     return installed("boto3")
 
 
 def is_clearml_available() -> bool:
-    """clearml, a tracker."""
+    """Return True if clearml is installed."""
     return installed("clearml")
 
 
 def is_comet_ml_available() -> bool:
-    """comet_ml, a tracker."""
+    """Return True if comet_ml is installed."""
     return installed("comet_ml")
 
 
 def is_datasets_available() -> bool:
-    """datasets."""
+    """Return True if datasets is installed."""
     return installed("datasets")
 
 
 def is_deepspeed_available() -> bool:
-    """deepspeed."""
+    """Return True if deepspeed is installed."""
     return installed("deepspeed")
 
 
 def is_dvclive_available() -> bool:
-    """dvclive, a tracker."""
+    """Return True if dvclive is installed."""
     return installed("dvclive")
 
 
 def is_import_timer_available() -> bool:
-    """import_timer."""
+    """Return True if import_timer is installed."""
     return installed("import_timer")
 
 
 def is_lomo_available() -> bool:
-    """lomo_optim."""
+    """Return True if lomo_optim is installed."""
     return installed("lomo_optim", "lomo_optim", "lomo-optim")
 
 
 def is_matplotlib_available() -> bool:
-    """matplotlib."""
+    """Return True if matplotlib is installed."""
     return installed("matplotlib")
 
 
 def is_megatron_lm_available() -> bool:
-    """megatron-core 0.8 or newer with its training module, where ``ACCELERATE_USE_MEGATRON_LM`` asks for it."""
+    """Return True for megatron-core 0.8 or newer with its training module, if ``ACCELERATE_USE_MEGATRON_LM`` is on."""
     if not read_flag(os.environ, "ACCELERATE_USE_MEGATRON_LM") or not installed("megatron", "megatron-core"):
         return False
     return compare_versions("megatron-core", ">=", "0.8.0") and find_spec("megatron.training") is not None
 
 
 def is_mlflow_available() -> bool:
-    """mlflow, a tracker, whole or as mlflow-skinny."""
+    """Return True if mlflow or mlflow-skinny is installed."""
     return installed("mlflow", "mlflow", "mlflow-skinny")
 
 
 def is_msamp_available() -> bool:
-    """msamp, Microsoft's 8-bit training."""
+    """Return True if msamp, Microsoft's 8-bit training, is installed."""
     return installed("msamp", "ms-amp")
 
 
 def is_numpy_available(min_version: str = "1.25.0") -> bool:
-    """numpy, of at least ``min_version``."""
+    """Return True if numpy of at least ``min_version`` is installed."""
     return _at_least("numpy", min_version)
 
 
 def is_pandas_available() -> bool:
-    """pandas."""
+    """Return True if pandas is installed."""
     return installed("pandas")
 
 
 def is_peft_available() -> bool:
-    """peft."""
+    """Return True if peft is installed."""
     return installed("peft")
 
 
 def is_pippy_available() -> bool:
-    """torch's own pipeline parallelism."""
+    """Return True if torch has pipeline parallelism."""
     return is_torch_version(">=", "2.4.0")
 
 
 def is_pynvml_available() -> bool:
-    """pynvml, NVIDIA's library about its GPUs."""
+    """Return True if pynvml, NVIDIA's GPU library, is installed."""
     return installed("pynvml", "pynvml", "nvidia-ml-py")
 
 
 def is_pytest_available() -> bool:
-    """pytest."""
+    """Return True if pytest is installed."""
     return installed("pytest")
 
 
 def is_rich_available() -> bool:
-    """rich, where ``ACCELERATE_ENABLE_RICH`` asks for it."""
+    """Return True if rich is installed and ``ACCELERATE_ENABLE_RICH`` is on."""
     return installed("rich") and parse_flag_from_env("ACCELERATE_ENABLE_RICH")
 
 
 def is_sagemaker_available() -> bool:
-    """sagemaker, the AWS SDK for it."""
+    """Return True if sagemaker, an AWS SDK, is installed."""
     return installed("sagemaker")
 
 
 def is_schedulefree_available() -> bool:
-    """schedulefree, optimizers without a schedule."""
+    """Return True if schedulefree is installed."""
     return installed("schedulefree")
 
 
 def is_swanlab_available() -> bool:
-    """swanlab, a tracker."""
+    """Return True if swanlab is installed."""
     return installed("swanlab")
 
 
 def is_tensorboard_available() -> bool:
-    """A writer of TensorBoard's files: tensorboard or tensorboardX."""
+    """Return True if tensorboard or tensorboardX is installed."""
     return installed("tensorboard") or installed("tensorboardX")
 
 
 def is_timm_available() -> bool:
-    """timm."""
+    """Return True if timm is installed."""
     return installed("timm")
 
 
 def is_torchao_available() -> bool:
-    """torchao 0.6.1 or newer."""
+    """Return True if torchao 0.6.1 or newer is installed."""
     return _at_least("torchao", "0.6.1")
 
 
 def is_torchdata_available() -> bool:
-    """torchdata."""
+    """Return True if torchdata is installed."""
     return installed("torchdata")
 
 
 def is_torchdata_stateful_dataloader_available() -> bool:
-    """torchdata with `StatefulDataLoader`."""
+    """Return True if torchdata has `StatefulDataLoader`."""
     return _at_least("torchdata", "0.8.0")
 
 
 def is_torchvision_available() -> bool:
-    """torchvision."""
+    """Return True if torchvision is installed."""
     return installed("torchvision")
 
 
 def is_tqdm_available() -> bool:
-    """tqdm."""
+    """Return True if tqdm is installed."""
     return installed("tqdm")
 
 
 def is_trackio_available() -> bool:
-    """trackio, a tracker."""
+    """Return True if trackio is installed."""
     return installed("trackio")
 
 
 def is_transformer_engine_available() -> bool:
-    """NVIDIA's transformer engine, or Intel's on its HPUs."""
+    """Return True if NVIDIA's transformer engine, or Intel's on HPUs, is installed."""
     if is_hpu_available():
         return installed("intel_transformer_engine", "intel-transformer-engine")
     return installed("transformer_engine", "transformer-engine")
 
 
 def is_transformer_engine_mxfp8_available() -> bool:
-    """NVIDIA's transformer engine on a GPU with block-scaled 8-bit types."""
+    """Return True if NVIDIA's transformer engine runs on a GPU with block-scaled 8-bit types."""
     if not installed("transformer_engine", "transformer-engine"):
         return False
     return bool(import_module("transformer_engine.pytorch.fp8").check_mxfp8_support()[0])
 
 
 def is_transformers_available() -> bool:
-    """transformers."""
+    """Return True if transformers is installed."""
     return installed("transformers")
 
 
 def is_triton_available() -> bool:
-    """triton, or Intel's build of it on its GPUs."""
+    """Return True if triton is installed, or Intel's build of it on Intel GPUs."""
     return installed("triton", "triton-xpu") if is_xpu_available() else installed("triton")
 
 
 def is_wandb_available() -> bool:
-    """wandb, a tracker."""
+    """Return True if wandb is installed."""
     return installed("wandb")
 
 
 def is_torch_distributed_available() -> bool:
-    """Whether this build of torch can form worlds."""
+    """Return True if this build of torch has torch.distributed."""
     return torch.distributed.is_available()
 
 
 def is_weights_only_available() -> bool:
-    """Whether `torch.load` can be restricted to named types."""
+    """Return True if `torch.load` can be restricted to named types."""
     return is_torch_version(">=", "2.4.0")
 
 
 def is_xccl_available() -> bool:
-    """Whether this build of torch has Intel's collectives."""
+    """Return True if this build of torch has Intel's collectives."""
     return bool(getattr(torch.distributed, "is_xccl_available", lambda: False)())
 
 
 @cache
 def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
-    """Whether torch_xla is there, for a TPU or a GPU if asked, unless ``USE_TORCH_XLA`` is off."""
+    """Return True if torch_xla is installed, on request for a TPU or GPU, unless ``USE_TORCH_XLA`` is off."""
     if not read_flag(os.environ, "USE_TORCH_XLA", True) or not installed("torch_xla"):
         return False
     if not (check_is_tpu or check_is_gpu):
@@ -291,12 +291,12 @@ def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = Fals
 
 
 def is_fp8_available() -> bool:
-    """Whether a library for 8-bit training is installed."""
+    """Return True if a library for 8-bit training is installed."""
     return is_msamp_available() or is_transformer_engine_available() or is_torchao_available()
 
 
 def torchao_required(func: Function) -> Function:
-    """Decorate a function that needs torchao: without it a call raises `ImportError` and says how to get it."""
+    """Decorate a function that needs torchao: without it a call raises `ImportError` with the install command."""
 
     @wraps(func)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -308,7 +308,7 @@ def torchao_required(func: Function) -> Function:
 
 
 def deepspeed_required(func: Function) -> Function:
-    """Decorate a function that needs a run under DeepSpeed: in any other a call raises `StateError`."""
+    """Decorate a function that needs a run under DeepSpeed: in any other run a call raises `StateError`."""
 
     @wraps(func)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -323,7 +323,7 @@ def deepspeed_required(func: Function) -> Function:
 
 
 def is_bf16_available(ignore_tpu: bool = False) -> bool:
-    """Whether the device computes in bfloat16; a TPU counts as one that does not, with ``ignore_tpu``."""
+    """Return True if the device computes in bfloat16; with ``ignore_tpu``, False for a TPU."""
     if is_torch_xla_available(check_is_tpu=True):
         return not ignore_tpu
     for kind, found in (("cuda", is_cuda_available()), ("mlu", is_mlu_available()), ("xpu", is_xpu_available())):

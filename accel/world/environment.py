@@ -1,7 +1,7 @@
-"""The process environment, the one contract between a launcher and the runtime, read into values and checked.
+"""Parsing and validation of the process environment, the only contract between a launcher and the runtime.
 
-No torch here. The functions named ``read_…`` are pure: they take the mapping that they read. Those below
-`patch_environment` read or change this process's own, and answer scripts written for Accelerate.
+Does not import torch. Functions named ``read_…`` are pure: they take the mapping that they read. Those from
+`patch_environment` on use this process's own, and exist for scripts written for Accelerate.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Wrapped = TypeVar("Wrapped", bound=Callable[..., Any])
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """Which process this is, among how many."""
+    """The ranks of a process, the world's sizes and its rendezvous address."""
 
     rank: int = 0
     size: int = 1
@@ -57,7 +57,7 @@ class World:
 
 
 def read_flag(env: Mapping[str, str], name: str, default: bool = False) -> bool:
-    """Read a yes or a no. Raises `ArgumentError` for anything that is neither."""
+    """Read a boolean. Raises `ArgumentError` for anything that is neither yes nor no."""
     text = env.get(name)
     if text is None:
         return default
@@ -84,11 +84,11 @@ def read_int(env: Mapping[str, str], name: str, *, minimum: int) -> int | None:
 
 
 def read_world(env: Mapping[str, str], *, needs_master: bool = True) -> World:
-    """Read which process this is: torchrun's variables, or, where they are not set, those of an MPI launcher.
+    """Read this process's ranks from torchrun's variables or, if they are not set, from an MPI launcher's.
 
-    ``MASTER_ADDR`` and ``MASTER_PORT`` are read only if ``needs_master``; under MPI the port is 29500 where none is
-    set, and the address this machine when every rank is on it. Without a world size, or with one of 1, the world is
-    this process alone. Anything that says "one of many" without saying which one raises `WorldError`: N processes
+    ``MASTER_ADDR`` and ``MASTER_PORT`` are read only if ``needs_master``; under MPI the default port is 29500,
+    and the default address this machine if every rank is on it. Without a world size, or with one of 1, the world
+    is this process alone. Variables of one of many processes that lack its rank raise `WorldError`: N processes
     must never become N worlds of one.
     """
     if "WORLD_SIZE" not in env and "RANK" not in env:
@@ -111,7 +111,7 @@ def read_world(env: Mapping[str, str], *, needs_master: bool = True) -> World:
 
 
 def torchrun_variables(world: World) -> dict[str, str]:
-    """``world`` in torchrun's variables, for what reads those alone: torch's ``env://``, other libraries."""
+    """Return ``world`` as torchrun's variables, for readers of only those: torch's ``env://``, other libraries."""
     said = {
         "RANK": world.rank,
         "WORLD_SIZE": world.size,
@@ -173,7 +173,7 @@ def _one_of_many(env: Mapping[str, str], size: int, names: tuple[str, str, str, 
 
 @contextmanager
 def patch_environment(**kwargs: object) -> Iterator[None]:
-    """A region in which each keyword, in upper case, is a variable with that value; after it all are as before."""
+    """Set each keyword, in upper case, as a variable in the block; restore all of them afterwards."""
     names = [name.upper() for name in kwargs]
     before = {name: os.environ.get(name) for name in names}
     os.environ.update({name: str(value) for name, value in zip(names, kwargs.values(), strict=True)})
@@ -185,7 +185,7 @@ def patch_environment(**kwargs: object) -> Iterator[None]:
 
 @contextmanager
 def clear_environment() -> Iterator[None]:
-    """A region in which no variable is set; after it, all are as before, whatever the region did."""
+    """Unset all variables in the block; restore them afterwards, whatever the block did."""
     before = dict(os.environ)
     os.environ.clear()
     try:
@@ -196,9 +196,10 @@ def clear_environment() -> Iterator[None]:
 
 
 def purge_accelerate_environment(func_or_cls: Wrapped) -> Wrapped:
-    """Decorate a function, or each test method of a class and of its subclasses, to leave ``ACCELERATE_…`` as it was.
+    """Decorate a function, or each test method of a class and its subclasses, to restore ``ACCELERATE_…``.
 
-    What the function sets is unset again, and what it changed or removed is put back, also when it raises.
+    Variables that the function sets are unset again, and those that it changes or removes are restored, also when
+    it raises.
     """
     if isinstance(func_or_cls, type):
         return cast(Wrapped, _purge_tests(func_or_cls))
@@ -252,7 +253,7 @@ def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
 
 
 def get_int_from_env(env_keys: Sequence[str], default: int) -> int:
-    """The first of these variables that holds a whole number from 0 on; else ``default``."""
+    """Return the first of these variables that is a whole number from 0 on; else ``default``."""
     for key in env_keys:
         try:
             value = int(os.environ.get(key) or -1)
@@ -264,19 +265,20 @@ def get_int_from_env(env_keys: Sequence[str], default: int) -> int:
 
 
 def parse_flag_from_env(key: str, default: bool = False) -> bool:
-    """`read_flag` of this process's environment."""
+    """Call `read_flag` for this process's environment."""
     return read_flag(os.environ, key, bool(default))
 
 
 def parse_choice_from_env(key: str, default: str = "no") -> str:
-    """The variable's text, or ``default`` as text."""
+    """Return the variable's text, or ``default`` as text."""
     return os.environ.get(key, str(default))
 
 
 def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
-    """``NAME=value`` lines, each with its newline, for a file that a shell reads.
+    """Return ``NAME=value`` lines, each with its newline, for a file that a shell reads.
 
-    A pair that is empty on one side, or holds one of ``; < >``, a space or a newline, is left out with a warning.
+    A pair that is empty on one side, or contains one of ``; < >``, a space or a newline, is skipped with a
+    warning.
     """
     import logging
 
@@ -290,5 +292,5 @@ def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
 
 
 def are_libraries_initialized(*library_names: str) -> list[str]:
-    """Those of ``library_names`` that this process has imported."""
+    """Return those of ``library_names`` that this process has imported."""
     return [name for name in library_names if name in sys.modules]

@@ -1,6 +1,6 @@
-"""The devices of this machine: which kinds torch shows, what their driver says, which processors are near them.
+"""The devices of this machine: their types in torch, their drivers, and the processors near them.
 
-Asked in ways that initialise no device, so that processes can still be forked, but where a docstring says otherwise.
+Unless documented otherwise, functions initialize no device, so that processes can still be forked.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ PLUGINS: dict[str, tuple[str | None, DistributedType]] = {
 
 
 def is_rocm_available() -> bool:
-    """Whether torch is built for AMD GPUs and shows one."""
+    """Return True if torch is built for AMD GPUs and finds one."""
     return torch.version.hip is not None and torch.cuda.is_available()
 
 
 def is_cuda_available() -> bool:
-    """Whether there is an NVIDIA GPU, asked without initialising CUDA, so that processes can still be forked."""
+    """Return True if there is an NVIDIA GPU; does not initialize CUDA, so that processes can still be forked."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return True
     with patch_environment(PYTORCH_NVML_BASED_CUDA_CHECK="1"):
@@ -49,13 +49,13 @@ def is_cuda_available() -> bool:
 
 
 def is_mps_available(min_version: str = "1.12") -> bool:
-    """Whether there is an Apple GPU, with torch of at least ``min_version``."""
+    """Return True if there is an Apple GPU, with torch of at least ``min_version``."""
     return is_torch_version(">=", min_version) and torch.backends.mps.is_available() and torch.backends.mps.is_built()
 
 
 @cache
 def _shows(kind: str, check_device: bool = False) -> bool:
-    """Whether torch, with the package that adds ``kind`` to it, shows a device of that kind."""
+    """Return True if torch, with the plug-in for ``kind``, finds a device of that kind."""
     plugin = PLUGINS[kind][0]
     if plugin is not None:
         if find_spec(plugin.partition(".")[0]) is None:
@@ -74,37 +74,37 @@ def _shows(kind: str, check_device: bool = False) -> bool:
 
 
 def is_xpu_available(check_device: bool = False) -> bool:
-    """Whether there is an Intel GPU."""
+    """Return True if there is an Intel GPU."""
     return _shows("xpu", check_device)
 
 
 def is_mlu_available(check_device: bool = False) -> bool:
-    """Whether there is a Cambricon MLU."""
+    """Return True if there is a Cambricon MLU."""
     return _shows("mlu", check_device)
 
 
 def is_musa_available(check_device: bool = False) -> bool:
-    """Whether there is a Moore Threads GPU."""
+    """Return True if there is a Moore Threads GPU."""
     return _shows("musa", check_device)
 
 
 def is_npu_available(check_device: bool = False) -> bool:
-    """Whether there is an Ascend NPU."""
+    """Return True if there is an Ascend NPU."""
     return _shows("npu", check_device)
 
 
 def is_sdaa_available(check_device: bool = False) -> bool:
-    """Whether there is a Tecorigin SDAA."""
+    """Return True if there is a Tecorigin SDAA."""
     return _shows("sdaa", check_device)
 
 
 def is_neuron_available(check_device: bool = False) -> bool:
-    """Whether there is an AWS Neuron core."""
+    """Return True if there is an AWS Neuron core."""
     return _shows("neuron", check_device)
 
 
 def is_hpu_available(init_hccl: bool = False) -> bool:
-    """Whether there is an Intel Gaudi; with ``init_hccl`` its collectives are loaded."""
+    """Return True if there is an Intel Gaudi; with ``init_hccl``, load its collectives."""
     found = _shows("hpu")
     if found and init_hccl:
         import_module("habana_frameworks.torch.distributed.hccl")
@@ -112,7 +112,7 @@ def is_hpu_available(init_hccl: bool = False) -> bool:
 
 
 def is_habana_gaudi1() -> bool:
-    """Whether the Gaudi is of the first generation, which lacks fp16 and fp8."""
+    """Return True if the Gaudi is of the first generation, which lacks fp16 and fp8."""
     if not is_hpu_available():
         return False
     about = import_module("habana_frameworks.torch.utils.experimental")
@@ -120,12 +120,12 @@ def is_habana_gaudi1() -> bool:
 
 
 def is_fp16_available() -> bool:
-    """Whether the device computes in float16."""
+    """Return True if the device computes in float16."""
     return not is_habana_gaudi1()
 
 
 def get_current_device_type() -> tuple[str, str]:
-    """The kind of device and the `DistributedType` of a world on it; ``("cuda", "MULTI_GPU")`` where none is found."""
+    """Return the device type and the `DistributedType` of a world on it; default ``("cuda", "MULTI_GPU")``."""
     for kind, (_, distributed_type) in PLUGINS.items():
         if _shows(kind):
             return kind, str(distributed_type)
@@ -138,21 +138,21 @@ def _nvidia_smi(question: str) -> list[str]:
 
 
 def get_gpu_info() -> tuple[list[str], int]:
-    """The names of the NVIDIA GPUs, and how many there are. Raises `OSError` where there is no nvidia-smi."""
+    """Return the names of the NVIDIA GPUs and their number. Raises `OSError` without nvidia-smi."""
     names = [line.strip() for line in _nvidia_smi("name")]
     return names, len(names)
 
 
 def get_driver_version() -> str:
-    """The version of the NVIDIA driver. Raises `OSError` where there is no nvidia-smi."""
+    """Return the version of the NVIDIA driver. Raises `OSError` without nvidia-smi."""
     return _nvidia_smi("driver_version")[0].strip()
 
 
 def check_cuda_p2p_ib_support() -> bool:
-    """Whether GPUs may talk to each other directly.
+    """Return True if GPUs may communicate directly.
 
-    Several GeForce RTX 40 under a driver before 550.40.07 may not: NCCL fails on them unless ``NCCL_P2P_DISABLE`` and
-    ``NCCL_IB_DISABLE`` are 1.
+    Several GeForce RTX 40 under a driver before 550.40.07 may not: NCCL fails on them unless ``NCCL_P2P_DISABLE``
+    and ``NCCL_IB_DISABLE`` are 1.
     """
     from accel.world.versions import parsed
 
@@ -166,7 +166,7 @@ def check_cuda_p2p_ib_support() -> bool:
 
 
 def avoid_unsafe_links(device: torch.device) -> None:
-    """Keep NCCL off direct links between GPUs on which `check_cuda_p2p_ib_support` says that it would fail."""
+    """Disable NCCL's direct links between GPUs if `check_cuda_p2p_ib_support` returns False."""
     names = ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE")
     if all(name in os.environ for name in names) or "RTX 40" not in torch.cuda.get_device_name(device):
         return
@@ -178,7 +178,7 @@ def avoid_unsafe_links(device: torch.device) -> None:
 
 @cache
 def check_cuda_fp8_capability() -> bool:
-    """Whether the first GPU computes in 8 bits (compute capability 8.9); may initialise CUDA to ask."""
+    """Return True if the first GPU computes in 8 bits (compute capability 8.9); may initialize CUDA."""
     try:
         major, minor = _nvidia_smi("compute_cap")[0].split(".")
         return (int(major), int(minor)) >= (8, 9)
@@ -188,7 +188,7 @@ def check_cuda_fp8_capability() -> bool:
 
 @dataclass
 class CPUInformation:
-    """Which process this is, in the world and on its node, by the launcher's variables."""
+    """The ranks of a process in the world and on its node, from the launcher's variables."""
 
     rank: int = 0
     world_size: int = 1
@@ -197,7 +197,7 @@ class CPUInformation:
 
 
 def get_cpu_distributed_information() -> CPUInformation:
-    """Read torchrun's variables, or an MPI launcher's, each by itself; `environment.read_world` checks them."""
+    """Read torchrun's or an MPI launcher's variables, each by itself; `environment.read_world` validates them."""
     rank, size, local_rank, local_size = ([names[i] for names in LAUNCHERS.values()] for i in range(4))
     return CPUInformation(
         rank=get_int_from_env(rank, 0),
@@ -208,10 +208,10 @@ def get_cpu_distributed_information() -> CPUInformation:
 
 
 def override_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
-    """Bind this process to the processors near GPU ``local_process_index``; nothing where there is no GPU.
+    """Bind this process to the processors near GPU ``local_process_index``; do nothing without a GPU.
 
-    With ``verbose`` (default: ``ACCELERATE_DEBUG_MODE``) the processors are logged. Raises `ImportError` where the
-    library that knows them is lacking. Initialises CUDA.
+    ``verbose`` (default: ``ACCELERATE_DEBUG_MODE``) logs the processors. Raises `ImportError` if the library for
+    this is missing. Initializes CUDA.
     """
     if not torch.cuda.is_available():
         return
@@ -225,7 +225,7 @@ def override_numa_affinity(local_process_index: int, verbose: bool | None = None
 
 @cache
 def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
-    """`override_numa_affinity`, the first time that it is called with these arguments."""
+    """Call `override_numa_affinity`, but only once with the same arguments."""
     override_numa_affinity(local_process_index, verbose)
 
 
@@ -255,7 +255,7 @@ def _processors_by_amdsmi(index: int) -> set[int]:
 
 
 def processors(text: str) -> set[int]:
-    """The numbers in a list as Linux writes it: ``0-7,16-23``."""
+    """Parse a list of numbers in Linux's format: ``0-7,16-23``."""
     found: set[int] = set()
     for part in filter(None, (part.strip() for part in text.split(","))):
         first, _, last = part.partition("-")

@@ -1,4 +1,4 @@
-"""This machine below torch: ports, and the kernel it runs."""
+"""Ports and kernel of this machine."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _OLDEST_KERNEL = (5, 5, 0)
 
 
 def is_port_in_use(port: int | str | None = None) -> bool:
-    """Whether something on this machine listens on ``port`` (default: 29500)."""
+    """Return True if a process on this machine listens on ``port`` (default: 29500)."""
     port = port_number(_PORT if port is None else port)
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def get_free_port() -> int:
-    """A port on which nothing listens at this moment."""
+    """Return a port on which nothing listens at this moment."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind(("", 0))
         port: int = probe.getsockname()[1]
@@ -32,7 +32,7 @@ def get_free_port() -> int:
 
 
 def port_number(port: int | str) -> int:
-    """``port`` as a number. Raises `ArgumentError` unless it is one of 0 … 65535."""
+    """Return ``port`` as a number. Raises `ArgumentError` unless it is from 0 to 65535."""
     text = str(port)
     if not (text.isascii() and text.isdigit() and int(text) <= 65535):
         raise ArgumentError(f"port {port!r} is not a number from 0 to 65535")
@@ -40,7 +40,7 @@ def port_number(port: int | str) -> int:
 
 
 def check_os_kernel() -> None:
-    """Warn, on the main process, of a Linux older than 5.5, under which training processes have been seen to hang."""
+    """Warn, on the main process, about a Linux older than 5.5, on which training processes were seen to hang."""
     if not sys.platform.startswith("linux"):
         return
     match = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", platform.release())

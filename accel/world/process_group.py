@@ -1,4 +1,4 @@
-"""Forming the world of processes, and ending it."""
+"""Creation and destruction of the process group."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ _holders: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 
 def kind_of(device: torch.device) -> DistributedType:
-    """What a world of several processes on such a device is called."""
+    """Return the distributed type of a world of several processes on such a device."""
     return BACKENDS.get(device.type, BACKENDS["cpu"])[1]
 
 
 def default_device_type() -> str:
-    """The kind of device this machine offers best: cuda, xpu, mps, one that a package has added to torch, or cpu."""
+    """Return this machine's best device type: cuda, xpu, mps, one that a package added to torch, or cpu."""
     if torch.cuda.is_available():
         return "cuda"
     if torch.xpu.is_available():
@@ -59,9 +59,10 @@ def default_device_type() -> str:
 
 
 def choose_device(world: World, env: Mapping[str, str], *, cpu: bool) -> torch.device:
-    """Choose this process's device: ``cpu=True`` or ``ACCELERATE_USE_CPU``, ``ACCELERATE_TORCH_DEVICE``, or the best.
+    """Return this process's device.
 
-    Raises `WorldError` when this process has no device of its own, and `ArgumentError` for an unknown device.
+    It is the CPU with ``cpu`` or ``ACCELERATE_USE_CPU``, else ``ACCELERATE_TORCH_DEVICE``, else the best. Raises
+    `WorldError` if this process has no device of its own, and `ArgumentError` for an unknown device.
     """
     if cpu or read_flag(env, "ACCELERATE_USE_CPU"):
         return torch.device("cpu")
@@ -100,15 +101,16 @@ def _own_device(kind: str, world: World) -> torch.device:
 
 
 def use_device(device: torch.device) -> None:
-    """Make ``device`` the current one of its kind, where kinds have a current one."""
+    """Make ``device`` the current one of its type, for types that have a current one."""
     if device.type not in (*_WITHOUT_OWN_DEVICE, *_ALWAYS_FIRST) and hasattr(torch, device.type):
         getattr(torch, device.type).set_device(device)
 
 
 def form(world: World, device: torch.device, options: Mapping[str, Any]) -> str:
-    """Form the world, or join the one that the script has formed, and return its backend's name.
+    """Create the process group, or join the one that the script created; return its backend's name.
 
-    The process group that is made here is ended when the interpreter exits. Raises `WorldError` when it cannot be made.
+    A process group created here is destroyed when the interpreter exits. Raises `WorldError` if it cannot be
+    created.
     """
     if dist.is_initialized():
         return str(dist.get_backend())
@@ -126,8 +128,10 @@ def form(world: World, device: torch.device, options: Mapping[str, Any]) -> str:
 
 @contextmanager
 def _all_or_none() -> Iterator[None]:
-    """Has torch wait, in the store, until every rank has joined: one that ends at once would break the connection to
-    one that is still joining."""
+    """Make torch wait, in the store, until every rank has joined.
+
+    A rank that ends at once would otherwise break the connection to one that is still joining.
+    """
     name = "TORCH_DIST_INIT_BARRIER"
     said = os.environ.get(name)
     os.environ.setdefault(name, "1")
@@ -154,12 +158,12 @@ def _init(world: World, backend: str, init_method: str | None, timeout: timedelt
 
 
 def hold_open(model: torch.nn.Module) -> None:
-    """Note that ``model`` has a part, outside Python's sight, that keeps the process group; see `_let_go`."""
+    """Register ``model``, which has a part outside Python that keeps the process group; see `_let_go`."""
     _holders.add(model)
 
 
 def destroy() -> None:
-    """End the process group, if there is one. Calling it twice is no error."""
+    """Destroy the process group, if there is one. Idempotent."""
     global _ours, _last
     if dist.is_available() and dist.is_initialized():
         if _ours:
@@ -177,7 +181,7 @@ def _end_at_exit() -> None:
 
 
 def leave() -> None:
-    """End the process group made here and let go of it, in the order in which nothing hangs. For a process's end."""
+    """Destroy the process group created here and release it, in an order that cannot hang. For a process's end."""
     if _ours:
         destroy()
     _let_go()
@@ -186,9 +190,9 @@ def leave() -> None:
 def _let_go() -> None:
     """Drop the last reference to the process group, from Python.
 
-    A gloo group waits for its threads when it is dropped, and these may wait for the interpreter's lock to drop what
-    the last collective used. From Python the lock is released meanwhile; from DDP's reducer it is not, and the process
-    would hang for ever (torch 2.6 to 2.13). So reducers go first, while `_last` still stands.
+    A gloo group that is dropped waits for its threads, which may wait for the interpreter's lock to drop what the
+    last collective used. Python releases the lock meanwhile; DDP's reducer does not, and the process would hang
+    forever (torch 2.6 to 2.13). So reducers are dropped first, while `_last` still refers to the group.
     """
     global _last
     for model in list(_holders):
@@ -198,7 +202,7 @@ def _let_go() -> None:
 
 
 def adopted_world() -> World | None:
-    """The world that the script has formed itself before asking accel, or ``None``."""
+    """Return the world that the script formed itself before accel, or ``None``."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -207,7 +211,7 @@ def adopted_world() -> World | None:
 
 
 def barrier(device: torch.device) -> None:
-    """Wait until every process of the world has come here."""
+    """Wait until every process of the world has called this."""
     if device.type == "cuda":
         dist.barrier(device_ids=[device.index or 0])
     else:

@@ -1,7 +1,7 @@
-"""``ACCEL_PROJECT_ROOT``: a directory that every node has for itself, for what a run keeps.
+"""``ACCEL_PROJECT_ROOT``: a directory of each node for the files of a run.
 
-Something copies it, file by file, to one place and back, as SageMaker does with ``/opt/ml/checkpoints``: when the nodes
-start again, all of them have all files. Files of two nodes must not have one name there.
+The platform copies it, file by file, to one place and back, as SageMaker does with ``/opt/ml/checkpoints``:
+when the nodes start again, all of them have all files. So files of two nodes must not have the same name.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ ROOT = "ACCEL_PROJECT_ROOT"
 
 
 def root() -> Path | None:
-    """The directory that ``ACCEL_PROJECT_ROOT`` names, if it is set. Raises `ArgumentError` for a relative one."""
+    """Return the directory in ``ACCEL_PROJECT_ROOT``, if set. Raises `ArgumentError` for a relative one."""
     name = os.environ.get(ROOT)
     if not name:
         return None
@@ -26,14 +26,16 @@ def root() -> Path | None:
 
 
 def under_root(directory: str | None) -> str | None:
-    """A directory of the project: a relative one lies under ``ACCEL_PROJECT_ROOT``, where that is set."""
+    """Return a directory of the project: a relative one is under ``ACCEL_PROJECT_ROOT``, if that is set."""
     above = root() if directory is not None else None
     return directory if above is None or directory is None else str(above / directory)
 
 
 def own(place: Path) -> Path:
-    """Where this node keeps its copy of what is to be in ``place``: under ``ACCEL_PROJECT_ROOT`` node 0 there, node N
-    under ``node-N``."""
+    """Return the path of this node's copy of ``place``.
+
+    Under ``ACCEL_PROJECT_ROOT`` node 0 uses ``place``, and node N ``node-N``.
+    """
     above = root()
     rank = read_int(os.environ, "GROUP_RANK", minimum=0)
     if above is None or not rank or not place.is_relative_to(above):

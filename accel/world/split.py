@@ -1,4 +1,4 @@
-"""Which part of a sequence belongs to which process: the arithmetic of ``split_between_processes``."""
+"""The arithmetic of ``split_between_processes``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from accel.pytree import honor_type
 
 
 def bounds(length: int, index: int, parts: int) -> tuple[int, int]:
-    """First and past-the-last position of part ``index`` of ``parts``; the first ones are larger, by one."""
+    """Return first and past-the-end position of part ``index`` of ``parts``; the first parts are larger, by one."""
     size, extra = divmod(length, parts)
     start = index * size + min(index, extra)
     return start, start + size + (index < extra)

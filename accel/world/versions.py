@@ -1,4 +1,4 @@
-"""Comparing versions of what is installed."""
+"""Comparison of installed versions."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ STR_OPERATION_TO_FUNC: dict[str, Callable[[Any, Any], bool]] = {
 
 
 def compare_versions(library_or_version: str | Version, operation: str, requirement_version: str) -> bool:
-    """Whether a version stands in ``operation`` (such as ``">="``) to another.
+    """Return True if ``operation`` (such as ``">="``) holds between two versions.
 
-    ``library_or_version`` is a version, or the name of a distribution whose installed version counts. Raises
+    ``library_or_version`` is a version, or the name of a distribution to compare the installed version of. Raises
     `ArgumentError` for an unknown operation, and for a distribution that is not installed.
     """
     compare = STR_OPERATION_TO_FUNC[one_of(operation, STR_OPERATION_TO_FUNC, what="operation")]
@@ -35,13 +35,13 @@ def compare_versions(library_or_version: str | Version, operation: str, requirem
 
 
 def is_torch_version(operation: str, version: str) -> bool:
-    """`compare_versions` for the torch that is installed."""
+    """Call `compare_versions` for the installed torch."""
     return compare_versions("torch", operation, version)
 
 
 @cache
 def installed_version(distribution: str) -> Version:
-    """The version of an installed distribution. Raises `ArgumentError` when it is not installed."""
+    """Return the version of an installed distribution. Raises `ArgumentError` if it is not installed."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:
@@ -52,7 +52,7 @@ def installed_version(distribution: str) -> Version:
 
 @cache
 def parsed(text: str) -> Version:
-    """A version that can be compared. Raises `ArgumentError` for text that is none."""
+    """Parse a version. Raises `ArgumentError` for text that is none."""
     from packaging.version import InvalidVersion, Version
 
     try:

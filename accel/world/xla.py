@@ -1,4 +1,4 @@
-"""The process, its device and its world under torch_xla (2.9), which is imported here and nowhere above."""
+"""The process, its device and its world under torch_xla (2.9), which is imported here and not at a higher level."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ RENDEZVOUS = "xla://"
 
 
 def is_asked(env: Mapping[str, str], *, cpu: bool) -> bool:
-    """Return True where torch_xla is installed and neither the CPU nor another device is asked for."""
+    """Return True if torch_xla is installed and neither the CPU nor another device is requested."""
     if cpu or read_flag(env, "ACCELERATE_USE_CPU") or env.get("ACCELERATE_TORCH_DEVICE"):
         return False
     return is_torch_xla_available()
 
 
 def join(env: Mapping[str, str]) -> tuple[World, torch.device]:
-    """This process's place among those that torch_xla has started, and its device. Raises `WorldError`."""
+    """Return this process's place among those that torch_xla started, and its device. Raises `WorldError`."""
     if int(env.get("WORLD_SIZE") or 1) > 1:
         raise WorldError(
             f"WORLD_SIZE={env['WORLD_SIZE']}, and torch_xla starts its processes itself: use accel launch --tpu, "
@@ -52,9 +52,9 @@ def join(env: Mapping[str, str]) -> tuple[World, torch.device]:
 
 
 def use_bf16(env: Mapping[str, str]) -> bool:
-    """Have torch_xla keep floats in bfloat16 on the device, from the first tensor on, and in which way.
+    """Make torch_xla store floats as bfloat16 on the device, from the first tensor on.
 
-    Returns True if doubles become float32 beside that (``--downcast_bf16``); without it, they become bfloat16 too.
+    Returns True if doubles then become float32 (``--downcast_bf16``); otherwise they become bfloat16 too.
     """
     downcast = read_flag(env, "ACCELERATE_DOWNCAST_BF16") or read_flag(env, "XLA_DOWNCAST_BF16")
     os.environ["XLA_USE_BF16"], os.environ["XLA_DOWNCAST_BF16"] = str(int(not downcast)), str(int(downcast))
@@ -62,14 +62,14 @@ def use_bf16(env: Mapping[str, str]) -> bool:
 
 
 def sync() -> None:
-    """Compile and start what was recorded since the last time."""
+    """Compile and start the operations recorded since the last call."""
     import torch_xla
 
     torch_xla.sync()
 
 
 def barrier() -> None:
-    """Wait until every process has come here, which torch.distributed's barrier does not on XLA."""
+    """Wait until every process has called this; torch.distributed's barrier does not wait on XLA."""
     _model().rendezvous("accel")
 
 
@@ -79,7 +79,7 @@ def average(tensors: list[torch.Tensor], processes: int) -> None:
 
 
 def broadcast_parameters(model: torch.nn.Module) -> None:
-    """Give every process the main process's parameters and buffers."""
+    """Copy the main process's parameters and buffers to every process."""
     _model().broadcast_master_param(model)
 
 
@@ -89,12 +89,12 @@ def seed(value: int) -> None:
 
 
 def rng_state() -> torch.Tensor:
-    """The state of the device's generator, a number."""
+    """Return the state of the device's generator, a number."""
     return torch.tensor([_model().get_rng_state()], dtype=torch.int64)
 
 
 def set_rng_state(state: torch.Tensor) -> None:
-    """Give back what `rng_state` took."""
+    """Restore what `rng_state` returned."""
     _model().set_rng_state(int(state.item()))
 
 

@@ -5,7 +5,7 @@
         kind: local
         concurrency: 2
 
-A target's class says with one dataclass, its `Options`, which keys there may be; nothing else describes them.
+The keys of a target are the fields of its class's dataclass `Options`; nothing else describes them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FILE = project_file.FILE
 
 @dataclass(frozen=True, kw_only=True)
 class NamedTarget:
-    """A target as it can be given to `--target`, and `file:line` of where it is described, or `built-in`."""
+    """A target that `--target` accepts. `source`: `file:line` of its description, `built-in` or `plug-in …`."""
 
     name: str
     kind: str
@@ -44,7 +44,7 @@ class NamedTarget:
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedTarget:
-    """A target, made, with the options it was made from: plain JSON values, enough to make it again anywhere.
+    """A constructed target and its options: plain JSON values, enough to construct it again anywhere.
 
     source: `file:line` of its description, the path absolute; "" for a kind that no file describes.
     """
@@ -72,17 +72,17 @@ class ResolvedTarget:
 def load_target(
     name_or_kind: str, jobs: Path, *, start: Path | str | None = None, overrides: Mapping[str, Any] | None = None
 ) -> Target:
-    """The target of that name in a file, or else of that kind. Raises what `resolve_target` raises."""
+    """Return the target of that name in a file, or else of that kind. Raises what `resolve_target` raises."""
     return resolve_target(name_or_kind, jobs, start=start, overrides=overrides).target
 
 
 def resolve_target(
     name_or_kind: str, jobs: Path, *, start: Path | str | None = None, overrides: Mapping[str, Any] | None = None
 ) -> ResolvedTarget:
-    """The target of that name in a file, or else of that kind, with `overrides` laid over its options.
+    """Return the target of that name in a file, or else of that kind, with `overrides` applied to its options.
 
-    `start` is the directory from which the project's file is looked for, upward; the current one when not given.
-    Raises UnknownTarget, and ConfigError, with file:line (or `option NAME`), for a file or an option that is wrong.
+    `start`: the directory from which to look for the project's file, upward; default: the current one. Raises
+    UnknownTarget, and ConfigError, with file:line (or `option NAME`), for a file or an option that is wrong.
     """
     named = _files(start).get(name_or_kind)
     if named is None and name_or_kind not in BUILT_IN and name_or_kind not in kinds():
@@ -92,12 +92,12 @@ def resolve_target(
 
 
 def restore_target(name: str, kind: str, options: Mapping[str, Any], jobs: Path) -> Target:
-    """A target as `resolve_target` described it once, whatever the files say by now. Raises ConfigError."""
+    """Construct a target as `resolve_target` once described it, whatever the files hold now. Raises ConfigError."""
     return _make(NamedTarget(name=name, kind=kind, options=options, source=f"target {name}"), jobs, {}).target
 
 
 def known_targets(start: Path | str | None = None) -> list[NamedTarget]:
-    """Everything that `--target` takes: the names in the files, then the kinds. Raises ConfigError for a bad file."""
+    """Return all that `--target` accepts: names in the files, then kinds. Raises ConfigError for a bad file."""
     named = _files(start)
     found = [target for _, target in sorted(named.items())]
     for kind, value in sorted(kinds().items()):
@@ -108,7 +108,7 @@ def known_targets(start: Path | str | None = None) -> list[NamedTarget]:
 
 
 def config_files(start: Path | str | None = None) -> list[str]:
-    """The files that are read, the one that wins last."""
+    """Return the files that are read; the last one takes precedence."""
     user = os.path.join(paths.config_home(), FILE)
     found = [user] if os.path.isfile(user) else []
     project, skipped = project_file.find(os.path.abspath(start or os.getcwd()))
@@ -120,7 +120,7 @@ def config_files(start: Path | str | None = None) -> list[str]:
 
 
 def skipped_files(start: Path | str | None = None) -> list[str]:
-    """A warning for each `accel.yaml` that is not read because another user could have written it."""
+    """Return a warning for each `accel.yaml` that is not read because another user could have written it."""
     return project_file.find(os.path.abspath(start or os.getcwd()))[1]
 
 

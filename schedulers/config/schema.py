@@ -1,4 +1,4 @@
-"""A target's options out of plain values: the target's `Options` dataclass is the only schema there is."""
+"""Validation of a target's options. The target's `Options` dataclass is the only schema."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ _EXPECTED = re.compile(r"Expected `(?P<type>[^`]*)`(?P<limit>[^`]*), got `[^`]*`
 def make_options(
     schema: type, values: Mapping[str, Any], overrides: Mapping[str, Any], place: Place, *, kind: str = ""
 ) -> tuple[Any, dict[str, Any]]:
-    """The options, and what was given of them as plain JSON values. `overrides`, from the command line, win; text in
-    them may stand for a number or for true and false. Raises ConfigError."""
+    """Return the options, and the given ones as plain JSON values. Raises ConfigError.
+
+    `overrides`, from the command line, take precedence; text in them may stand for a number, true or false.
+    """
     fields = {f.name: f for f in dataclasses.fields(schema)}
     for key in values:
         _refuse_unknown(key, fields, place((key,), True))
@@ -49,12 +51,11 @@ def make_options(
 
 
 def _flag(key: str) -> str:
-    """The option as it is given on a command line."""
     return f"--{key}" if key in _FLAGS else f"--option {key}"
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """As it will be when it comes back out of a JSON file."""
+    """Return the values as they will be when read from a JSON file."""
     import json
 
     import msgspec
@@ -74,7 +75,7 @@ def _refuse_unknown(key: str, known: Mapping[str, Any], where: str) -> None:
 
 
 def _from_text(schema: type, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """The overrides that are text and stand for something else, as the schema would have them."""
+    """Return the overrides that are text and stand for another type, converted to it."""
     import typing
 
     import msgspec
@@ -108,7 +109,7 @@ def _build(schema: type, given: Mapping[str, Any], overrides: Mapping[str, Any],
 def _refusal(
     schema: type, problem: str, given: Mapping[str, Any], overrides: Mapping[str, Any], place: Place
 ) -> ConfigError:
-    """msgspec's message, in our words: where it is, what was expected, and what was there instead."""
+    """Translate msgspec's message: the place, the expected value and the actual one."""
     found = _AT.search(problem)
     path = _steps(found["path"]) if found else ()
     what = problem[: found.start()] if found else problem
@@ -142,7 +143,7 @@ def _choices(schema: type, path: Path) -> str:
 
 
 def _refuse_dropped(given: Any, kept: Any, path: Path, overrides: Mapping[str, Any], place: Place) -> None:
-    """A key inside a nested dataclass that it does not have: the validator leaves it out, in silence."""
+    """Raise ConfigError for an unknown key in a nested dataclass: the validator drops it silently."""
     if isinstance(given, Mapping) and dataclasses.is_dataclass(kept):
         names = [f.name for f in dataclasses.fields(kept)]
         for key, value in given.items():

@@ -1,4 +1,4 @@
-"""Secrets by reference: `env:NAME` and `file:PATH`, for targets whose jobs are given what these mean at the submit."""
+"""Secrets by reference, `env:NAME` and `file:PATH`, for targets that resolve them at the submit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _KINDS = ("env", "file")
 
 
 def check(secrets: Mapping[str, str], who: str) -> None:
-    """Raises SpecError for a reference of another kind; `who` is the target, in words."""
+    """Raise SpecError for a reference of another kind. `who`: the target, in words."""
     for name, reference in secrets.items():
         kind = reference.partition(":")[0]
         if kind not in _KINDS:
@@ -20,12 +20,12 @@ def check(secrets: Mapping[str, str], who: str) -> None:
 
 
 def variables(secrets: Mapping[str, str]) -> set[str]:
-    """The environment variables that hold secrets where the job is submitted."""
+    """Return the environment variables that hold secrets where the job is submitted."""
     return {where for kind, _, where in (reference.partition(":") for reference in secrets.values()) if kind == "env"}
 
 
 def values(secrets: Mapping[str, str]) -> dict[str, str]:
-    """What the references mean here and now. Raises SpecError, and never says a value."""
+    """Resolve the references here and now. Raises SpecError, whose message never has a value."""
     return {name: _value(name, reference) for name, reference in secrets.items()}
 
 

@@ -1,4 +1,4 @@
-"""One YAML file with the line of every node, for messages that say where."""
+"""A YAML file with the line of every node, for error messages."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Step = str | int
 
 
 class YamlFile:
-    """A parsed file: its plain value, and where each part of it stands.
+    """A parsed file: its plain value, and the line of each part.
 
-    Raises ConfigError, beginning `file:line`; of a file that cannot be opened, `file`.
+    Raises ConfigError that begins with `file:line`, or with `file` if it cannot be opened.
     """
 
     def __init__(self, path: str) -> None:
@@ -47,11 +47,11 @@ class YamlFile:
             loader.dispose()
 
     def where(self, *path: Step) -> str:
-        """`file:line` of the value at `path`; of the nearest thing around it when there is none."""
+        """Return `file:line` of the value at `path`, or of the nearest thing around it if there is none."""
         return f"{self.shown}:{self._mark(path)}"
 
     def where_key(self, *path: str) -> str:
-        """`file:line` of the key at the end of `path`, which may stand lines above its value."""
+        """Return `file:line` of the key at the end of `path`, which may be lines above its value."""
         node = self._find(path[:-1])
         for key, _ in _pairs(node):
             if key.value == path[-1]:
@@ -59,8 +59,7 @@ class YamlFile:
         return self.where(*path)
 
     def _check(self, root: Node) -> None:
-        """YAML takes the last of two equal keys in silence, so that half of a file can vanish; and it lets a value
-        be inside itself."""
+        """Reject duplicate keys, where YAML silently uses the last one, and values inside themselves."""
         waiting: list[tuple[Node, bool]] = [(root, False)]
         seen: set[int] = set()
         around: set[int] = set()
@@ -100,7 +99,7 @@ class YamlFile:
 
 
 def _located(error: MarkedYAMLError, text: str) -> tuple[int, str]:
-    """The line and the problem, in words that need no knowledge of YAML's grammar where a bracket is left open."""
+    """Return the line and the problem, in plain words if a bracket is left open."""
     opened = _unclosed(text)
     if opened is not None:
         return opened[0], f"{opened[1]!r} is never closed"
@@ -109,7 +108,7 @@ def _located(error: MarkedYAMLError, text: str) -> tuple[int, str]:
 
 
 def _unclosed(text: str) -> tuple[int, str] | None:
-    """The line and character of the innermost bracket that is still open at the end of the text."""
+    """Return the line and character of the innermost bracket that is still open at the end of the text."""
     import yaml
 
     brackets: list[tuple[int, str]] = []
@@ -125,7 +124,7 @@ def _unclosed(text: str) -> tuple[int, str] | None:
 
 
 def read_text(path: str) -> str:
-    """The file's text. Raises ConfigError, which says on which line it is none."""
+    """Return the file's text. Raises ConfigError, with the line that is not UTF-8."""
     try:
         with open(path, "rb") as file:
             raw = file.read()
@@ -139,7 +138,7 @@ def read_text(path: str) -> str:
 
 
 def shown(path: str) -> str:
-    """The path as messages write it: from here, if it lies below."""
+    """Return the path for messages: relative if it is below the current directory."""
     try:
         relative = os.path.relpath(path)
     except OSError:  # the directory that this runs in is gone
@@ -148,8 +147,10 @@ def shown(path: str) -> str:
 
 
 def _loader(text: str) -> SafeLoader:
-    """PyYAML's pure Python loader, as the C one counts lines differently for some errors; a value that cannot be made,
-    such as the date `2024-13-99`, is an error with its line."""
+    """Return PyYAML's pure Python loader: the C one counts lines differently for some errors.
+
+    A value that cannot be constructed, such as the date `2024-13-99`, is an error with its line.
+    """
     import yaml
 
     class Loader(yaml.SafeLoader):

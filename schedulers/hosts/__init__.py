@@ -1,3 +1,3 @@
-"""Machines that are reached over SSH: names and keys, connections, files, checks, the supervisor of a job, and jobs on
-them (`hosts/jobs/`: placing, sending, following, clearing); not which machines they are (`ssh`).
+"""Machines reached over SSH: names and keys, connections, files, checks, supervisors, and jobs (`hosts/jobs/`:
+placing, sending, following, clearing); not the choice of machines (`ssh`).
 """

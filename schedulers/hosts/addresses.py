@@ -1,4 +1,4 @@
-"""Which address of a host that leads is the one: of those that it has, the best that every other host reached. Pure."""
+"""Choice of a leading host's address: the best one that every other host reached. All functions are pure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _REMEDY = (
 
 @dataclass(frozen=True, kw_only=True)
 class Reach:
-    """The address that was chosen, and for each other host and address None, or why it was not reached."""
+    """The chosen address, None if no host reached any; `matrix`: host -> address -> None or why it was not reached."""
 
     address: str | None
     matrix: Mapping[str, Mapping[str, str | None]]
@@ -32,11 +32,11 @@ class Reach:
 def candidates(
     addresses: Sequence[Address], hostname: str, interface: str | None
 ) -> tuple[list[str], tuple[str, str] | None]:
-    """The addresses of node 0 that are worth trying, the best first; or a problem and its remedy.
+    """Return the addresses of node 0 to try, the best first; or a problem and its remedy.
 
-    With an `interface`, its addresses alone. Else real interfaces before those of containers, faster ones first, the
-    address that SSH uses before its equals, IPv4 before IPv6; last the name that SSH connects to, which may be one that
-    the host itself does not know.
+    With an `interface`, only its addresses count. Else real interfaces come before those of containers, faster
+    ones first, the address that SSH uses before its equals, IPv4 before IPv6. The last is the name that SSH
+    connects to, which the host itself may not know.
     """
     names = sorted({address.interface for address in addresses})
     chosen = list(addresses)
@@ -64,9 +64,10 @@ def candidates(
 def choose(
     first: str, addresses: Sequence[str], matrix: Mapping[str, Mapping[str, str | None]], port: int
 ) -> tuple[Reach, list[Finding]]:
-    """The first address that all others reached; else the one that most did, with a finding for each that did not.
+    """Return the first address that all others reached, else the one that most did.
 
-    When none reached any, the finding is about node 0, and there is no address.
+    Each host that did not reach it has a finding. If none reached any, there is no address, and the finding is
+    about node 0.
     """
     missed = {address: [name for name, found in matrix.items() if found[address] is not None] for address in addresses}
     address = min(addresses, key=lambda address: len(missed[address]))
@@ -85,7 +86,7 @@ def choose(
 def could_lead(
     name: str, addresses: Sequence[str], matrix: Mapping[str, Mapping[str, str | None]], port: int
 ) -> tuple[str, list[Finding]]:
-    """The same for a host that leads when those before it are lost; who does not reach it is a warning."""
+    """Choose the address of a host that leads if those before it are lost; hosts that do not reach it are a warning."""
     missed = {address: [name for name, found in matrix.items() if found[address] is not None] for address in addresses}
     address = min(addresses, key=lambda address: len(missed[address]))
     if not missed[address]:

@@ -1,4 +1,4 @@
-"""The program that watches over a job on each of its hosts: what to send, and how it is started."""
+"""The supervisor of jobs on a host: its packed program, and its start."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _DATE = (1980, 1, 1, 0, 0, 0)
 
 @functools.cache
 def program() -> bytes:
-    """The supervisor as one file that any Python from 3.8 on runs: the same bytes for the same sources."""
+    """Return the supervisor as one file for any Python from 3.8 on; equal sources make equal bytes."""
     return pack(_PACKAGE, _CALL)
 
 
 def pack(module: str, call: str) -> bytes:
-    """A package as one file that Python runs, with the programs for hosts that it imports.
+    """Pack a package, with the host programs that it imports, into one file that Python runs.
 
-    `call` is how its `main` is called.
+    `call` is the expression that calls its `main`.
     """
     folder, package = importlib.resources.files(module), module.rpartition(".")[2]
     sources = {f"{package}/{file.name}": file.read_bytes() for file in folder.iterdir() if file.name.endswith(".py")}
@@ -45,11 +45,12 @@ def pack(module: str, call: str) -> bytes:
 def start(
     remote: Remote, *, root: str, python: str, nodes: Mapping[str, int], secrets: Mapping[str, str]
 ) -> dict[str, RemoteError]:
-    """Leaves each of these jobs with a supervisor on a host, unless it has one or the job has ended there.
+    """Start a supervisor on a host for each of these jobs, unless it has one or the job has ended there.
 
-    `nodes`: job id -> which node of the job the host is. The job's directory there has `PROGRAM` and `settings.json`.
-    `secrets` has the values of those that the settings name; they go over standard input. Returns why a job cannot have
-    one. Raises HostUnreachable, RemoteError.
+    `nodes`: job id -> the host's node number. The job's directory there has `PROGRAM` and `settings.json`.
+    `secrets`: the values of the secrets that the settings name; sent over standard input.
+
+    Returns an error for each job that cannot have one. Raises HostUnreachable, RemoteError.
     """
     from . import replies
 

@@ -1,4 +1,4 @@
-"""One judge a question, over the facts of all hosts; its answers are findings, one line each with a remedy. Pure."""
+"""Checks over the facts of all hosts, one pure function each. A finding is one line with a remedy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LIMITS = "raise {} there, in /etc/security/limits.conf"
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that is wrong with a host. `fails` keeps it out of the job; `warns` does not."""
+    """A problem of a host. `fails` excludes the host from the job; `warns` does not."""
 
     host: str
     check: str
@@ -48,7 +48,7 @@ Judge = Callable[[All, Wanted], Iterator[Finding]]
 
 
 def judge(hosts: All, wanted: Wanted) -> list[Finding]:
-    """Everything that is wrong, judge by judge, in the order of the hosts. `hosts` is a name -> what was seen there."""
+    """Return all findings, check by check, in the order of `hosts` (name -> facts)."""
     return [finding for one in JUDGES for finding in one(hosts, wanted)]
 
 
@@ -160,13 +160,13 @@ JUDGES: tuple[Judge, ...] = (same_machine, python, packages, disk, clock, gpus, 
 
 
 def _usual(values: Mapping[str, T]) -> T | None:
-    """What most hosts have; the first host's of those that are equally common."""
+    """Return the most common value; of equally common ones, the first host's."""
     common = Counter(values.values()).most_common(1)
     return common[0][0] if common else None
 
 
 def _as_typed(facts: Facts) -> str:
-    """The interpreter, as a shell of that user understands it."""
+    """Return the interpreter's path as that user's shell understands it."""
     home = facts.home.rstrip("/") + "/"
     return "~/" + facts.executable.removeprefix(home) if facts.executable.startswith(home) else facts.executable
 

@@ -1,4 +1,4 @@
-"""A connection that is logged in: its sessions, shared out among commands, and who notices when it goes dead."""
+"""A logged-in SSH connection, which shares its sessions among commands and detects a silent host."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _PAUSE_S = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class Patience:
-    """How long to wait, in seconds; what ~/.ssh/config says of ConnectTimeout and ServerAlive… comes first.
+    """Timeouts in seconds. ConnectTimeout and ServerAlive… in ~/.ssh/config take precedence.
 
-    connect_s: for the way to the host, and again for the handshake and the log-in.
-    alive_s:   after how long without a sound a host is asked for one.
-    alive_count: how many such times it may stay silent before the connection is given up.
+    connect_s:   for the way to the host, and again for the handshake and the login.
+    alive_s:     silence after which a keep-alive request is sent.
+    alive_count: number of such silent intervals after which the connection is given up.
     """
 
     connect_s: float = 10.0
@@ -36,7 +36,7 @@ class Patience:
 
 
 class Connection:
-    """A connection that is logged in. Any number of commands may run over it; they share out the server's sessions."""
+    """A logged-in connection. Any number of commands may run over it; they share the server's sessions."""
 
     def __init__(self, settings: Settings, ssh: fabric.Connection, patience: Patience):
         self.settings = settings
@@ -58,11 +58,11 @@ class Connection:
 
     @property
     def silence_s(self) -> float:
-        """How long a host may be silent before it is given up."""
+        """The seconds that a host may be silent before it is given up."""
         return self._alive_s * self._alive_count
 
     def lost(self, doing: str) -> HostUnreachable:
-        """The error for a connection that is gone."""
+        """Return the error for a lost connection."""
         reason = self._lost
         if reason is None:
             error = self.transport.get_exception()
@@ -70,18 +70,18 @@ class Connection:
         return HostUnreachable(self.settings.alias, f"lost while {doing}: {one_line(reason)}")
 
     def check_silence(self, now: float) -> None:
-        """Ends the connection, and so everything that waits on it, when nothing was heard for too long."""
+        """Close the connection, and so end everything that waits on it, if the host was silent for too long."""
         silent = now - self._packets.heard
         if self.alive and silent > self.silence_s:
             self._lost = f"no answer for {silent:.0f} s"
             self.close()
 
     def heard_now(self) -> None:
-        """Starts the count again: this process itself was stopped, and cannot know."""
+        """Restart the count of silence, after this process itself was stopped."""
         self._packets.heard = time.monotonic()
 
     def open_session(self, timeout_s: float) -> paramiko.Channel:
-        """A new session, as soon as the server has one to give. `release_session` gives it back."""
+        """Open a session as soon as the server has a free one. Call `release_session` after its use."""
         import paramiko
 
         give_up = time.monotonic() + _TURN_S
@@ -123,7 +123,7 @@ class Connection:
             self._open += 1
 
     def _refused_turn(self) -> bool:
-        """The server has fewer sessions than was thought, or has yet to notice an end. True when it gave none."""
+        """Lower the limit: the server has fewer sessions, or has yet to notice an end. Return True if none is open."""
         with self._sessions:
             self._open -= 1
             alone = self._open == 0
@@ -132,7 +132,7 @@ class Connection:
             return alone
 
     def _ask_for_signs_of_life(self) -> None:
-        """paramiko's own keep-alive does not ask for an answer; this one does, so a live host is never silent."""
+        """Send keep-alives that request a reply, as paramiko's own do not, so that a live host is never silent."""
         from paramiko.common import cMSG_GLOBAL_REQUEST
         from paramiko.message import Message
 
@@ -149,7 +149,7 @@ class Connection:
 
 
 def library() -> None:
-    """Raises SchedulerError, with the line that mends it, where fabric is not installed."""
+    """Raise SchedulerError, with the command that installs it, if fabric is missing."""
     try:
         import fabric  # noqa: F401
     except ImportError:

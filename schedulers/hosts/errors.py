@@ -1,4 +1,4 @@
-"""What can go wrong with a host. Every message is one line that begins with the host's name."""
+"""Errors of hosts. Every message is one line that begins with the host's name."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _LONGEST = 500  # characters: pip's reason and the path of its log, which has a 
 
 
 class HostUnreachable(Unreachable):
-    """There is no connection to the host, or it is lost. Says nothing about what runs there."""
+    """There is no connection to the host, or it was lost. The state of what runs there is unknown."""
 
     def __init__(self, host: str, problem: str) -> None:
         super().__init__(f"{host}: {problem}")
@@ -21,11 +21,11 @@ class HostKeyRefused(HostUnreachable):
 
 
 class LoginRefused(HostUnreachable):
-    """The host takes none of the keys that there are."""
+    """The host accepts none of the available keys."""
 
 
 class RemoteError(SchedulerError):
-    """A command on a host could not be run, or did not do what it should."""
+    """A command on a host could not be run, or failed."""
 
     def __init__(self, host: str, problem: str, status: int | None = None) -> None:
         super().__init__(f"{host}: {problem}")
@@ -39,7 +39,7 @@ class RemoteTimeout(RemoteError):
 
 
 def one_line(raw: bytes | str) -> str:
-    """The last line that says something, for a message; control characters are shown, not sent to a terminal."""
+    """Return the last line that is not empty, for a message, with control characters escaped."""
     text = raw.decode("utf-8", "replace") if isinstance(raw, bytes) else raw
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     last = lines[-1] if lines else "it said nothing"

@@ -1,4 +1,4 @@
-"""What a host said about itself, and what a job wants of it. Data only."""
+"""Data types of the facts that a host reports, and of a job's requirements."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Address:
 
 @dataclass(frozen=True, kw_only=True)
 class Gpus:
-    """How many GPUs, who counted them (nvml, nvidia-smi, driver, kfd; '' for nobody), and what is wrong with them."""
+    """A host's GPUs: their number, who counted them (nvml, nvidia-smi, driver, kfd; '' for nobody), and a problem."""
 
     count: int
     how: str
@@ -32,7 +32,7 @@ class Gpus:
 
 @dataclass(frozen=True, kw_only=True)
 class Devices:
-    """What `accel launch` would use there: the kind of devices, what names each, and how many processors."""
+    """The devices that `accel launch` would use there: kind, ids, and the number of processors."""
 
     kind: str = "cpu"
     ids: tuple[str, ...] = ()
@@ -49,13 +49,13 @@ class Queue:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What `node/probe.py` found. Sizes are in bytes; limits are -1 when there is none.
+    """The facts that `node/probe.py` reports. Sizes are in bytes; limits are -1 if there is none.
 
     machine:  the same text for two names of one machine.
-    packages: a package's name -> its version in the Python that was asked, None when it is not there.
-    disk:     the nearest directory that exists of the one that will be written to.
+    packages: a package's name -> its version in the probed Python, None if it is missing.
+    disk:     the directory that will be written to, or its nearest existing parent.
     time:     the host's clock, in seconds since the epoch.
-    queue:    as it was when the host was asked.
+    queue:    as it was when the host was probed.
     """
 
     name: str
@@ -80,7 +80,7 @@ class Facts:
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """A host's facts, and between which two moments of our own clock it stated its time."""
+    """A host's facts, with our own clock's times of the request and of the reply."""
 
     facts: Facts
     asked_at: float
@@ -88,9 +88,9 @@ class Seen:
 
     @property
     def skew_s(self) -> float:
-        """How far the host's clock is ahead (or, negative, behind): the least that fits, the way there taken out.
+        """The seconds that the host's clock is ahead (negative: behind), at least; the round trip is subtracted.
 
-        The host read its clock after it was asked and before its answer came. A time between the two is no skew.
+        The host read its clock after the request and before the reply. A time between the two is no skew.
         """
         ahead, behind = self.facts.time - self.answered_at, self.asked_at - self.facts.time
         return max(ahead, 0.0) if ahead > behind else -max(behind, 0.0)
@@ -98,12 +98,12 @@ class Seen:
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """What a job needs of every host.
+    """A job's requirements of every host.
 
-    packages:  a package's name -> the module by which it is found where it was not installed as a package.
+    packages:  a package's name -> the module to look for if it was not installed as a package.
     interface: the network interface (a name or its beginning) whose address node 0 should have.
-    ports:     of which the first one that is free on node 0 is taken; 0 is any.
-    leads:     of so many hosts, node 0 first, the others must be able to reach an address: those after it may lead;
+    ports:     node 0 uses the first one that is free; 0 is any.
+    leads:     the number of hosts, node 0 first, that may lead: the others must be able to reach them;
                0: each host runs jobs of its own, and needs to reach no other.
     """
 

@@ -1,8 +1,8 @@
-"""A content for many hosts: sent to one of them, which passes it on, as it comes, to two others, and so on.
+"""Fan-out of a blob to many hosts: sent to one, which forwards it, as it arrives, to two others, and so on.
 
-The hosts need no keys for each other. Each listens, for as long as this takes, for those that prove to know a token
-which each of them was given over SSH; what it gets is kept only under the digest that it has. What passes between the
-hosts is not encrypted.
+The hosts need no keys for each other. Each listens, during the fan-out, for peers that prove to know a token
+sent to each of them over SSH; received data is stored only under its digest. Traffic between the hosts is not
+encrypted.
 """
 
 from __future__ import annotations
@@ -32,7 +32,13 @@ _ANSWER_S = 60.0
 
 @dataclass(frozen=True)
 class Spread:
-    """How many hosts had the content before, got it from here, got it from another host, and lack it still."""
+    """Numbers of hosts in a fan-out.
+
+    had:     had the blob before.
+    sent:    received it from here.
+    passed:  received it from another host.
+    lacking: still lack it.
+    """
 
     had: int = 0
     sent: int = 0
@@ -53,9 +59,10 @@ def spread(
     python: str,
     ports: Mapping[Host, Sequence[int]],
 ) -> Spread:
-    """Gets the content onto the hosts, as far as they reach each other at these addresses and ports.
+    """Copy the blob to the hosts, as far as they reach each other at these addresses and ports.
 
-    A host that cannot be asked, or gets it from nobody, is no error here: whoever needs the content there sends it.
+    A host that cannot be reached, or does not receive it, is no error here: the caller sends it to hosts that
+    need it.
     """
     token = os.urandom(32).hex()
 
@@ -107,7 +114,7 @@ def _spread(pool: Pool, addresses: Mapping[Host, str], told: Mapping[Host, _Conv
 def _tree(
     whole: Sequence[Host], lacking: Sequence[Host], told: Mapping[Host, _Conversation]
 ) -> dict[Host, Host | None]:
-    """From whom each gets it, None for us, parents before children; those that cannot listen have no children."""
+    """Return each host's source, None for us, parents before children; a host that cannot listen has no children."""
     free = [host for host in whole if told[host].port is not None for _ in range(_CHILDREN)]
     parents: dict[Host, Host | None] = {}
     for host in sorted(lacking, key=lambda host: told[host].port is None):
@@ -120,7 +127,7 @@ def _tree(
 
 
 class _Conversation:
-    """With the program that gets the content onto one host, and passes it on until this is closed."""
+    """A session with the relay on one host, which receives the blob and forwards it until this is closed."""
 
     def __init__(self, remote: Remote, blob: Blob, *, root: str, python: str, ports: Sequence[int], token: str) -> None:
         self._name = remote.name
@@ -138,7 +145,7 @@ class _Conversation:
         self.port = found["port"]
 
     def get(self, source: tuple[str, int | None] | None) -> None:
-        """Raises HostUnreachable, RemoteError when it has not got it, SnapshotError."""
+        """Have the host receive the blob. Raises HostUnreachable, RemoteError if it did not, SnapshotError."""
         self._session.write(json.dumps({"from": source}).encode() + b"\n")
         if source is None:
             sent = 0

@@ -1,4 +1,4 @@
-"""Whether a host is trusted: its key against known_hosts and revocations, each file read once until it changes."""
+"""Verification of host keys against known_hosts and revocations. Each file is read once until it changes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .ssh_config import Settings
 
 
 def known_keys(files: Sequence[str]) -> list[KnownKey]:
-    """The keys in these files of known hosts; a file that cannot be read has none."""
+    """Return the keys in these known_hosts files; a file that cannot be read has none."""
     found: list[KnownKey] = []
     for file in files:
         with contextlib.suppress(OSError):
@@ -31,12 +31,12 @@ def _read(file: str, state: tuple[int, ...]) -> list[KnownKey]:
 
 
 def names(settings: Settings) -> list[str]:
-    """The names under which the host's key may stand."""
+    """Return the names under which the host's key may be listed."""
     return known_hosts.looked_up_as(settings.hostname, settings.port, settings.key_alias)
 
 
 def check(settings: Settings, known: list[KnownKey], key_type: str, key: str, fingerprint: str) -> None:
-    """Raises HostKeyRefused unless the key (its base64 text) is known and not revoked; says what to do."""
+    """Raise HostKeyRefused, with the remedy, unless the key (its base64 text) is known and not revoked."""
     looked_up = names(settings)
     verdict, lines = known_hosts.judge(known, looked_up, key_type, key)
     mark = f"{key_type} {fingerprint}"

@@ -1,6 +1,6 @@
-"""Which hosts: `a,b`, `user@host:port`, `[fd00::1]:22`, `gpu[01-16]`, `gpu{01..16}`, `gpu*`, and hostfiles.
+"""Lists of hosts: `a,b`, `user@host:port`, `[fd00::1]:22`, `gpu[01-16]`, `gpu{01..16}`, `gpu*`, and hostfiles.
 
-Pure but for `read_hostfile`.
+All functions are pure except `read_hostfile`.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ _SPELLINGS = {"max-slots": "max_slots", "username": "user"}
 class Host:
     """A host as it was named.
 
-    name:   what was written: an address, a name, or an alias that `~/.ssh/config` knows more about.
-    user:   the user to log in as, and `port` the server's; None for what `~/.ssh/config` says.
-    slots:  how many processes a hostfile gives it; None when it does not say.
+    name:   as written: an address, a name, or an alias in `~/.ssh/config`.
+    user:   the user to log in as; None: as in `~/.ssh/config`.
+    port:   the server's; None: as in `~/.ssh/config`.
+    slots:  number of processes in a hostfile; None if it gives none.
     source: where it was named: `--hosts` or `file:line`.
     """
 
@@ -45,15 +46,17 @@ class Host:
     source: str = "--hosts"
 
     def __str__(self) -> str:
-        """As it can be given to `--hosts` again."""
+        """Return the host as `--hosts` accepts it."""
         name = f"[{self.name}]" if ":" in self.name else self.name
         user = f"{self.user}@" if self.user else ""
         return f"{user}{name}:{self.port}" if self.port else f"{user}{name}"
 
 
 def parse_hosts(text: str, *, aliases: Sequence[str] = (), source: str = "--hosts") -> list[Host]:
-    """The hosts of a list, in its order. A word with `*` or `?` stands for the `aliases` that match it and are not
-    named elsewhere in the list. Raises SpecError for a host that is written twice, and for what names no host.
+    """Return the hosts of a list, in its order.
+
+    A word with `*` or `?` stands for the `aliases` that match it and are not named elsewhere in the list. Raises
+    SpecError for a host that is written twice, and for a word that names no host.
     """
     found: dict[tuple[str, int | None], Host] = {}
     words = _split(text, source)
@@ -73,7 +76,7 @@ def parse_hosts(text: str, *, aliases: Sequence[str] = (), source: str = "--host
 
 
 def read_hostfile(path: str) -> list[Host]:
-    """Raises ConfigError for a file that cannot be read, and what `parse_hostfile` raises."""
+    """Read a hostfile. Raises ConfigError if it cannot be read, and what `parse_hostfile` raises."""
     try:
         with open(path, encoding="utf-8", errors="surrogateescape") as file:
             return parse_hostfile(file.read(), path)
@@ -82,8 +85,10 @@ def read_hostfile(path: str) -> list[Host]:
 
 
 def parse_hostfile(text: str, file: str) -> list[Host]:
-    """The hosts of a hostfile, in its order: `host`, `host slots=8` (Open MPI, DeepSpeed), `host:8` (MPICH), and
-    comments after `#`. A host that is named again adds to its slots, a line that gives no number for one.
+    """Return the hosts of a hostfile, in its order.
+
+    A line is `host`, `host slots=8` (Open MPI, DeepSpeed) or `host:8` (MPICH); comments begin with `#`. A host
+    that is named again adds to its slots; a line without a number counts as one.
 
     Raises ConfigError, with file:line, for what is not a hostfile and for two lines that contradict each other.
     """
@@ -105,7 +110,7 @@ def parse_hostfile(text: str, file: str) -> list[Host]:
 
 
 def expand(word: str, source: str = "--hosts") -> Iterator[str]:
-    """The names that a word with `[01-16,20]`, `{01..16}` or `{a,b}` stands for. Raises SpecError."""
+    """Expand a word with `[01-16,20]`, `{01..16}` or `{a,b}` to the names it stands for. Raises SpecError."""
     pieces: list[Sequence[str]] = []
     at = 0
     for group in _GROUP.finditer(word):
@@ -143,7 +148,7 @@ def _members(group: re.Match[str], word: str, source: str) -> Iterator[str]:
 
 
 def _split(text: str, source: str) -> list[str]:
-    """At commas and blanks, but for those in brackets."""
+    """Split at commas and blanks that are not in brackets."""
     words: list[str] = []
     word, depth = "", 0
     for sign in text:
@@ -193,7 +198,7 @@ def _expanded_hosts(word: str, source: str) -> Iterator[Host]:
 
 
 def _ipv6(text: str, source: str) -> tuple[str, int | None] | None:
-    """The address and the port of `[fd00::1]:22` or `fd00::1`; None for what is no such address at all."""
+    """Return the address and the port of `[fd00::1]:22` or `fd00::1`; None for text without two colons."""
     if text.count(":") < 2:
         return None
     inside, rest = text, ""

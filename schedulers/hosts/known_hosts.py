@@ -1,4 +1,7 @@
-"""The files of known host keys, as OpenSSH reads them: patterns, hashed names, `@revoked`, ports in brackets. Pure."""
+"""known_hosts files as OpenSSH reads them: patterns, hashed names, `@revoked`, ports in brackets.
+
+All functions are pure.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ _SSH_PORT = 22
 
 @dataclass(frozen=True)
 class KnownKey:
-    """One line. `key` is the base64 text; `marker` is '', '@revoked' or '@cert-authority'."""
+    """One line of a file. `key` is the base64 text; `marker` is '', '@revoked' or '@cert-authority'."""
 
     names: str
     type: str
@@ -26,7 +29,7 @@ class KnownKey:
     where: str
 
     def matches(self, name: str) -> bool:
-        """As sshd(8) says: any pattern, and none that begins with `!`."""
+        """Return True if any pattern matches, and none that begins with `!` (sshd(8))."""
         if self.names.startswith(_HASHED):
             return _hash_matches(self.names, name)
         found = False
@@ -49,7 +52,7 @@ class Verdict(enum.Enum):
 
 
 def read(text: str, file: str) -> list[KnownKey]:
-    """Every key in a file. As with OpenSSH, a line that is none is skipped."""
+    """Return every key in a file. As with OpenSSH, an invalid line is skipped."""
     found = []
     for number, line in enumerate(text.splitlines(), 1):
         words = line.split()
@@ -60,18 +63,17 @@ def read(text: str, file: str) -> list[KnownKey]:
 
 
 def looked_up_as(name: str, port: int, alias: str | None) -> list[str]:
-    """The names under which a host's key may stand; the first is the one for a new line."""
+    """Return the names under which a host's key may be listed; the first is the one for a new line."""
     if alias is not None:
         return [alias]
     return [name] if port == _SSH_PORT else [f"[{name}]:{port}", name]
 
 
 def judge(known: Iterable[KnownKey], names: Sequence[str], key_type: str, key: str) -> tuple[Verdict, list[KnownKey]]:
-    """Whether a host with one of these names may have this key, and the lines that say so; of a host that is not known,
-    those of authorities which may certify it.
+    """Return the verdict on this key for a host with one of these names, and the lines that decide it.
 
-    A key that stands under the host's plain name is as good as under its name with the port, as with OpenSSH; one that
-    contradicts it there is not a change.
+    For an unknown host, they are the lines of authorities that may certify it. A key under the host's plain name
+    is as good as under its name with the port, as with OpenSSH; another key there is not a change.
     """
     matching = [entry for entry in known if any(entry.matches(name) for name in names)]
     revoked = [entry for entry in matching if entry.marker == "@revoked" and entry.key == key]
@@ -87,7 +89,7 @@ def judge(known: Iterable[KnownKey], names: Sequence[str], key_type: str, key: s
 
 
 def known_types(known: Iterable[KnownKey], names: Sequence[str]) -> list[str]:
-    """The key types under which the host is known: the ones to ask it for first."""
+    """Return the key types under which the host is known, to be requested first."""
     types = [entry.type for entry in known if not entry.marker and any(entry.matches(name) for name in names)]
     return list(dict.fromkeys(types))
 

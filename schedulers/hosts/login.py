@@ -1,4 +1,4 @@
-"""Logging in with keys: those of the agent, and those in files. No password is ever asked for or sent."""
+"""Login with the keys of the agent and those in files. No password is ever prompted for or sent."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _PORT = 22
 
 
 class LogIn(AuthStrategy):
-    """Tries the agent's keys that the configuration names, then its others, then the files, as OpenSSH does. Used once.
+    """A login by keys, in OpenSSH's order: the agent's that the configuration names, its others, then the files.
 
-    No password is ever asked for or sent.
+    It is used once. No password is ever prompted for or sent.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -57,7 +57,7 @@ class LogIn(AuthStrategy):
                     self._unusable.append(loaded)
 
     def authenticate(self, transport: paramiko.Transport) -> list[SourceResult]:
-        """Raises LoginRefused with every key that was tried and every one that could not be; HostUnreachable."""
+        """Log in. Raises LoginRefused, with every key that was tried or could not be used, and HostUnreachable."""
         settings = self._settings
         tried: list[str] = []
         with contextlib.closing(self.get_sources()) as sources:
@@ -108,7 +108,7 @@ class _Key(InMemoryPrivateKey):
 
 
 def _public(path: str) -> bytes:
-    """The public half beside a key's file; empty where there is none."""
+    """Return the public half next to a key's file; empty if there is none."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         for name in (f"{path}-cert.pub", f"{path}.pub", path):
             if name.endswith(".pub") and os.path.exists(name):
@@ -118,7 +118,7 @@ def _public(path: str) -> bytes:
 
 
 def _load(path: str) -> paramiko.PKey | str:
-    """The key, or in a few words why there is none; empty for one of the names that OpenSSH looks for of itself."""
+    """Return the key, or a short reason why there is none; empty if there is no such file (OpenSSH's default names)."""
     if path.endswith(".pub"):
         return ""
     try:
@@ -136,13 +136,13 @@ def _load(path: str) -> paramiko.PKey | str:
 
 @functools.lru_cache(maxsize=16)
 def _read(path: str, state: tuple[int, ...]) -> paramiko.PKey:
-    """The key in a file, read once for all hosts until the file changes. Raises whatever paramiko does."""
+    """Read a key file, once for all hosts until the file changes. Raises whatever paramiko does."""
     return paramiko.PKey.from_path(path)
 
 
 @contextlib.contextmanager
 def _agent(path: str | None, unusable: list[str]) -> Iterator[tuple[paramiko.AgentKey, ...]]:
-    """The keys of the agent that listens at `path`; none without one. Signing works only inside."""
+    """Yield the keys of the agent that listens at `path`; none without one. Signing works only inside."""
     if path is None:
         yield ()
         return

@@ -1,6 +1,6 @@
-"""Opens connections: Fabric's `Connection` over paramiko, with the host's key judged and a log-in by keys.
+"""Opening of connections: Fabric's `Connection` over paramiko, with a verified host key and a login by keys.
 
-It takes no setting from anywhere else: not from Fabric's files, and what `~/.ssh/config` says comes in `Settings`.
+Fabric's own files are not read; the settings of `~/.ssh/config` are passed as `Settings`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _RSA_ALGORITHMS = ("rsa-sha2-512", "rsa-sha2-256", "ssh-rsa")
 
 
 def connect(settings: Settings, *, via: Connection | None, patience: Patience) -> Connection:
-    """A connection to the host, logged in, its key verified. Raises HostUnreachable and what derives from it."""
+    """Open a connection to the host, logged in, its key verified. Raises HostUnreachable and its subclasses."""
     seconds = settings.connect_timeout_s or patience.connect_s
     entries = host_keys.known_keys(settings.known_hosts)
     sock = None if via is not None else _reach(settings, seconds)
@@ -57,7 +57,7 @@ def connect(settings: Settings, *, via: Connection | None, patience: Patience) -
 
 
 class _Judge(paramiko.MissingHostKeyPolicy):
-    """Refuses every key that `host_keys.check` does not accept. The client itself knows none, so all come here."""
+    """A policy that passes every host key to `host_keys.check`; the client itself knows none."""
 
     def __init__(self, settings: Settings, entries: list[KnownKey]) -> None:
         self._settings = settings
@@ -68,7 +68,7 @@ class _Judge(paramiko.MissingHostKeyPolicy):
 
 
 class _Packets(Packetizer):
-    """Packets, with the time (`time.monotonic`) at which the last one came."""
+    """A packetizer that records the time (`time.monotonic`) of the last packet received."""
 
     def __init__(self, socket: Any) -> None:
         super().__init__(socket)
@@ -81,7 +81,7 @@ class _Packets(Packetizer):
 
 
 class _Transport(paramiko.Transport):
-    """A transport that asks for the kinds of key first under which the host is known, and waits `seconds` at most."""
+    """A transport that requests the host's known key types first, and waits `seconds` at most."""
 
     def __init__(self, first: Sequence[str], seconds: float, sock: Any, **options: Any) -> None:
         super().__init__(sock, packetizer_class=_Packets, **options)

@@ -1,7 +1,7 @@
-"""Whether hosts can run a job together: judged, all at once, before anything starts. Judges are pure.
+"""Preflight: checks, before anything starts, that hosts can run a job together. The checks themselves are pure.
 
-`examine` asks every host in one conversation each, then tries which addresses the others reach of node 0, and of the
-hosts that lead when it is lost.
+`examine` probes every host over one session each, then tries which addresses of node 0, and of the hosts that
+lead if it is lost, the others reach.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["Finding", "Report", "Wanted", "examine"]
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A host's line in the table: what it has, and whether it can take part."""
+    """A host's row in the table: its facts, and the verdict."""
 
     host: Host
     seen: Seen | None
@@ -43,12 +43,12 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What was found, in the order in which the hosts were given.
+    """The result of a preflight, in the order of the hosts.
 
-    usable: the hosts that nothing speaks against; the first of them is node 0 and has `master` and `port`.
-    master: the address of node 0 that every other usable host reached, None where there is none, or none was asked for.
-    reach:  for each other host and each address of node 0 that was tried, None or why it was not reached.
-    leads:  the address that the others reached of each host that was tried so, node 0 first.
+    usable: hosts without a failed check; the first of them is node 0 and has `master` and `port`.
+    master: the address of node 0 that every other usable host reached; None if there is none, or none was needed.
+    reach:  for each other host and each tried address of node 0, None or why it was not reached.
+    leads:  for each host that may lead, node 0 first, the address that the others reached.
     """
 
     rows: tuple[Row, ...]
@@ -64,7 +64,7 @@ class Report:
         return len(self.usable) == len(self.rows) and self.master is not None
 
     def table(self) -> list[list[str]]:
-        """A header and a line a host, as text."""
+        """Return a header and a row per host, as text."""
         header = ["host", "python", "torch", "accel", "disk free", "clock", "GPUs", "verdict"]
         return [header, *(_line(row) for row in self.rows)]
 
@@ -78,10 +78,10 @@ def examine(
     root: str = ROOT,
     told: Callable[[Host], None] = lambda host: None,
 ) -> Report:
-    """Asks all hosts at once. A host that cannot be asked is a finding, and so is everything else that is wrong.
+    """Check all hosts at once. A host that cannot be reached is a finding, and so is every other problem.
 
-    `python` is the interpreter, or what says which one a host has; the error that it raises is that host's finding.
-    `told` is called, in any thread, for each host that has answered or cannot be asked.
+    `python`: the interpreter, or a function that returns a host's; its error becomes that host's finding.
+    `told`: called, in any thread, for each host that has answered or cannot be reached.
     """
     wanted = wanted or Wanted()
 
@@ -101,7 +101,7 @@ def examine(
 
 
 class _Probe:
-    """The conversation with one host, begun with its facts."""
+    """A session with the probe on one host; it begins with the host's facts."""
 
     def __init__(self, remote: Remote, python: str, root: str, wanted: Wanted) -> None:
         self._remote = remote
@@ -164,7 +164,7 @@ def _judged(pool: Pool, hosts: Sequence[Host], probes: Sequence[Outcome[_Probe]]
 
 @dataclass(frozen=True, kw_only=True)
 class _Tried:
-    """Which address of node 0 the others reached, and of those that may lead after it."""
+    """The addresses that the others reached, of node 0 and of those that may lead after it."""
 
     address: str | None = None
     port: int | None = None
@@ -175,7 +175,7 @@ class _Tried:
 
 @dataclass(frozen=True, kw_only=True)
 class _Listening:
-    """A host that waits on a port for the others to call."""
+    """A host that listens on a port for the others to connect."""
 
     host: Host
     addresses: list[str]
@@ -187,7 +187,7 @@ class _Listening:
 
 
 def _try(pool: Pool, fit: Sequence[tuple[Host, _Probe]], wanted: Wanted) -> _Tried:
-    """Those that may lead listen, every other host connects to each of their addresses."""
+    """Have the hosts that may lead listen, and every other host connect to each of their addresses."""
     if not fit or not wanted.leads:
         return _Tried()
     first = fit[0][0]
@@ -234,7 +234,7 @@ def _listen(pool: Pool, host: Host, probe: _Probe, wanted: Wanted) -> _Listening
 
 
 def _called(pool: Pool, probes: Mapping[Host, _Probe], listening: Sequence[_Listening]) -> list[Matrix]:
-    """For each host that listens: what became of every other host's calls to its addresses."""
+    """Return, for each listening host, the results of every other host's connections to its addresses."""
 
     def call(remote: Remote) -> list[Mapping[str, str | None]]:
         request = {"do": "connect", "to": [one.to_json() for one in listening if one.host != remote.host]}
@@ -269,7 +269,7 @@ def _not_asked(outcome: Outcome[_Probe]) -> Finding:
 
 
 def _ssh(host: Host) -> str:
-    """What a person types to log in there."""
+    """Return the command with which a person logs in there."""
     name = f"{host.user}@{host.name}" if host.user else host.name
     return f"ssh -p {host.port} {name}" if host.port else f"ssh {name}"
 

@@ -1,7 +1,7 @@
-"""Files on a host, below one directory of ours there: written whole or not at all, sent only when lacking.
+"""Files below our directory on a host: written completely or not at all, sent only if missing there.
 
-All that is asked for at once is done in one command, by a program that is sent along (`node/files.py`) and run by
-the host's Python. Over SFTP the same takes several round trips a file, and cannot verify or unpack anything.
+Each call is one command: a program that is sent along (`node/files.py`) and run by the host's Python. SFTP
+would take several round trips per file, and cannot verify or unpack anything.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _DONE = dict.fromkeys(("put", "blob", "unpack", "remove"), bool)
 
 @dataclass(frozen=True, kw_only=True)
 class Blob:
-    """A content and its digest, the sha256 of it in hexadecimal. Read from its source each time it is sent."""
+    """Data to send and its sha256 in hexadecimal. Its source is read each time it is sent."""
 
     digest: str
     size: int
@@ -41,7 +41,7 @@ class Blob:
 
     @classmethod
     def of(cls, source: Path | bytes) -> Blob:
-        """Raises SnapshotError when the file cannot be read."""
+        """Hash the source. Raises SnapshotError if the file cannot be read."""
         hashed, size = hashlib.sha256(), 0
         for chunk in chunks(source):
             hashed.update(chunk)
@@ -52,9 +52,9 @@ class Blob:
 class Files:
     """The files below `root` on a host; paths are relative to it and do not leave it.
 
-    Files are 0600 and directories 0700 unless told otherwise. Everything raises HostUnreachable, and RemoteError in one
-    line for what the host's disk or Python refuses; what was to be written whole is then not there.
-    When a content is sent, those that nobody has sent or unpacked for `unused_s` seconds are removed.
+    Files are 0600 and directories 0700 by default. Every method raises HostUnreachable, and RemoteError in one
+    line for errors of the host's disk or Python; what was to be written is then not there. Sending a blob removes
+    those that nobody has sent or unpacked for `unused_s` seconds.
     """
 
     def __init__(
@@ -66,19 +66,19 @@ class Files:
         self._unused_s = unused_s
 
     def put(self, files: Mapping[str, bytes], *, mode: int = FILE_MODE) -> None:
-        """Writes files, each replaced in one step and on the disk when this returns."""
+        """Write files, each replaced atomically and on disk when this returns."""
         self._do(_puts(files, mode), list(files.values()))
 
     def unpack(self, blob: Blob, path: str) -> bool:
-        """Has the tar file's content there as the directory `path`, which is whole or not there.
+        """Unpack the tar blob as the directory `path`, completely or not at all. Return True if it was sent.
 
-        The content is kept under its digest, verified there, and sent only when it is lacking: True when it was sent.
-        Where it is unpacked already, nothing is done.
+        The blob is stored under its digest, verified there, and sent only if missing. If it is unpacked already,
+        nothing is done.
         """
         return self.install(blob, [path], {})
 
     def install(self, blob: Blob, paths: Sequence[str], files: Mapping[str, bytes], *, mode: int = FILE_MODE) -> bool:
-        """`unpack` to each of `paths`, then `put`, in one command."""
+        """Run `unpack` to each of `paths`, then `put`, in one command."""
         steps: list[Mapping[str, Any]] = [
             {"op": "blob", "digest": blob.digest, "size": blob.size, "unused_s": self._unused_s},
             *({"op": "unpack", "digest": blob.digest, "path": path} for path in paths),
@@ -87,7 +87,7 @@ class Files:
         return self._do(steps, list(files.values()), blob=blob)[0]
 
     def remove(self, *paths: str) -> list[bool]:
-        """Removes files, and directories with everything in them; for each, whether it was there."""
+        """Remove files, and directories with their contents; return for each whether it existed."""
         return self._do([{"op": "remove", "path": path} for path in paths])
 
     def _do(
@@ -133,7 +133,7 @@ def _puts(files: Mapping[str, bytes], mode: int) -> list[dict[str, Any]]:
 
 
 def program_loader(program: bytes) -> str:
-    """What to give to `python -c` so that it runs the `program` that comes first on its standard input."""
+    """Return the argument for `python -c` that runs the `program` sent first on its standard input."""
     # In -c the first entry is the current directory: somebody's json.py there is not ours.
     clean = "sys.path[:]=[p for p in sys.path if p]"
     return f"import sys;{clean};exec(compile(sys.stdin.buffer.read({len(program)}),'accel','exec'))"
@@ -141,14 +141,14 @@ def program_loader(program: bytes) -> str:
 
 @functools.cache
 def host_program(name: str) -> bytes:
-    """The source of a module of `schedulers.node`, by its name, or of another, named from `schedulers` on."""
+    """Return the source of a module of `schedulers.node`, or of another one named relative to `schedulers`."""
     package, _, module = name.rpartition(".")
     return importlib.resources.files(f"schedulers.{package or 'node'}").joinpath(f"{module}.py").read_bytes()
 
 
 @functools.cache
 def host_programs(*names: str) -> bytes:
-    """Several programs as one: modules, each after those that it imports. The last one's `main` is called."""
+    """Join modules into one program, each after those that it imports. The last one's `main` is called."""
     sources = {name.rpartition(".")[2]: host_program(name).decode() for name in names}
     code = (
         "import sys, types\n"

@@ -1,7 +1,7 @@
-"""Answers of the programs that run on hosts: a line of JSON, checked against a type before anybody uses it.
+"""Replies of the programs that run on hosts: a line of JSON, validated against a type before use.
 
-What a host sends is not trusted: a start-up file may print first, a disk may be damaged, a program may be another
-version. An answer that is not what was asked for is a RemoteError of that host alone.
+A host's reply is not trusted: a start-up file may print first, a disk may be damaged, a program may be
+another version. A reply of another type is a RemoteError of that host alone.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 
 
 class Status(TypedDict):
-    """What `node/jobs.py` says of a job. `state` and `exit` are the contents of files, damaged ones too."""
+    """A job's status from `node/jobs.py`. `state` and `exit` are the contents of files, damaged ones too."""
 
     known: bool
     alive: bool
@@ -46,7 +46,7 @@ class Logs(TypedDict):
 
 
 class LogEnd(TypedDict):
-    """How many of its last lines a log has, and where they begin."""
+    """The number of a log's last lines, and where they begin."""
 
     name: str
     rank: Count | None
@@ -133,7 +133,7 @@ SLURM: Mapping[str, Any] = {
 
 
 class Need(TypedDict):
-    """`node/files.py`, asked to keep a content."""
+    """`node/files.py`: True if the blob must be sent."""
 
     need: bool
 
@@ -149,42 +149,42 @@ class Kept(TypedDict):
 
 
 class Made(TypedDict):
-    """`node/venv.py`."""
+    """`node/venv.py`: the environment's interpreter, and True if it was created now."""
 
     python: str | None
     made: bool
 
 
 class Holds(TypedDict):
-    """`node/relay.py`, at the beginning."""
+    """`node/relay.py`, at its start."""
 
     have: bool
     port: Count | None
 
 
 class Port(TypedDict):
-    """`node/probe.py`, told to listen."""
+    """`node/probe.py`, for `listen`."""
 
     port: Count
 
 
 class Reached(TypedDict):
-    """`node/probe.py`, told to connect: for each that listens, address -> None or why it was not reached."""
+    """`node/probe.py`, for `connect`: for each listening host, address -> None or why it was not reached."""
 
     reached: list[dict[str, str | None]]
 
 
 class Got(TypedDict):
-    """`node/relay.py`, told to get the content."""
+    """`node/relay.py`, when it has received the blob or failed."""
 
     error: str | None
 
 
 def decode(line: bytes | str, kind: type[T], host: str, stderr: bytes = b"") -> T:
-    """The answer as a `kind`, without the keys that are not known.
+    """Validate the reply as a `kind`, without unknown keys.
 
-    Raises RemoteError for `{"error": …}`, unless a `kind` has that key, and for whatever is not a `kind`; Unreachable
-    for `{"error": …, "unreachable": true}`.
+    Raises RemoteError for `{"error": …}`, unless a `kind` has that key, and for anything that is not a `kind`;
+    Unreachable for `{"error": …, "unreachable": true}`.
     """
     try:
         answer = parse_json(line)
@@ -199,7 +199,7 @@ def decode(line: bytes | str, kind: type[T], host: str, stderr: bytes = b"") -> 
 def decode_done(
     line: bytes | str, steps: Sequence[Mapping[str, Any]], kinds: Mapping[str, Any], host: str, stderr: bytes = b""
 ) -> list[Any]:
-    """The answer to each step, which is what `kinds` says for its operation. Raises what `decode` raises."""
+    """Return the reply to each step, of the type that `kinds` has for its operation. Raises as `decode`."""
     done = decode(line, Done, host, stderr)["done"]
     if len(done) != len(steps):
         raise RemoteError(host, f"its answer is for {len(done)} questions, and {len(steps)} were asked")

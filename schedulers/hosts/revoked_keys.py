@@ -1,4 +1,4 @@
-"""Host keys that a file of their own revokes (`RevokedHostKeys`): a list of public keys, or a KRL of ssh-keygen."""
+"""Host keys revoked by a file (`RevokedHostKeys`): a list of public keys, or a KRL of ssh-keygen."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _REVOKED = 1
 
 
 def problem(file: str, key_type: str, key: str) -> str | None:
-    """Why a host must not be trusted with this key (its base64 text), None when the file does not speak against it.
+    """Return why this key (its base64 text) must not be trusted; None if the file does not revoke it.
 
-    As with OpenSSH, a file that cannot be read, or has a line that is no key, speaks against every key.
+    As with OpenSSH, a file that cannot be read, or has a line that is no key, revokes every key.
     """
     try:
         with open(file, "rb") as opened:

@@ -1,4 +1,4 @@
-"""One command on one host: what is sent to it, what it prints, how it ends."""
+"""One command on one host: its input, its output and its end."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _MOST, _LONGEST_LINE = 256 << 20, 16 << 20
 
 @dataclass(frozen=True)
 class Result:
-    """How a command ended. `status` is its exit status, 128 + the signal's number for one that a signal ended.
+    """The end of a command. `status` is its exit status, or 128 + N if signal N ended it.
 
-    `stdout` and `stderr` are all that it printed, byte for byte, and nothing that a start-up file printed before it.
+    `stdout` and `stderr` are all that it printed, byte for byte, without the output of start-up files.
     """
 
     status: int
@@ -41,9 +41,9 @@ class Result:
 
 
 class Session:
-    """A command that runs. For one thread at a time; `close` ends the conversation, and no process that ignores that.
+    """A running command, for one thread at a time. `close` ends the session, but no process that ignores that.
 
-    Everything that waits raises HostUnreachable when the connection is lost, and RemoteTimeout.
+    Every method that waits raises HostUnreachable if the connection is lost, and RemoteTimeout.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Session:
         self.close()
 
     def write(self, data: bytes) -> None:
-        """Sends to standard input; returns when all is on its way. A command that reads no more is no error."""
+        """Send to standard input; return when all is on its way. A command that no longer reads is no error."""
         import paramiko
 
         if self._channel.eof_sent or self._channel.closed:
@@ -101,7 +101,7 @@ class Session:
             self._channel.shutdown_write()
 
     def read_line(self, timeout_s: float) -> bytes:
-        """The next line of standard output, with its ending; without one, or empty, when there is no more."""
+        """Return the next line of standard output with its ending; at the end, a line without one, or empty."""
         deadline = time.monotonic() + timeout_s
         # Lines that come before the mark are of the login shell's start-up files.
         while not (self._out.begun and b"\n" in self._out.data) and self._more(deadline, _LONGEST_LINE):
@@ -109,7 +109,7 @@ class Session:
         return self._out.take(self._out.data.find(b"\n") + 1 or len(self._out.data))
 
     def finish(self, timeout_s: float | None) -> Result:
-        """Waits for the end. Raises RemoteError when the command did not even start."""
+        """Wait for the end. Raises RemoteError if the command did not even start."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while self._more(deadline):
             pass
@@ -132,7 +132,7 @@ class Session:
             self._connection.release_session()
 
     def _more(self, deadline: float | None, most: int | None = None) -> bool:
-        """Waits until more has come; False when nothing more can. Raises RemoteError where too much has."""
+        """Wait for more output; return False if there can be none. Raises RemoteError if there is too much."""
         ended = self._channel.eof_received or self._channel.closed
         left = None if deadline is None else deadline - time.monotonic()
         if left is not None and left <= 0 and not ended:  # also where it goes on printing
@@ -149,7 +149,7 @@ class Session:
         return True
 
     def _drain(self) -> bool:
-        """Takes what has come, a part of it where that is much."""
+        """Read the output that has arrived, at most a chunk per stream. Return True if any."""
         got = False
         if self._channel.recv_stderr_ready():
             self._err.add(self._channel.recv_stderr(_CHUNK))
@@ -187,7 +187,7 @@ class Session:
 
 
 class _Marked:
-    """An output of which only what follows the mark is the command's. `skipped`: bytes before that."""
+    """An output whose part after the mark is the command's. `skipped`: number of bytes before that."""
 
     def __init__(self, mark: str) -> None:
         self._mark = f"\n{mark}\n".encode()
@@ -215,7 +215,7 @@ class _Marked:
 
 
 def run(session: Session, stdin: bytes | Iterable[bytes], timeout_s: float | None) -> Result:
-    """Sends all of `stdin`, reading meanwhile what the command prints, and waits for its end."""
+    """Send all of `stdin`, reading the command's output meanwhile, and wait for its end."""
     if isinstance(stdin, bytes) and len(stdin) <= _SENT_AT_ONCE:
         session.write(stdin)
         session.close_stdin()
@@ -232,7 +232,7 @@ def run(session: Session, stdin: bytes | Iterable[bytes], timeout_s: float | Non
 
 
 class _Sender(threading.Thread):
-    """Sends while another thread reads: a command that prints much before it reads all must not stand still."""
+    """A thread that sends while another one reads, so that a command that prints before it reads all does not block."""
 
     def __init__(self, session: Session, chunks: Iterable[bytes]) -> None:
         super().__init__(name=f"to {session.host}", daemon=True)

@@ -1,7 +1,8 @@
-"""An argv as data for a host whose shell is not known: the one place where anything is quoted.
+"""An argv as data for a host with an unknown shell. Nothing is quoted anywhere else.
 
-What sshd hands to the user's shell (which may be any) is `LOADER` and a number. The command itself, its environment and
-its directory follow as the first bytes of standard input, quoted for `/bin/sh`: they stand in no process table.
+The user's shell (which may be any) gets only the line of `loader`. The command itself, its environment and
+its directory follow as the first bytes of standard input, quoted for `/bin/sh`: they appear in no process
+table.
 """
 
 from __future__ import annotations
@@ -17,15 +18,16 @@ NO_DIRECTORY = 125
 
 
 def loader(length: int) -> str:
-    """The command line for a script of `length` bytes. No character of it means anything else to csh, fish or zsh."""
+    """Return the command line for a script of `length` bytes, which csh, fish and zsh read like sh."""
     return f"exec /bin/sh -c 'eval \"$(head -c {length})\"'"
 
 
 def script(argv: Sequence[str], env: Mapping[str, str], directory: str | None, mark: str) -> bytes:
-    """What `/bin/sh` is to run: it writes `mark` (on a line of its own) to both outputs, so that what start-up files
-    printed can be told from what the command prints, and then runs the program `argv[0]`, never a shell's built-in.
+    """Return the script for `/bin/sh`, which runs the program `argv[0]`, never a shell's built-in.
 
-    Raises SpecError for what no process can be given: an empty argv, a null character, an odd variable name.
+    It first writes `mark` (on a line of its own) to both outputs, to separate the output of start-up files from
+    that of the command. Raises SpecError for what no process accepts: an empty argv, a null character, an odd
+    variable name.
     """
     if not argv or not argv[0] or argv[0].startswith("-"):
         raise SpecError(f"{argv[0] if argv else '(nothing)'!r} is not a program that a host can run")
@@ -42,7 +44,7 @@ def script(argv: Sequence[str], env: Mapping[str, str], directory: str | None, m
 
 
 def quote(word: str) -> bytes:
-    """The word for `/bin/sh`: bytes that are not UTF-8 (surrogate escapes) come out as they were."""
+    """Quote the word for `/bin/sh`; bytes that are not UTF-8 (surrogate escapes) are preserved."""
     raw = os.fsencode(word)
     if b"\0" in raw:
         raise SpecError(f"no process can be given a null character: {word!r}")

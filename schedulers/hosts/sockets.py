@@ -1,4 +1,4 @@
-"""What a connection runs over, where no jump host gives it one: a TCP socket, or the user's own ProxyCommand."""
+"""Sockets for connections without a jump host: TCP, or the user's own ProxyCommand."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SAID = 1 << 16  # bytes of what a ProxyCommand said last
 
 
 def by_socket(settings: Settings, seconds: float) -> socket.socket:
-    """Connected to the host. Raises HostUnreachable, at the latest after `seconds` for each of its addresses."""
+    """Connect to the host. Raises HostUnreachable, after at most `seconds` for each of its addresses."""
     family = {"inet": socket.AF_INET, "inet6": socket.AF_INET6}.get(settings.family, socket.AF_UNSPEC)
     try:
         found = socket.getaddrinfo(settings.hostname, settings.port, family, socket.SOCK_STREAM)
@@ -44,9 +44,9 @@ def by_socket(settings: Settings, seconds: float) -> socket.socket:
 
 
 class ProxyCommand:
-    """The user's ProxyCommand, run by the user's shell as OpenSSH does; as paramiko uses a socket.
+    """The user's ProxyCommand, run by the user's shell as OpenSSH does, as a socket for paramiko.
 
-    `explanation` says, once it is closed, what it printed on standard error. Raises HostUnreachable.
+    After `close`, `explanation` has what it printed on standard error. Raises HostUnreachable.
     """
 
     def __init__(self, settings: Settings, command: str) -> None:

@@ -1,6 +1,6 @@
-"""What `~/.ssh/config` says about a host: asked of `ssh -G`, which alone knows all of its syntax.
+"""Settings of a host in `~/.ssh/config`, from `ssh -G`, which alone knows all of its syntax.
 
-Nothing is connected to for that. The aliases that `--hosts 'gpu*'` may mean are read from the files themselves.
+No connection is made for that. The aliases that `--hosts 'gpu*'` may mean are read from the files themselves.
 """
 
 from __future__ import annotations
@@ -27,10 +27,12 @@ _ASK_S = 20
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How to reach one host. Times are in seconds; None is "not said".
+    """The SSH settings of one host. Times are in seconds; None means not set.
 
-    alias is what was written, `hostname` and `port` are what to connect to; `jumps` are hosts on the way, in order.
-    `certificates` are files that CertificateFile names.
+    alias:          as it was written.
+    hostname, port: where to connect to.
+    jumps:          hosts on the way, in order.
+    certificates:   files that CertificateFile names.
     """
 
     alias: str
@@ -58,9 +60,9 @@ class Settings:
 
 
 def resolve(host: Host, config: str | None = None) -> Settings:
-    """The settings for a host; `config` replaces the user's and the system's files, as `ssh -F` does.
+    """Return the settings for a host; `config` replaces the user's and the system's files, as `ssh -F` does.
 
-    Raises ConfigError when the files are wrong (with what `ssh` said of them) or when there is no `ssh`.
+    Raises ConfigError if the files are wrong (with the message of `ssh`) or if there is no `ssh`.
     """
     command = ["ssh", *(["-F", config] if config else []), "-T", "-G"]
     command += ["-p", str(host.port)] if host.port else []
@@ -82,7 +84,7 @@ def resolve(host: Host, config: str | None = None) -> Settings:
 
 
 def parse_settings(host: Host, text: str) -> Settings:
-    """The settings out of what `ssh -G` printed. Raises ConfigError for an option that accel does not follow."""
+    """Parse the output of `ssh -G`. Raises ConfigError for an option that accel does not support."""
     said: dict[str, list[str]] = {}
     for line in text.splitlines():
         key, _, value = line.partition(" ")
@@ -125,13 +127,13 @@ def parse_settings(host: Host, text: str) -> Settings:
 
 
 def parse_jumps(text: str, source: str) -> list[Host]:
-    """`user@host:port,…`, and the same as `ssh://` addresses."""
+    """Parse `user@host:port,…`, and the same as `ssh://` addresses."""
     words = [word.strip().removeprefix("ssh://").rstrip("/") for word in text.split(",")]
     return [host for word in words for host in parse_hosts(word, source=source)]
 
 
 def aliases(config: str | None = None) -> list[str]:
-    """Every Host entry that is a name and not a pattern, in the order of the files, their Includes followed."""
+    """Return every Host entry that is a name and not a pattern, in the order of the files, following Includes."""
     home = os.path.expanduser("~/.ssh")
     files = [(config, home)] if config else [(os.path.expanduser(_USER_CONFIG), home), (_SYSTEM_CONFIG, "/etc/ssh")]
     found: dict[str, None] = {}
@@ -159,7 +161,7 @@ def _names_in(file: str, base: str, depth: int) -> Iterator[str]:
 
 
 def split_line(line: str) -> tuple[str, list[str]]:
-    """The keyword, in small letters, and the values of a line `Keyword value …` or `Keyword=value`."""
+    """Return the keyword, in lower case, and the values of a line `Keyword value …` or `Keyword=value`."""
     match = re.match(r"\s*([A-Za-z]+)(?:\s*=\s*|\s+)(.*)", line)
     if match is None:
         return "", []
@@ -170,7 +172,7 @@ def split_line(line: str) -> tuple[str, list[str]]:
 
 
 def _files(value: str) -> list[str]:
-    """Names of files, which `ssh -G` prints without quotes: one that has spaces is known by being there."""
+    """Split file names that `ssh -G` prints without quotes; one with spaces is recognized if the file exists."""
     return [value] if " " in value and os.path.isfile(value) else shlex.split(value)
 
 

@@ -1,11 +1,11 @@
-"""Commands on hosts over SSH: one connection a host, kept and shared; many hosts at once, answers in host order.
+"""Commands on hosts over SSH: one shared connection per host; many hosts at once, results in host order.
 
     with Pool() as pool:
         for outcome in pool.map(lambda remote: remote.run(["nvidia-smi", "-L"]), parse_hosts("gpu[1-8]")):
             print(outcome.host, outcome.value.stdout if outcome.error is None else outcome.error)
 
-Host keys must be known, whatever StrictHostKeyChecking says; no agent is forwarded; no shell interprets what a caller
-gives.
+Host keys must be known, with any value of StrictHostKeyChecking; no agent is forwarded; no shell interprets a
+caller's arguments.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ _STOPPED_S = 2.0
 
 @dataclass(frozen=True)
 class Outcome(Generic[T]):
-    """What came of one host: a value, or the error that was raised for it."""
+    """The result of one host: a value, or the error that was raised for it."""
 
     host: Host
     value: T | None = None
     error: SchedulerError | None = None
 
     def get(self) -> T:
-        """The value. Raises the error."""
+        """Return the value, or raise the error."""
         if self.error is not None:
             raise self.error
         return self.value  # type: ignore[return-value]  # no error: it is there
 
 
 class Remote:
-    """A host, as commands are given to it. Connects when first used, and anew when a connection was lost before."""
+    """A host to run commands on. Connects on first use, and again after a connection was lost."""
 
     def __init__(self, pool: Pool, host: Host) -> None:
         self._pool = pool
@@ -67,7 +67,7 @@ class Remote:
         return self.host.name
 
     def connection(self) -> Connection:
-        """The connection. Raises HostUnreachable (HostKeyRefused, LoginRefused), and ConfigError."""
+        """Return the connection. Raises HostUnreachable (HostKeyRefused, LoginRefused), and ConfigError."""
         return self._pool.connection(self.host)
 
     def run(
@@ -80,7 +80,7 @@ class Remote:
         timeout_s: float | None = RUN_S,
         check: bool = True,
     ) -> Result:
-        """Runs a program with exactly these arguments, once; it is never tried again.
+        """Run a program with exactly these arguments, once; it is never retried.
 
         `env` is added to its environment, and like `argv` appears in no command line there. Raises HostUnreachable,
         RemoteTimeout after `timeout_s` seconds (the program may then still run), and, unless `check` is off,
@@ -96,13 +96,13 @@ class Remote:
     def open(
         self, argv: Sequence[str], *, env: Mapping[str, str] | None = None, directory: str | None = None
     ) -> Session:
-        """Starts a program and returns the conversation with it."""
+        """Start a program and return its session."""
         connection = self.connection()
         return Session(connection, argv, env or {}, directory, self._pool.patience.connect_s)
 
 
 class Pool:
-    """Connections to hosts, one each, jump hosts included. Safe to use from several threads; `close` ends them all.
+    """Connections to hosts, one each, jump hosts included. Threads may share a pool; `close` ends them all.
 
     `config` replaces the files of `~/.ssh/config`, as `ssh -F` does. Raises SchedulerError without fabric.
     """
@@ -130,10 +130,10 @@ class Pool:
     def map(
         self, function: Callable[[Remote], T], hosts: Iterable[Host], *, at_once: int = AT_ONCE
     ) -> list[Outcome[T]]:
-        """Calls the function for every host, `at_once` of them at a time; the outcomes stand in the hosts' order.
+        """Call the function for every host, `at_once` of them at a time; return the outcomes in the hosts' order.
 
-        A SchedulerError is that host's outcome. Any other exception, and Ctrl-C, is raised at once: what has not begun
-        then does not begin, and what has ends with the pool.
+        A SchedulerError is that host's outcome. Any other exception, and Ctrl-C, is raised at once: calls that have
+        not begun do not begin, and the others end with the pool.
         """
         waiting = list(hosts)
         outcomes: list[Outcome[T] | None] = [None] * len(waiting)
@@ -173,11 +173,11 @@ class Pool:
         return self._reach(host, None, ())
 
     def settings(self, host: Host) -> Settings:
-        """What the SSH configuration says of a host. Raises ConfigError."""
+        """Return the host's settings in the SSH configuration. Raises ConfigError."""
         return self._resolve(Host(name=host.name, user=host.user, port=host.port, source=""))
 
     def close(self) -> None:
-        """Ends every connection; what runs on the hosts learns of it as from any client that goes away."""
+        """Close every connection; processes on the hosts notice it as with any client that disconnects."""
         self._closed.set()
         with self._lock:
             places = list(self._places.values())
@@ -186,7 +186,7 @@ class Pool:
                 place.connection.close()
 
     def _reach(self, host: Host, jumps: tuple[Host, ...] | None, coming_from: tuple[str, ...]) -> Connection:
-        """The connection to a host, by way of `jumps`, or of those in its configuration when that is None."""
+        """Return the connection to a host, via `jumps`, or if None via those in its configuration."""
         from .opening import connect
 
         settings = self.settings(host)
@@ -235,7 +235,7 @@ class Pool:
 
 
 class _Place:
-    """Where the connection of one host is, or will be: its lock is held while it is made."""
+    """The place of one host's connection; its lock is held while the connection is opened."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()

@@ -1,3 +1,3 @@
-"""Jobs and what is done with them: submit, poll, follow, attach, recover, prune; not how a target does it (its own
-room).
+"""Operations on jobs, the same for every target: submit, poll, follow, attach, recover, prune; not a target's
+own part (its room).
 """

@@ -1,4 +1,4 @@
-"""What an answer about a job, or none, means for its record."""
+"""Updates of a job's record from poll results."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ ABANDONED_S = 60.0
 
 
 def absorb(record: Record, answer: Status | None, asked_at: float) -> Status:
-    """Records what the backend said of the job (None: it does not know it) and returns the status in force.
+    """Apply a poll result (None: the backend does not know the job) and return the status in force.
 
-    A job that the backend does not know is over only when it left a result, or when a minute later the backend still
-    does not know it. One that is lost, or not known, after accel was asked to cancel it is cancelled. Raises
-    StoreError.
+    A job that the backend does not know is over only if it left a result, or is still unknown a minute later. A
+    job that is lost or unknown after a cancel request counts as cancelled. Raises StoreError.
     """
     record.warning = ""
     if answer is None:
@@ -55,7 +54,7 @@ def _absent(record: Record, asked_at: float) -> Status:
 
 
 def _result(record: Record) -> Status | None:
-    """The status in exit.json, which outlives the backend's memory of the job."""
+    """Return the final status in exit.json, which outlives the backend's memory of the job."""
     document = record.read_exit()
     if document is None or "state" not in document:
         return None
@@ -67,6 +66,6 @@ def _result(record: Record) -> Status | None:
 
 
 def cut_off(record: Record) -> bool:
-    """Return True when the process that submitted the job is gone, or has taken so long that it must be."""
+    """Return True if the submitting process has ended, or must have: the submit began over a minute ago."""
     gone = ended(record.submitter[1], record.submitted_from)
     return gone or time.time() - record.created_at > ABANDONED_S

@@ -1,4 +1,4 @@
-"""Jobs that another machine submitted: found on a target by their id and taken into this store, or only listed."""
+"""Jobs submitted by another machine: found on a target by id and added to this store, or only listed."""
 
 from __future__ import annotations
 
@@ -23,11 +23,13 @@ if TYPE_CHECKING:
 def record_or_adopt(
     ref: str, store: Store, target: str | None, options: Mapping[str, Any] | None, start: Path | str | None = None
 ) -> tuple[Record, ResolvedTarget | None]:
-    """The record of a job that is known here; else, with a target, that of the job which the target has under this id,
-    and the target. Any number of machines may have a record of one job. Where such a job is over, and the target has
-    made another one under its id since, the record of that one takes its place.
+    """Return the job's record, and its target if the job was found there now.
 
-    Raises UnknownJob when neither knows it, and what making the target and asking it raises.
+    A job without a record here is looked up on `target`, if there is one, by its whole id, and recorded. Any
+    number of machines may have a record of one job. If a job from another machine is over, and the target has
+    created another one under its id since, that one's record replaces it.
+
+    Raises UnknownJob if neither knows it, and the errors of constructing and querying the target.
     """
     from ..store.store import full_id
 
@@ -89,7 +91,7 @@ def _adopted(
 
 
 def _replaces(job: Found | Listed, record: Record | Damaged) -> bool:
-    """Return True if the target has made the job under the id of the record's job since, which is over."""
+    """Return True if the record's job is over and the target has since created this one under its id."""
     from ..store.record import Damaged
 
     if isinstance(record, Damaged) or not record.adopted or not record.status.state.final:
@@ -100,10 +102,10 @@ def _replaces(job: Found | Listed, record: Record | Damaged) -> bool:
 def jobs_elsewhere(
     target: str, store: Store, known: Mapping[str, Record | Damaged], options: Mapping[str, Any] | None = None
 ) -> list[Record]:
-    """The jobs that a target has and this store has not (`known`: its records by id), polled now: records of no file,
-    to be shown and not kept. None of a kind of target that cannot list its jobs.
+    """Return the jobs that a target has and this store does not (`known`: its records by id), polled now.
 
-    Raises what making the target and a query raise.
+    The records have no files and are not stored. There are none for a kind of target that cannot list its jobs.
+    Raises the errors of constructing and querying the target.
     """
     from ..config.named_targets import resolve_target
     from ..target import Lists

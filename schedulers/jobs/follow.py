@@ -1,4 +1,4 @@
-"""Waiting for news of a job, and following its output: written once, above all targets."""
+"""Waiting for a job and following its output, implemented once for all targets."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _Read: TypeAlias = "Callable[[Cursor], Iterator[LogLine]]"
 
 
 class Followed(Protocol):
-    """A job, as far as its output is followed; `schedulers.jobs.handle.Job` describes each."""
+    """The interface of a job whose output is followed; `schedulers.jobs.handle.Job` documents its members."""
 
     @property
     def record(self) -> Record: ...
@@ -43,7 +43,7 @@ class Followed(Protocol):
 
 
 class Pause:
-    """The pauses of one waiter: they end at its deadline, when it is told to stop, and when the target has news."""
+    """The pauses of one waiter. A deadline, a stop event or a change on the target ends them early."""
 
     def __init__(self, stop: Event | None, deadline: float | None) -> None:
         self._stop = stop
@@ -60,7 +60,7 @@ class Pause:
         return self.stopped or (self._deadline is not None and time.monotonic() >= self._deadline)
 
     def until_news(self, target: Target | None, native_id: str | None) -> None:
-        """Until the job may have ended, or it is time to ask again: after 1 s at first, later after up to 30 s."""
+        """Wait until the job may have ended or must be polled again: 1 s at first, later up to 30 s."""
         news = self.on_target(target, native_id, _SLICE_S)
         if news is None:
             self._sleep(self.poll_after() if target is not None else _SLICE_S / 10)
@@ -70,13 +70,15 @@ class Pause:
             news = self.on_target(target, native_id, _SLICE_S)
 
     def poll_after(self) -> float:
-        """Seconds until a backend may be asked once more. With chance in it, so that waiters do not ask in step."""
+        """Return the seconds until the next poll; random in part, so that waiters do not poll in step."""
         self._polls += 1
         return float(min(_LAST_POLL_S, _FIRST_POLL_S * 1.3 ** (self._polls - 1))) * random.uniform(0.8, 1.2)
 
     def on_target(self, target: Target | None, native_id: str | None, seconds: float) -> bool | None:
-        """Until the job may have ended, where the target is told of it; False when only the time is over, and None,
-        at once, where the target is not told."""
+        """Wait, at most `seconds`, for the target to be notified that the job may have ended.
+
+        Returns False if only the time is over; None, at once, if the target gets no notifications.
+        """
         from ..target import Waits
 
         if native_id is None or not isinstance(target, Waits):
@@ -103,7 +105,7 @@ class Pause:
 
 
 def read_once(job: Followed, cursor: Cursor, ranks: Collection[int] | None, tail: int | None) -> Iterator[LogLine]:
-    """The lines that there are now."""
+    """Return the lines that exist now."""
     at = cursor if tail is None else job.tail_at(cursor, tail)
     if at is None:
         return _last(job.read_logs, cursor, ranks, tail or 0)
@@ -113,7 +115,7 @@ def read_once(job: Followed, cursor: Cursor, ranks: Collection[int] | None, tail
 def follow(
     job: Followed, cursor: Cursor, ranks: Collection[int] | None, tail: int | None, pause: Pause
 ) -> Iterator[LogLine]:
-    """The lines that there are and those to come, until the job is over and everything it wrote was given."""
+    """Yield the existing lines and those to come, until the job is over and all its lines were yielded."""
     if tail is not None:
         yield from _catch_up(job, cursor, ranks, tail, pause)
     ask_at, idle = 0.0, _FIRST_READ_S
@@ -151,7 +153,7 @@ def follow(
 def _catch_up(
     job: Followed, cursor: Cursor, ranks: Collection[int] | None, tail: int, pause: Pause
 ) -> Iterator[LogLine]:
-    """Moves the cursor to the last lines, and gives those of them that it is behind already."""
+    """Move the cursor to the last lines of each rank, or yield them if only reading past them finds them."""
     while not pause.stopped:
         try:
             at = job.tail_at(cursor, tail)
@@ -173,7 +175,7 @@ def _catch_up(
 
 @dataclass
 class _Line:
-    """A line's pieces; of one with more than _MOST_PIECES only where it begins, and how many there are."""
+    """The pieces of a line; of one with more than _MOST_PIECES, only its start and the number of pieces."""
 
     number: int
     start: str | None
@@ -195,8 +197,10 @@ class _Line:
 
 
 def _last(read: _Read, cursor: Cursor, ranks: Collection[int] | None, count: int) -> Iterator[LogLine]:
-    """The last so many finished lines of each rank, and what there is of the next, in the order they began. Moves the
-    cursor to the end. Very long lines are read a second time, not held in memory."""
+    """Yield the last `count` finished lines of each rank and the unfinished ones, in the order they began.
+
+    Moves the cursor to the end. Very long lines are read a second time instead of held in memory.
+    """
     kept: dict[int | None, deque[_Line]] = {}
     going_on: dict[tuple[str, int | None], _Line] = {}
     for number, line in enumerate(read(cursor.moved({}))):

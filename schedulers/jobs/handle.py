@@ -47,13 +47,13 @@ def submit(
     options: Mapping[str, Any] | None = None,
     cwd: str | os.PathLike[str] | None = None,
 ) -> Job:
-    """Submits a job and returns its handle; the job goes on without this process.
+    """Submit a job and return its handle. The job does not depend on this process.
 
-    The program runs in `cwd` (the current directory), seen inside `code`, the directory that is shipped (`cwd`
-    itself when not given). Relative paths, and the project's accel.yaml, are looked for from `cwd`.
+    The program runs in `cwd` (default: the current directory), seen inside `code`, the directory that is shipped
+    (default: `cwd`). Relative paths, and the project's accel.yaml, are resolved from `cwd`.
 
-    Raises SpecError for a job that cannot run there, UnknownTarget or ConfigError, SubmitError when the target
-    refuses it (the job is then kept as failed), Unreachable when it cannot be asked (kept as submitting).
+    Raises SpecError for a job that cannot run there, UnknownTarget or ConfigError, SubmitError if the target
+    rejects it (the job is then kept as failed), Unreachable if the target cannot be reached (kept as submitting).
     """
     here = os.path.abspath(os.fspath(cwd)) if cwd is not None else os.getcwd()
     top, workdir = places(here, code, explicit=cwd is not None)
@@ -78,7 +78,7 @@ def submit(
 
 
 async def submit_async(script: str | os.PathLike[str], args: Sequence[str] = (), **options: Any) -> Job:
-    """`submit`, with the same arguments, in a thread."""
+    """Run `submit`, with the same arguments, in a thread."""
     import asyncio
 
     return await asyncio.to_thread(submit, script, args, **options)
@@ -91,8 +91,10 @@ def submit_spec(
     *,
     start: str | Path | None = None,
 ) -> Job:
-    """Every submit ends here. The intent is on the disk before the target is called, so that a crash between the
-    two loses no job and starts none twice. Raises what `submit` raises.
+    """Submit the spec. Every submit ends here.
+
+    The intent is on disk before the target is called, so that a crash between the two neither loses the job nor
+    starts it twice. Raises what `submit` raises.
     """
     store = store or Store.default()
     resolved, spec = prepare(spec, target_name, store, start)
@@ -108,7 +110,7 @@ def submit_spec(
 def dry_run(
     spec: JobSpec, target_name: str, job_id: str, store: Store | None = None, *, start: str | Path | None = None
 ) -> Plan:
-    """The plan that `submit_spec` would carry out. Writes nothing, asks nobody. Raises SpecError, ConfigError."""
+    """Return the plan that `submit_spec` would carry out; write and query nothing. Raises SpecError, ConfigError."""
     resolved, spec = prepare(spec, target_name, store or Store.default(), start)
     return resolved.plan(spec, job_id)
 
@@ -116,10 +118,10 @@ def dry_run(
 def find(
     ref: str, store: Store | None = None, *, target: str | None = None, options: Mapping[str, Any] | None = None
 ) -> Job:
-    """The job with that id or unique prefix; `@last` is the newest.
+    """Return the job with that id or unique prefix; `@last` is the newest.
 
-    With a `target` (and `options` for it, as for `submit`), a job that is not known here is looked for there by its
-    whole id, and known here from then on. Raises UnknownJob, StoreError, and with a target what asking it raises.
+    With a `target` (and `options` for it, as for `submit`), a job that is unknown here is looked up there by its
+    whole id and recorded here. Raises UnknownJob, StoreError, and with a target the errors of querying it.
     """
     return find_all([ref], store, target=target, options=options)[0]
 
@@ -131,7 +133,7 @@ def find_all(
     target: str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> list[Job]:
-    """`find` for several jobs. Those of one target share it, and so its connections."""
+    """Return what `find` returns for each of `refs`. Jobs of one target share it and its connections."""
     from .attach import record_or_adopt
 
     store = store or Store.default()
@@ -148,9 +150,11 @@ def find_all(
 def list_jobs(
     refresh: bool = True, store: Store | None = None, *, ids: Sequence[str] | None = None
 ) -> list[Record | Damaged]:
-    """All jobs, newest first; with `ids` only these are read and polled. `refresh` polls every target once for all its
-    jobs that are not over; one that cannot be polled leaves their status as it was and says so in `Record.warning`.
-    Raises StoreError."""
+    """Return all jobs, newest first; with `ids`, read and poll only these. Raises StoreError.
+
+    `refresh` polls every target once for all its jobs that are not over. If a target cannot be polled, their
+    status stays unchanged and `Record.warning` has the reason.
+    """
     store = store or Store.default()
     records = store.records(ids)
     if refresh:
@@ -161,7 +165,7 @@ def list_jobs(
 
 
 def refresh(jobs: Sequence[Job]) -> None:
-    """Polls each target once for all of these jobs that are not over, as `list_jobs` does. Raises StoreError."""
+    """Poll each target once for those of these jobs that are not over, as `list_jobs` does. Raises StoreError."""
     live = [job for job in jobs if not job.record.reload().status.state.final]
     shared: dict[str, Target] = {}
     for job in live:
@@ -172,12 +176,12 @@ def refresh(jobs: Sequence[Job]) -> None:
 
 
 class Job:
-    """A handle on one job. Holds what the store last said; any number of handles, in any processes, may be used."""
+    """A handle on one job. Caches its stored state; any number of handles, in any processes, may be used."""
 
     def __init__(
         self, record: Record, *, target: Target | None = None, shared: dict[str, Target] | None = None
     ) -> None:
-        """`shared` holds the targets that this job's may be one of, and is added to."""
+        """Create a handle. `shared`: a cache of targets, where this job's is looked up or added."""
         self.record = record
         self._made = target
         self._shared = {} if shared is None else shared
@@ -195,7 +199,7 @@ class Job:
 
     @property
     def target(self) -> str:
-        """The name of the target that it was submitted to."""
+        """The name of the job's target."""
         return self.record.target
 
     @property
@@ -208,11 +212,11 @@ class Job:
         return self.record.spec()
 
     def status(self, refresh: bool = True) -> Status:
-        """Where the job is. With `refresh`, its backend is asked, unless it is over.
+        """Return the job's status. With `refresh`, poll its backend first, unless the job is over.
 
-        A backend that cannot be asked changes nothing: the last status is returned, with its `observed_at`, and
-        `record.warning` says why. A submit that was cut off by a crash is carried out now (see `resume_submit`).
-        Raises ConfigError when the target cannot be made, StoreError.
+        If the backend cannot be reached, returns the last status, with its `observed_at`; `record.warning` has the
+        reason. A submit that a crash cut off is carried out now (see `resume_submit`). Raises StoreError, and
+        ConfigError if the target cannot be constructed.
         """
         status = self.record.reload().status
         if not refresh or status.state.final:
@@ -229,7 +233,10 @@ class Job:
         return absorb(self.record, answer.get(native_id), asked_at)
 
     def wait(self, timeout: float | None = None) -> Status:
-        """Returns the final status. Raises TimeoutError after `timeout` seconds, and what `status` raises."""
+        """Wait until the job is over; return its status.
+
+        Raises TimeoutError after `timeout` seconds, and what `status` raises.
+        """
         return self._wait(timeout, None)
 
     def logs(
@@ -240,27 +247,26 @@ class Job:
         since: Cursor | str | float | None = None,
         tail: int | None = None,
     ) -> Iterator[LogLine]:
-        """The lines that there are; with `follow`, also those to come, each exactly once and whole.
+        """Return the existing lines; with `follow`, also those to come, each exactly once and whole.
 
-        Following ends when the job is over and all its lines were given. It goes on while the backend cannot be
-        asked; without `follow` that raises Unreachable.
+        Following ends when the job is over and all its lines were yielded. It continues while the backend cannot be
+        reached; without `follow` that raises Unreachable.
 
-        ranks: only these ranks (the launcher's own lines then are left out).
-        since: a cursor, or its text: only what comes after it; or a time in seconds since the epoch, to the second.
-               Raises SpecError for a time where the target does not know when its lines were written.
-        tail:  of the lines that there are now, only the last so many of each rank.
+        ranks: only these ranks (which excludes the launcher's own lines).
+        since: a cursor, or its text: only later lines; or a time in seconds since the epoch, to the second.
+               Raises SpecError for a time if the target does not know when its lines were written.
+        tail:  only the last `tail` existing lines of each rank.
         """
         return self._logs(follow, ranks, since, tail, None)
 
     def cancel(self, wait: bool = True) -> Status:
-        """Asks for an orderly end: a warning, the job's grace, the kill. A job that is over stays as it is; what still
-        runs of it is cancelled.
+        """Cancel the job in order: a warning, the job's grace period, SIGKILL.
 
-        With `wait`, returns when the job is over, or its status when it is not a minute after its grace.
-        A job that is being submitted is cancelled by its submit as soon as its target has it; one whose submit was cut
-        off, when it is found there.
+        Of a job that is over, only the parts that still run are cancelled. With `wait`, returns when the job is over,
+        or its status a minute after the grace period. A job that is being submitted is cancelled by its submit as
+        soon as its target has it; one whose submit was cut off, when it is found there.
 
-        Raises Unreachable when the backend of a job that is not over cannot be asked, and what `status` raises.
+        Raises Unreachable if the backend of a job that is not over cannot be reached, and what `status` raises.
         """
         status = self.status(refresh=not self.record.incomplete)
         if status.state.final:
@@ -283,9 +289,9 @@ class Job:
         return status
 
     def cancel_rest(self) -> bool:
-        """Cancel what still runs of a job that is over. Returns True when something still ran.
+        """Cancel the parts of a finished job that still run. Return True if there were any.
 
-        Where the target cannot be asked the job is over all the same, and `record.warning` says why.
+        If the target cannot be reached, the job is over all the same; `record.warning` has the reason.
         """
         from ..target import Outlives
 
@@ -299,9 +305,9 @@ class Job:
             return False
 
     def shell(self, node: int, argv: Sequence[str] = (), *, terminal: bool = False) -> int:
-        """Runs `argv`, or a shell, on a node of the running job, with this process's streams; returns its exit code.
+        """Run `argv`, or a shell, on a node of the running job with this process's streams; return its exit code.
 
-        Raises SpecError where the target cannot, and what `Shells.shell` raises.
+        Raises SpecError if the target does not support that, and what `Shells.shell` raises.
         """
         from ..target import Shells, kinds_with
 
@@ -314,10 +320,10 @@ class Job:
         return target.shell(self.native_id, node, argv, terminal=terminal)
 
     def resume_submit(self) -> Status:
-        """Carries out a submit that was cut off: asks the target again, which finds an earlier one first.
+        """Carry out a submit that was cut off: call the target again, which looks for an earlier submit first.
 
-        Does nothing while the process that submits the job lives: it holds a lock. Where that is not certain (just
-        after the intent was written), it is believed for a minute. A refusal is in the status.
+        Does nothing while the submitting process lives: it holds a lock. Where that is uncertain (just after the
+        intent was written), the process counts as alive for a minute. A rejection is in the status.
         """
         from ..target import Finds
         from .recovery import find_submitted
@@ -339,7 +345,7 @@ class Job:
             return self.record.status
 
     def describe(self) -> dict[str, Any]:
-        """All that the store knows, in plain JSON values. Asks no backend. Raises StoreError."""
+        """Return everything that the store holds, in plain JSON values. Polls no backend. Raises StoreError."""
         record = self.record.reload()
         plan = record.plan()
         return {
@@ -363,19 +369,19 @@ class Job:
         }
 
     async def status_async(self, refresh: bool = True) -> Status:
-        """`status`, in a thread."""
+        """Run `status` in a thread."""
         import asyncio
 
         return await asyncio.to_thread(self.status, refresh)
 
     async def cancel_async(self, wait: bool = True) -> Status:
-        """`cancel`, in a thread."""
+        """Run `cancel` in a thread."""
         import asyncio
 
         return await asyncio.to_thread(self.cancel, wait)
 
     async def wait_async(self, timeout: float | None = None) -> Status:
-        """`wait`, in a thread, which ends within a second of this being cancelled."""
+        """Run `wait` in a thread, which ends within a second of cancellation."""
         import asyncio
         import threading
 
@@ -393,7 +399,7 @@ class Job:
         since: Cursor | str | float | None = None,
         tail: int | None = None,
     ) -> AsyncIterator[LogLine]:
-        """`logs`, in a thread, which ends within a second of this being closed."""
+        """Run `logs` in a thread, which ends within a second of closing the iterator."""
         import asyncio
         import threading
 
@@ -422,10 +428,10 @@ class Job:
             pause.until_news(self.waiting_target(), self.native_id)
 
     def fetch(self, directory: str | os.PathLike[str]) -> list[str]:
-        """Makes the directory out of what the job has left as its results; returns the names in it.
+        """Create the directory from the job's results; return the names in it.
 
-        Raises NotReady where the job runs, has left nothing, or the directory is there; SpecError for a kind of target
-        that keeps no results; Unreachable.
+        Raises NotReady if the job runs, has left nothing, or the directory exists; SpecError for a kind of target
+        that stores no results; Unreachable.
         """
         from pathlib import Path
 
@@ -440,9 +446,9 @@ class Job:
         return target.fetch(self.native_id, Path(directory))
 
     def native(self) -> object:
-        """The job as an object of the vendor's own library, such as SageMaker's `TrainingJob`.
+        """Return the job as an object of the vendor's own library, such as SageMaker's `TrainingJob`.
 
-        Raises ConfigError where that is not installed, NotReady, Unreachable; SpecError for a kind without one.
+        Raises ConfigError if that is not installed, NotReady, Unreachable; SpecError for a kind without one.
         """
         from ..target import HasNative, kinds_with
 
@@ -455,7 +461,7 @@ class Job:
         return target.native(self.native_id)
 
     def waiting_target(self) -> Target | None:
-        """The target, when there is something that it could be asked about."""
+        """Return the target, or None if it has not confirmed the job."""
         return None if self.native_id is None else self._target()
 
     def _logs(
@@ -472,8 +478,10 @@ class Job:
         return follow(self, cursor, ranks, tail, Pause(stop, None))
 
     def cursor(self, since: Cursor | str | float | None) -> Cursor:
-        """The place in the logs that `since` means, as for `logs`. Looks for a job whose submit was cut off. Raises
-        SpecError, ConfigError."""
+        """Return the log position that `since` means, as for `logs`. Raises SpecError, ConfigError.
+
+        A job whose submit was cut off is looked up on its target first.
+        """
         if self.record.reload().native_id is None and not self.record.status.state.final and cut_off(self.record):
             from .recovery import recover
 
@@ -490,7 +498,7 @@ class Job:
         return target.cursor_at(self.native_id, since)
 
     def read_logs(self, since: Cursor) -> Iterator[LogLine]:
-        """The lines that there are after the cursor. Raises SubmitError for a job that ended without a native id."""
+        """Return the existing lines after the cursor. Raises SubmitError for a job that ended without a native id."""
         status = self.record.status
         if self.native_id is None and status.state.final:
             why = f": {status.message}" if status.message else ""
@@ -499,7 +507,7 @@ class Job:
         return iter(()) if target is None or self.native_id is None else target.logs(self.native_id, since)
 
     def tail_at(self, since: Cursor, count: int) -> Cursor | None:
-        """Where each rank's last lines begin; None for a target that cannot tell. Raises Unreachable."""
+        """Return where each rank's last lines begin; None if unsupported. Raises Unreachable."""
         from ..target import Tails
 
         target = self.waiting_target()

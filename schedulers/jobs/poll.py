@@ -1,4 +1,4 @@
-"""Asking targets about jobs: each once for all of its jobs."""
+"""Polling of jobs: one query per target for all of its jobs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def restore(record: Record) -> Target:
-    """The target of the job, as it was when it was submitted. Raises ConfigError."""
+    """Construct the job's target as it was when the job was submitted. Raises ConfigError."""
     from pathlib import Path
 
     from ..config.named_targets import load_target, restore_target
@@ -31,9 +31,11 @@ def restore(record: Record) -> Target:
 
 
 def poll_all(records: Sequence[Record], shared: dict[str, Target] | None = None) -> None:
-    """Polls each target once for all its jobs, looks there for those whose submit was cut off, and records the answers.
-    What goes wrong with one target, or one record, is a warning on the records concerned. `shared` holds targets that
-    may be used, by `group`, and is added to."""
+    """Poll each target once for all its jobs and record the results.
+
+    Jobs whose submit was cut off are looked up on their targets. An error of one target, or one record, becomes a
+    warning on the records concerned. `shared` is a cache of targets by `group`, which is added to.
+    """
     shared = {} if shared is None else shared
     groups: dict[str, list[Record]] = {}
     for record in records:
@@ -51,7 +53,7 @@ def poll_all(records: Sequence[Record], shared: dict[str, Target] | None = None)
 
 
 def group(record: Record) -> str:
-    """The same for records whose target is one and the same."""
+    """Return a key that is the same for records with the same target."""
     import json
 
     try:
@@ -62,7 +64,7 @@ def group(record: Record) -> str:
 
 
 def _asked_with(record: Record) -> str:
-    """The same for records whose backend can be asked about all of them at once."""
+    """Return a key that is the same for records whose backend can be polled for all of them at once."""
     import json
 
     kind = _gathering(record.kind)
@@ -111,7 +113,7 @@ def _poll(records: Sequence[Record], shared: dict[str, Target]) -> None:
 
 
 def _submitted(records: Sequence[Record], target: Target) -> list[Record]:
-    """Those whose submit is complete, after the target was asked for the others."""
+    """Return the records whose submit is complete, and look for the others on the target."""
     complete = [record for record in records if not record.incomplete]
     for record in records:
         if record.incomplete:
@@ -123,7 +125,7 @@ def _submitted(records: Sequence[Record], target: Target) -> list[Record]:
 
 
 def _any_target(records: Sequence[Record], shared: dict[str, Target]) -> Target:
-    """That of the first record whose options can still be meant: each can be asked about all. Raises ConfigError."""
+    """Return the target of the first record with valid options: each can poll all the jobs. Raises ConfigError."""
     for record in records[:-1]:
         with contextlib.suppress(SchedulerError):
             return _restored(record, shared)

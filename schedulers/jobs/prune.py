@@ -1,4 +1,4 @@
-"""Jobs that are over, deleted: what their targets keep of them, then their records."""
+"""Deletion of finished jobs: first the data that their targets store, then their records."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Pruned:
-    """ids: the jobs whose records are gone (or would be), newest first; left: a line for each thing that is kept."""
+    """The result of pruning.
+
+    ids:  jobs whose records are gone (or would be), newest first.
+    left: a line for each thing that is kept.
+    """
 
     ids: tuple[str, ...]
     left: tuple[str, ...] = ()
@@ -33,11 +37,11 @@ def prune(
     ids: Sequence[str] | None = None,
     dry_run: bool = False,
 ) -> Pruned:
-    """What `Store.prune` does, after the jobs' targets have removed what they keep of them.
+    """Delete jobs as `Store.prune` does, after their targets have deleted the data they store.
 
-    A target that cannot be asked keeps it, and that stops nothing. Of a job that another machine submitted, only the
-    record here goes, unless the job is named (`ids`): that machine may still want its logs. A job that may still run
-    in its directory is kept, whatever its record says. Raises StoreError.
+    A target that cannot be reached keeps its data, and the rest goes on. Of a job that another machine submitted,
+    only the record here goes, unless the job is named (`ids`): that machine may still need its logs. A job that
+    may still run in its directory is kept, whatever its record has. Raises StoreError.
     """
     chosen = store.prune(older_than_s=older_than_s, keep=keep, ids=ids, dry_run=True)
     used = _used(store, set(chosen))
@@ -95,7 +99,7 @@ def _clear(store: Store, chosen: set[str], *, others: bool) -> list[str]:
 
 
 def _alike(record: Record) -> tuple[str, str, str]:
-    """The same for jobs of one target with the same options, which are cleared together."""
+    """Return a key that is the same for jobs with the same target and options, which are cleared together."""
     try:
         return record.kind, record.target, json.dumps(record.options(), sort_keys=True)
     except StoreError:

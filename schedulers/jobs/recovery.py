@@ -1,6 +1,6 @@
-"""Jobs whose submit was cut off, or cancelled before it had ended: found on their target, and ended there if asked.
+"""Recovery of jobs whose submit was cut off, or cancelled before it ended: found and cancelled on their target.
 
-A record that is `incomplete` says that the backend may have the job, or a part of it. Nothing here submits.
+For a record that is `incomplete`, the backend may have the job, or a part of it. Nothing here submits.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 def recover(record: Record, target: Target) -> None:
-    """Records what the target knows of a job whose submit was cut off; does nothing while a process submits it.
+    """Record the target's state of a job whose submit was cut off; do nothing while a process submits it.
 
-    Whatever is not known is a warning on the record. Raises StoreError.
+    An error, or a job that is not found, becomes a warning on the record. Raises StoreError.
     """
     with record.submission(blocking=False) as ours:
         if not ours or not record.reload().incomplete or record.status.state.final:
@@ -34,11 +34,12 @@ def recover(record: Record, target: Target) -> None:
 
 
 def find_submitted(record: Record, target: Target) -> bool:
-    """Looks for the job on its target and records its native id and state. One that somebody has cancelled is ended;
-    the submit stays incomplete until the target has confirmed that.
+    """Look for the job on its target and record its native id and state. Return False if it is not found.
 
-    False when the target does not have it, or cannot tell. A cancelled job is over when the target still does not have
-    it a minute later. To be called with the submission's lock held. Raises what asking the target raises, StoreError.
+    Returns False also for a target that cannot find jobs. A job with a cancel request is cancelled; its submit
+    stays incomplete until the target has confirmed that. If the target still does not have such a job a minute
+    later, it is over. Call it with the submission's lock held. Raises the errors of querying the target,
+    StoreError.
     """
     from ..target import Finds
 

@@ -1,4 +1,4 @@
-"""The steps of a submit: what depends on the current directory, and the one call of the target."""
+"""The steps of a submit: paths made absolute, the call of the target, and the record of its answer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _AT_ONCE = 8
 
 
 def places(here: str, code: str | os.PathLike[str] | None, *, explicit: bool) -> tuple[str, str]:
-    """The code directory, and where in it the program runs."""
+    """Return the code directory, and the directory inside it where the program runs."""
     if code is None:
         return here, "."
     here = os.path.realpath(here)
@@ -48,7 +48,7 @@ def default_name(program: str, entry: Entry) -> str:
 
 
 def prepare(spec: JobSpec, target_name: str, store: Store, start: str | Path | None) -> tuple[ResolvedTarget, JobSpec]:
-    """The target, and the spec with everything that depends on the current directory made absolute."""
+    """Return the target, and the spec with everything that depends on the current directory made absolute."""
     from ..config.named_targets import resolve_target
     from ..target import Grows, Sizes
 
@@ -66,7 +66,7 @@ def prepare(spec: JobSpec, target_name: str, store: Store, start: str | Path | N
 
 
 def admit(target: Target, specs: Iterable[JobSpec]) -> None:
-    """Raises SpecError for a job that this target knows it cannot run: it is not recorded."""
+    """Raise SpecError for a job that this target knows it cannot run, before it is recorded."""
     from ..target import Admits
 
     if isinstance(target, Admits):
@@ -75,8 +75,10 @@ def admit(target: Target, specs: Iterable[JobSpec]) -> None:
 
 
 def send_many(records: Sequence[Record], target: Sweeps, plans: Sequence[Plan]) -> None:
-    """Hands the plans of a sweep to the target at once and records the answers. `Record.warning` says why a job was not
-    submitted; an error that all jobs have is raised."""
+    """Submit the plans of a sweep in one request and record the results.
+
+    `Record.warning` has the reason why a job was not submitted; an error that all jobs have is raised.
+    """
     asked_at = time.time()
     # The first one's lock stands for all: a thousand jobs would need a thousand open files.
     with records[0].submission():
@@ -100,9 +102,10 @@ def send_many(records: Sequence[Record], target: Sweeps, plans: Sequence[Plan]) 
 
 
 def for_each(act: Callable[[Item], Made], items: Iterable[Item]) -> list[Made]:
-    """What `act`, which writes a job's record, gives for each of `items`, in their order, several at a time.
+    """Call `act`, which writes a job's record, for each of `items` in several threads; return the results in order.
 
-    When this returns, all of them are on the disk. Raises what the first that failed raised; none is begun after that.
+    All records are on disk when this returns. Raises the error of the first that failed; none is begun after
+    that.
     """
     from concurrent.futures import ThreadPoolExecutor
 
@@ -111,7 +114,7 @@ def for_each(act: Callable[[Item], Made], items: Iterable[Item]) -> list[Made]:
 
 
 def send(record: Record, target: Target, plan: Plan) -> None:
-    """Hands the plan to the target and records the answer; a refusal is recorded, and raised."""
+    """Submit the plan and record the result; a rejection is recorded, and raised."""
     asked_at = time.time()
     answer: str | SchedulerError
     try:
@@ -128,7 +131,7 @@ def send(record: Record, target: Target, plan: Plan) -> None:
 
 
 def _keep(record: Record, answer: str | SchedulerError, asked_at: float) -> None:
-    """Records the native id, and that a job which has started in part is to be cancelled."""
+    """Record the native id, and a cancel request for a job that has started only in part."""
     native_id = answer if isinstance(answer, str) else getattr(answer, "native_id", None)
     if native_id is None:
         return
@@ -141,7 +144,7 @@ def _keep(record: Record, answer: str | SchedulerError, asked_at: float) -> None
 
 
 def _settle(record: Record, answer: str | SchedulerError, target: Sweeps | Target) -> SchedulerError | None:
-    """Cancels the job if it is to be, and records a refusal. Returns why the job was not submitted."""
+    """Cancel the job if requested, and record a rejection. Return why the job was not submitted."""
     problem = None if isinstance(answer, str) else answer
     if isinstance(problem, Unreachable):
         return problem  # it may have got there all the same, so it is neither failed nor sent again blindly

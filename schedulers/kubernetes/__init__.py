@@ -1,3 +1,1 @@
-"""The kubernetes target: a job as objects of a cluster, whose every pod runs `accel launch`; not the charts
-(`helm/`), which must equal it.
-"""
+"""The Kubernetes target: one object per job, whose pods run `accel launch`. The charts (`helm/`) must equal it."""

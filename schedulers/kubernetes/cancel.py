@@ -1,4 +1,4 @@
-"""The orderly end of a job: its logs kept, its object deleted, its pods given their grace."""
+"""Graceful cancellation: archive the logs, delete the job's object, and let its pods end in their grace period."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ logger = logging.getLogger(__name__)
 
 
 def cancel(api: Api, native: Native, directory: Path) -> None:
-    """Archive the logs and delete the job's object. Cancelling a job that is gone is no error, also where a later
-    object has its name. Raises ApiError, Unreachable.
+    """Archive the logs and delete the job's object. Do nothing if the job is gone.
 
-    In the background: a deletion in the foreground needs an UPDATE at its end, which Trainer's webhook refuses since
+    A later object of the same name stays. Raises ApiError, Unreachable.
+
+    Deletes in the background: a foreground deletion ends with an UPDATE, which Trainer's webhook refuses since
     the runtime is gone by then. This also frees an object that an earlier deletion left behind.
     """
     from .logs.archive import keep
@@ -35,8 +36,10 @@ def cancel(api: Api, native: Native, directory: Path) -> None:
 
 
 def cancel_rest(api: Api, native: Native, directory: Path) -> bool:
-    """Cancel a job that is over when one of its pods still runs, as others of a failed PyTorchJob do. Returns True when
-    one does. Raises ApiError, Unreachable."""
+    """Cancel a finished job if one of its pods still runs, as those of a failed PyTorchJob may.
+
+    Returns True if one does. Raises ApiError, Unreachable.
+    """
     pods = query.pods_of(api, native)
     if not any(pod_states.alive(pod, api.now()) for pod in pods) or query.replaced(api, native):
         return False

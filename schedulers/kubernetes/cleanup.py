@@ -1,5 +1,4 @@
-"""What a cluster keeps of jobs that are over, removed: the job's object, with all that belongs to it, and whatever a
-submit that was cut off has left."""
+"""Removal of finished jobs' objects, and of everything that an interrupted submit left."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ _AT_ONCE = 50
 
 
 def clear(api: Api, options: KubernetesOptions, jobs: Sequence[Native]) -> list[str]:
-    """A line for each job that something stays of."""
+    """Delete the jobs' objects. Return a line for each job that could not be cleared."""
     groups: dict[tuple[str, str], list[Native]] = {}
     for native in jobs:
         groups.setdefault((native.workload, native.namespace), []).append(native)
@@ -38,7 +37,7 @@ def clear(api: Api, options: KubernetesOptions, jobs: Sequence[Native]) -> list[
 
 
 def _clear(api: Api, options: KubernetesOptions, jobs: Sequence[Native], kept: dict[str, str]) -> None:
-    """Jobs of one kind and one namespace."""
+    """Clear jobs of one kind and one namespace. `kept`: job id -> why it stays."""
     first = jobs[0]
     mine = {names.label_value(native.job_id): native for native in jobs}
     listed: list[dict[str, Any]] = []
@@ -74,7 +73,7 @@ def _delete(api: Api, path: str, job: str, kept: dict[str, str]) -> None:
 
 
 def _named(api: Api, options: KubernetesOptions, jobs: Sequence[Native]) -> Iterator[tuple[str, str]]:
-    """What was made before the job's object, and has its name."""
+    """Yield (path, job id) of objects created before the job's object and under its name."""
     for native in jobs:
         if native.workload == "trainjob":
             yield api.path(API_VERSION, RUNTIME_PLURAL, native.name, namespace=native.namespace), native.job_id
@@ -85,7 +84,7 @@ def _named(api: Api, options: KubernetesOptions, jobs: Sequence[Native]) -> Iter
 def _labelled(
     api: Api, options: KubernetesOptions, of: Native, jobs: Mapping[str, Native]
 ) -> Iterator[tuple[str, str]]:
-    """What belongs to no object, and would go with none. `jobs`: by their label."""
+    """Yield (path, job id) of objects without an owner to be deleted with. `jobs`: by their label."""
     if not jobs:
         return
     query = {"labelSelector": names.selector_of(jobs)}

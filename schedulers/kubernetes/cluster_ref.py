@@ -1,5 +1,7 @@
-"""Which cluster a job was sent to, and what of its code: kept with its record, so that it stays with that cluster
-whatever becomes the current context, and so that a submit that was cut off is carried out with the same code."""
+"""The cluster that a job was sent to and the digest of its code, stored with its record.
+
+A change of the current context does not affect the job. An interrupted submit resumes with the same code.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,10 @@ _FILE = "kubernetes/placed.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Placed:
-    """kubeconfig, context: None in a pod of the cluster.
-    snapshot: the digest of the code directory, packed; None where the code is in the image.
+    """The cluster and the code of a submitted job.
+
+    kubeconfig, context: None in a pod of the cluster.
+    snapshot: the digest of the code directory, packed; None if the code is in the image.
     """
 
     namespace: str
@@ -31,7 +35,7 @@ class Placed:
     snapshot: str | None = None
 
     def options(self, options: KubernetesOptions) -> KubernetesOptions:
-        """The target's options, of that cluster."""
+        """Return the target's options for that cluster."""
         return replace(options, kubeconfig=self.kubeconfig, context=self.context, namespace=self.namespace)
 
 
@@ -40,7 +44,7 @@ def placed(access: Access, snapshot: str | None) -> Placed:
 
 
 def read(jobs: Path, job_id: str) -> Placed | None:
-    """None of a job that was not sent anywhere yet, or that another machine submitted. Raises StoreError."""
+    """Return a job's cluster, or None if it was not sent or another machine submitted it. Raises StoreError."""
     path = str(jobs / job_id / _FILE)
     document = atomic_files.read_document(path)
     if document is None:
@@ -52,7 +56,7 @@ def read(jobs: Path, job_id: str) -> Placed | None:
 
 
 def write(jobs: Path, job_id: str, placed: Placed) -> None:
-    """Raises StoreError when it is not on the disk."""
+    """Write the job's cluster to disk. Raises StoreError."""
     path = str(jobs / job_id / _FILE)
     try:
         os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)

@@ -1,6 +1,6 @@
-"""What an API server would say of a job's objects (`accel submit --dry-run=server`).
+"""Dry run of a job's objects on an API server (`accel submit --dry-run=server`).
 
-Servers since 1.25 refuse fields that they do not know; older ones drop them, which is seen in what they answer.
+Servers since 1.25 refuse unknown fields; older ones drop them, which their response shows.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _QUERY = {"dryRun": "All", "fieldValidation": "Strict", "fieldManager": "accel"}
 
 
 def review(api: Api, spec: JobSpec, options: KubernetesOptions, job_id: str) -> list[str]:
-    """A line for each thing that the cluster would refuse of the job, or leave out. Nothing is made there. Other
-    warnings of the API server are logged.
+    """Return a line for each object or field that the cluster would refuse or drop. Nothing is created there.
 
-    Of a TrainJob, what Trainer's webhook has to say beyond its runtime is not heard: it looks for that one first.
+    Other warnings of the API server are logged. Trainer's webhook checks the runtime of a TrainJob first, and so
+    reports nothing else.
 
     Raises Unreachable, ConfigError, SnapshotError.
     """
@@ -48,7 +48,7 @@ def review(api: Api, spec: JobSpec, options: KubernetesOptions, job_id: str) -> 
 
 
 def _built(api: Api, spec: JobSpec, options: KubernetesOptions, job_id: str) -> list[delivery.Object]:
-    """The objects as `submit` makes them, but for their owner, which there is none of yet. Raises SpecError."""
+    """Return the objects as `submit` creates them, without their owner. Raises SpecError."""
     with tempfile.TemporaryDirectory(prefix="accel-") as scratch:
         _, data = upload.pack(spec, options, Path(scratch), None)
     code = delivery.Code(kind="image")
@@ -81,7 +81,7 @@ def _lines(api: Api, made: delivery.Object) -> Iterator[str]:
 
 
 def _claim_lines(api: Api, made: delivery.Object) -> Iterator[str]:
-    """Of the pod that brings the code to a claim."""
+    """Check the pod that uploads the code to a claim."""
     if made["kind"] == "Pod":
         from .code import pvc
 
@@ -92,7 +92,7 @@ def _claim_lines(api: Api, made: delivery.Object) -> Iterator[str]:
 
 
 def dropped(sent: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
-    """The places of what was sent and is not there. What is empty is no loss, and servers leave it out."""
+    """Return the paths that are in `sent` and not in `there`. Empty values do not count: servers omit them."""
     return list(_dropped(sent, there, ""))
 
 
@@ -114,7 +114,7 @@ def _dropped(sent: object, there: object, place: str) -> Iterator[str]:
 
 
 def _same(value: object, index: int, there: Sequence[Any]) -> object:
-    """The item of a list that this one became: that of its name, since others may have been put before it."""
+    """Return the item that corresponds to `value`: by name, since others may be inserted, else by index."""
     if isinstance(value, Mapping) and "name" in value:
         return next((each for each in there if isinstance(each, Mapping) and each.get("name") == value["name"]), None)
     return there[index] if index < len(there) else None

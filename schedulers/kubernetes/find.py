@@ -1,4 +1,4 @@
-"""Jobs that another machine submitted: found by their label, and what they are by an annotation."""
+"""Discovery of jobs that another machine submitted, by their label. An annotation holds the job spec."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .status import job_states, pod_states
 
 
 def find(api: Api, options: KubernetesOptions, job_id: str) -> Found | None:
-    """Looks in the target's namespace, for the target's own kind of workload first. Raises what asking raises."""
+    """Find a job in the target's namespace, the target's kind of workload first. Raises UnknownJob, request errors."""
     kinds = sorted(BUILDERS, key=lambda kind: kind != options.workload)
     for kind in kinds:
         for each in listed(api, kind, names.selector(job_id), asked=kind == options.workload):
@@ -29,8 +29,7 @@ def find(api: Api, options: KubernetesOptions, job_id: str) -> Found | None:
 
 
 def listed(api: Api, kind: str, selector: str, *, asked: bool) -> list[dict[str, Any]]:
-    """The workloads of a kind that have the labels; none where the cluster does not know the kind. One that was not
-    asked for (`asked`) may be forbidden as well."""
+    """Return a kind's matching workloads; none if the cluster lacks the kind or, unless `asked`, forbids it."""
     builder = BUILDERS[kind]
     passed = (NotFound,) if asked else (NotFound, Forbidden)
     with contextlib.suppress(*passed):
@@ -55,8 +54,10 @@ def _found(api: Api, kind: str, workload: dict[str, Any], job_id: str) -> Found:
 
 
 def jobs(api: Api, options: KubernetesOptions) -> list[Listed]:
-    """All jobs in the target's namespace that have accel's label, of every kind of workload that the cluster has and
-    shows; the target's own kind must be readable. Raises what asking raises."""
+    """Return all jobs with accel's label in the target's namespace, of every kind of workload that we may read.
+
+    The target's own kind must be readable. Raises request errors.
+    """
     found: dict[str, Listed] = {}
     for kind in BUILDERS:
         for workload in listed(api, kind, names.JOB_ID, asked=kind == options.workload):
@@ -67,7 +68,7 @@ def jobs(api: Api, options: KubernetesOptions) -> list[Listed]:
 
 
 def _listed(kind: str, workload: dict[str, Any]) -> Listed:
-    """With the name and nodes of its annotation; without one, as its labels and the object itself say."""
+    """Return a job with the name and nodes of its annotation, else of its labels and the object."""
     metadata = workload["metadata"]
     job_id, name = metadata["labels"][names.JOB_ID], metadata["labels"].get(names.NAME) or metadata["name"]
     nodes = job_states.nodes_of(workload) or 1
@@ -79,7 +80,7 @@ def _listed(kind: str, workload: dict[str, Any]) -> Listed:
 
 
 def _made_by_another(workload: dict[str, Any]) -> bool:
-    """Return True for the JobSet of a TrainJob and the Job of a JobSet, which may carry the labels of theirs."""
+    """Return True for the JobSet of a TrainJob and the Job of a JobSet, which may inherit their labels."""
     kinds = {builder.KIND for builder in BUILDERS.values()}
     owners = workload["metadata"].get("ownerReferences") or []
     return any(owner.get("controller") and owner.get("kind") in kinds for owner in owners)

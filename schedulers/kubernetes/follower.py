@@ -1,4 +1,4 @@
-"""How a target follows its jobs: states and logs from what is watched while somebody waits, and by asking otherwise."""
+"""Statuses and logs of a target's jobs: from a watch while somebody waits, else by polling."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class Follower:
-    """Of one target. Asks nothing before it is asked. Safe to use from several threads.
+    """A reader of the statuses and logs of one target's jobs. Sends no request before its first use. Thread-safe.
 
     ttl: the cluster removes jobs by itself some time after their end.
     """
@@ -32,8 +32,10 @@ class Follower:
         self._waits: dict[str, int] = {}  # native id -> waits since its logs were read
 
     def statuses(self, natives: Sequence[Native]) -> tuple[dict[str, Status], dict[str, str]]:
-        """The status of each job, and why, of those that could not be asked about. A job whose object is gone has
-        failed: the API server is certain of it. Raises an ApiError when the server refuses the question."""
+        """Return the status of each job, and the reason for each that could not be queried.
+
+        A job whose object is gone has failed: the API server is certain of it. Raises ApiError for a refused query.
+        """
         found, silent = query.statuses(self._api, natives, ttl=self._ttl)
         over = {native for native, status in found.items() if status.state.final}
         self._over |= over
@@ -43,9 +45,9 @@ class Follower:
         return found, silent
 
     def wait(self, native: Native, timeout_s: float) -> bool | None:
-        """Until the job may be over. Watches are opened, and stay open while somebody asks.
+        """Wait until the job may be over. Watches open when first needed and stay open between waits.
 
-        Who waits and does not read the logs is told where they will be deleted with the pods.
+        Logs a warning if the job's logs will be deleted with its pods and the caller does not read them.
         """
         self._reader.followed(native)
         watcher = watch.shared(self._api, native)
@@ -57,25 +59,25 @@ class Follower:
         return news
 
     def logs(self, native: Native, since: Cursor | None, directory: Path | None) -> Iterator[LogLine]:
-        """The lines that there are now; those of pods that are gone from `directory`, the job's, where they were kept.
+        """Return the lines that exist now. Logs of deleted pods come from the job's `directory`, if archived there.
 
-        Raises Unreachable, and an ApiError when the server refuses the question.
+        Raises Unreachable, and an ApiError when the server refuses the query.
         """
         self._waits[str(native)] = 0
         return self._reader.read(native, since, directory, over=str(native) in self._over)
 
     def cursor_at(self, native: Native, when: float, directory: Path | None) -> Cursor:
-        """Where the logs stood at that time (seconds since the epoch), to the second."""
+        """Return the cursor of the logs at that time (seconds since the epoch), to the second."""
         return self._reader.cursor_at(native, when, directory)
 
     def close(self) -> None:
-        """Ends what was opened; it is made anew when it is needed."""
+        """Close the watches and connections. They are reopened when needed."""
         self._reader.close()
         watch.release(self._api)
 
 
 def _deletes_pods(workload: Mapping[str, Any]) -> bool:
-    """Return True if the cluster deletes the job's pods some time after its end, or when its restarts are used up."""
+    """Return True if the cluster deletes the pods some time after the job's end, or once restarts are used up."""
     spec = workload.get("spec") or {}
     policy = spec.get("runPolicy") or {}
     return "ttlSecondsAfterFinished" in {**spec, **policy} or "backoffLimit" in policy

@@ -1,4 +1,4 @@
-"""What a job's objects are called, and how they are found again.
+"""Names and labels of a job's objects.
 
 https://kubernetes.io/docs/concepts/overview/working-with-objects/names/ and …/labels/
 """
@@ -37,12 +37,12 @@ _QUALIFIED = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?\Z")
 
 
 def is_label(text: str) -> bool:
-    """Whether it is a DNS-1123 label."""
+    """Return True for a DNS-1123 label."""
     return len(text) <= _MOST_LABEL and _LABEL.match(text) is not None
 
 
 def is_subdomain(text: str) -> bool:
-    """Whether it is a DNS-1123 subdomain, as the names of most objects are."""
+    """Return True for a DNS-1123 subdomain, the form of most objects' names."""
     return 0 < len(text) <= _MOST_SUBDOMAIN and all(is_label(part) for part in text.split("."))
 
 
@@ -51,13 +51,13 @@ def is_label_value(text: str) -> bool:
 
 
 def is_qualified(text: str) -> bool:
-    """Whether it may name a label, an annotation or a resource: `name`, or `prefix/name`."""
+    """Return True for a valid name of a label, an annotation or a resource: `name` or `prefix/name`."""
     prefix, slash, name = text.rpartition("/")
     return len(name) <= _MOST_LABEL and _QUALIFIED.match(name) is not None and (not slash or is_subdomain(prefix))
 
 
 def label_value(text: str) -> str:
-    """The text as the value of a label: itself where it may be one, else a readable part of it and its hash."""
+    """Return the text as a label value: unchanged if valid, else a readable part of it and its hash."""
     if text and is_label_value(text):
         return text
     head = slug(text)[: _MOST_LABEL - HASH - 1].rstrip("-")
@@ -65,22 +65,22 @@ def label_value(text: str) -> str:
 
 
 def labels(name: str, job_id: str) -> dict[str, str]:
-    """Of everything that belongs to the job."""
+    """Return the labels of everything that belongs to the job."""
     return {MANAGED_BY: "accel", JOB_ID: label_value(job_id), NAME: label_value(name)}
 
 
 def selector(job_id: str) -> str:
-    """Finds everything that belongs to the job."""
+    """Return the label selector of everything that belongs to the job."""
     return f"{JOB_ID}={label_value(job_id)}"
 
 
 def selector_of(jobs: Iterable[str]) -> str:
-    """Finds everything that belongs to these jobs, which are values of their label."""
+    """Return the label selector of everything that belongs to these jobs, by their label values."""
     return f"{JOB_ID} in ({','.join(sorted(jobs))})"
 
 
 def node_of(pod: Mapping[str, Any]) -> int | None:
-    """Which of the job's nodes this pod is; of an elastic world, which of its pods. None for a pod of another kind."""
+    """Return the pod's node index (in an elastic world its pod index), or None for a pod of another kind."""
     metadata = pod.get("metadata") or {}
     said = {**(metadata.get("annotations") or {}), **(metadata.get("labels") or {})}
     index = said.get(COMPLETION_INDEX)

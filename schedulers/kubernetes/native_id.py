@@ -1,4 +1,4 @@
-"""The id of a job of a kubernetes target: `pytorchjob/NAMESPACE/OBJECT/JOB/UID`, its object and its id in the store."""
+"""Native ids of Kubernetes jobs, `pytorchjob/NAMESPACE/OBJECT/JOB/UID`: the object, and the id in the store."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .manifests.build import BUILDERS
 
 @dataclass(frozen=True)
 class Native:
-    """uid: of the object; empty where it is not known, as in records of earlier versions."""
+    """A job's native id. `uid`: the object's; empty if unknown, as in records of earlier versions."""
 
     workload: str
     namespace: str
@@ -26,11 +26,11 @@ class Native:
 
     @classmethod
     def of(cls, workload: str, metadata: Mapping[str, Any], job_id: str) -> Native:
-        """The id of a job by its object's metadata."""
+        """Return the native id of a job whose object has this metadata."""
         return cls(workload, str(metadata["namespace"]), str(metadata["name"]), job_id, str(metadata.get("uid") or ""))
 
     def owns(self, there: Mapping[str, Any]) -> bool:
-        """Return True if the object is the job's, and not a later one of its name."""
+        """Return True if the object is the job's, and not a later one of the same name."""
         return self.uid in ("", there["metadata"].get("uid"))
 
     @property
@@ -47,12 +47,12 @@ class Native:
 
     @property
     def selector(self) -> str:
-        """Finds everything that belongs to the job."""
+        """The label selector of everything that belongs to the job."""
         return names.selector(self.job_id)
 
     @classmethod
     def parse(cls, text: str) -> Native:
-        """What `str` gave. Raises SpecError."""
+        """Parse the output of `str`. Raises SpecError."""
         words = text.split("/")
         if len(words) not in (4, 5) or not all(words) or words[0] not in BUILDERS or not names.is_label(words[1]):
             raise SpecError(f"{text!r} is not the id of a job of a kubernetes target (workload/namespace/name/job/uid)")

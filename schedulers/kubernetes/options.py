@@ -1,4 +1,4 @@
-"""What may be said of a kubernetes target, and what of it cannot be meant."""
+"""Options of a Kubernetes target and their validation."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _MOST_ID = 2**31 - 1
 
 @dataclass(frozen=True, kw_only=True)
 class Toleration:
-    """A taint that the pods bear. `operator` is Equal where a value is given, else Exists; no key is every key."""
+    """A taint that the pods tolerate. `operator` defaults to Equal with a value, else Exists; no `key` is every key."""
 
     key: str | None = None
     operator: Literal["Equal", "Exists"] | None = None
@@ -49,8 +49,11 @@ class Toleration:
 
 @dataclass(frozen=True, kw_only=True)
 class Volume:
-    """What every pod sees at `mount`: one of a PersistentVolumeClaim, a ConfigMap, a Secret, a directory of the node,
-    an export as `server:/path`, or any volume source as Kubernetes spells it (`{csi: {driver: …}}`)."""
+    """A volume that every pod mounts at `mount`.
+
+    Exactly one source: a PersistentVolumeClaim, a ConfigMap, a Secret, a directory of the node, an NFS export
+    (`server:/path`), or any volume source as Kubernetes spells it (`{csi: {driver: …}}`).
+    """
 
     mount: str
     claim: str | None = None
@@ -65,13 +68,13 @@ class Volume:
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectStore:
-    """A place for code that speaks the S3 API.
+    """An object store for code, with the S3 API.
 
     url:      `s3://bucket/prefix`.
-    image:    an image with the `aws` command, which fetches the code in an init container.
-    endpoint: of a store that is not Amazon's, as `https://minio.storage:9000`.
-    secret:   the Secret whose keys are AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and, where there is one,
-              AWS_SESSION_TOKEN; without it, what the service account may do counts.
+    image:    an image with the `aws` command, which downloads the code in an init container.
+    endpoint: for a store that is not Amazon's, such as `https://minio.storage:9000`.
+    secret:   the Secret with the keys AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and, if needed,
+              AWS_SESSION_TOKEN; default: the permissions of the service account.
     """
 
     url: str
@@ -83,38 +86,41 @@ class ObjectStore:
 
 @dataclass(frozen=True, kw_only=True)
 class KubernetesOptions:
-    """What `accel.yaml` may say of a kubernetes target.
+    """The options of a Kubernetes target in `accel.yaml`.
 
     kubeconfig, context: the file, instead of $KUBECONFIG and ~/.kube/config, and the context in it.
-    namespace:       of everything; without it, the context's.
-    workload:        pytorchjob (Kubeflow's training operator), jobset, job (Indexed Job and a Service; no operator)
-                     or trainjob (Kubeflow Trainer v2).
-    image:           for the pods, where the job names none (--image).
+    namespace:       of all objects; default: the context's.
+    workload:        pytorchjob (Kubeflow's training operator), jobset, job (Indexed Job and a Service, without an
+                     operator) or trainjob (Kubeflow Trainer v2).
+    image:           for the pods of jobs without --image.
     image_pull_policy, image_pull_secrets, service_account, priority_class: as in a pod.
-    python:          the interpreter in the image that has accel; without it, the command `accel` on its PATH.
-    cpu:             train on the CPU even where there are GPUs.
+    python:          the interpreter in the image that has accel; default: the command `accel` on the PATH.
+    cpu:             train on the CPU even if there are GPUs.
     setup:           argvs run once in every pod before the ranks start, before those of the job.
-    start_timeout_s: how long the pods wait for each other.
-    code:            how the code comes into the pods: configmap (1 MiB, packed), pvc, store or image (it is in the
-                     image); auto takes a ConfigMap and, for more, what `code_claim` or `code_store` name.
-    code_claim:      a PersistentVolumeClaim, readable from every node, that keeps snapshots.
-    code_store:      an object store that does.
-    code_dir:        where the code is in the image; without it, the image's own working directory.
-    gpu:             whose GPUs --gpus counts; `gpu_resource` is another name for them (`nvidia.com/mig-1g.10gb`).
-    gpu_label:       the node label that --accelerator is a value of.
-    tpu_topology:    of a slice on GKE, as 2x2x2, with `gpu: tpu`: --gpus counts the chips of a host, and the number of
-                     nodes follows. `slices` of it work together (workload jobset).
-    accelerators:    what --accelerator may say instead: name -> node labels.
+    start_timeout_s: the time that the pods wait for each other.
+    code:            delivery of the code: configmap (1 MiB, packed), pvc, store or image (it is in the image);
+                     auto uses a ConfigMap and, for larger code, `code_claim` or `code_store`.
+    code_claim:      a PersistentVolumeClaim for snapshots, readable from every node.
+    code_store:      an object store for snapshots.
+    code_dir:        the code's directory in the image; default: the image's working directory.
+    gpu:             the vendor of the GPUs that --gpus counts.
+    gpu_resource:    another resource name for the GPUs (`nvidia.com/mig-1g.10gb`).
+    gpu_label:       the node label whose value --accelerator selects.
+    tpu_topology:    of a slice on GKE, such as 2x2x2, with `gpu: tpu`: --gpus counts the chips of a host, and
+                     the number of nodes follows.
+    slices:          the number of TPU slices that work together (workload jobset).
+    accelerators:    the values of --accelerator instead: name -> node labels.
     resources:       further resources of each pod: `{rdma/hca_shared_devices_a: 1, ephemeral-storage: 100Gi}`.
-    host_network:    the pods use their nodes' network; `ipc_lock` lets them pin memory (RDMA). Both, like a volume's
-                     `host_path`, need `pod_security: privileged`.
-    node_selector, tolerations, affinity, volumes: where the pods may run, and what they see there.
+    host_network:    the pods use their nodes' network.
+    ipc_lock:        the pods may pin memory (RDMA). `host_network`, `ipc_lock` and a volume's `host_path` need
+                     `pod_security: privileged`.
+    node_selector, tolerations, affinity, volumes: the nodes that pods may run on, and the pods' mounts.
     queue, queue_priority: Kueue's LocalQueue and WorkloadPriorityClass.
-    volcano_queue:   Volcano's queue; Volcano then places all pods or none.
-    suspend:         create the job suspended; somebody else lets it go.
-    ttl_s:           so many seconds after its end the cluster removes the job, and its logs with it.
-    pod_security:    the Pod Security Standard that the pods keep to.
-    read_only_root_filesystem: the image's files cannot be changed; /tmp and HOME are the pod's own. Not with `setup`.
+    volcano_queue:   Volcano's queue; Volcano then schedules all pods or none.
+    suspend:         create the job suspended, for somebody else to resume.
+    ttl_s:           seconds after its end until the cluster removes the job and its logs.
+    pod_security:    the Pod Security Standard of the pods.
+    read_only_root_filesystem: the image's files are read-only; /tmp and HOME are the pod's own. Not with `setup`.
     run_as_user, run_as_group, fs_group: numeric ids, for images whose user is root or has no number.
     labels, annotations: further ones, of the job and its pods.
     patch:           a strategic merge patch for the job's object, applied last; `pod_patch` is one for its pods.
@@ -175,7 +181,7 @@ def is_word(text: str) -> bool:
 
 
 def check(options: KubernetesOptions, name: str) -> None:
-    """Raises SpecError, naming the key, for what cannot be meant."""
+    """Raise SpecError, which names the key, if an option is invalid."""
     for problem in _problems(options):
         raise SpecError(f"target {name}: {problem}")
 
@@ -304,12 +310,12 @@ def _volume_problems(volume: Volume, mounts: set[str]) -> Iterator[str]:
 
 
 def _place(volume: Volume) -> str:
-    """The directory that is meant, however it is written."""
+    """Return the volume's mount path in normal form."""
     return posixpath.normpath(f"/{volume.mount.lstrip('/')}")
 
 
 def _slice_problems(options: KubernetesOptions) -> Iterator[str]:
-    """Return a line for each thing that the options cannot mean."""
+    """Yield a line for each invalid option of TPU slices."""
     if options.slices < 1:
         yield f"slices must be 1 or more, not {options.slices}"
     if options.tpu_topology is None:

@@ -1,4 +1,4 @@
-"""Whether a cluster could run a job of ours, as far as can be asked without submitting one (`accel targets check`)."""
+"""Checks of a cluster without submitting a job (`accel targets check`)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _Report:
 
 
 def check(api: Api, options: KubernetesOptions, gpus: int) -> Checked:
-    """`gpus` are wanted of each node. Changes nothing. Raises Unreachable, SchedulerError when it cannot be asked."""
+    """Check, without changes, the cluster for `gpus` GPUs per node. Raises Unreachable, SchedulerError."""
     report = _Report()
     access = api.access
     report.rows.append(["API server", f"{access.shown}, as {access.who}"])
@@ -57,7 +57,7 @@ def _kinds(api: Api, options: KubernetesOptions, report: _Report) -> None:
 
 
 def _namespace(api: Api, report: _Report) -> None:
-    """Asked by making something in it without making it: few may look at namespaces themselves."""
+    """Check the namespace with a dry-run create in it: few users may read namespaces themselves."""
     found = "there"
     try:
         body = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": _NAME}}
@@ -73,7 +73,7 @@ def _namespace(api: Api, report: _Report) -> None:
 
 
 def needed(options: KubernetesOptions) -> dict[tuple[str, str], tuple[str, ...]]:
-    """(API group, resource) -> the verbs that submitting, following and removing jobs of this target take."""
+    """Return (API group, resource) -> the verbs needed to submit, follow and remove jobs of this target."""
     builder = BUILDERS[options.workload]
     made = ("create", "get", "list", "patch", "delete")
     found: dict[tuple[str, str], tuple[str, ...]] = {
@@ -97,7 +97,7 @@ def needed(options: KubernetesOptions) -> dict[tuple[str, str], tuple[str, ...]]
 
 
 def _optional(options: KubernetesOptions) -> dict[tuple[str, str], tuple[tuple[str, ...], str]]:
-    """(API group, resource) -> the verbs beside `needed` that something takes, and what that is."""
+    """Return (API group, resource) -> the verbs beyond `needed` that a feature uses, and which feature."""
     builder = BUILDERS[options.workload]
     why = "Without it nobody knows why a job failed once its pods are gone"
     found: dict[tuple[str, str], tuple[tuple[str, ...], str]]
@@ -194,7 +194,7 @@ def _nodes(api: Api, options: KubernetesOptions, gpus: int, report: _Report) -> 
 
 
 def _seen(api: Api, path: str) -> Iterator[dict[str, Any]]:
-    """Of a list that is worth a look and not needed: nothing where it may not be seen."""
+    """Yield the items of an informative list, or none if we may not read it."""
     try:
         yield from api.call("GET", path).get("items") or []
     except Forbidden:

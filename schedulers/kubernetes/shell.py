@@ -1,4 +1,4 @@
-"""A program beside a job's ranks, in the pod of one of its nodes, with the streams of this process (`accel shell`).
+"""A command in the pod of one of a job's nodes, connected to this process's streams (`accel shell`).
 
 The protocol of exec: https://github.com/kubernetes/kubernetes/blob/master/staging/src/k8s.io/apimachinery/pkg/util/remotecommand/constants.go
 """
@@ -90,7 +90,7 @@ except OSError as error:
 
 
 def run(api: Api, native: Native, options: KubernetesOptions, node: int, argv: Sequence[str], *, terminal: bool) -> int:
-    """The program's exit code. Raises SubmitError, ApiError, Unreachable."""
+    """Run the command, by default a shell, and return its exit code. Raises SubmitError, ApiError, Unreachable."""
     container = pods.container_name(options)
     pod = _pod(api, native, node, container)
     words = list(argv) or list(_SHELL)
@@ -120,7 +120,7 @@ def run(api: Api, native: Native, options: KubernetesOptions, node: int, argv: S
 
 
 def _pod(api: Api, native: Native, node: int, container: str) -> str:
-    """The pod of that node, which runs. Raises SubmitError."""
+    """Return the name of the node's running pod. Raises SubmitError."""
     path = api.path("v1", "pods", namespace=native.namespace)
     listed = api.call("GET", path, query={"labelSelector": native.selector}).get("items") or []
     mine = [pod for pod in listed if names.node_of(pod) == node and not pod["metadata"].get("deletionTimestamp")]
@@ -141,7 +141,7 @@ def _pod(api: Api, native: Native, node: int, container: str) -> str:
 
 
 class _Session:
-    """What goes to and fro until the program has ended."""
+    """The streams of an exec connection, until the program has ended."""
 
     def __init__(self, client: Any, *, framed: bool) -> None:
         self.printing = False
@@ -154,7 +154,7 @@ class _Session:
         os.set_blocking(self._wake, False)
 
     def run(self) -> bytes:
-        """What the server says of the end; nothing when it says nothing."""
+        """Forward the streams until the end. Return the server's exit status, empty if it sent none."""
         try:
             while self._client.is_open():
                 self._turn()
@@ -165,7 +165,7 @@ class _Session:
         return self._status
 
     def resize(self) -> None:
-        """The terminal has another size; may be called from a signal's handler."""
+        """Forward the terminal's new size. Safe to call from a signal handler."""
         with contextlib.suppress(OSError):
             os.write(self._waker, b"x")
 
@@ -211,7 +211,7 @@ class _Session:
 
 @contextlib.contextmanager
 def _raw_terminal(resized: Callable[[], None]) -> Iterator[None]:
-    """Every key goes to the program, those for signals too; the terminal is then as it was."""
+    """Send every key to the program, also those for signals; restore the terminal at the end."""
     import termios
     import tty
 

@@ -1,8 +1,9 @@
-"""Makes a job's objects: once, however often it is asked and wherever it is cut off.
+"""Idempotent creation of a job's objects: each is created once, even by repeated or interrupted submits.
 
-All names come from the job's id. An object that is there already is this job's when it has the digest that ours would
-have; anything else of that name is somebody else's and stays. API servers ask quotas and webhooks before they look
-whether an object is there: any refusal may be of one that is. https://github.com/kubernetes/kubernetes/issues/106842
+All names derive from the job's id. An existing object is this job's if it has the digest that ours would
+have; any other object of that name belongs to somebody else and stays. API servers check quotas and webhooks
+before existence, so any refusal may be of an existing object:
+https://github.com/kubernetes/kubernetes/issues/106842
 """
 
 from __future__ import annotations
@@ -50,15 +51,15 @@ progress = logging.getLogger("schedulers.progress")
 
 
 class Taken(SubmitError):
-    """The name is taken by something that is not this job's."""
+    """The name belongs to an object that is not this job's."""
 
 
 class Leaving(Taken):
-    """It is this job's, and is being removed."""
+    """The object is this job's and is being deleted."""
 
 
 class Refused(SubmitError):
-    """By the API server; `reason` as it is recorded with the job."""
+    """The API server refused an object. `reason` is recorded with the job."""
 
     def __init__(self, message: str, reason: Reason) -> None:
         super().__init__(message)
@@ -68,10 +69,10 @@ class Refused(SubmitError):
 def submit(
     api: Api, spec: JobSpec, options: KubernetesOptions, job_id: str, code: Code, data: bytes | None
 ) -> Mapping[str, Any]:
-    """The job's object, as the cluster has it, with everything that belongs to it.
+    """Create the job's object and everything that belongs to it. Return the object as the cluster has it.
 
-    Raises SubmitError for a refusal, after everything that was made is removed again; Unreachable when it cannot be
-    told, or not be finished: the same call carries it out.
+    Raises SubmitError for a refusal, after removing everything that was created; Unreachable when the outcome is
+    unknown or incomplete: the same call completes it.
     """
     made = build.build(spec, options, job_id, code, target=api.target, data=data)
     return _all(api, made, build.stamped(made.workload, spec))
@@ -107,13 +108,12 @@ def _all(api: Api, made: build.Manifests, workload: Object) -> Mapping[str, Any]
 
 
 def create(api: Api, made: Object) -> dict[str, Any]:
-    """The object as the cluster has it, now or since an earlier submit of the same. Raises Taken, ApiError,
-    Unreachable."""
+    """Return the object as the cluster has it; create it if needed. Raises Taken, ApiError, Unreachable."""
     return _created(api, made)[0]
 
 
 def _created(api: Api, made: Object) -> tuple[dict[str, Any], bool]:
-    """The object, and whether it is certain that this call made it."""
+    """Return the object, and True if this call created it for certain."""
     for _ in range(_TIMES):
         try:
             return _posted(api, made), True
@@ -131,7 +131,7 @@ def _created(api: Api, made: Object) -> tuple[dict[str, Any], bool]:
 
 
 def _posted(api: Api, made: Object) -> dict[str, Any]:
-    """What is refused for a moment only is asked for again."""
+    """Post the object, with retries while the refusal is transient."""
     deadline, pause = time.monotonic() + _PASSING_S, _FIRST_S
     while True:
         try:
@@ -144,13 +144,12 @@ def _posted(api: Api, made: Object) -> dict[str, Any]:
 
 
 def _passes(error: ApiError) -> bool:
-    """Many creates at a time get in each other's way at a quota, which answers one of them with a conflict of its own:
-    https://github.com/kubernetes/kubernetes/issues/67761"""
+    """Return True for a transient refusal: a conflict at a quota (kubernetes/kubernetes#67761), or no runtime yet."""
     return (isinstance(error, Conflict) and error.word == "Conflict") or lacks_runtime(error)
 
 
 def lacks_runtime(error: ApiError) -> bool:
-    """Whether Trainer's webhook refuses a TrainJob because it sees no runtime of that name.
+    """Return True if Trainer's webhook refuses a TrainJob because it sees no runtime of that name.
 
     https://github.com/kubeflow/trainer/blob/master/pkg/runtime/core/trainingruntime.go (`ValidateObjects`)
     """
@@ -171,12 +170,12 @@ def _post(api: Api, made: Object) -> dict[str, Any]:
 
 
 def warning(api: Api, made: Object, text: str) -> str:
-    """A warning that the API server sent with its answer, as a line."""
+    """Format a warning from the API server's response as one line."""
     return one_line(f"{api.where}: {called(made)}: the API server warns: {text}")
 
 
 def _there(api: Api, made: Object) -> dict[str, Any] | None:
-    """What there is of that name."""
+    """Return the existing object of that name, or None."""
     try:
         return api.call("GET", path_of(api, made))
     except NotFound:
@@ -184,7 +183,7 @@ def _there(api: Api, made: Object) -> dict[str, Any] | None:
 
 
 def _earlier(api: Api, workload: Object) -> Object | None:
-    """The job's object, where an earlier submit has made it. Raises Unreachable."""
+    """Return the job's object if an earlier submit created it, else None. Raises Unreachable."""
     try:
         there = _there(api, workload)
         return None if there is None else _whole(_ours(api, workload, there), workload)
@@ -193,7 +192,7 @@ def _earlier(api: Api, workload: Object) -> Object | None:
 
 
 def _has_begun(api: Api, workload: Object) -> bool:
-    """Whether a pod of the job runs or has run, as far as that may be seen: what it lacks came too late for it."""
+    """Return True if a pod has started or the pods cannot be listed. Missing objects would then come too late."""
     from .status import job_states
     from .status import query as queries  # of no use to a submit that is taken
 
@@ -206,7 +205,7 @@ def _has_begun(api: Api, workload: Object) -> bool:
 
 
 def _whole(there: Mapping[str, Any], made: Object) -> dict[str, Any]:
-    """Lists have their items' kinds left out, and some servers those of single objects."""
+    """Add API version and kind, which servers omit in lists and some in single objects."""
     return {**there, "apiVersion": made["apiVersion"], "kind": made["kind"]}
 
 
@@ -225,7 +224,7 @@ def _ours(api: Api, made: Object, there: dict[str, Any]) -> dict[str, Any]:
 
 
 def _own(api: Api, made: Object, owner: Mapping[str, Any]) -> None:
-    """What was made before the job's object goes with it from now on."""
+    """Make the job's object the owner of an object created before it."""
     _patch_owner(api, made, build.owned(made, owner)["metadata"]["ownerReferences"])
 
 
@@ -235,13 +234,13 @@ def _patch_owner(api: Api, made: Object, owners: Sequence[Mapping[str, Any]]) ->
 
 
 def delete(api: Api, made: Object) -> None:
-    """Removes an object that need not be there. Raises ApiError, Unreachable."""
+    """Delete an object, which need not exist. Raises ApiError, Unreachable."""
     with contextlib.suppress(NotFound):
         api.call("DELETE", path_of(api, made), query={"propagationPolicy": "Background"})
 
 
 def _remove(api: Api, made: Sequence[Object]) -> str | None:
-    """What this submit made, the last first. Returns what of it stays, and will not go with something else."""
+    """Delete the objects, the last first. Return the name of one that stays and has no owner, else None."""
     left = None
     for each in reversed(made):
         try:
@@ -253,7 +252,7 @@ def _remove(api: Api, made: Sequence[Object]) -> str | None:
 
 
 def list_of(api: Api, made: Mapping[str, Any]) -> str:
-    """Where objects like this one are made."""
+    """Return the collection path of the object's kind."""
     return api.path(made["apiVersion"], _PLURALS[made["kind"]])
 
 
@@ -266,6 +265,6 @@ def called(made: Mapping[str, Any]) -> str:
 
 
 def refused(error: ApiError, message: str | None = None) -> Refused:
-    """What a refusal means for the job; its own words, unless there are better ones."""
+    """Return `Refused`: NO_CAPACITY for an exceeded quota, else SETUP. `message` replaces the error's own."""
     full = isinstance(error, Forbidden) and "exceeded quota" in str(error)
     return Refused(message or str(error), Reason.NO_CAPACITY if full else Reason.SETUP)

@@ -1,4 +1,4 @@
-"""The kubernetes target: an object of the cluster for each job, every pod of which runs `accel launch`."""
+"""The Kubernetes target: each job is one object of the cluster, and every pod of it runs `accel launch`."""
 
 from __future__ import annotations
 
@@ -23,15 +23,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Cluster:
-    """A cluster that jobs of this target were sent to, and what follows them there."""
+    """A cluster that jobs of this target were sent to, and the follower of those jobs."""
 
     api: Api
     follower: Follower | None = None
 
 
 class KubernetesTarget:
-    """Runs each job as a PyTorchJob, JobSet, Job or TrainJob. A job's native id is
-    `workload/namespace/object/job id/uid`."""
+    """A target that runs each job as a PyTorchJob, JobSet, Job or TrainJob. Native ids: see `native_id.py`."""
 
     Options: ClassVar[type] = KubernetesOptions
     grows: ClassVar[bool] = True
@@ -44,18 +43,18 @@ class KubernetesTarget:
         meaning.check(self._options, self.name)
 
     def sized(self, spec: JobSpec) -> JobSpec:
-        """With the nodes that its slices of TPUs have."""
+        """Return the spec with the number of nodes that its TPU slices have."""
         return tpu_slices.sized(spec, self._options)
 
     def plan(self, spec: JobSpec, job_id: str) -> Plan:
-        """The objects as YAML; what only packing the code can tell is left open. Raises SpecError."""
+        """Return the objects as YAML. Values known only after packing the code are left open. Raises SpecError."""
         return plans.plan(spec, self._options, job_id, self.name)
 
     def submit(self, plan: Plan) -> str:
-        """Has the job's object in the cluster, once, with all that belongs to it.
+        """Create the job's object and everything that belongs to it, exactly once.
 
         Raises SubmitError when the cluster refuses it, and nothing of it is left there; SpecError, ConfigError;
-        Unreachable when it cannot be told whether the cluster has the job, or all of it: the same call finds out.
+        Unreachable when the outcome is unknown or incomplete: the same call finds out.
         """
         from . import cluster_ref, submit
         from .code import upload
@@ -74,8 +73,11 @@ class KubernetesTarget:
         return str(Native.of(self._options.workload, {"namespace": api.namespace, **made["metadata"]}, plan.job_id))
 
     def _check_kind(self, api: Api, spec: JobSpec, *, sent: bool) -> None:
-        """The first question to the cluster. While nothing of the job was sent, no answer means that nothing is
-        there: SubmitError, where Unreachable would leave that open. What was sent may be there, whoever asks now."""
+        """Check the workload against the cluster, in the first request to it.
+
+        While nothing was `sent`, an unreachable cluster raises SubmitError: nothing of the job can be there. Later it
+        may be there, and all errors but Forbidden become Unreachable.
+        """
         from .client.errors import Forbidden, Unauthorized
         from .manifests import kinds
 
@@ -92,10 +94,10 @@ class KubernetesTarget:
             raise
 
     def poll(self, native_ids: Sequence[str]) -> Mapping[str, Status]:
-        """A list for each kind of object and one of the pods, or what a watch that runs has seen.
+        """Query jobs with one list for each kind of object and one of the pods, or from a running watch.
 
-        Raises Unreachable, which has the answers that there were, when a cluster cannot be asked about the others;
-        ConfigError or ApiError when that is so of the only cluster.
+        Raises Unreachable, with the answers so far, when a cluster cannot be queried about the others;
+        ConfigError or ApiError when it is the only cluster.
         """
         found: dict[str, Status] = {}
         placed, silent = parse_ids(self._placed, native_ids)
@@ -116,7 +118,7 @@ class KubernetesTarget:
         return found
 
     def wait(self, native_id: str, timeout_s: float) -> bool | None:
-        """Sleeps until something happens to the job."""
+        """Wait until the job may be over. Return None if it cannot be watched."""
         native, cluster = self._placed(native_id)
         return self._follower(cluster).wait(native, timeout_s)
 
@@ -129,53 +131,53 @@ class KubernetesTarget:
         return self._follower(cluster).cursor_at(native, when, self._jobs / native.job_id)
 
     def cancel(self, native_id: str) -> None:
-        """Keeps the logs there are, and deletes the job's object, which ends its pods in order. Raises Unreachable."""
+        """Archive the logs and delete the job's object, which terminates its pods gracefully. Raises Unreachable."""
         from . import cancel
 
         native, cluster = self._placed(native_id)
         cancel.cancel(cluster.api, native, self._jobs / native.job_id)
 
     def cancel_rest(self, native_id: str) -> bool:
-        """Deletes the object of a job that is over where one of its pods still runs. Raises Unreachable."""
+        """Delete the object of a finished job if one of its pods still runs. Raises Unreachable."""
         from . import cancel
 
         native, cluster = self._placed(native_id)
         return cancel.cancel_rest(cluster.api, native, self._jobs / native.job_id)
 
     def shell(self, native_id: str, node: int, argv: Sequence[str], *, terminal: bool) -> int:
-        """In the pod of that node. Raises SubmitError, ApiError, Unreachable."""
+        """Run `argv` in the pod of that node. Raises SubmitError, ApiError, Unreachable."""
         from . import shell
 
         native, cluster = self._placed(native_id)
         return shell.run(cluster.api, native, self._options, node, argv, terminal=terminal)
 
     def review(self, plan: Plan) -> list[str]:
-        """Shows every object to the API server, which makes none of them. Raises Unreachable, ConfigError."""
+        """Validate every object by a dry run on the API server. Raises Unreachable, ConfigError."""
         from . import dry_run
 
         spec = JobSpec.from_json(plan.settings["spec"])
         return dry_run.review(self._cluster(None).api, spec, self._options, plan.job_id)
 
     def find(self, job_id: str) -> Found | None:
-        """A job that another machine sent to the same namespace, or this one, wherever it did."""
+        """Find a job that this machine submitted anywhere, or another machine to the same namespace."""
         from . import cluster_ref, find
 
         return find.find(self._cluster(cluster_ref.read(self._jobs, job_id)).api, self._options, job_id)
 
     def listed(self) -> list[Listed]:
-        """The jobs in the target's namespace. Raises Unreachable, ApiError."""
+        """List the jobs in the target's namespace. Raises Unreachable, ApiError."""
         from . import find
 
         return find.jobs(self._cluster(None).api, self._options)
 
     def check(self, gpus: int = 0) -> Checked:
-        """Asks the API server what it has, and what we may do there. Raises Unreachable, SchedulerError."""
+        """Query the API server's features and our permissions. Raises Unreachable, SchedulerError."""
         from . import preflight
 
         return preflight.check(self._cluster(None).api, self._options, gpus)
 
     def clear(self, jobs: Mapping[str, str | None]) -> list[str]:
-        """Removes the jobs' objects, where the cluster's own time limit (`ttl_s`) has not."""
+        """Delete the jobs' objects that the cluster's own time limit (`ttl_s`) has not deleted."""
         from . import cleanup
 
         groups: dict[int, tuple[_Cluster, list[Native]]] = {}
@@ -190,14 +192,14 @@ class KubernetesTarget:
         return lines
 
     def close(self) -> None:
-        """Ends the connections and the watch; they are made anew when they are needed."""
+        """Close the connections and the watch. They are reopened when needed."""
         for cluster in self._clusters.values():
             if cluster.follower is not None:
                 cluster.follower.close()
             cluster.api.close()
 
     def _native(self, job_id: str, native_id: str | None) -> Native | None:
-        """Of a job that was sent; also of one that was never confirmed."""
+        """Return the native id of a job that was sent, even if its submit was never confirmed; else None."""
         from .. import object_names
         from ..store.record import read_record
         from . import cluster_ref
@@ -223,7 +225,7 @@ class KubernetesTarget:
         return self._cluster(cluster_ref.read(self._jobs, native.job_id))
 
     def _cluster(self, placed: Placed | None) -> _Cluster:
-        """The one that a job was sent to; for what was sent nowhere yet, the one that the options mean."""
+        """Return the cluster that a job was sent to, or for None the one that the options select."""
         from .client.api import Api
 
         key = () if placed is None else (placed.kubeconfig, placed.context, placed.namespace)

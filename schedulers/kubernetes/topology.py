@@ -1,4 +1,4 @@
-"""Where a pod stands among those of its job, from the variables that operators and the cluster give its containers."""
+"""A pod's place in its job, from the environment variables that operators and the cluster set."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from ..topology import Topology, number
 
 
 def from_operator(env: Mapping[str, str]) -> Topology:
-    """The topology of a pod of a PyTorchJob (training operator v1) or a TrainJob (Trainer v2).
+    """Return the topology of a pod of a PyTorchJob (training operator v1) or a TrainJob (Trainer v2).
 
-    Both set what torchrun reads. Raises SpecError, naming the variable, for values that cannot be, and for a world
-    that may grow, in which no pod has a fixed rank.
+    Both set torchrun's variables. Raises SpecError, which names the variable, for invalid values, and for an
+    elastic job, whose pods have no fixed ranks.
     """
     nodes = env.get("PET_NNODES", "1")
     if ":" in nodes or "PET_NODE_RANK" not in env:
@@ -41,12 +41,11 @@ def from_operator(env: Mapping[str, str]) -> Topology:
 
 
 def from_index(env: Mapping[str, str]) -> Topology | None:
-    """The topology of a pod of an Indexed Job or a JobSet, whose index is its node's rank; of several Jobs (slices of
-    TPUs), its rank in its own.
+    """Return the topology of a pod of an Indexed Job or a JobSet. Its index is its node's rank.
 
-    The cluster does not tell how many pods there are: where the manifest does not either (ACCEL_NODES), each works
-    for itself, as the pods of most Indexed Jobs do; but None for one of a slice of TPUs, which knows how many there
-    are (TPU_WORKER_HOSTNAMES). Raises SpecError, naming the variable, for values that cannot be.
+    With several Jobs (TPU slices), the index is the rank within the pod's Job. The cluster does not set the
+    number of pods. Without ACCEL_NODES each pod runs alone, as in most Indexed Jobs; but a pod of a TPU slice,
+    which has TPU_WORKER_HOSTNAMES, gets None. Raises SpecError, which names the variable, for invalid values.
     """
     if "ACCEL_NODES" not in env and "TPU_WORKER_HOSTNAMES" in env:
         return None

@@ -1,4 +1,4 @@
-"""Slices of TPUs on GKE, each a node pool of its own: one Job takes all hosts of one.
+"""TPU slices on GKE. Each slice is a node pool, and one Job uses all of its hosts.
 
 https://cloud.google.com/kubernetes-engine/docs/concepts/tpus and …/docs/how-to/tpu-multislice
 """
@@ -34,12 +34,12 @@ MEGASCALE = ("MEGASCALE_NUM_SLICES", "MEGASCALE_SLICE_ID", "MEGASCALE_COORDINATO
 
 
 def sized(spec: JobSpec, options: KubernetesOptions) -> JobSpec:
-    """The job with as many nodes as its slices have hosts, where it says no number of its own."""
+    """Return the job with as many nodes as its slices have hosts, unless it sets its own number."""
     return dataclasses.replace(spec, nodes=_hosts(spec, options) * options.slices) if spec.nodes == 1 else spec
 
 
 def check(spec: JobSpec, options: KubernetesOptions, labels: Mapping[str, str], where: str) -> None:
-    """Raises SpecError for a job that the slices cannot run; `labels` are those of its nodes."""
+    """Raise SpecError for a job that the slices cannot run. `labels`: of its nodes."""
     if options.tpu_topology is not None:
         for problem in _problems(spec, options, options.tpu_topology, labels.get(TPU_LABEL)):
             raise SpecError(f"{where}: {problem}")
@@ -72,7 +72,7 @@ def _problems(spec: JobSpec, options: KubernetesOptions, topology: str, kind: st
 
 
 def warnings(options: KubernetesOptions, labels: Mapping[str, str]) -> list[str]:
-    """Return a line where nodes of a kind are asked for that is not known here."""
+    """Return a line if the job selects an unknown kind of nodes."""
     kind = labels.get(TPU_LABEL)
     if options.tpu_topology is None or kind is None or kind in _KNOWN:
         return []
@@ -84,17 +84,17 @@ def selector(options: KubernetesOptions) -> dict[str, str]:
 
 
 def notes(spec: JobSpec, options: KubernetesOptions) -> dict[str, str]:
-    """The annotations of a JobSet: the hosts of a Job are of one node pool, and no other Job's are."""
+    """Return a JobSet's annotations that place each Job on a node pool of its own."""
     return dict(_EXCLUSIVE) if options.tpu_topology is not None and spec.nodes > 1 else {}
 
 
 def pod_labels(spec: JobSpec, options: KubernetesOptions) -> dict[str, str]:
-    """Of the pods of several slices: what tells their nodes' ranks from their places in their Jobs."""
+    """Return the label, for pods of several slices, from which `names.node_of` computes the node."""
     return {names.SLICE_HOSTS: str(spec.nodes // options.slices)} if options.slices > 1 else {}
 
 
 def variables(options: KubernetesOptions, coordinator: str) -> list[dict[str, Any]]:
-    """Of the pods of several slices."""
+    """Return libtpu's environment variables for pods of several slices."""
     if options.slices == 1:
         return []
     count, own, address = MEGASCALE
@@ -106,7 +106,7 @@ def variables(options: KubernetesOptions, coordinator: str) -> list[dict[str, An
 
 
 def _hosts(spec: JobSpec, options: KubernetesOptions) -> int:
-    """Of one slice; 1 where that cannot be told."""
+    """Return the number of hosts of one slice, or 1 if unknown."""
     if options.tpu_topology is None or not spec.resources.gpus:
         return 1
     return max(1, math.prod(map(int, options.tpu_topology.split("x"))) // spec.resources.gpus)

@@ -1,12 +1,12 @@
-"""What a local job keeps in its directory beside the store's own files.
+"""Files of a local job in its directory, in addition to the store's own.
 
 local/settings.json     the supervisor's instructions, as planned
-local/supervisor.json   the supervisor's identity, with its node and PID namespace; written once its lock is held
-local/supervisor.lock   locked for as long as the supervisor or the launcher lives, which alone says that the job runs
-local/cancel            asks the supervisor for the job's end, from where it cannot be signalled
-local/progress.json     what the supervisor is doing, for people: waiting for what, running since when
-exit.json               how it ended: written once, whole or not at all
-logs/                   see `schedulers.store.log_lines`; and launch.jsonl, in which `accel launch` tells of attempts
+local/supervisor.json   the supervisor's identity, node and PID namespace; written once its lock is held
+local/supervisor.lock   locked while the supervisor or the launcher lives, the only proof that the job runs
+local/cancel            a cancel request, from where the supervisor cannot be signalled
+local/progress.json     the supervisor's progress, for people: waiting for what, running since when
+exit.json               the result: written once, whole or not at all
+logs/                   see `schedulers.store.log_lines`; launch.jsonl: `accel launch`'s events of attempts
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ DISKS = {0x9123683E, 0xEF53, 0xF2F52010, 0x794C7630, 0x01021994, 0x58465342, 0x2
 
 
 class JobFiles:
-    """The files of one job. Reading gives None for what is not there."""
+    """The files of one job. Reading a missing one returns None."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.logs = directory / "logs"
 
     def write(self, name: str, text: str) -> None:
-        """Writes a file whole: a reader sees the old text or the new."""
+        """Write a file atomically: a reader sees the old text or the new."""
         path = self.directory / name
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f".{path.name}.{os.getpid()}")
@@ -66,7 +66,7 @@ class JobFiles:
         return settings
 
     def supervisor(self) -> Identity | None:
-        """The job's supervisor, which may run elsewhere. Raises StoreError when its file is damaged."""
+        """Return the job's supervisor, which may run elsewhere. Raises StoreError if its file is damaged."""
 
         def decode(document: dict[str, Any]) -> Identity:
             identity = Identity.parse(as_text(document["process"], "supervisor"))
@@ -80,11 +80,11 @@ class JobFiles:
         self.write("local/supervisor.json", json.dumps({"schema": SCHEMA, "process": str(identity), **place}))
 
     def supervised(self) -> bool | None:
-        """Return True while the supervisor or the launcher lives, on whatever machine; None before there is one.
+        """Return True while the supervisor or the launcher lives, on any machine; None before there is one.
 
-        The lock tells, once the supervisor has written its file: from then on it is held, so no reader takes it first.
-        A free lock is proof on the supervisor's own boot, and after it where no other machine has the file system.
-        Raises Unreachable where neither is so, and StoreError when the supervisor's file is damaged.
+        The lock decides, once the supervisor has written its file: from then on it is held, so no reader takes it
+        first. A free lock is proof on the supervisor's own boot, and after it if no other machine has the file
+        system. Raises Unreachable if it is no proof, and StoreError if the supervisor's file is damaged.
         """
         if not (self.directory / "local/supervisor.json").exists():
             return None
@@ -102,13 +102,13 @@ class JobFiles:
         raise Unreachable(self._unknown("its lock is free, but this machine may not see the locks of others"))
 
     def _unknown(self, why: str) -> str:
-        """The message for a job that may run on another machine, with the command by which a person ends it here."""
+        """Return the message for a job that may run on another machine, with the command that ends it here."""
         node = self._decoded("local/supervisor.json", lambda document: str(document.get("node", ""))) or "another node"
         name = shlex.quote(f"{self.directory}/local/supervisor.json")
         return f"job {self.directory.name} may still run on {node}: {why}. If that machine is gone: rm {name}"
 
     def progress(self) -> Status:
-        """What the live supervisor last said, with the attempt that the launcher is at."""
+        """Return the live supervisor's last status, with the launcher's current attempt."""
         import time
 
         asked_at = time.time()  # what is written while it is read is newer
@@ -116,7 +116,7 @@ class JobFiles:
         return dataclasses.replace(status, attempt=self.attempt(), observed_at=asked_at)
 
     def exit(self) -> Status | None:
-        """How the job ended. A result that cannot be read is a result: the job has ended, and how is lost."""
+        """Return the final status, or None. An unreadable result becomes a failed status: the job has ended."""
         try:
             document = atomic_files.read_document(str(self.directory / "exit.json"))
             return None if document is None else Status.from_json(document)
@@ -124,19 +124,19 @@ class JobFiles:
             return Status(state=State.FAILED, reason=Reason.LOST, message=f"its result cannot be read: {error}")
 
     def launch_event(self, *names: str) -> dict[str, Any] | None:
-        """The last event of one of these names that `accel launch` wrote."""
+        """Return the last event of one of these names that `accel launch` wrote."""
         return newest_event(str(self.logs / "launch.jsonl"), *names)
 
     def attempt(self) -> int:
         return newest_attempt(str(self.logs / "launch.jsonl")) or 0
 
     def failure(self) -> dict[str, Any] | None:
-        """The last failure that the launcher reported."""
+        """Return the last failure that the launcher reported."""
         event = self.launch_event("failure")
         return None if event is None else event.get("failure")
 
     def in_use(self) -> str:
-        """Return why the job may still run although its record has a final state, for a message; else ''."""
+        """Return why the job may still run although its record has a final state; else ''."""
         if self.exit() is not None:
             return ""
         try:
@@ -147,7 +147,7 @@ class JobFiles:
             return ""
 
     def _decoded(self, name: str, decode: Callable[[dict[str, Any]], T]) -> T | None:
-        """What `decode` makes of the JSON object in the file; None when there is none. Raises StoreError."""
+        """Return the JSON object of the file, decoded by `decode`; None if there is no file. Raises StoreError."""
         text = self.read(name)
         if not text:
             return None
@@ -159,7 +159,7 @@ class JobFiles:
 
 
 def progress_document(status: Status) -> dict[str, Any]:
-    """The content of local/progress.json."""
+    """Return the content of local/progress.json."""
     return {"schema": SCHEMA, **status.to_json()}
 
 

@@ -1,8 +1,8 @@
-"""The process that a local job belongs to: it waits for the job's turn, runs `accel launch`, and writes how it ended.
+"""The supervisor of a local job: it waits for the job's turn, runs `accel launch` and writes the result.
 
-It has left the terminal's session, holds no file of the submitting process, and is the adoptive parent of everything
-that the job starts. When it is killed, `accel launch` is told by the kernel (PR_SET_PDEATHSIG) and ends the ranks.
-Both hold the job's lock, which is free only when both have ended.
+It has left the terminal's session, holds no file of the submitting process, and is the adoptive parent of
+everything that the job starts. If it is killed, the kernel signals `accel launch` (PR_SET_PDEATHSIG), which
+ends the ranks. Both hold the job's lock, which is free only when both have ended.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ _LONGEST_WORDS = 500
 
 
 class Supervisor:
-    """One job's life on this machine."""
+    """The supervisor of one job."""
 
     def __init__(self, files: JobFiles, lock: int) -> None:
-        """`lock` is the descriptor of the job's lock, which this process holds."""
+        """Prepare the job. `lock`: descriptor of the job's lock, which this process holds."""
         self._files = files
         self._lock = lock
         self._settings = files.settings()
@@ -70,7 +70,7 @@ class Supervisor:
             signal.signal(signum, self._on_cancel)
 
     def run(self) -> Status:
-        """Takes the job from its place in the queue to its final status, which is on disk when this returns."""
+        """Run the job from its place in the queue to its final status, which is on disk when this returns."""
         try:
             self._await_dependencies()
             env = self._await_slots()
@@ -89,7 +89,7 @@ class Supervisor:
         return status
 
     def register(self) -> None:
-        """Records that the job has a supervisor, by which it is found when the submit is killed now.
+        """Record that the job has a supervisor, so that it is found if the submit is killed now.
 
         Raises OSError, StoreError.
         """
@@ -99,8 +99,10 @@ class Supervisor:
         self._files.set_supervisor(own)
 
     def line_up(self) -> None:
-        """Takes the job's place in the queue at once, where it waits for no other job: who was submitted first is
-        first. Tries it again later where it cannot."""
+        """Enter the queue at once, in the order of the submits, unless the job waits for another one.
+
+        If that fails, it is retried later.
+        """
         if not self._settings["after"]:
             with contextlib.suppress(OSError):
                 self._slots.line_up()
@@ -109,7 +111,7 @@ class Supervisor:
         self._cancelled = True
 
     def _sleep(self, seconds: float) -> None:
-        """Sleep until a signal or the end of a child; then look for a cancel of another machine or container."""
+        """Sleep until a signal or the end of a child; then look for a cancel request from another machine."""
         select.select([self._woken], [], [], seconds)
         with contextlib.suppress(BlockingIOError):
             os.read(self._woken, 4096)
@@ -143,7 +145,7 @@ class Supervisor:
                 raise _NotStarted(Status(state=State.CANCELLED, reason=Reason.DEPENDENCY, message=why))
 
     def _await_slots(self) -> dict[str, str]:
-        """Waits for its turn, its GPUs and its processors. The environment that makes only those GPUs visible."""
+        """Wait for the job's turn, GPUs and processors; return the environment that makes only those GPUs visible."""
         from .target import find_devices
 
         self._slots.line_up()
@@ -174,7 +176,7 @@ class Supervisor:
 
     @functools.cached_property
     def _directory(self) -> Path:
-        """Where the program runs; unpacked, where there is a snapshot, when it is first asked for."""
+        """The directory that the program runs in; a snapshot is unpacked on first access."""
         code = Path(self._settings["code"])
         packed = self._files.read("local/snapshot")
         if packed is not None:
@@ -185,7 +187,7 @@ class Supervisor:
         return code / str(self._settings["workdir"])
 
     def _set_up(self, devices: dict[str, str]) -> Status | None:
-        """Runs the setup commands; the final status if one fails."""
+        """Run the setup commands; return the final status if one fails."""
         env = self._environment(devices)
         for argv in self._settings["setup"]:
             with open(self._files.logs / "setup.log", "ab") as log:
@@ -219,7 +221,7 @@ class Supervisor:
         return status
 
     def _watch(self, process: subprocess.Popen[bytes], limit_s: float | None) -> int:
-        """Waits for the end of the process; ends it in order when the job is cancelled or its time is up."""
+        """Wait for the process to end; end it in order if the job is cancelled or its time is up."""
         grace_s = self._settings["grace_s"]
         limit = None if limit_s is None else time.monotonic() + limit_s
         kill_at: float | None = None
@@ -259,7 +261,7 @@ class Supervisor:
                       message=message.removeprefix("accel launch: "))  # fmt: skip
 
     def _refusal(self) -> Reason:
-        """Why a launch failed that blames no rank: its ranks never started, or never met."""
+        """Return the reason of a failed launch that blames no rank: its ranks never started, or never met."""
         refused = self._files.launch_event("refused")
         if refused is not None:
             return Reason(refused["reason"])
@@ -311,7 +313,7 @@ def _as_exit_code(code: int) -> int:
 
 
 def main(directory: str) -> NoReturn:
-    """Leaves a supervisor for the job behind and ends; with an error when there cannot be one."""
+    """Start a supervisor for the job in a forked process and exit; with status 1 if there cannot be one."""
     files = JobFiles(Path(directory))
     ready, tell = os.pipe()
     if os.fork() != 0:

@@ -1,4 +1,4 @@
-"""The local target: `accel launch` on this machine, under a supervisor that has nothing to do with the terminal."""
+"""The local target: `accel launch` on this machine, under a supervisor that does not depend on the terminal."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _LOOK_S = 0.25
 
 @dataclass(frozen=True, kw_only=True)
 class LocalOptions:
-    """What `accel.yaml` may say of a local target.
+    """Options of a local target in `accel.yaml`.
 
-    concurrency: how many jobs may run at once on this machine; without it, as many as its GPUs and processors allow.
+    concurrency: maximum number of jobs that run at once here; None: as many as its GPUs and processors allow.
     snapshot:    run in a copy of the code as it was at the submit, instead of in place.
-    cpu:         train on the CPU even where there is a GPU.
+    cpu:         train on the CPU even if there is a GPU.
     python:      the interpreter of another environment that has accel installed.
     """
 
@@ -40,7 +40,7 @@ class LocalOptions:
 
 
 class LocalTarget:
-    """Runs each job detached from the terminal. A job's native id is its job id."""
+    """A target that runs each job here, detached from the terminal. A job's native id is its job id."""
 
     Options: ClassVar[type] = LocalOptions
 
@@ -52,7 +52,7 @@ class LocalTarget:
             raise SpecError(f"target {self.name}: concurrency must be 1 or more, not {self._options.concurrency}")
 
     def plan(self, spec: JobSpec, job_id: str) -> Plan:
-        """The supervisor's instructions and the command that starts it. Raises SpecError."""
+        """Return the supervisor's instructions and the command that starts it. Raises SpecError."""
         _check(spec)
         if self._options.cpu and spec.resources.gpus:
             raise SpecError(f"target {self.name} trains on the CPU (cpu: true), and the job asks for GPUs: drop one")
@@ -86,13 +86,13 @@ class LocalTarget:
         )
 
     def admit(self, spec: JobSpec) -> None:
-        """Refuses secrets that are not set, and more GPUs or processors than this machine has."""
+        """Reject secrets that are not set, and more GPUs or processors than this machine has."""
         secrets.values(spec.secrets)
         if spec.resources.gpus or spec.resources.cpus:
             _check_machine(spec.resources)
 
     def submit(self, plan: Plan) -> str:
-        """Starts the supervisor, unless this job has one or has had one. Raises SubmitError."""
+        """Start the supervisor, unless this job has one or has had one. Raises SubmitError."""
         files = JobFiles(self._jobs / plan.job_id)
         if files.exit() is None and files.supervisor() is None:
             settings = json.loads(plan.files["local/settings.json"])
@@ -109,8 +109,8 @@ class LocalTarget:
     def poll(self, native_ids: Sequence[str]) -> Mapping[str, Status]:
         """Read the job directories. A job without a result and without a supervisor's lock is lost.
 
-        Raises Unreachable, with the other answers, for jobs of which the lock tells nothing here, and for those whose
-        files are damaged.
+        Raises Unreachable, with the other answers, for jobs whose lock proves nothing here, and for those whose files
+        are damaged.
         """
         found: dict[str, Status] = {}
         silent: dict[str, str] = {}
@@ -138,10 +138,10 @@ class LocalTarget:
         return log_lines.tail_at(files.logs, since, count, complete=_complete(files))
 
     def cancel(self, native_id: str) -> None:
-        """Tell the supervisor to end the job (SIGTERM, the job's grace, SIGKILL): by a signal, or by a file in the
-        job's directory where it runs on another machine or in another PID namespace.
+        """Have the supervisor end the job (SIGTERM, the job's grace, SIGKILL).
 
-        Raises Unreachable where it cannot be told whether the job runs, and StoreError when the file cannot be written.
+        It is signalled or, on another machine or in another PID namespace, reads a file in the job's directory.
+        Raises Unreachable if it is unknown whether the job runs, and StoreError if the file cannot be written.
         """
         import signal
 
@@ -158,7 +158,7 @@ class LocalTarget:
                 raise refusal(error, f"{files.directory}/local/cancel", "write") from error
 
     def wait(self, native_id: str, timeout_s: float) -> bool | None:
-        """Wait for the end of the supervisor and of the launcher, or for the result where they cannot be seen."""
+        """Wait for the supervisor and the launcher to end, or for the result if they are not visible from here."""
         files = JobFiles(self._jobs / native_id)
         deadline = time.monotonic() + timeout_s
         supervisor = files.supervisor()
@@ -220,15 +220,14 @@ class LocalTarget:
 
 
 def _complete(files: JobFiles) -> bool:
-    """Return True if nobody writes to the logs any more. Call it before reading: what is written after this is read
-    the next time."""
+    """Return True if nothing writes to the logs any more. Call it before reading: later text is read the next time."""
     return files.exit() is not None or not files.in_use()
 
 
 def _accel(python: str | None) -> list[str]:
-    """How the command `accel` is started with this interpreter.
+    """Return the command that starts `accel` with this interpreter.
 
-    The installed script, where there is one: `python -m accel` would look for packages in the job's directory first.
+    The installed script is preferred: `python -m accel` would look for packages in the job's directory first.
     """
     interpreter = python or sys.executable
     script = os.path.join(os.path.dirname(interpreter), "accel")
@@ -264,7 +263,7 @@ def _check_machine(wanted: Resources) -> None:
 
 
 def find_devices() -> dict[str, Any]:
-    """What `accel launch` would find here, asked of it in a process of its own."""
+    """Return the devices that `accel launch` would find here, from a process of its own."""
     import subprocess
 
     answer = subprocess.run(python_module("accel.launch.devices"), stdout=subprocess.PIPE, check=True)

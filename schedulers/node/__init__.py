@@ -1,3 +1,3 @@
-"""Programs that are sent to hosts and run there by Python 3.8 or later: standard library only; not what sends them
-(`hosts`).
+"""Programs sent to hosts, which run them with Python 3.8 or later and its standard library only; not what sends
+them (`hosts`).
 """

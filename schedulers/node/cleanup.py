@@ -1,9 +1,12 @@
-"""Removes from the host it runs on what is needed no longer. One line of JSON comes in:
+"""A program that deletes unneeded data on its host.
+
+It reads one line of JSON:
 
     {"root": "~/.accel", "jobs": ["…"], "unused_s": 2592000}
 
-The directories of these jobs go, but for one that still has its supervisor; and the contents and environments that no
-job here needs and that nobody has used for so long. One line comes out, `{"kept": {job: why}}` or `{"error": "…"}`.
+It deletes the directories of these jobs, except of those with a live supervisor, and the blobs and
+environments that no job here needs and that were not used for `unused_s` seconds. It prints one line,
+`{"kept": {job: why}}` or `{"error": "…"}`.
 """
 
 from __future__ import annotations
@@ -47,7 +50,7 @@ def main() -> None:
 
 
 def clear_job(root: str, job: str) -> str | None:
-    """Removes the job's directory; why not, if it cannot be. One that is not there is no error."""
+    """Delete the job's directory; return why, if it cannot be. A missing one is no error."""
     if not JOB.match(job):
         return "it is no job id"
     directory = os.path.join(root, "jobs", job)
@@ -64,7 +67,7 @@ def clear_job(root: str, job: str) -> str | None:
 
 
 def end_what_is_left(directory: str) -> None:
-    """Of a job whose supervisor was killed, or whose host has restarted."""
+    """End what still runs of a job whose supervisor was killed, or whose host has restarted."""
     state, result, program = (os.path.join(directory, name) for name in ("state.json", "exit.json", "supervisor.pyz"))
     if os.path.exists(state) and not os.path.exists(result):
         import subprocess
@@ -75,7 +78,7 @@ def end_what_is_left(directory: str) -> None:
 
 
 def supervised(directory: str) -> bool:
-    """A supervisor holds its lock for as long as it lives, and no longer."""
+    """Return True while the job's supervisor lives, which holds its lock for that long, and no longer."""
     try:
         lock = os.open(os.path.join(directory, "supervisor.lock"), os.O_RDWR)
     except (FileNotFoundError, NotADirectoryError):
@@ -95,7 +98,7 @@ def remove(path: str) -> None:
 
 
 def try_with_rights(function: Any, path: str, _: object) -> None:
-    """A job may have taken the rights to a directory from itself."""
+    """Retry with full permissions: a job may have removed its own."""
     with contextlib.suppress(OSError):
         for at in (os.path.dirname(path), path):
             if not os.path.islink(at) and os.path.isdir(at):
@@ -120,7 +123,7 @@ def sweep_graves(jobs: str) -> None:
 
 
 def clear_blobs(directory: str, before: float) -> None:
-    """What a job has of a content is a copy of its own: only the time of the last use counts."""
+    """Delete old blobs. Jobs have copies of their own, so only the time of the last use counts."""
     for entry in entries(directory):
         with contextlib.suppress(FileNotFoundError):
             used = entry.stat(follow_symlinks=False).st_mtime
@@ -140,7 +143,7 @@ def clear_environments(root: str, before: float) -> None:
 
 
 def marked(directory: str) -> float:
-    """When it was last used or, where it was never whole, begun."""
+    """Return when the environment was last used or, if it was never complete, begun."""
     for path in (os.path.join(directory, ".whole"), directory):
         with contextlib.suppress(FileNotFoundError):
             return os.stat(path).st_mtime
@@ -148,7 +151,7 @@ def marked(directory: str) -> float:
 
 
 def used_environments(jobs: str) -> dict[str, float]:
-    """Until when each was used by a job that is here; one that has not ended uses it for ever."""
+    """Return the time until which jobs here used each environment; infinity for a job that has not ended."""
     used: dict[str, float] = {}
     for entry in entries(jobs):
         try:
@@ -166,7 +169,7 @@ def used_environments(jobs: str) -> dict[str, float]:
 
 
 def clear_environment(directory: str, before: float) -> None:
-    """Under its lock, so that nobody makes it, or has just found it, meanwhile."""
+    """Delete the environment under its lock, so that nobody creates or uses it meanwhile."""
     lock = os.open(directory + ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,9 +1,11 @@
-"""Writes and removes files on the host it runs on. One line of JSON comes in, with what to do; answers go out in lines.
+"""A program that writes and deletes files on its host.
+
+It reads one line of JSON:
 
     {"root": "~/.accel", "do": [{"op": "put", "path": "a", "size": 3, "mode": 384}, …]}
 
-Contents follow the line as raw bytes, in the order of the operations; a blob's only once `{"need": true}` came back.
-The last line is `{"done": […]}` or `{"error": "…"}`.
+Contents follow the line as raw bytes, in the order of the operations; a blob's only after the reply
+`{"need": true}`. The last line that it prints is `{"done": […]}` or `{"error": "…"}`.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ STALE_S = 86400
 
 
 class Refused(Exception):
-    """One line for people."""
+    """An error with one line for people."""
 
 
 def main() -> None:
@@ -69,7 +71,7 @@ def explain(error: OSError) -> str:
 
 
 def place(root: str, path: str) -> str:
-    """A path inside the root. What lies outside it is not ours."""
+    """Return a path below the root. Raises Refused for one outside it."""
     parts = path.split("/")
     if not path or path.startswith("/") or ".." in parts or "." in parts or not all(parts):
         raise Refused(f"{path!r} is not a path inside {root}")
@@ -89,7 +91,7 @@ def receive(size: int) -> Iterator[bytes]:
 
 
 def write_whole(path: str, size: int, mode: int, digest: str | None = None) -> None:
-    """The file is there with all of its content, on the disk, or is not there."""
+    """Write a file: with all of its content and on disk, or not at all."""
     parent, name = os.path.split(path)
     os.makedirs(parent, mode=0o700, exist_ok=True)
     temporary = os.path.join(parent, f".{name}.{os.getpid()}.{os.urandom(4).hex()}.part")
@@ -150,7 +152,7 @@ def blob_path(root: str, digest: str) -> str:
 
 
 def blob(root: str, step: Step) -> bool:
-    """A content, kept under its digest: asked for only where it is not there. Says whether it was sent."""
+    """Store a blob under its digest; request it only if it is missing. Return True if it was sent."""
     path = blob_path(root, step["digest"])
     if os.path.exists(path):
         os.utime(path)  # in use: what removes old ones can see that
@@ -164,7 +166,7 @@ def blob(root: str, step: Step) -> bool:
 
 
 def sweep(directory: str, unused_s: float | None) -> None:
-    """Removes what transfers that were killed left behind, and what nobody has used for so long."""
+    """Delete what killed transfers left behind, and blobs not used for `unused_s` seconds."""
     if not os.path.isdir(directory):
         return
     for entry in os.scandir(directory):
@@ -177,7 +179,7 @@ def sweep(directory: str, unused_s: float | None) -> None:
 
 
 def room(root: str, size: int, path: str) -> None:
-    """What cannot fit is not even sent."""
+    """Raise Refused for a file that does not fit, before it is sent."""
     found = os.statvfs(root)
     free = found.f_bavail * found.f_frsize
     if free < size:
@@ -189,7 +191,7 @@ def megabytes(size: int) -> str:
 
 
 def unpack(root: str, step: Step) -> bool:
-    """A directory out of a tar blob: whole when it is there. Says whether there was anything to do."""
+    """Unpack a tar blob to a directory, which appears only complete. Return False if it was there."""
     import shutil
 
     digest, destination = step["digest"], place(root, step["path"])
@@ -247,7 +249,7 @@ def check_digest(path: str, digest: str) -> None:
 
 
 def extract(source: str, top: str) -> None:
-    """Files, links that stay inside and empty directories; nothing is written through a link, as links come last."""
+    """Extract files, links that stay inside and empty directories; links last, so that none is written through."""
     import tarfile
 
     links = []
@@ -286,7 +288,7 @@ def extract(source: str, top: str) -> None:
 
 
 def remove(root: str, step: Step) -> bool:
-    """A file, or a directory with all that is in it. Says whether it was there."""
+    """Delete a file, or a directory with its contents. Return True if it existed."""
     path = place(root, step["path"])
     if not os.path.lexists(path):
         return False

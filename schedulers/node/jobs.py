@@ -1,13 +1,16 @@
-"""Tells of the jobs on the host it runs on, all that is asked for in one conversation. One line of JSON comes in:
+"""A program that reports on the jobs of its host, with one session for all requests.
+
+It reads one line of JSON:
 
     {"root": "~/.accel", "do": [{"op": "status", "job": "…"}, {"op": "logs", "job": "…", "from": {}, …}]}
 
-One line comes out, `{"done": […]}` or `{"error": "…"}`, and after it the bytes of the logs, in their order.
+It prints one line, `{"done": […]}` or `{"error": "…"}`, and after it the bytes of the logs, in their order.
+Or it reads
 
     {"root": "~/.accel", "watch_s": 600}
 
-is followed by ids of jobs, a line each; each comes out again, a line each, as soon as that job may have ended here.
-That goes on for so many seconds, or until the input ends.
+and then ids of jobs, one per line. It prints each id, on a line, as soon as that job may have ended here, for
+`watch_s` seconds or until the input ends.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ login_umask = 0o022  # until `main` reads it
 
 
 class Refused(Exception):
-    """One line for people."""
+    """An error with one line for people."""
 
 
 def main() -> None:
@@ -66,7 +69,7 @@ def in_words(error: OSError) -> str:
 
 
 def give(line: dict[str, Any], contents: list[bytes]) -> None:
-    """The answer; after one that says what was done, the bytes that belong to it."""
+    """Write the reply and, if there are results, the bytes that belong to it."""
     sys.stdout.buffer.write(json.dumps(line).encode() + b"\n")
     if "done" in line:
         for data in contents:
@@ -106,8 +109,7 @@ def watch(root: str, seconds: float) -> None:
 
 
 def find(root: str, step: Step, contents: list[bytes]) -> Any:
-    """The job's settings without what only its supervisors may know, and whether it was ever started; None when there
-    is no such job here."""
+    """Return the job's settings without its supervisors' token, and whether it was ever started; None if unknown."""
     directory = directory_of(root, step)
     settings = document(os.path.join(directory, "settings.json"))
     if not isinstance(settings, dict):
@@ -118,8 +120,10 @@ def find(root: str, step: Step, contents: list[bytes]) -> Any:
 
 
 def status(root: str, step: Step, contents: list[bytes]) -> dict[str, Any]:
-    """What the job's files here say. Whether its supervisor lives is asked first: one that has ended meanwhile has
-    left its result by then."""
+    """Return the contents of the job's files here.
+
+    The supervisor's lock is tested first: a supervisor that ends meanwhile has left its result by then.
+    """
     directory = directory_of(root, step)
     living = alive(directory)
     if not living:
@@ -133,7 +137,7 @@ def status(root: str, step: Step, contents: list[bytes]) -> dict[str, Any]:
 
 
 def tidy(directory: str) -> None:
-    """Has what is left of a job ended whose supervisor was killed; the next who asks may find how it ended."""
+    """Start the cleanup after a killed supervisor; a later query may find the job's result."""
     state, result, program = (os.path.join(directory, name) for name in ("state.json", "exit.json", "supervisor.pyz"))
     if os.path.exists(state) and not os.path.exists(result):
         import subprocess
@@ -144,7 +148,7 @@ def tidy(directory: str) -> None:
 
 
 def document(path: str) -> Any:
-    """What the file holds; None when there is none, text when it is damaged."""
+    """Return the file's JSON value; None if there is no file, text if it is damaged."""
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             text = file.read()
@@ -157,7 +161,7 @@ def document(path: str) -> Any:
 
 
 def alive(directory: str) -> bool:
-    """Whether the job has a supervisor here: it holds its lock for as long as it lives, and no longer."""
+    """Return True while the job has a supervisor here, which holds its lock for that long, and no longer."""
     if not os.path.exists(os.path.join(directory, "state.json")):
         return False  # one that is just starting must find its lock free
     try:
@@ -174,10 +178,10 @@ def alive(directory: str) -> bool:
 
 
 def logs(root: str, step: Step, contents: list[bytes]) -> dict[str, Any]:
-    """What the log files hold from the given offsets on, where there are none from those that they had at a time
-    (`when`): of each at most `limit` bytes, of all `most`. With `only`, of these files alone.
+    """Return the data of the log files from the given offsets on, or else from their offsets at a time (`when`).
 
-    `complete`: nobody writes to them any more.
+    It has at most `limit` bytes per file and `most` in all; with `only`, these files alone. `complete`: nothing
+    writes to them any more.
     """
     directory, over, complete = _logs_of(root, step)
     start = {**at(root, step, contents), **step["from"]} if "when" in step else step["from"]
@@ -204,8 +208,10 @@ def logs(root: str, step: Step, contents: list[bytes]) -> dict[str, Any]:
 
 
 def _logs_of(root: str, step: Step) -> tuple[str, bool, bool]:
-    """The directory of the job's logs, whether the job has ended, and whether nobody writes to them any more: `over`
-    says that where no supervisor here can."""
+    """Return the job's log directory, True if the job has ended, and True if nothing writes to the logs any more.
+
+    The step's `over` decides the last where no supervisor here can.
+    """
     directory = directory_of(root, step)
     # Asked before reading: what is written after this is read the next time.
     over = os.path.exists(os.path.join(directory, "exit.json"))
@@ -217,13 +223,15 @@ def _logs_of(root: str, step: Step) -> tuple[str, bool, bool]:
 
 
 def at(root: str, step: Step, contents: list[bytes]) -> dict[str, int]:
-    """Where each log stood at a time, at the beginning of the line that was being written."""
+    """Return each log's offset at a time: the beginning of the line that was being written."""
     return files.stood_at(os.path.join(directory_of(root, step), "logs"), step["when"])
 
 
 def tail(root: str, step: Step, contents: list[bytes]) -> list[dict[str, Any]]:
-    """How many of its last `count` lines each log has after the given offsets, and where they begin. `counts` has
-    another count for some."""
+    """Return, for each log, how many of its last `count` lines are after the given offset, and where they begin.
+
+    `counts` has another count for some.
+    """
     directory, _, complete = _logs_of(root, step)
     found = []
     for name, rank, attempt in files.log_files(directory):
@@ -234,7 +242,7 @@ def tail(root: str, step: Step, contents: list[bytes]) -> list[dict[str, Any]]:
 
 
 def start(root: str, step: Step, contents: list[bytes]) -> dict[str, str]:
-    """Starts supervisors, several at a time; of each job whose supervisor could not be started, why."""
+    """Start supervisors, several at a time; return a problem for each job whose supervisor could not be started."""
     import subprocess
 
     own = os.umask(login_umask)  # what the ranks get
@@ -258,7 +266,7 @@ def start(root: str, step: Step, contents: list[bytes]) -> dict[str, str]:
 
 
 def port(root: str, step: Step, contents: list[bytes]) -> int | None:
-    """The first of the ports that is free here; None when none is."""
+    """Return the first of the ports that is free here; None if none is."""
     for number in step["ports"]:
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as server:
             server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -274,8 +282,7 @@ def port(root: str, step: Step, contents: list[bytes]) -> int | None:
 
 
 def claim(root: str, step: Step, contents: list[bytes]) -> bool:
-    """Says to other hosts that see the same directory which node of the job this is; those of one submit have the same
-    token."""
+    """Announce this node to other hosts that see the same directory. Nodes of one submit have the same token."""
     claims = directory_of(root, step) + ".claims"
     os.makedirs(claims, mode=0o700, exist_ok=True)
     name = f"{step['token']}.{int(step['node'])}"
@@ -284,8 +291,10 @@ def claim(root: str, step: Step, contents: list[bytes]) -> bool:
 
 
 def clear(root: str, step: Step, contents: list[bytes]) -> list[int]:
-    """Removes what an earlier submit left, which started nothing. Where other nodes of this one have laid their claim
-    to the directory, they are named and nothing is removed."""
+    """Delete what is left of an earlier submit that started nothing.
+
+    If other nodes of this submit have claimed the directory, return them and delete nothing.
+    """
     import shutil
 
     directory = directory_of(root, step)
@@ -299,7 +308,7 @@ def clear(root: str, step: Step, contents: list[bytes]) -> list[int]:
 
 
 def cancel(root: str, step: Step, contents: list[bytes]) -> bool:
-    """Ask the supervisor here to end the job. Return True if there is one, or was one."""
+    """Request the supervisor to end the job. Return True if there is one, or was one."""
     directory = directory_of(root, step)
     if not os.path.isdir(directory):
         return False

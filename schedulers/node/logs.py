@@ -1,11 +1,12 @@
-"""The log files of a job, on the machine that has them: their names, notes of their sizes over time, their last lines.
+"""The log files of a job, on the machine that has them: their names, sizes over time and last lines.
 
 rank-3.a0.log   the output of rank 3 in attempt 0, stdout and stderr in the order they were written
-node-0.log      the output of node 0's launcher; setup.log that of the setup commands; slurm.log of a batch script
+node-0.log      the output of node 0's launcher; setup.log: of setup commands; slurm.log: of a batch script
 aN/             the same of attempt N and those after it, where each start has a directory of its own
 sizes.jsonl     the sizes of the files at a time, noted once a second while they grow
 
-Nothing here reads a file as a whole, and a file that cannot be read is no error: jobs may write to their directories.
+Nothing here reads a file as a whole, and a file that cannot be read is no error: jobs may write to their
+directories.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _ENDING = re.compile(rb"\n|\r(?!\n)")
 
 
 def log_files(directory: str) -> list[tuple[str, int | None, int]]:
-    """Name without `.log`, rank (None: the launcher's) and attempt of each log."""
+    """Return the name without `.log`, the rank (None: the launcher's) and the attempt of each log."""
     found = []
     for path in ["", *sorted(entries(directory))]:
         match = ATTEMPT.match(path) if path else None
@@ -53,7 +54,7 @@ def log_files(directory: str) -> list[tuple[str, int | None, int]]:
 
 
 def order(name: str, rank: int | None, attempt: int) -> tuple[float, int, str]:
-    """A key to sort logs by: attempt by attempt and rank by rank; setup comes first, launchers' reports last."""
+    """Return a key that sorts logs by attempt and rank; setup comes first, launchers' reports last."""
     if rank is None:
         return (-1.0 if name.endswith("setup") else float("inf"), 0, name)
     return (float(attempt), rank, name)
@@ -67,7 +68,7 @@ def entries(directory: str) -> list[str]:
 
 
 def opened(path: str) -> BinaryIO | None:
-    """The log, to be read; None for what is no file, or is one no longer."""
+    """Open the log for reading; None if it is no regular file, or is gone."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -81,7 +82,7 @@ def opened(path: str) -> BinaryIO | None:
 
 
 class Clock:
-    """Notes when the log files of one directory grow, so that lines, which carry no time, can be found by it.
+    """A recorder of log sizes over time, from which lines, which carry no time, are found by it.
 
     The notes take MOST_NOTES bytes at most: recent ones are a second apart, older ones a share of their age.
     full: the disk of the logs has been full, so lines may be missing.
@@ -93,7 +94,7 @@ class Clock:
         self.full = False
 
     def note(self) -> None:
-        """Writes the sizes down if one has changed. A full disk loses the note, not the job."""
+        """Record the sizes if one has changed. A full disk loses the note, not the job."""
         try:
             free = os.statvfs(self._directory)
             self.full = self.full or free.f_bavail * free.f_frsize < FULL_BYTES
@@ -125,7 +126,7 @@ class Clock:
 
 
 def size_of(path: str) -> int:
-    """Of the file in bytes; 0 where there is none."""
+    """Return the size of the file in bytes; 0 if there is none."""
     try:
         return os.stat(path).st_size
     except OSError:
@@ -133,7 +134,7 @@ def size_of(path: str) -> int:
 
 
 def _thin_out(path: str) -> None:
-    """Replaces the notes by fewer, whose distance grows with their age."""
+    """Replace the notes by fewer, whose distance grows with their age."""
     with open(path, "rb") as file:
         notes = [(noted[0], line) for line in file for noted in [_parse(line)] if noted is not None]
     share: float = FINEST
@@ -153,7 +154,7 @@ def _thin_out(path: str) -> None:
 
 
 def _spread(notes: list[tuple[float, bytes]], share: float) -> list[bytes]:
-    """The newest note, and before each that is kept the next one that is older by 1/share of that one's age."""
+    """Return the newest note, and before each kept one the next that is older by 1/share of that one's age."""
     kept: list[bytes] = []
     newest = newer = notes[-1][0] if notes else 0.0
     for when, line in reversed(notes):
@@ -164,7 +165,7 @@ def _spread(notes: list[tuple[float, bytes]], share: float) -> list[bytes]:
 
 
 def _parse(line: bytes) -> tuple[float, dict[str, int]] | None:
-    """A note's time and sizes; None for what a crash has cut short."""
+    """Return a note's time and sizes; None if a crash has cut it short."""
     try:
         noted = json.loads(line)
         return float(noted["time"]), {str(name): int(size) for name, size in noted["sizes"].items()}
@@ -173,8 +174,10 @@ def _parse(line: bytes) -> tuple[float, dict[str, int]] | None:
 
 
 def stood_at(directory: str, when: float) -> dict[str, int]:
-    """Where each log stood at a time, at the beginning of the line that was being written; a little earlier where that
-    is long ago."""
+    """Return each log's offset at a time: the beginning of the line that was being written.
+
+    For times long ago it is a little earlier.
+    """
     found = {}
     for path in ["", *(name for name in sorted(entries(directory)) if ATTEMPT.match(name))]:
         for name, size in _sizes_at(os.path.join(directory, path, NOTES), when).items():
@@ -199,16 +202,16 @@ def _sizes_at(path: str, when: float) -> dict[str, int]:
 
 
 def line_start(path: str, offset: int) -> int:
-    """The beginning of the line that holds the byte before `offset`, or `offset` when that byte ends a line."""
+    """Return the start of the line that holds the byte before `offset`, or `offset` if that byte ends a line."""
     for end in _endings(path, 0, offset):
         return end
     return 0
 
 
 def tail(path: str, start: int, count: int, complete: bool) -> tuple[int, int]:
-    """How many of the last `count` lines after `start` the file has, and where the first of these begins.
+    """Return how many of the last `count` lines after `start` the file has, and where the first of these begins.
 
-    A line without an end is one only if `complete`: nobody writes to the file any more.
+    A line without an end counts only if `complete`: nothing writes to the file any more.
     """
     size = size_of(path)
     if size <= start or (complete and not count):
@@ -230,7 +233,7 @@ def tail(path: str, start: int, count: int, complete: bool) -> tuple[int, int]:
 
 
 def _endings(path: str, start: int, offset: int) -> Iterator[int]:
-    """Where the lines between two places of a file end, the last one first."""
+    """Yield where the lines between two offsets of a file end, the last one first."""
     file = opened(path)
     if file is None:
         return
@@ -250,7 +253,7 @@ def _endings(path: str, start: int, offset: int) -> Iterator[int]:
 
 
 def _read(path: str, offset: int, count: int) -> bytes:
-    """What the file holds there; nothing where there is no file."""
+    """Return `count` bytes of the file from `offset` on; none if there is no file."""
     file = opened(path)
     if file is None:
         return b""
@@ -260,9 +263,9 @@ def _read(path: str, offset: int, count: int) -> bytes:
 
 
 def last_line(path: str, most: int) -> str:
-    """The last line that is not blank, at most so many characters of it; empty where there is none.
+    """Return the last line that is not blank, cut to `most` characters; empty if there is none.
 
-    A line that does not end within the last BLOCK bytes is given from there on.
+    A line that begins before the last BLOCK bytes is returned from there on.
     """
     size = size_of(path)
     start = max(0, size - BLOCK)
@@ -271,7 +274,7 @@ def last_line(path: str, most: int) -> str:
 
 
 def newest_event(path: str, *names: str) -> dict[str, Any] | None:
-    """The last event of one of these names in a file of events, a JSON object a line, which is read from its end."""
+    """Return the last event of one of these names in a file of events (JSON lines), read from its end."""
     end = size_of(path)
     for start in itertools.chain(_endings(path, 0, end), (0,)):
         line = _read(path, start, end - start) if end - start <= LONGEST_EVENT else b""
@@ -286,6 +289,6 @@ def newest_event(path: str, *names: str) -> dict[str, Any] | None:
 
 
 def newest_attempt(path: str) -> int | None:
-    """The number of the last attempt in a file of events."""
+    """Return the number of the last attempt in a file of events."""
     event = newest_event(path, "attempt")
     return None if event is None or not isinstance(event.get("attempt"), int) else int(event["attempt"])

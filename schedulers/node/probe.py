@@ -1,8 +1,8 @@
-"""Tells what a host is and has, and tries whether it can be reached. JSON: one line in, one out, to the input's end.
+"""A program that reports a host's facts and tests connections. JSON: one line in, one out, until the input ends.
 
-{"do": "facts", "root": "~/.accel"}                               what is asked for first
-{"do": "listen", "ports": [0], "token": "…"}                      answers `token` to whoever connects, from now on
-{"do": "connect", "to": [{"addresses": ["…"], "port": 1, "token": "…"}], "seconds": 3}    tries them all at once
+{"do": "facts", "root": "~/.accel"}                               the first request
+{"do": "listen", "ports": [0], "token": "…"}                      sends `token` to every client, from now on
+{"do": "connect", "to": [{"addresses": ["…"], "port": 1, "token": "…"}], "seconds": 3}    tries all at once
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def facts(request: Request) -> dict[str, Any]:
 
 
 def machine() -> str:
-    """The same for two names of one machine, and for nothing else (containers of one machine differ)."""
+    """Return the same text for two names of one machine, and for nothing else (containers of one differ)."""
     parts = [socket.gethostname()]
     for path in ("/proc/sys/kernel/random/boot_id", "/etc/machine-id"):
         try:
@@ -97,7 +97,7 @@ def user() -> str:
 
 
 def version(name: str, module: str) -> str | None:
-    """Of an installed package, without importing it; `?` for one that is there and does not say."""
+    """Return an installed package's version without importing it; `?` if it has none, None if it is missing."""
     import importlib.metadata
     import importlib.util
 
@@ -120,7 +120,7 @@ def version(name: str, module: str) -> str | None:
 
 
 def disk_of(path: str) -> tuple[str, int, bool]:
-    """The nearest directory that is there, its free bytes for this user, and whether this user may write to it."""
+    """Return the nearest existing directory, its free bytes for this user, and True if this user may write to it."""
     path = os.path.abspath(path)
     while not os.path.isdir(path):
         path = os.path.dirname(path)
@@ -129,7 +129,7 @@ def disk_of(path: str) -> tuple[str, int, bool]:
 
 
 def gpus() -> dict[str, Any]:
-    """How many there are and who said so, or what is wrong with them."""
+    """Return the number of GPUs and who counted them, or what is wrong with them."""
     problem = ""
     for how, count in (("nvml", nvml_gpus), ("nvidia-smi", smi_gpus), ("driver", driver_gpus), ("kfd", amd_gpus)):
         found = count()
@@ -193,7 +193,7 @@ def amd_gpus() -> int | str:
 
 
 def devices(counted: dict[str, Any]) -> dict[str, Any]:
-    """As `accel launch` finds them, where accel is installed; else, and where it knows no such GPUs, by number."""
+    """Return the devices that `accel launch` finds if accel is installed; GPUs unknown to it, by number."""
     import subprocess
 
     code = "import runpy,sys;sys.path[:]=[p for p in sys.path if p];runpy.run_module(sys.argv[1],None,'__main__')"
@@ -211,7 +211,7 @@ def devices(counted: dict[str, Any]) -> dict[str, Any]:
 
 
 def queue(root: str) -> dict[str, Any]:
-    """Which slots are held, and how many jobs wait. Whoever looks at a lock holds it for a moment."""
+    """Return the held slots and the number of waiting jobs. Testing a lock holds it for a moment."""
     top = os.path.join(root, "local", platform.node() or "this-machine")
     held = [name for name in names(os.path.join(top, "slots")) if locked(os.path.join(top, "slots", name))]
     waiting = [name for name in names(os.path.join(top, "queue")) if locked(os.path.join(top, "queue", name))]
@@ -242,7 +242,7 @@ def locked(path: str) -> bool:
 
 
 def addresses() -> list[dict[str, Any]]:
-    """Every address that another host might reach: not the loopback's, nor IPv6 ones that hold on one link only."""
+    """Return every address that another host might reach: neither the loopback's nor link-local IPv6 ones."""
     found = []
     for interface, address in ipv4() + ipv6():
         if interface != "lo":
@@ -293,7 +293,7 @@ def number(path: str) -> int:
 
 
 def listen(request: Request) -> dict[str, Any]:
-    """Takes the first of the ports (0 is any) that is free, for IPv4 and, where there is one, for IPv6."""
+    """Listen on the first free port (0 is any), for IPv4 and, if possible, for IPv6."""
     problem = "no port was asked for"
     for port in request["ports"]:
         try:
@@ -322,7 +322,7 @@ def serve(server: socket.socket, token: bytes) -> None:
 
 
 def connect(request: Request) -> dict[str, Any]:
-    """For each host, and each of its addresses: `null` when the right host answered there, else why not."""
+    """Return, for each host and each of its addresses, `null` if the right host answered there, else why not."""
     seconds = request["seconds"]
     reached: list[dict[str, str | None]] = [dict.fromkeys(host["addresses"], "no answer") for host in request["to"]]
     threads = [

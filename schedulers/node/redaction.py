@@ -1,4 +1,4 @@
-"""The values of secrets, replaced by their names in messages. Runs on hosts too, with the supervisor."""
+"""Replacement of secrets' values by their names in messages. Runs on hosts too, with the supervisor."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ _SHORTEST = 4  # any text may hold a shorter value
 
 
 def hide(text: str, secrets: Mapping[str, str]) -> str:
-    """Return the text with the values of secrets (by name) replaced by `(secret NAME)`, line by line where a value has
-    several, whether plain or escaped as in Python, JSON, a URL or a shell. Values of fewer than 4 characters stay."""
+    """Return the text with the values of secrets (by name) replaced by `(secret NAME)`.
+
+    Of a value with several lines, each line is replaced, whether plain or escaped as in Python, JSON, a URL or a
+    shell. Values of fewer than 4 characters stay.
+    """
     import re
 
     names = {

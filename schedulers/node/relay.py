@@ -1,15 +1,17 @@
-"""Gets a content onto the host it runs on, and passes it on to other hosts while it is still coming.
+"""A program that receives a blob on its host and forwards it to other hosts while it is still arriving.
+
+It reads one line of JSON:
 
     {"root": "~/.accel", "digest": "…", "size": 1, "ports": [20000], "token": "…"}
 
-is answered by `{"have": false, "port": 20000}` (`null`: no port is free, or this host may not listen). Then any number
-of
+It answers `{"have": false, "port": 20000}` (`null`: no port is free, or this host may not listen). Then it
+reads any number of
 
-    {"from": null}                    with the content after it as raw bytes
-    {"from": ["10.0.0.2", 20000]}     to get it from the host that listens there
+    {"from": null}                    with the blob after it as raw bytes
+    {"from": ["10.0.0.2", 20000]}     to receive it from the host that listens there
 
-each answered by `{"error": null}` or why the content is not there. Goes on passing it to whoever proves to know the
-token until the input ends, or for as long as something happens. Who gets it compares the digest.
+and answers each with `{"error": null}` or why the blob is not there. It forwards the blob to peers that prove
+to know the token, until the input ends or nothing happens for a while. The receiver compares the digest.
 """
 
 from __future__ import annotations
@@ -40,11 +42,11 @@ AT_ONCE = 8
 
 
 class Refused(Exception):
-    """One line for people."""
+    """An error with one line for people."""
 
 
 class Content:
-    """The content as it comes: `have` bytes of it are in the file, more follow until it is whole or has failed."""
+    """A blob as it arrives: `have` bytes are in the file, more follow until it is complete or has failed."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -64,7 +66,7 @@ class Content:
             self.changed.notify_all()
 
     def from_on(self, offset: int) -> bytes:
-        """Some of it; waits for it. Nothing when it ends there, or nothing comes."""
+        """Wait for bytes from `offset` on and return some; none at the end, or if none arrive."""
         with self.changed:
             ready = self.changed.wait_for(lambda: self.failed or self.have > offset or self.have == self.size, STALL_S)
             there = self.have
@@ -74,7 +76,7 @@ class Content:
 
 
 class Passing:
-    """One content of this host, and the hosts that get it from here."""
+    """The blob on this host, and its transfers to other hosts."""
 
     def __init__(self, request: dict[str, Any]) -> None:
         self.digest = request["digest"]

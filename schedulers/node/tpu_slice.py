@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""The startup script of a slice that accel created: deletes the slice once its job needs it no more.
+"""The startup script of a slice that accel created: it deletes the slice when its job no longer needs it.
 
-It runs as root on every worker. The first one acts, and the others a minute later, should that one be lost. The
-metadata `accel-slice` says which job, how long to wait, where to put how it ended, and the URL to delete: the slice's,
-or that of its queued resource. It needs Python 3.8 and nothing else.
+It runs as root on every worker. The first one acts; the others act a minute later, in case that one is lost.
+The metadata `accel-slice` has the job, the timeouts, the URL for the result, and the URL to delete: the
+slice's, or that of its queued resource. It needs Python 3.8 and nothing else.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def until_needless(settings: dict[str, Any]) -> str:
-    """Waits until the slice is to be deleted; returns the reason. Compares no clocks, only this host's own."""
+    """Wait until the slice is to be deleted; return the reason. Uses no clock but this host's own."""
     last, changed, ended_at = None, time.monotonic(), None
     while True:
         now = time.monotonic()
@@ -61,7 +61,7 @@ def until_needless(settings: dict[str, Any]) -> str:
 
 
 def heartbeat(settings: dict[str, Any]) -> tuple[int | None, bool]:
-    """When the job's supervisor wrote its state last, None before the first time; and whether the job has ended."""
+    """Return when the job's supervisor last wrote its state, None if never, and True if the job has ended."""
     beat = None
     for directory in directories(settings):
         if os.path.exists(os.path.join(directory, "exit.json")):
@@ -72,7 +72,7 @@ def heartbeat(settings: dict[str, Any]) -> tuple[int | None, bool]:
 
 
 def directories(settings: dict[str, Any]) -> list[str]:
-    """Where the job may be: below the home of whoever submitted it."""
+    """Return where the job may be: below the home of any user."""
     root = settings["root"]
     homes = {user.pw_dir for user in pwd.getpwall()} | set(glob.glob("/home/*"))  # OS Login lists no users
     roots = [home + root[1:] for home in homes] if root.startswith("~") else [root]
@@ -80,7 +80,7 @@ def directories(settings: dict[str, Any]) -> list[str]:
 
 
 def kept(settings: dict[str, Any]) -> bool:
-    """Uploads how the job ended, where there is a bucket for it; False where that is to be tried again."""
+    """Upload the job's result if there is a bucket for it. Return False if that must be retried."""
     for directory in directories(settings) if settings["result"] else []:
         with contextlib.suppress(FileNotFoundError), open(os.path.join(directory, "exit.json"), "rb") as file:
             return ask("POST", settings["result"], file.read())

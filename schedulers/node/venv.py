@@ -1,12 +1,16 @@
-"""Makes a virtual environment on the host it runs on, once for the same requirements and the same interpreter.
+"""A program that creates a virtual environment on its host, once per requirements and interpreter.
+
+It reads one line of JSON:
 
     {"root": "~/.accel", "files": {"requirements.txt": "…"}, "version": null, "make": true}
 
-comes in as one line, and standard input then stays open: its end means that nobody waits any more. One line comes out,
-`{"python": "/…/envs/<digest>/bin/python", "made": true}` (`null` where there is none and none was to be made) or
-`{"error": "…"}`. An environment is used only with its marker, which is written last; who makes it holds its lock, and
-so does the pip that it runs: one that was orphaned is waited for, and its work is thrown away. With a `version`
-(`"3.12"`) uv makes the environment, of that Python, which it downloads where the host has none; pip fills either kind.
+Standard input then stays open: its end means that nobody waits any more. It prints one line,
+`{"python": "/…/envs/<digest>/bin/python", "made": true}` (`null` if there is none and none was to be made) or
+`{"error": "…"}`.
+
+An environment is used only with its marker, which is written last. Its creator holds its lock, and so does
+the pip that it runs: an orphaned pip is waited for, and its work is discarded. With a `version` (`"3.12"`) uv
+creates the environment, of that Python, which it downloads if the host has none; pip fills either kind.
 """
 
 from __future__ import annotations
@@ -41,7 +45,7 @@ over = threading.Event()
 
 
 class Refused(Exception):
-    """One line for people."""
+    """An error with one line for people."""
 
 
 def main() -> None:
@@ -104,7 +108,7 @@ def whole(directory: str) -> bool:
 
 
 def locked(path: str) -> int:
-    """The lock, held; waits for it. Whoever clears an environment away removes the file with it."""
+    """Wait for the lock and return it. Its file is deleted together with the environment."""
     while True:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -146,7 +150,7 @@ def make_of_this_python(directory: str, log: str, lock: int) -> None:
 
 
 def make_of_another_python(directory: str, version: str, log: str, lock: int) -> None:
-    """Its packages are its own: those of this Python are of no use to another."""
+    """Create it with uv and without this Python's packages, which another Python cannot use."""
     places = (os.environ.get("PATH", os.defpath), os.path.expanduser("~/.local/bin"))
     uv = shutil.which("uv", path=os.pathsep.join(places))
     if uv is None:
@@ -159,7 +163,7 @@ def make_of_another_python(directory: str, version: str, log: str, lock: int) ->
 
 
 def see_packages_of_this_one(directory: str) -> None:
-    """To a virtual environment that is made out of another one, that one's packages are not the system's."""
+    """Make this virtual environment's packages visible in the new one, to which they are not the system's."""
     where = sysconfig.get_path("purelib", "posix_prefix", {"base": directory, "platbase": directory})
     lines = [f"import site; site.addsitedir({path!r})\n" for path in site.getsitepackages()]
     with open(os.path.join(where, "_packages_below.pth"), "w") as file:
@@ -189,7 +193,7 @@ def run(argv: list[str], log: str, lock: int, name: str) -> None:
 
 
 def said(log: str) -> str:
-    """What tells most of the reason: the last errors, or the last lines."""
+    """Return the likely reason in the log: the last errors, or the last lines."""
     with open(log, "rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL))
         lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]

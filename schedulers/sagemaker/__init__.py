@@ -1,3 +1,1 @@
-"""Amazon SageMaker: training jobs whose containers run `accel launch`; not what the launcher does in them
-(`accel/launch/`).
-"""
+"""Amazon SageMaker: training jobs whose containers run `accel launch`. The launcher is in `accel/launch/`."""

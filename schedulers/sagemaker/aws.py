@@ -1,4 +1,4 @@
-"""The way to AWS: clients, and what goes wrong on it, in one line each with the remedy."""
+"""Access to AWS: clients, and their errors as one-line messages with a remedy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _BUSY = ("Throttling", "ThrottlingException", "TooManyRequestsException", "Reque
 
 
 class Refused(SchedulerError):
-    """AWS answered no. `code` is its own word for why."""
+    """AWS refused a request. `code`: its error code."""
 
     def __init__(self, message: str, code: str, said: str) -> None:
         super().__init__(message)
@@ -31,7 +31,7 @@ class Refused(SchedulerError):
 
 
 class Aws:
-    """Clients of one account and region. Safe to use from several threads."""
+    """The clients of one account and region. Thread-safe."""
 
     def __init__(self, options: SageMakerOptions, target: str) -> None:
         self._options, self.where = options, f"target {target}"
@@ -63,20 +63,20 @@ class Aws:
             return session.client(service, region_name=self.region, config=config)
 
     def call(self, service: str, operation: str, **asked: Any) -> dict[str, Any]:
-        """The answer. Raises Refused, Unreachable, ConfigError."""
+        """Call an operation and return the response. Raises Refused, Unreachable, ConfigError."""
         client = self.client(service)
         with self.asked(f"{service}:{client.meta.method_to_api_mapping.get(operation, operation)}"):
             return dict(getattr(client, operation)(**asked))
 
     def pages(self, service: str, operation: str, key: str, **asked: Any) -> Iterator[dict[str, Any]]:
-        """What stands under `key` in the pages of a list, which are asked for as they are read. Raises as `call`."""
+        """Yield the items under `key` from all pages of a list, fetched as they are read. Raises as `call`."""
         client = self.client(service)
         with self.asked(f"{service}:{client.meta.method_to_api_mapping[operation]}"):
             for page in client.get_paginator(operation).paginate(**asked):
                 yield from page.get(key) or ()
 
     def training_job(self, name: str) -> object:
-        """The SageMaker SDK's own object of a training job. Raises ConfigError, Refused, Unreachable."""
+        """Return the SageMaker SDK's object of a training job. Raises ConfigError, Refused, Unreachable."""
         try:
             from sagemaker.core.resources import TrainingJob
         except ImportError:
@@ -86,7 +86,7 @@ class Aws:
 
     @contextlib.contextmanager
     def asked(self, what: str) -> Iterator[None]:
-        """Turns what boto3 raises into our errors. `what` is the call, as IAM names it."""
+        """Convert boto3's exceptions to accel's. `what`: the call, as IAM names it."""
         from botocore import exceptions as raised
 
         try:
@@ -124,7 +124,7 @@ class Aws:
         return Refused(f"{self.where}: {what}: {said}", code, said)
 
     def resolved(self) -> Account:
-        """What the plan left open. Raises SubmitError, ConfigError, Unreachable."""
+        """Return the account data that the plan left open. Raises SubmitError, ConfigError, Unreachable."""
         identity = self.call("sts", "get_caller_identity")
         partition, role = str(identity["Arn"]).split(":")[1], self._options.role
         if not role.startswith("arn:"):
@@ -137,6 +137,6 @@ class Aws:
 
 
 def split(uri: str) -> tuple[str, str]:
-    """Bucket and key of `s3://bucket/key`."""
+    """Return bucket and key of `s3://bucket/key`."""
     bucket, _, key = uri.partition("://")[2].partition("/")
     return bucket, key

@@ -1,7 +1,9 @@
-"""The first program in a container of a training job: it puts the code and accel in place and runs `accel launch`.
+"""The entry program of a training job's container: it unpacks the code and accel, and runs `accel launch`.
 
-It is sent as this one file, and needs no package: Python 3.8 or later tells why it cannot go on. It reads the files
-beside it (`/opt/ml/input/data/code`), and writes the job's first error to `/opt/ml/output/failure`.
+It is sent as this one file and needs no package; from Python 3.8 on it can report why it cannot continue. It
+reads the files next to it (`/opt/ml/input/data/code`), and writes the job's first error to
+`/opt/ml/output/failure`.
+
 https://docs.aws.amazon.com/sagemaker/latest/dg/your-algorithms-training-algo.html
 """
 
@@ -32,7 +34,7 @@ _RDMA = ("ml.p4d", "ml.p5", "ml.p6", "ml.trn1")  # on older EFA the variable end
 
 
 class Failed(Exception):
-    """Why the job cannot go on, in one line."""
+    """The job cannot continue. The message has one line."""
 
 
 def main() -> int:
@@ -60,7 +62,7 @@ def main() -> int:
 
 
 def place(brought: str, work: str, settings: dict[str, Any]) -> None:
-    """The code directory, and accel beside it."""
+    """Unpack the code directory, and accel next to it."""
     for name, digest in settings["files"].items():
         if digest_of(os.path.join(brought, name)) != digest:
             raise Failed(f"{name} is not what was submitted: its sha256 is another")
@@ -84,7 +86,7 @@ def digest_of(path: str) -> str:
 
 
 def environment(root: str, work: str, settings: dict[str, Any]) -> dict[str, str]:
-    """What the ranks are given: what SageMaker's toolkit sets too, and the job's own variables."""
+    """Return the ranks' environment: the variables of SageMaker's toolkit, and the job's own."""
     env = dict(os.environ)
     env["PYTHONPATH"] = os.pathsep.join([os.path.join(work, "accel"), *filter(None, [env.get("PYTHONPATH")])])
     env.setdefault("SM_MODEL_DIR", os.path.join(root, "model"))
@@ -117,7 +119,7 @@ def resources(root: str) -> dict[str, Any]:
 
 
 def secrets(references: dict[str, str], env: dict[str, str]) -> dict[str, str]:
-    """The values of `secretsmanager:ID[#KEY]` and `ssm:NAME`, read here and kept nowhere."""
+    """Return the values of `secretsmanager:ID[#KEY]` and `ssm:NAME`, read here and stored nowhere."""
     if not references:
         return {}
     try:
@@ -143,7 +145,7 @@ def secrets(references: dict[str, str], env: dict[str, str]) -> dict[str, str]:
 
 
 def check() -> None:
-    """Raises Failed, naming all that lacks, where the image cannot run accel."""
+    """Raise Failed, which lists everything that is missing, if the image cannot run accel."""
     if sys.version_info[:2] < _PYTHON:
         raise Failed(f"the image has Python {sys.version.split()[0]}, and accel needs {'.'.join(map(str, _PYTHON))}")
     from importlib import metadata
@@ -163,7 +165,7 @@ def check() -> None:
 
 
 def prepare(here: str, settings: dict[str, Any], env: dict[str, str]) -> None:
-    """Installs what the job asks for."""
+    """Install the requirements and run the setup commands."""
     pip = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "-r", settings["requirements"]]
     for argv in [*([pip] if pip[-1] else []), *settings["setup"]]:
         try:
@@ -175,7 +177,7 @@ def prepare(here: str, settings: dict[str, Any], env: dict[str, str]) -> None:
 
 
 def run(root: str, work: str, settings: dict[str, Any], env: dict[str, str]) -> int:
-    """Runs the launcher to its end, and says how it ended."""
+    """Run the launcher to its end, write its failure if any, and return its exit code."""
     logs = os.path.join(work, "logs")
     argv = [sys.executable, "-m", "accel", "launch", "--log_dir", logs, *settings["launch"]]
     cwd = os.path.join(work, "code", settings["workdir"])
@@ -197,7 +199,7 @@ def run(root: str, work: str, settings: dict[str, Any], env: dict[str, str]) -> 
 
 
 def copy(reading: int, last: list[bytes]) -> None:
-    """Hands on what the launcher says, and keeps the end of it."""
+    """Forward the launcher's output, and keep its end."""
     while True:
         data = os.read(reading, 65_536)
         if not data:
@@ -207,7 +209,7 @@ def copy(reading: int, last: list[bytes]) -> None:
 
 
 def report(logs: str) -> str | None:
-    """The gang's failure, as the launcher has recorded it: the same on all hosts."""
+    """Return the gang's failure as recorded by the launcher, the same on all hosts, or None."""
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
         with open(os.path.join(logs, "launch.jsonl"), encoding="utf-8") as file:
             found = [json.loads(line) for line in file if '"failure"' in line]

@@ -1,4 +1,4 @@
-"""A job's artefacts, out of S3 into a directory: whole, or not at all."""
+"""Download of a job's artefacts from S3 to a directory, all or nothing."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _FINAL = ("Completed", "Failed", "Stopped")
 
 
 def fetch(aws: Aws, native: Native, directory: Path) -> list[str]:
-    """Makes `directory/model` and `directory/output` out of what the job left, as far as it did; returns their names.
+    """Download the artefacts that exist to `directory/model` and `directory/output`. Return their names.
 
-    Raises NotReady where the job runs, has left nothing, or `directory` is there; SchedulerError for a damaged archive.
+    Raises NotReady if the job runs, left nothing, or `directory` exists; SchedulerError for a damaged archive.
     """
     if os.path.lexists(directory):
         raise NotReady(f"{directory} is there already: name another one (--output), or remove it")
@@ -47,7 +47,7 @@ def fetch(aws: Aws, native: Native, directory: Path) -> list[str]:
 
 
 def _uri(made: Mapping[str, Any], name: str) -> str:
-    """Where an artefact is: an archive, or where it is not compressed the beginning of its files' keys."""
+    """Return the URI of an artefact's archive, or if it is not compressed, the key prefix of its files."""
     root = str(made["OutputDataConfig"]["S3OutputPath"]).rstrip("/")
     plain = made["OutputDataConfig"].get("CompressionType") == "NONE"
     return f"{root}/{made['TrainingJobName']}/output/{name}{'/' if plain else '.tar.gz'}"
@@ -91,7 +91,7 @@ def _files(aws: Aws, uri: str, directory: Path) -> bool:
 
 
 def _download(aws: Aws, bucket: str, key: str, path: Path, size: int) -> None:
-    """boto3 compares the checksum where S3 has one. Raises SchedulerError for a file of another length."""
+    """Download a file. boto3 verifies the checksum if S3 has one. Raises SchedulerError for a wrong length."""
     client = aws.client("s3")
     with aws.asked("s3:GetObject"):
         client.download_file(bucket, key, str(path))

@@ -1,4 +1,4 @@
-"""What is known of AWS's images and instance types without asking: registries, tags, and the GPUs of an instance.
+"""AWS's images and instance types as known offline: registries, tags, and the GPUs of an instance.
 
 https://docs.aws.amazon.com/sagemaker/latest/dg-ecr-paths/sagemaker-algo-docker-registry-paths.html and
 https://aws.amazon.com/sagemaker/pricing/
@@ -54,7 +54,7 @@ def is_named(image: str) -> bool:
 
 
 def address(image: str, region: str, instance_type: str, where: str) -> str:
-    """The address of an image: itself, or that of `pytorch:VERSION` in the region. Raises SpecError."""
+    """Return the address of an image: itself, or that of `pytorch:VERSION` in the region. Raises SpecError."""
     if not is_named(image):
         return image
     version = image.removeprefix(_PREFIX)
@@ -69,7 +69,7 @@ def address(image: str, region: str, instance_type: str, where: str) -> str:
 
 
 def gpus(instance_type: str) -> int | None:
-    """How many GPUs an instance of the type has; None where that is not known, or it has accelerators that are none."""
+    """Return the number of GPUs of an instance type, or None if unknown or if its accelerators are no GPUs."""
     match = _INSTANCE.match(instance_type)
     if match is None:
         return None

@@ -1,4 +1,4 @@
-"""The API's own limits, by the service model that botocore brings: what AWS would refuse is said before it is asked."""
+"""Checks of a request against the API's limits, by botocore's service model, before AWS is called."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ _Path = tuple[str, ...]
 
 
 def check(request: Mapping[str, Any], target: str) -> None:
-    """Raises SpecError that names the flag or option, for a value that the API does not take. Says nothing where
-    botocore is not installed."""
+    """Raise SpecError, naming the flag or option, for a value that the API rejects. Without botocore, do nothing."""
     model = _model()
     if model is None:
         return
@@ -30,7 +29,7 @@ def check(request: Mapping[str, Any], target: str) -> None:
 
 
 def unknown_type(instance_type: str) -> str | None:
-    """A warning of an instance type that botocore does not list: it may be newer."""
+    """Return a warning for an instance type that botocore does not list: it may be newer."""
     model = _model()
     if model is None:
         return None
@@ -115,7 +114,7 @@ def _range(limits: Mapping[str, Any]) -> str:
 
 
 def _given(path: _Path) -> str:
-    """The flag or the option that gave the value, and the place in it."""
+    """Return the flag or option that set the value, and the place in it."""
     for length in range(len(path), 0, -1):
         if path[:length] in GIVEN:
             return ": ".join([GIVEN[path[:length]], *path[length:]])

@@ -1,7 +1,8 @@
-"""A job's output out of CloudWatch: a stream for each instance, and after an interruption another one.
+"""A job's output from CloudWatch: one stream for each instance, and another after each interruption.
 
-A position is the time of an event, in ms, and how many events of that time were read: CloudWatch's own tokens end after
-a day. CloudWatch keeps lines, and not what they ended with, and shows them some seconds after they were written.
+A position is an event's time in ms and the number of events read at that time: CloudWatch's own tokens expire
+after a day. CloudWatch stores lines without their endings, and shows them some seconds after they were
+written.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _AGAIN_S = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class Stream:
-    """name: after the job's own. attempt: which of its host's streams it is."""
+    """A log stream. `name`: without the job's own; `attempt`: its index among its host's streams."""
 
     name: str
     node: int
@@ -35,7 +36,7 @@ class Stream:
 
 
 def streams(aws: Aws, native: Native) -> list[Stream]:
-    """The streams there are, attempt by attempt, and node by node."""
+    """Return the existing streams, by attempt and then by node."""
     found: dict[int, list[tuple[int, str]]] = {}
     asked = {"logGroupName": GROUP, "logStreamNamePrefix": f"{native.name}/"}
     try:
@@ -55,8 +56,11 @@ def streams(aws: Aws, native: Native) -> list[Stream]:
 
 
 def lines(aws: Aws, native: Native, since: Cursor | None, nodes: int | None) -> Iterator[LogLine]:
-    """The lines there are, from the cursor on. With `nodes`, how many a job that is over has, also those that
-    CloudWatch does not show yet: until each container of the last attempt has written the entry's last line."""
+    """Yield the existing lines from the cursor on.
+
+    nodes: the number of nodes of a job that is over. This then waits for lines that CloudWatch does not show yet,
+           until each container of the last attempt has written the entry's last line.
+    """
     cursor = (since or Cursor()).moved({})
     complete: set[Stream] = set()
     deadline: float | None = None
@@ -79,7 +83,7 @@ def lines(aws: Aws, native: Native, since: Cursor | None, nodes: int | None) -> 
 
 
 def _left(aws: Aws, native: Native) -> float:
-    """Seconds in which lines of a job that is over may still be shown."""
+    """Return the seconds in which lines of a finished job may still appear."""
     made = describe(aws, native.name) or {}
     if "TrainingStartTime" not in made or "TrainingEndTime" not in made:
         return 0.0
@@ -88,7 +92,7 @@ def _left(aws: Aws, native: Native) -> float:
 
 
 def cursor_at(aws: Aws, native: Native, when: float) -> Cursor:
-    """Where the streams stood at that time."""
+    """Return the cursor of the streams at that time."""
     return Cursor({stream.name: f"{int(when * 1000)}.0" for stream in streams(aws, native)})
 
 

@@ -1,4 +1,4 @@
-"""The id of a job of a sagemaker target: `REGION/TRAINING JOB/JOB/CREATED`, the last in seconds since the epoch."""
+"""Native ids of SageMaker jobs: `REGION/TRAINING JOB/JOB/CREATED`, the last in seconds since the epoch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Native:
 
     @classmethod
     def parse(cls, text: str) -> Native:
-        """What `str` gave. Raises SpecError."""
+        """Parse the output of `str`. Raises SpecError."""
         words = text.split("/")
         if len(words) != 4 or not all(words) or not words[3].isdecimal():
             raise SpecError(f"{text!r} is not the id of a job of a sagemaker target (region/name/job/created)")

@@ -1,4 +1,4 @@
-"""What may be said of a sagemaker target, and what of a job it cannot run."""
+"""Options of a SageMaker target, and the validation of jobs against them."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ _PREFIXES = ("secretsmanager:", "ssm:")
 
 @dataclass(frozen=True, kw_only=True)
 class SageMakerOptions:
-    """What `accel.yaml` may say of a sagemaker target. The names are boto3's, in snake case.
+    """The options of a SageMaker target in `accel.yaml`. The names are boto3's, in snake case.
 
-    profile, region:  of AWS's configuration files; without them, what boto3 finds.
+    profile, region:  of AWS's configuration files; default: boto3's choice.
     role:             the execution role, by its ARN or its name.
     image:            a URI, or `pytorch:VERSION`: AWS's image of that version. A job's --image comes first.
     instance_type:    such as `ml.g5.12xlarge`; each node is one instance.
-    s3_output_path:   where artefacts, and what accel brings, are kept; without it, the account's default bucket for
-                      SageMaker, which must be there.
-    checkpoint_s3_uri: where AWS copies checkpoint_local_path to, and takes it from when the job starts; `{id}` in it is
-                      the job's id, and without it jobs go on from each other's checkpoints.
+    s3_output_path:   the place of artefacts and of accel's uploads; default: the account's default bucket for
+                      SageMaker, which must exist.
+    checkpoint_s3_uri: AWS copies checkpoint_local_path there, and back when the job starts. `{id}` in it is the
+                      job's id; without it, jobs continue from each other's checkpoints.
     input_data_config: further channels, with boto3's keys in snake case.
     metric_definitions: `{name, regex}` of lines of the log.
     requirements:     a file for pip in the code directory, installed in the container before the ranks start.
     setup:            argvs run once in every container before the ranks start, before those of the job.
     python:           the interpreter in the image.
-    cpu:              train on the CPU even where there are GPUs.
-    start_timeout_s:  how long the containers wait for each other.
+    cpu:              train on the CPU even if there are GPUs.
+    start_timeout_s:  the time that the containers wait for each other.
     patch:            a JSON merge patch on the request, applied last.
     """
 
@@ -72,13 +72,13 @@ class SageMakerOptions:
 
 
 def check(spec: JobSpec, options: SageMakerOptions, target: str) -> None:
-    """Raises SpecError for a job that SageMaker cannot run as it is described."""
+    """Raise SpecError for a job that SageMaker cannot run."""
     for problem in _problems(spec, options):
         raise SpecError(f"target {target}: {problem}")
 
 
 def processes(spec: JobSpec, options: SageMakerOptions) -> int:
-    """The ranks of a node: those that are asked for, else one for each GPU, else one."""
+    """Return the number of ranks per node: the requested one, else one per GPU, else one."""
     if spec.procs_per_node is not None:
         return spec.procs_per_node
     return 1 if options.cpu else spec.resources.gpus or images.gpus(options.instance_type) or 1

@@ -1,4 +1,4 @@
-"""The CreateTrainingJob request of a job, and what the containers read beside it: pure, from the spec and the options.
+"""The CreateTrainingJob request of a job and its containers' settings: pure functions of spec and options.
 
 https://docs.aws.amazon.com/sagemaker/latest/APIReference/API_CreateTrainingJob.html
 """
@@ -61,7 +61,7 @@ GIVEN: Mapping[tuple[str, ...], str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Account:
-    """What only AWS can tell; until then, what stands for it."""
+    """Account data that only AWS knows; by default, placeholders."""
 
     account: str = "{account}"
     region: str = "{region}"
@@ -70,23 +70,23 @@ class Account:
 
 
 def planned(options: SageMakerOptions) -> Account:
-    """What the options tell."""
+    """Return the account data that the options contain."""
     return Account(region=options.region or Account.region)
 
 
 def root(options: SageMakerOptions, account: Account) -> str:
-    """Where in S3 everything of the target's jobs is."""
+    """Return the S3 URI below which all files of the target's jobs are."""
     given = options.s3_output_path
     return given.rstrip("/") if given else f"s3://sagemaker-{account.region}-{account.account}"
 
 
 def brought(options: SageMakerOptions, account: Account, job_id: str) -> str:
-    """Where in S3 the files are that a job's containers read; they are only its own."""
+    """Return the S3 URI of the files that a job's containers read. Other jobs do not share them."""
     return f"{root(options, account)}/accel/jobs/{job_id}/code/"
 
 
 def build(spec: JobSpec, options: SageMakerOptions, job_id: str, account: Account, target: str) -> dict[str, Any]:
-    """The request, without its tag that tells it from others. Raises SpecError."""
+    """Build the request, without the tag that identifies its content. Raises SpecError."""
     image = str(spec.image or options.image)
     if account.region != Account.region or not images.is_named(image):
         image = images.address(image, account.region, options.instance_type, f"target {target}")
@@ -121,7 +121,7 @@ def build(spec: JobSpec, options: SageMakerOptions, job_id: str, account: Accoun
 
 
 def stamped(request: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The request with the tag by which a submit that is repeated knows its own, whatever its code has become."""
+    """Return the request with a tag by which a repeated submit recognizes its job, even if the code changed."""
     text = json.dumps([request, settings], sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()
     return {**request, "Tags": [*request["Tags"], {"Key": DIGEST, "Value": digest}]}
@@ -132,8 +132,7 @@ def digest_of(tags: Sequence[Mapping[str, str]]) -> str | None:
 
 
 def settings(spec: JobSpec, options: SageMakerOptions, job_id: str) -> dict[str, Any]:
-    """What the program in the container does: see `entry.py`. Arguments and variables go this way, since the API
-    limits and changes them."""
+    """Return the settings of `entry.py`, with arguments and variables, which the API would limit and change."""
     return {
         "schema": 1,
         "job_id": job_id,
@@ -175,7 +174,7 @@ def _role(role: str, account: Account) -> str:
 
 
 def _camel(value: Any) -> Any:
-    """boto3's keys out of those in snake case: `s3_data_source` is `S3DataSource`."""
+    """Convert keys in snake case to boto3's: `s3_data_source` is `S3DataSource`."""
     if isinstance(value, Mapping):
         return {
             "".join(word[:1].upper() + word[1:] for word in key.split("_")): _camel(each) for key, each in value.items()
@@ -184,7 +183,7 @@ def _camel(value: Any) -> Any:
 
 
 def _merged(value: Any, patch: Any) -> Any:
-    """A JSON merge patch: https://www.rfc-editor.org/rfc/rfc7396"""
+    """Apply a JSON merge patch: https://www.rfc-editor.org/rfc/rfc7396"""
     if not isinstance(patch, Mapping):
         return patch
     made = dict(value) if isinstance(value, Mapping) else {}

@@ -1,4 +1,4 @@
-"""Where training jobs are, by what the API says of them."""
+"""Statuses of training jobs, from the API."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _KINDS: Mapping[str, Reason] = {
 
 
 def of(made: Mapping[str, Any]) -> Status:
-    """The status of a job that DescribeTrainingJob describes."""
+    """Return the status of a job from its DescribeTrainingJob response."""
     status, second = str(made.get("TrainingJobStatus")), str(made.get("SecondaryStatus") or "")
     passed = [str(each.get("Status")) for each in made.get("SecondaryStatusTransitions") or []]
     attempt = sum(each in _AGAIN for each in passed)
@@ -88,7 +88,7 @@ def _failed(text: str, said: Mapping[str, Any]) -> Status:
 
 
 class Poller:
-    """Asks about jobs, and describes only those whose list entry has changed since the last time."""
+    """A poller that describes only the jobs whose list entry has changed since the last time."""
 
     def __init__(self, aws: Aws) -> None:
         self._aws = aws
@@ -96,7 +96,7 @@ class Poller:
         self._lock = threading.Lock()
 
     def statuses(self, natives: Sequence[Native]) -> dict[str, Status]:
-        """The status of each job; of one that AWS does not know, that it is lost. Raises Unreachable, Refused."""
+        """Return the status of each job; LOST if AWS does not know it. Raises Unreachable, Refused."""
         if len(natives) == 1:
             return {str(natives[0]): self._described(natives[0])}
         wanted = {native.name: native for native in natives}
@@ -114,7 +114,7 @@ class Poller:
         return found | {str(native): self._described(native) for native in wanted.values()}
 
     def _listed(self, since: int, wanted: set[str]) -> list[dict[str, Any]]:
-        """The list's entries of these jobs, from the oldest on, as far as they are needed."""
+        """Return the list entries of these jobs, oldest first, from no more pages than needed."""
         after = datetime.datetime.fromtimestamp(since - 1, datetime.timezone.utc)
         asked = {"CreationTimeAfter": after, "SortBy": "CreationTime", "SortOrder": "Ascending", "MaxResults": _PAGE}
         entries = self._aws.pages("sagemaker", "list_training_jobs", "TrainingJobSummaries", **asked)
@@ -131,7 +131,7 @@ class Poller:
 
 
 def describe(aws: Aws, name: str) -> dict[str, Any] | None:
-    """The training job; None where there is none."""
+    """Return the training job, or None."""
     try:
         return aws.call("sagemaker", "describe_training_job", TrainingJobName=name)
     except Refused as error:
@@ -141,7 +141,7 @@ def describe(aws: Aws, name: str) -> dict[str, Any] | None:
 
 
 def stop(aws: Aws, native: Native) -> None:
-    """Asks AWS to stop the job: SIGTERM, 120 s, SIGKILL. Nothing is done to one that is over."""
+    """Stop the job: SIGTERM, 120 s, SIGKILL. Do nothing if it is over."""
     try:
         aws.call("sagemaker", "stop_training_job", TrainingJobName=native.name)
     except Refused:

@@ -1,4 +1,4 @@
-"""A job on its way to SageMaker: its files in S3, then one call; and how a job that is there is found again."""
+"""Submission of a job to SageMaker, files to S3 and then one call, and discovery of existing jobs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ progress = logging.getLogger("schedulers.progress")
 
 
 def submit(aws: Aws, spec: JobSpec, options: SageMakerOptions, job_id: str, home: Path) -> Native:
-    """Has the training job, once. Raises SubmitError, SpecError, ConfigError; Unreachable when it may be there."""
+    """Create the training job, once. Raises SubmitError, SpecError, ConfigError; Unreachable if it may exist."""
     account = aws.resolved()
     made = request.build(spec, options, job_id, account, aws.where.removeprefix("target "))
     limits.check(made, aws.where.removeprefix("target "))
@@ -55,7 +55,7 @@ def _native(aws: Aws, made: Mapping[str, Any], job_id: str) -> Native:
 def _bring(
     aws: Aws, options: SageMakerOptions, account: request.Account, job_id: str, tar: Path, settings: Mapping[str, Any]
 ) -> None:
-    """Has the files of the code channel in S3."""
+    """Upload the files of the code channel to S3."""
     root, brought = request.root(options, account), request.brought(options, account, job_id)
     upload.check_bucket(aws, root, given=options.s3_output_path is not None)
     with tempfile.TemporaryDirectory() as directory:
@@ -76,7 +76,7 @@ def _told(sent: int, size: int) -> None:
 
 
 def _earlier(aws: Aws, stamped: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The job, where an earlier submit has made it. Raises SubmitError where the one of that name is another's."""
+    """Return the job if an earlier submit created it. Raises SubmitError if the name is another job's."""
     name = stamped["TrainingJobName"]
     made = describe(aws, str(name))
     if made is None:
@@ -88,7 +88,7 @@ def _earlier(aws: Aws, stamped: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def find(aws: Aws, job_id: str) -> Found | None:
-    """A job that some machine submitted. Raises Unreachable, UnknownJob."""
+    """Find a job that any machine submitted. Raises Unreachable, UnknownJob."""
     tail = re.sub(r"[^a-z0-9]+", "-", job_id)
     for each in aws.call("sagemaker", "list_training_jobs", NameContains=tail, MaxResults=10)["TrainingJobSummaries"]:
         made = aws.call("sagemaker", "describe_training_job", TrainingJobName=each["TrainingJobName"])
@@ -113,7 +113,7 @@ def _found(aws: Aws, made: Mapping[str, Any], job_id: str) -> Found:
 
 
 def listed(aws: Aws) -> list[Listed]:
-    """All training jobs of accel in the region. Raises Unreachable."""
+    """List all training jobs of accel in the region. Raises Unreachable."""
     jobs = []
     for each in aws.pages("sagemaker", "list_training_jobs", "TrainingJobSummaries", MaxResults=100):
         head, _, job_id = str(each["TrainingJobName"]).rpartition("-")

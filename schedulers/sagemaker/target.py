@@ -1,4 +1,4 @@
-"""The sagemaker target: a training job of SageMaker's for each job, each of whose instances runs `accel launch`."""
+"""The SageMaker target: one training job for each job, with `accel launch` on each of its instances."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _SESSION = "AWS_SSM_START_SESSION_RESPONSE"
 
 
 class SageMakerTarget:
-    """Runs each job as a training job. A job's native id is `region/training job/job id/created`."""
+    """A target that runs each job as a training job. Native ids: `region/training job/job id/created`."""
 
     Options: ClassVar[type] = SageMakerOptions
 
@@ -56,11 +56,11 @@ class SageMakerTarget:
 
     @staticmethod
     def asked_with(options: Mapping[str, Any]) -> list[object]:
-        """The account, by its profile, and the region."""
+        """Return the account, by its profile, and the region."""
         return [options.get("profile"), options.get("region")]
 
     def plan(self, spec: JobSpec, job_id: str) -> Plan:
-        """The request, and what the containers read; what only AWS can tell is left open. Raises SpecError."""
+        """Return the request and the containers' settings, without what only AWS knows. Raises SpecError."""
         options = self._options
         meaning.check(spec, options, self.name)
         account = request.planned(options)
@@ -85,8 +85,10 @@ class SageMakerTarget:
         )
 
     def submit(self, plan: Plan) -> str:
-        """Has the training job, once, with all that its containers read. Raises SubmitError, SpecError, ConfigError;
-        Unreachable when it cannot be told whether AWS has the job."""
+        """Create the training job, once, with all files that its containers read.
+
+        Raises SubmitError, SpecError, ConfigError; Unreachable when it is unknown whether AWS has the job.
+        """
         from .submit import submit
 
         spec = JobSpec.from_json(plan.settings["spec"])
@@ -115,7 +117,7 @@ class SageMakerTarget:
         return logs.cursor_at(self._aws, Native.parse(native_id), when)
 
     def cancel(self, native_id: str) -> None:
-        """SIGTERM, 120 s, SIGKILL. Raises Unreachable, Refused."""
+        """Cancel the job: SIGTERM, 120 s, SIGKILL. Raises Unreachable, Refused."""
         from .status import stop
 
         stop(self._aws, Native.parse(native_id))
@@ -126,8 +128,10 @@ class SageMakerTarget:
         return fetch(self._aws, Native.parse(native_id), directory)
 
     def shell(self, native_id: str, node: int, argv: Sequence[str], *, terminal: bool) -> int:
-        """Runs AWS's own program for sessions, which reads the token of one in its environment. Raises SpecError for a
-        command and for a job without remote debugging, ConfigError, Refused, Unreachable."""
+        """Open a shell through AWS's Session Manager plug-in, which reads the session's token from its environment.
+
+        Raises SpecError for a command and for a job without remote debugging, ConfigError, Refused, Unreachable.
+        """
         from .status import describe
 
         native = Native.parse(native_id)
@@ -151,11 +155,11 @@ class SageMakerTarget:
             signal.signal(signal.SIGINT, before)
 
     def native(self, native_id: str) -> object:
-        """The SageMaker SDK's `TrainingJob`. Raises ConfigError, Unreachable."""
+        """Return the SageMaker SDK's `TrainingJob`. Raises ConfigError, Unreachable."""
         return self._aws.training_job(Native.parse(native_id).name)
 
     def review(self, plan: Plan) -> list[str]:
-        """Finds out what the plan leaves open. Raises Unreachable, ConfigError."""
+        """Resolve what the plan leaves open. Return a line if that, or the request, is invalid. Raises Unreachable."""
         from . import upload
 
         spec = JobSpec.from_json(plan.settings["spec"])
@@ -182,7 +186,7 @@ class SageMakerTarget:
         return listed(self._aws)
 
     def clear(self, jobs: Mapping[str, str | None]) -> list[str]:
-        """Removes what the containers of these jobs read; what they left stays. AWS keeps the jobs themselves."""
+        """Delete the files that these jobs' containers read. Artefacts stay, and AWS keeps the jobs."""
         from . import upload
 
         return upload.remove(self._aws, self._options, list(jobs))

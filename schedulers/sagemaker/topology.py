@@ -1,4 +1,4 @@
-"""Where a container of a SageMaker training job stands among those of its job."""
+"""A container's place among those of its SageMaker training job."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ _SOURCE = "SageMaker"
 
 
 def from_container(env: Mapping[str, str]) -> Topology | None:
-    """The topology of a training job's container: from what SageMaker's toolkit sets (SM_HOSTS, SM_CURRENT_HOST), else
-    from the file that every container has (https://docs.aws.amazon.com/sagemaker/latest/dg/
-    your-algorithms-training-algo-running-container.html).
+    """Return the topology of a training job's container, or None if this is no such container.
 
-    None where there is neither: then this is no such container. SageMaker lists the hosts in no order: node 0 is
-    the one with the lowest number. Raises SpecError, naming the variable or the file, for values that cannot be.
+    It is read from the variables of SageMaker's toolkit (SM_HOSTS, SM_CURRENT_HOST), else from the file that
+    every container has. SageMaker lists the hosts in no order: node 0 is the one with the lowest number. Raises
+    SpecError, which names the variable or the file, for invalid values.
+
+    https://docs.aws.amazon.com/sagemaker/latest/dg/your-algorithms-training-algo-running-container.html
     """
     found = _from_toolkit(env) or _from_file(env)
     if found is None:
@@ -62,5 +63,5 @@ def _from_file(env: Mapping[str, str]) -> tuple[str, Any, Any] | None:
 
 
 def _numbered(name: str) -> list[tuple[int, str]]:
-    """Sorts algo-10 after algo-2."""
+    """Return a sort key that puts algo-10 after algo-2."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name) if part]

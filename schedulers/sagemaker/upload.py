@@ -1,4 +1,4 @@
-"""What a job's containers read, on its way to S3: large files by their content, so that none is sent twice."""
+"""Upload of the containers' files to S3. Large files are keyed by content, so that none is sent twice."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ORPHAN_S = 7 * 86_400.0
 
 
 def packed(tar: Path) -> Path:
-    """A snapshot as it travels, beside it; the same bytes for the same snapshot. Raises StoreError."""
+    """Compress a snapshot next to itself, to the same bytes for the same snapshot. Raises StoreError."""
     path = tar.with_name(f"{tar.name}.gz")
     if path.exists():
         return path
@@ -44,8 +44,10 @@ def packed(tar: Path) -> Path:
 
 
 def put_content(aws: Aws, root: str, path: Path, digest: str, told: Callable[[int, int], None]) -> str:
-    """Has the file in S3 by its content, and returns its key. What an earlier submit, which was killed, has sent of it
-    is not sent again. `told` is called with the bytes that are there and those there will be."""
+    """Upload the file under its digest, and return its key. Resumes an interrupted upload.
+
+    `told` is called with the number of bytes uploaded so far and the total.
+    """
     bucket, prefix = split(root)
     key = "/".join(filter(None, (prefix, _KEPT, digest)))
     size = path.stat().st_size
@@ -90,7 +92,7 @@ def _put_parts(aws: Aws, bucket: str, key: str, path: Path, size: int, told: Cal
 
 
 def _begun(aws: Aws, bucket: str, key: str, size: int) -> tuple[str, dict[int, str]]:
-    """An upload of this content that was cut off, and the parts that it has; a new one where there is none."""
+    """Return an interrupted upload of this content and its parts, or a new upload."""
     for upload in aws.pages("s3", "list_multipart_uploads", "Uploads", Bucket=bucket, Prefix=key):
         if upload["Key"] == key:
             return str(upload["UploadId"]), _parts(aws, bucket, key, str(upload["UploadId"]), size)
@@ -107,7 +109,7 @@ def _parts(aws: Aws, bucket: str, key: str, upload: str, size: int) -> dict[int,
 
 
 def copy(aws: Aws, root: str, key: str, to: str) -> None:
-    """Copies an object within the bucket, without its bytes coming here."""
+    """Copy an object within the bucket, without downloading it."""
     bucket, _ = split(root)
     client: Any = aws.client("s3")
     with aws.asked("s3:CopyObject"):
@@ -120,7 +122,7 @@ def put(aws: Aws, uri: str, data: bytes) -> None:
 
 
 def check_bucket(aws: Aws, root: str, given: bool) -> None:
-    """Raises SubmitError where the bucket is not there."""
+    """Raise SubmitError if the bucket does not exist."""
     bucket, _ = split(root)
     try:
         aws.call("s3", "head_bucket", Bucket=bucket)
@@ -133,8 +135,10 @@ def check_bucket(aws: Aws, root: str, given: bool) -> None:
 
 
 def remove(aws: Aws, options: SageMakerOptions, job_ids: Sequence[str]) -> list[str]:
-    """Removes what these jobs' containers read, and uploads of code that were cut off a week ago. Returns a line for
-    each thing that stays."""
+    """Delete the files that these jobs' containers read, and code uploads interrupted more than a week ago.
+
+    Returns a line for each job whose files could not be deleted.
+    """
     lines: list[str] = []
     account = aws.resolved()
     bucket, prefix = split(request.root(options, account))

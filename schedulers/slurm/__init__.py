@@ -1,3 +1,1 @@
-"""Slurm, on its login node or from a laptop over SSH: one batch job a job, `accel launch` on each of its nodes; not
-SSH itself (`hosts`).
-"""
+"""Slurm, on its login node or over SSH (`hosts`): a batch job per job, with `accel launch` on each node."""

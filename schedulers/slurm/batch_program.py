@@ -1,4 +1,4 @@
-"""The program that a batch script runs on a job's first node: what to put into the job's directory."""
+"""The program that a batch script runs on a job's first node, for the job's directory."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ PROGRAM = "slurm/batch.py"
 
 @functools.cache
 def program() -> bytes:
-    """One file, a zip whatever its name says, that any Python from 3.8 on runs: `python -I batch.py DIRECTORY`."""
+    """Return a zip file, despite its name, that any Python from 3.8 on runs: `python -I batch.py DIRECTORY`."""
     return pack("schedulers.slurm.batch", "main(sys.argv[1:])")

@@ -1,4 +1,4 @@
-"""Where a slurm target's commands are: on this machine, a login node, or on one that is reached over SSH."""
+"""Access to a Slurm target's commands: on this machine, a login node, or over SSH."""
 
 from __future__ import annotations
 
@@ -33,38 +33,38 @@ class Cluster(Protocol):
     """A machine that has Slurm's commands and sees the shared file system."""
 
     def place(self) -> tuple[str, str]:
-        """The directory that holds `jobs/`, absolute there, and the interpreter for the nodes. Raises Unreachable."""
+        """Return the absolute directory that holds `jobs/`, and the nodes' interpreter. Raises Unreachable."""
 
     def ask(self, steps: Sequence[Step]) -> tuple[list[Any], bytes]:
-        """An answer for each step (`login/job_ops.py`), and what logs hold. Raises Unreachable, SchedulerError."""
+        """Return the result of each step (`login/job_ops.py`) and log bytes. Raises Unreachable, SchedulerError."""
 
     def unpack(self, archive: Path, job_id: str) -> None:
-        """Has the snapshot there as the job's `code`."""
+        """Unpack the snapshot there as the job's `code`."""
 
     def submit(self, request: Mapping[str, Any]) -> str:
-        """The number that Slurm gave. Raises SubmitError, Unreachable."""
+        """Submit and return Slurm's job number. Raises SubmitError, Unreachable."""
 
     def lacking(self) -> str | None:
-        """One line when the interpreter that submits lacks a package."""
+        """Return one line if the interpreter that submits lacks a package."""
 
     def read(self, job_id: str, since: Cursor | None, *, over: bool) -> Iterator[LogLine]:
-        """The job's lines from the cursor on; `over`: nobody writes any more."""
+        """Yield the job's lines from the cursor on. `over`: nobody writes any more."""
 
     def cursor_at(self, job_id: str, when: float) -> Cursor:
-        """Where its logs stood then."""
+        """Return the position of its logs at that time."""
 
     def tail_at(self, job_id: str, since: Cursor, count: int, *, over: bool) -> Cursor:
-        """Where the last `count` lines of each rank begin."""
+        """Return the position at which the last `count` lines of each rank begin."""
 
     def wait(self, native: Native, timeout_s: float) -> bool:
-        """Until the job has left its result, or Slurm has ended it; False when the time is over."""
+        """Wait until the job has left its result or Slurm has ended it. Return False on a timeout."""
 
     def close(self) -> None:
-        """Ends connections."""
+        """Close connections."""
 
 
 class Here:
-    """This machine is a login node: job directories are those of the store."""
+    """A cluster whose login node is this machine. Job directories are those of the store."""
 
     def __init__(self, jobs: Path, options: SlurmOptions) -> None:
         self._jobs = str(jobs)
@@ -124,7 +124,7 @@ class Here:
         return log_lines.tail_at(Path(self._jobs) / job_id / "logs", since, count, complete=complete)
 
     def _has_result(self, job_id: str) -> bool:
-        """To be looked at before the logs are read: what is written after this is read the next time."""
+        """Return True if the result exists. Call it before reading the logs: later lines are read next time."""
         return (Path(self._jobs) / job_id / "exit.json").exists()
 
     def wait(self, native: Native, timeout_s: float) -> bool:
@@ -145,7 +145,7 @@ class Here:
 
 
 class Login:
-    """The login node is another machine, and job directories are below `root` there."""
+    """A cluster whose login node is another machine, with job directories below `root` there."""
 
     def __init__(self, options: SlurmOptions, name: str) -> None:
         self._options = options
@@ -172,7 +172,7 @@ class Login:
 
     @property
     def python(self) -> str:
-        """Of the login node, as it is named in a command: commands start in the home directory."""
+        """The login node's interpreter as written in a command: commands start in the home directory."""
         python = self._options.python or "python3"
         return f"./{python[2:]}" if python.startswith("~/") else python
 
@@ -199,14 +199,14 @@ class Login:
 
     @contextlib.contextmanager
     def _conversation(self, seconds: float) -> Iterator[Session]:
-        """With the program that tells of jobs' ends, for so long at most."""
+        """Open a session with the program that reports ended jobs, for at most `seconds`."""
         argv, said_first = self._program({"root": self.root, "watch_s": seconds, "clusters": self.clusters})
         with self.remote.open(argv) as session:
             session.write(said_first)
             yield session
 
     def _program(self, request: Mapping[str, Any]) -> tuple[list[str], bytes]:
-        """The program for the login node that answers the request, and what it reads first."""
+        """Return the argv and the input of the login node's program that handles the request."""
         from ..hosts.remote_files import program_loader
 
         program = host_programs()
@@ -283,7 +283,7 @@ class Login:
 
 
 def login_host(options: SlurmOptions, name: str) -> Host:
-    """The login node as the target names it. Raises SpecError."""
+    """Return the target's login node. Raises SpecError."""
     import dataclasses
 
     from ..hosts.host_list import parse_hosts
@@ -295,7 +295,7 @@ def login_host(options: SlurmOptions, name: str) -> Host:
 
 
 def host_programs() -> bytes:
-    """`login/main.py` and what it imports, as one program for the login node's Python."""
+    """Return `login/main.py` and its imports as one program for the login node's Python."""
     from ..hosts import remote_files as files
 
     batch = ("slurm.batch.shared_files", "slurm.batch.unanswered")

@@ -1,4 +1,4 @@
-"""A job that another machine submitted: found in its directory on the cluster."""
+"""Discovery of jobs that another machine submitted, by their directory on the cluster."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from .native_id import Native
 
 
 def find(cluster: Cluster, target: str, job_id: str, sweep: Mapping[str, Any]) -> Found | None:
-    """Raises UnknownJob for a job that was put there and that Slurm never had, and what asking raises.
+    """Find a job. Raises UnknownJob if it was sent there and Slurm never had it, and what `ask` raises.
 
-    sweep: of a job of a sweep, the id of its `first` one and where (`at`) it is in it.
+    sweep: for a job of a sweep, the id of its `first` job and this job's index (`at`).
     """
     answer = cluster.ask([{"op": "find", "job": job_id, **sweep}])[0][0]
     if answer is None:

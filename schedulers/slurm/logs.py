@@ -1,4 +1,4 @@
-"""A job's log lines from the login node: byte-exact, from a cursor, none lost, doubled or cut."""
+"""A job's log lines from the login node: byte-exact, from a cursor, no line lost, doubled or cut."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LIMIT, _MOST = 4 << 20, 16 << 20
 
 
 def read(ask: Ask, job_id: str, since: Cursor | None, *, over: bool) -> Iterator[LogLine]:
-    """The lines that there are now; their sources are named as in the job's own directory of logs."""
+    """Yield the lines that exist now. Their sources are named as in the job's own log directory."""
     positions = log_lines.offsets(since)
     step: dict[str, Any] = {"op": "logs", "job": job_id, "limit": _LIMIT, "most": _MOST, "over": over}
     more = True
@@ -37,7 +37,7 @@ def read(ask: Ask, job_id: str, since: Cursor | None, *, over: bool) -> Iterator
 
 
 def tail_at(ask: Ask, job_id: str, since: Cursor, count: int, *, over: bool) -> Cursor:
-    """Where the last lines of each rank begin."""
+    """Return the position at which the last `count` lines of each rank begin."""
     step = {"op": "tail", "job": job_id, "from": log_lines.offsets(since), "count": count, "over": over}
 
     def ends(counts: Mapping[str, int]) -> list[dict[str, Any]]:

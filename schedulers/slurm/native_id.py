@@ -1,4 +1,4 @@
-"""The id of a job of a slurm target: its number at Slurm and its id in the store, `123/06a…`, or `123_4/06a…`."""
+"""Native ids of Slurm jobs: the number at Slurm and the id in the store, `123/06a…` or `123_4/06a…`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Native:
 
     @classmethod
     def parse(cls, text: str) -> Native:
-        """What `str` gave. Raises SpecError."""
+        """Parse the output of `str`. Raises SpecError."""
         found = _TEXT.match(text)
         if found is None:
             raise SpecError(f"{text!r} is not the id of a job of a slurm target (number/job)")

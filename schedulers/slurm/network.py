@@ -1,4 +1,4 @@
-"""Over which network interface a node talks to the others, where its own name does not lead there."""
+"""The network interface over which a node reaches the others, if its own name does not resolve to it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from ..node import probe
 
 
 def for_gloo(peer: str) -> str | None:
-    """The interface over which this node reaches `peer`; None where gloo needs no such word, or it cannot be told.
+    """Return the interface over which this node reaches `peer`; None if gloo needs none or it is unknown.
 
-    Left to itself gloo listens on the address that the node's own name has: with a line `127.0.1.1 NAME` in /etc/hosts,
-    as Debian's installer writes it, or with a name that has none, no other node reaches it.
-    https://github.com/pytorch/pytorch/blob/main/torch/csrc/distributed/c10d/ProcessGroupGloo.cpp (createDefaultDevice)
+    By default gloo listens on the address of the node's own name. No other node reaches that if the name has no
+    address, or a line `127.0.1.1 NAME` in /etc/hosts, which Debian's installer writes.
+
+    https://github.com/pytorch/pytorch/blob/main/torch/csrc/distributed/c10d/ProcessGroupGloo.cpp
+    (createDefaultDevice)
     """
     if any(not _is_loopback(address) for address in _addresses(socket.gethostname())):
         return None
@@ -34,7 +36,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def _own_towards(address: str) -> str | None:
-    """The address of this machine from which packets to that one go; none is sent."""
+    """Return this machine's source address for packets to that address. Sends none."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as asked:
         asked.connect((address, 9))

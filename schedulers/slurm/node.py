@@ -1,9 +1,9 @@
-"""One node's part of a Slurm job: what submitit calls there, once a node, and what stays until the ranks have ended.
+"""One node's part of a Slurm job. submitit calls it once per node, and it runs until the ranks have ended.
 
-How far a signal of Slurm's reaches is a matter of its configuration: with proctrack/cgroup this process alone gets it,
-with proctrack/linuxproc every process of the step, the ranks and their launcher included. So all is passed on from
-here, once; who hears of it twice must not mind. What only this process knows is that the job was cancelled through
-accel, or that a later start of it has begun.
+The reach of Slurm's signals depends on its configuration: with proctrack/cgroup only this process receives
+them, with proctrack/linuxproc every process of the step, ranks and launcher included. So this process
+forwards each once, and receivers must tolerate it twice. It alone knows that the job was cancelled through
+accel, or that a later start of the job has begun.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _NOT_FOR_RANKS = ("SUBMITIT_", "ACCEL_")
 
 
 class Ended(Exception):
-    """The node's part is over before, or without, its ranks. `refused` is a reason, as `accel launch` gives one."""
+    """The node's part ended before, or without, its ranks. `refused`: a reason as in `accel launch`."""
 
     def __init__(self, code: int, words: str, refused: str | None = None) -> None:
         super().__init__(words)
@@ -51,9 +51,9 @@ class Ended(Exception):
 
 @dataclass(frozen=True)
 class NodeMain:
-    """Runs this node's part of the job in `directory`, and writes how it ended there. Returns its exit code.
+    """A callable that runs this node's part of the job in `directory`, writes its report and returns its exit code.
 
-    Picklable by its name and its one text. Raises SystemExit with the exit code when its result cannot be written.
+    Picklable by its name and one string. Raises SystemExit with the exit code if the report cannot be written.
     """
 
     directory: str
@@ -123,7 +123,7 @@ class Node:
             self._await_others()
 
     def _await_others(self) -> None:
-        """Nodes may take longer over their setup than they would wait for each other afterwards."""
+        """Wait for the other nodes' setup, which may last longer than their rendezvous would wait."""
         self._mark("ready")
         nodes = int(self._settings["nodes"])
         pause_s = max(0.25, nodes / 200)
@@ -169,7 +169,7 @@ class Node:
 
     @functools.cached_property
     def _secrets(self) -> dict[str, str]:
-        """The values of the secrets that the settings name. Raises Ended when one is missing."""
+        """The values of the secrets that the settings name. Raises Ended if one is missing."""
         names: list[str] = self._settings.get("secrets", [])
         path = os.path.join(self._own, "secrets.json")
         try:
@@ -183,7 +183,7 @@ class Node:
 
     @functools.cached_property
     def _over_interface(self) -> dict[str, str]:
-        """How the ranks reach those of other nodes, unless somebody says otherwise."""
+        """The variables that select the ranks' network interface, unless the user sets them."""
         interface = self._settings.get("interface")
         if interface is not None:
             return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
@@ -194,7 +194,7 @@ class Node:
         return {} if found is None else {"GLOO_SOCKET_IFNAME": found}
 
     def _start(self, argv: list[str], log: str | None) -> subprocess.Popen[bytes]:
-        """A child that is told to end when this process is killed. Its output goes where this process's does."""
+        """Start a child, which gets SIGTERM when this process is killed and shares its output unless `log` is set."""
         own = os.getpid()
         workdir = os.path.join(self._directory, self._settings["workdir"])
         if not os.path.isdir(workdir):
@@ -215,8 +215,7 @@ class Node:
     # How it is watched.
 
     def _watch(self, process: subprocess.Popen[bytes], grace_s: float | None) -> int:
-        """Waits for its end, and passes on what this process is told. It is killed when its time is up; a fence kills
-        at once."""
+        """Wait for the process and forward signals to it. Kill it after its grace period, or at once if fenced."""
         allowed_s = self._settings["grace_s"] + _KILL_ALLOWANCE_S if grace_s is None else grace_s
         passed_on = False
         kill_at = float("inf")
@@ -240,7 +239,7 @@ class Node:
         return code if code >= 0 else 128 - code
 
     def _asked_to_end(self) -> bool:
-        """Looks, now and then, for what is said by files; Slurm's own word for it is noted as it comes."""
+        """Return True if the node must end. Checks files now and then; signals are recorded as they arrive."""
         now = time.monotonic()
         if now >= self._next_glance:
             self._next_glance = now + _GLANCE_S
@@ -294,7 +293,7 @@ class Node:
                 time.sleep(1)
 
     def _last_words(self) -> str:
-        """The last line that `accel launch` wrote of this attempt."""
+        """Return the last line that `accel launch` wrote in this attempt."""
         path = os.path.join(self._logs, f"node-{self._rank}.log")
         words = hide(logs.last_line(path, logs.BLOCK), self._secrets)
         return words.removeprefix("accel launch: ")[:_LONGEST_WORDS]

@@ -1,4 +1,4 @@
-"""Slurm's compressed lists of nodes, `gpu[01-03,07],login`, without `scontrol`, which containers lack."""
+"""Slurm's compressed node lists, `gpu[01-03,07],login`, without `scontrol`, which containers lack."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _LIMIT = 1 << 17
 
 
 def expand(text: str) -> list[str]:
-    """The names in `text`, in its order, as `scontrol show hostnames` gives them.
+    """Return the names in `text`, in its order, as `scontrol show hostnames` prints them.
 
-    Numbers keep the width of the first of their range; several brackets in one name vary as digits do, the last one
-    fastest. Raises SpecError for what is no such list.
+    Numbers keep the width of the first of their range. Several brackets in one name vary as digits do, the last
+    one fastest. Raises SpecError for an invalid list.
     """
     names = [name for word in _words(text) for name in _names(word, text)]
     if len(names) > _LIMIT:
@@ -24,7 +24,7 @@ def expand(text: str) -> list[str]:
 
 
 def _words(text: str) -> list[str]:
-    """What stands between the commas that are in no bracket."""
+    """Split the text at the commas outside brackets."""
     words, depth, begin = [], 0, 0
     for at, letter in enumerate(text):
         depth += (letter == "[") - (letter == "]")

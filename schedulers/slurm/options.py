@@ -1,4 +1,4 @@
-"""What may be said of a slurm target, and what of it cannot be meant."""
+"""Options of a Slurm target and their validation."""
 
 from __future__ import annotations
 
@@ -34,31 +34,31 @@ DIRECTIVES: Mapping[str, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmOptions:
-    """What `accel.yaml` may say of a slurm target.
+    """The options of a Slurm target in `accel.yaml`.
 
-    login:           the login node, as `user@host:port` or a name in ~/.ssh/config, where this machine is none.
-    user, port:      of its SSH server, where `login` does not say.
-    ssh_config:      the configuration file for SSH, as `ssh -F` takes it, instead of ~/.ssh/config.
-    root:            where everything of ours is on the cluster's shared file system, with `login`.
-    python:          the interpreter on the nodes that has accel and torch (without `login`: this one).
-    snapshot:        run a copy of the code as it was at the submit; with `login` always.
-    cpu:             train on the CPU even where there are GPUs.
+    login:           the login node, as `user@host:port` or a name in ~/.ssh/config; default: this machine.
+    user, port:      of its SSH server, if `login` has none.
+    ssh_config:      the configuration file for SSH, as for `ssh -F`, instead of ~/.ssh/config.
+    root:            accel's directory on the cluster's shared file system, with `login`.
+    python:          the nodes' interpreter with accel and torch (without `login`: this one).
+    snapshot:        run a copy of the code as of the submit; with `login` always.
+    cpu:             train on the CPU even if there are GPUs.
     partition, account, qos, constraint, nodelist, exclude, reservation, mail_type, mail_user, exclusive:
-                     as sbatch has them; several words as a list.
-    gres:            generic resources beside, or instead of, the job's GPUs: `gpu:a100:4,nvme:1`.
+                     as in sbatch; several words as a list.
+    gres:            generic resources besides, or instead of, the job's GPUs: `gpu:a100:4,nvme:1`.
     gpu_type:        the type of the job's GPUs, as in `gpu:TYPE:4` (--accelerator wins).
-    array_throttle:  how many jobs of one sweep may run at a time.
-    container:       what runs `--image`: pyxis (enroot), apptainer or singularity.
+    array_throttle:  the number of jobs of one sweep that may run at a time.
+    container:       the runtime of `--image`: pyxis (enroot), apptainer or singularity.
     container_mounts: further directories in the container, as `/host:/inside`.
     container_python: the interpreter in the container that has accel and torch.
     modules:         environment modules that the batch script loads.
-    prologue:        lines of bash in the batch script, before anything of ours, on the first node.
+    prologue:        lines of bash at the start of the batch script, on the first node.
     setup:           argvs run once on every node before the ranks start, before those of the job.
-    interface:       the network interface over which the nodes talk to each other.
-    start_timeout_s: how long the nodes wait for each other.
+    interface:       the network interface between the nodes.
+    start_timeout_s: the time that the nodes wait for each other.
     sbatch:          any other option of sbatch by its own name.
     srun:            further words for srun, which starts one launcher on each node.
-    slurm_version:   of the cluster, as 23.11: options that it does not have yet are warned about.
+    slurm_version:   of the cluster, such as 23.11: later options cause a warning.
     """
 
     login: str | None = None
@@ -96,13 +96,13 @@ class SlurmOptions:
 
     @property
     def clusters(self) -> str | None:
-        """The clusters that a job may go to, where sbatch is told so."""
+        """The clusters that a job may run on, if set for sbatch."""
         value = self.sbatch.get("clusters")
         return None if value is None else str(value)
 
 
 def check(options: SlurmOptions, name: str) -> None:
-    """Raises SpecError, naming the key, for what cannot be meant."""
+    """Raise SpecError, which names the key, if an option is invalid."""
     where = f"target {name}"
     sbatch.check(options.sbatch, f"{where}: sbatch")
     _check_said_once(options, where)

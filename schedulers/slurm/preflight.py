@@ -1,4 +1,4 @@
-"""Whether a cluster could run a job of ours, as far as can be asked without submitting one."""
+"""Checks of a cluster without submitting a job."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _HEADER = ["partition", "state", "time limit", "nodes", "running/idle", "gres"]
 
 
 def check(cluster: Cluster, options: SlurmOptions, gpus: int) -> Checked:
-    """`gpus` are wanted of each node. Raises Unreachable, SchedulerError when there is nothing to ask."""
+    """Check the cluster for `gpus` GPUs on each node. Raises Unreachable, SchedulerError if there is no Slurm."""
     found = cluster.ask([{"op": "check", "clusters": options.sbatch.get("clusters")}])[0][0]
     partitions: list[list[str]] = found["partitions"]
     failures = [*_partitions(options, partitions), *_gpus(options, partitions, gpus), *_packages(cluster)]
@@ -42,7 +42,7 @@ def _partitions(options: SlurmOptions, partitions: Sequence[Sequence[str]]) -> l
 
 
 def _gpus(options: SlurmOptions, partitions: Sequence[Sequence[str]], wanted: int) -> list[str]:
-    """Where sinfo shows what nodes have: `gpu:a100:4(S:0-1),nvme:1`."""
+    """Return a line if no node has that many GPUs in sinfo (`gpu:a100:4(S:0-1),nvme:1`)."""
     named = _named(options)
     most = max((_count(row[-1]) for row in partitions if not named or row[0] in named), default=0)
     return [f"no node has {wanted} GPUs: the most that sinfo shows is {most}"] if wanted > most else []

@@ -1,7 +1,7 @@
-"""The options of sbatch by their own names, so that a wrong one is refused before sbatch is called.
+"""The options of sbatch by their own names, so that a wrong one is rejected before sbatch is called.
 
-From the manual pages of Slurm 20.11 to 25.05 (https://slurm.schedmd.com/sbatch.html). The number is the version that
-brought an option, where that is later than 20.11.
+From the manual pages of Slurm 20.11 to 25.05 (https://slurm.schedmd.com/sbatch.html). The number is the
+version that introduced an option, if later than 20.11.
 """
 
 from __future__ import annotations
@@ -80,12 +80,12 @@ OPTIONS: Mapping[str, Value] = {
 
 
 def since(name: str) -> str:
-    """The version of Slurm that has brought the option; 20.11 stands for that or an earlier one."""
+    """Return the version of Slurm that introduced the option; 20.11 means that or an earlier one."""
     return _LATER[name][0] if name in _LATER else "20.11"
 
 
 def check(options: Mapping[str, str | int | float | bool], where: str) -> None:
-    """Raises SpecError for a name that sbatch does not have, that is accel's to say, or that has the wrong value."""
+    """Raise SpecError for an unknown option, one that accel sets itself, or a wrong value."""
     for given, value in options.items():
         name = given.replace("_", "-")
         kind = OPTIONS.get(name)
@@ -102,7 +102,7 @@ def check(options: Mapping[str, str | int | float | bool], where: str) -> None:
 
 
 def too_new(options: Mapping[str, object], version: str) -> list[str]:
-    """A line for each option that the manual of this version of Slurm does not have yet."""
+    """Return a line for each option that this version of Slurm does not have yet."""
     return [
         f"sbatch --{name} came with Slurm {since(name)}, and the target says {version}"
         for name in (given.replace("_", "-") for given in options)

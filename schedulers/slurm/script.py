@@ -1,4 +1,4 @@
-"""What a job is to Slurm: its batch script, its srun, and the settings that its nodes read. Pure, all of it."""
+"""Pure functions for a job's batch script, its srun command, and the settings that its nodes read."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _GPU_OPTIONS = ("gpus", "gpus-per-node", "gpus-per-task", "gpus-per-socket")
 
 
 def check(spec: JobSpec, options: SlurmOptions, name: str) -> None:
-    """Raises SpecError for a job that this target cannot run as it is described."""
+    """Raise SpecError for a job that this target cannot run."""
     where = f"target {name}"
     if spec.image is not None and options.container is None:
         raise SpecError(f"{where}: --image needs container: pyxis, apptainer or singularity")
@@ -45,7 +45,7 @@ def check(spec: JobSpec, options: SlurmOptions, name: str) -> None:
 
 
 def _check_gpu_type(kind: str | None, said: str, options: SlurmOptions, where: str) -> None:
-    """Where `gres` asks for the job's GPUs, it says their type too."""
+    """Raise SpecError if `gres` requests the job's GPUs without their type."""
     count, words = _gpus_in(options.gres), (options.gres or "").split(",")
     if kind is not None and count is not None and not any(word.startswith(f"gpu:{kind}") for word in words):
         raise SpecError(
@@ -54,7 +54,7 @@ def _check_gpu_type(kind: str | None, said: str, options: SlurmOptions, where: s
 
 
 def warnings(spec: JobSpec, options: SlurmOptions) -> tuple[str, ...]:
-    """What the job will not get, or will get otherwise than it may seem."""
+    """Return warnings about settings that have no effect or another one than expected."""
     found = []
     given = {name.replace("_", "-") for name, value in options.sbatch.items() if value is not False}
     if spec.resources.cpus is None and not options.exclusive and not given & {"cpus-per-gpu", "exclusive"}:
@@ -80,11 +80,11 @@ def render(
     after: Sequence[str] = (),
     tasks: int | None = None,
 ) -> str:
-    """The batch script of a job whose directory on the shared file system is `directory`, an absolute path.
+    """Return the batch script of a job in `directory`, an absolute path on the shared file system.
 
-    python: what runs the batch program on the first node, outside any container.
+    python: runs the batch program on the first node, outside any container.
     after:  the Slurm ids of the jobs that must succeed first.
-    tasks:  the number of jobs, when they are submitted as one array; `directory` and `job_id` are the first one's.
+    tasks:  the number of jobs in one array; `directory` and `job_id` are then the first one's.
     """
     directives = list(_directives(spec, options, job_id, directory, after, tasks))
     lines = ["#!/bin/bash", *(_line(name, value) for name, value in directives)]
@@ -111,10 +111,10 @@ def settings(
     code: str | None = None,
     pickles: str | None = None,
 ) -> dict[str, Any]:
-    """What the batch program and the nodes read.
+    """Return the settings that the batch program and the nodes read.
 
-    code:    the directory that holds the program, where it runs in place; without it, the snapshot in the job's own.
-    pickles: submitit's directory; without it, one in the job's own. The jobs of an array have the first one's.
+    code:    the program's directory, if it runs in place; default: the snapshot in the job's directory.
+    pickles: submitit's directory, for an array that of its first job; default: one in the job's directory.
     """
     submitit = pickles or f"{directory}/{_PICKLES}"
     extra = ["--cpu"] if options.cpu else []
@@ -144,10 +144,11 @@ def settings(
 
 
 def srun(spec: JobSpec, options: SlurmOptions, directory: str, *, code: str | None = None) -> list[str]:
-    """srun and its options: one task a node, with the cores that the job has there.
+    """Return srun and its options: one task per node, with the cores that the job has there.
 
-    Said outright because srun does not take them over from the job everywhere: not `--cpus-per-task` since 22.05
-    (https://github.com/SchedMD/slurm, release notes), nor the environment where sites submit with `--export=NONE`.
+    All options are explicit because srun does not inherit everything from the job: not `--cpus-per-task` since
+    22.05 (https://github.com/SchedMD/slurm, release notes), nor the environment at sites that submit with
+    `--export=NONE`.
     """
     words = [
         "srun",
@@ -173,7 +174,7 @@ def srun(spec: JobSpec, options: SlurmOptions, directory: str, *, code: str | No
 def task(
     spec: JobSpec, options: SlurmOptions, directory: str, *, python: str, code: str | None, pickles: str
 ) -> list[str]:
-    """What srun starts on each node: submitit, which calls the job's `NodeMain`."""
+    """Return the command that srun starts on each node: submitit, which calls the job's `NodeMain`."""
     inside = options.container_python if spec.image is not None else python
     words = [inside, "-u", "-m", "submitit.core._submit", pickles]
     if spec.image is None or options.container == "pyxis":
@@ -228,12 +229,12 @@ def _resources(spec: JobSpec, options: SlurmOptions) -> Iterator[tuple[str, str]
 
 
 def _line(name: str, value: str | bool) -> str:
-    """A directive; sbatch reads quotes and escapes in it as a shell does."""
+    """Return a directive. sbatch parses quotes and escapes in it as a shell does."""
     return f"#SBATCH --{name}" if value is True else f"#SBATCH --{name}={shlex.quote(str(value))}"
 
 
 def _pattern(path: str) -> str:
-    """A path as part of a file name pattern of Slurm's. Raises SpecError for one that cannot be."""
+    """Escape a path for Slurm's file name patterns. Raises SpecError if that is impossible."""
     if "\\" in path or "\n" in path:
         raise SpecError(f"Slurm cannot write to a directory whose name holds a backslash or a line break: {path!r}")
     if any(f"%{letter}" in path for letter in "jtAa"):
@@ -247,7 +248,7 @@ def _mounts(options: SlurmOptions, directory: str, code: str | None) -> list[str
 
 
 def pyxis_image(image: str) -> str:
-    """An image as pyxis has it: a `#` after the registry. What would be taken for one of Docker Hub's otherwise.
+    """Return an image in pyxis' form, with `#` after the registry. Without it, pyxis would assume Docker Hub.
 
     https://github.com/NVIDIA/enroot/blob/master/doc/cmd/import.md
     """
@@ -264,7 +265,7 @@ def _gpu_options(options: SlurmOptions) -> list[str]:
 
 
 def _gpus_in(gres: str | None) -> int | None:
-    """How many GPUs a text such as `gpu:a100:4,nvme:1` asks for; None when it asks for none."""
+    """Return the number of GPUs in a text such as `gpu:a100:4,nvme:1`, or None if it has none."""
     found = [word.split(":") for word in (gres or "").split(",") if word.split(":")[0] == "gpu"]
     if not found:
         return None
@@ -280,5 +281,5 @@ def _join(directory: str, inside: str) -> str:
 
 
 def describe(settings_: Mapping[str, Any]) -> list[str]:
-    """The command that the batch program runs, for people."""
+    """Return the batch program's command, for display."""
     return [*settings_["srun"], *settings_["submitit"]]

@@ -1,4 +1,4 @@
-"""What Slurm's states and reasons mean to us.
+"""Tables from Slurm's states and reasons to accel's.
 
 https://slurm.schedmd.com/job_state_codes.html and https://slurm.schedmd.com/job_reason_codes.html
 """
@@ -14,12 +14,13 @@ from ..job import Reason, State, Status
 
 @dataclass(frozen=True, kw_only=True)
 class Said:
-    """What squeue or sacct says of one job.
+    """One job in squeue or sacct.
 
     state:    in words, `PENDING` or `CANCELLED by 1000`.
-    reason:   squeue's; of accounting "".
-    code:     `exit:signal` of the job, and `derived` the highest of its steps, where they are known.
-    restarts: how often Slurm has started it again.
+    reason:   squeue's; "" from accounting.
+    code:     `exit:signal` of the job, if known.
+    derived:  the highest of its steps, if known.
+    restarts: the number of times that Slurm has restarted it.
     """
 
     state: str
@@ -119,7 +120,7 @@ _REASONS: tuple[tuple[str, Reason, str], ...] = (
 
 
 def status_of(said: Said) -> Status:
-    """What we say of a job of which Slurm says this, and of which no result of our own is left."""
+    """Return the status of a job by Slurm's record. The job has left no result of its own."""
     word = said.state.split()[0].rstrip("+") if said.state.split() else ""
     state, reason, message = _STATES.get(word, (State.RUNNING, Reason.NONE, f"Slurm says {said.state!r}"))
     why, explained = _explain(said.reason)
@@ -150,9 +151,9 @@ def status_of(said: Said) -> Status:
 
 
 def exit_code(said: Said) -> int | None:
-    """The job's exit code, 128 + N where signal N ended it; None where Slurm does not say.
+    """Return the job's exit code, 128 + N for signal N, or None if Slurm has none.
 
-    That of a step counts where the job's own is 143: the killed peers of a rank that failed speak last.
+    A step's code counts if the job's own is 143: the killed peers of a failed rank exit last.
     """
     codes = [_code(text) for text in (said.code, said.derived)]
     own, step = codes

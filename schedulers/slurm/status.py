@@ -1,4 +1,4 @@
-"""What Slurm and the job's own files say of jobs, and what it means; and how often accounting is asked."""
+"""Statuses of jobs from Slurm and the jobs' own files, with limits on queries to accounting."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ Answer = dict[str, Any]
 
 
 class Queue:
-    """The jobs of one target. Safe to use from several threads.
+    """Status queries for one target's jobs. Thread-safe.
 
-    A job's own result is looked for at every poll, which costs Slurm nothing. How often squeue is asked is settled
-    where it is, for all who ask there (`login/squeue_cache.py`).
+    Each poll checks for a job's own result, which costs Slurm nothing. The rate of squeue is limited on its
+    machine, for all processes there (`login/squeue_cache.py`).
     """
 
     def __init__(self, cluster: Cluster, clusters: str | None) -> None:
@@ -38,7 +38,7 @@ class Queue:
         self._last: dict[str, tuple[float, Status | None]] = {}
 
     def statuses(self, native_ids: Sequence[str]) -> tuple[dict[str, Status], dict[str, str]]:
-        """The status of each job; and why, of those that could not be asked about. A job in neither is unknown."""
+        """Return each job's status, and the reason for each that could not be queried. Jobs in neither are unknown."""
         with self._lock:
             now = time.monotonic()
             kept = {each: found for each in native_ids if (found := self._search_of(each, now)) is not None}
@@ -70,12 +70,12 @@ class Queue:
         return statuses, silent
 
     def _search_of(self, native_id: str, now: float) -> tuple[Answer, str | None] | None:
-        """What accounting has said of the job, unless that was too long ago."""
+        """Return accounting's last answer about the job, unless it is too old."""
         at, answer, why = self._searched.get(native_id, (0.0, {}, None))
         return (answer, why) if answer and now - at < _SEARCH_S else None
 
     def is_over(self, native_id: str) -> bool:
-        """As was said last; asked when nothing was."""
+        """Return True if the job was over at the last query. Queries if nothing is known."""
         if self._unknown(native_id):
             try:
                 self.statuses([native_id])

@@ -1,9 +1,10 @@
-"""Submits a job, or the jobs of an array, on a machine that has sbatch: once, however often it is asked and cut off.
+"""Submission of a job or an array on a machine with sbatch: exactly once, even if repeated or interrupted.
 
     D/slurm/submitting      written before sbatch is called: without it, no sbatch of this job was ever called
-    D/slurm/submitted.json  the number that Slurm gave, written when sbatch has answered
+    D/slurm/submitted.json  Slurm's job number, written when sbatch has returned
 
-Between the two the job is found by its comment. Run by itself it reads one request, JSON, and prints one answer.
+In between, the job is found by its comment. As a program, this module reads one JSON request and prints one
+JSON response.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ _LOCK_S = 60.0
 
 
 def submit(request: Mapping[str, Any]) -> str:
-    """Writes what the jobs need on the shared file system and calls sbatch; returns the number that Slurm gave.
+    """Write the jobs' files on the shared file system, call sbatch, and return Slurm's job number.
 
-    The request has `root`, `jobs` (of each its `id`, `settings` and `spec`), `array`, `script`, `nodes`, `secrets`
-    (values), `unset` (variables that sbatch must not see) and `clusters`. Raises SubmitError when Slurm refuses, and
-    Unreachable when it cannot be told whether Slurm has the job.
+    The request has `root`, `jobs` (each with `id`, `settings` and `spec`), `array`, `script`, `nodes`, `secrets`
+    (values), `unset` (variables that sbatch must not see) and `clusters`. Raises SubmitError when Slurm refuses,
+    and Unreachable when it is unknown whether Slurm has the job.
     """
     if request.get("schema") != SCHEMA:
         raise SubmitError("accel is of another version on the login node than here: install the same on both")
@@ -63,7 +64,7 @@ def _directory(request: Mapping[str, Any], job_id: str) -> str:
 
 @contextlib.contextmanager
 def _alone(path: str) -> Iterator[int]:
-    """Holds the job's lock, which sbatch inherits: while one of a killed submit may still get through, none follows."""
+    """Hold the job's lock. sbatch inherits it: no second one starts while a killed submit's may still succeed."""
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         deadline = time.monotonic() + _LOCK_S
@@ -125,7 +126,7 @@ def _write_job(directory: str, job: Mapping[str, Any], secrets: Mapping[str, str
 
 
 def _sbatch(script: Path, request: Mapping[str, Any], marker: str, lock: int) -> str:
-    """What sbatch prints. It may go on when this process is killed, and holds the lock until it ends."""
+    """Return sbatch's output. sbatch may survive this process, and holds the lock until it ends."""
     where = ["-M", str(request["clusters"])] if request["clusters"] else []
     env = {
         name: value for name, value in for_sbatch(os.environ, request["script"]).items() if name not in request["unset"]
@@ -171,7 +172,7 @@ def _note(request: Mapping[str, Any], job_ids: Sequence[str], slurm: str) -> Non
 
 
 def _write(path: str, content: str | bytes, *, durably: bool = False) -> None:
-    """Whole or not at all; with `durably`, it is on the disk when this returns."""
+    """Write the file atomically; with `durably`, also to disk."""
     partial = f"{path}.{os.getpid()}.new"
     fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:

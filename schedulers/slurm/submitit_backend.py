@@ -1,4 +1,4 @@
-"""submitit, as far as it submits: its pickles, its names and its arrays, around our batch script and our sbatch."""
+"""submitit's part in a submit: its pickles, names and arrays, with accel's batch script and sbatch call."""
 
 from __future__ import annotations
 
@@ -29,11 +29,13 @@ def submit_callables(
     nodes: int,
     array: bool,
 ) -> str:
-    """Submits callables with a batch script; several are one array, with one sbatch. Returns the number of the job, or
-    of the array.
+    """Submit callables with a batch script, several as one array. Return the number of the job or array.
 
-    folder: where the pickles go. script: where the batch script, `text`, goes. sbatch: what hands it to Slurm and
-    returns what sbatch prints. nodes: of each job; each has one task.
+    folder: the directory of the pickles.
+    script: the path of the batch script, whose content is `text`.
+    sbatch: hands it to Slurm and returns sbatch's output.
+    nodes:  of each job, with one task each.
+
     Raises SubmitError without submitit, and what `sbatch` raises.
     """
     try:

@@ -1,4 +1,4 @@
-"""The slurm target: one batch job a job, one `accel launch` on each of its nodes."""
+"""The Slurm target: one batch job for each job, with one `accel launch` on each of its nodes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SCRIPT, _SETTINGS = "slurm/script.sh", "slurm/settings.json"
 
 
 class SlurmTarget:
-    """Runs each job as a batch job of Slurm's. A job's native id is `number/job id`."""
+    """A target that runs each job as a Slurm batch job. A job's native id is `number/job id`."""
 
     Options: ClassVar[type] = SlurmOptions
 
@@ -62,17 +62,17 @@ class SlurmTarget:
 
     @staticmethod
     def asked_with(options: Mapping[str, Any]) -> list[object]:
-        """The login node and the clusters: Slurm tells of all jobs at once, whatever was said of each."""
+        """Return the login node and the clusters: Slurm reports on all jobs at once, regardless of their options."""
         where = [options.get(key) for key in ("login", "user", "port", "ssh_config", "root", "python")]
         sbatch = options.get("sbatch")  # as it was stored, and perhaps damaged
         return [*(where if options.get("login") else ()), sbatch.get("clusters") if isinstance(sbatch, dict) else None]
 
     def plan(self, spec: JobSpec, job_id: str) -> Plan:
-        """The batch script and what the nodes read; numbers that only Slurm knows are left open. Raises SpecError."""
+        """Return the batch script and the nodes' settings, without Slurm's numbers. Raises SpecError."""
         return self._plan(spec, job_id, self._shown_script(spec, job_id, None))
 
     def plan_many(self, specs: Sequence[JobSpec], job_ids: Sequence[str]) -> list[Plan]:
-        """As one array, whose script is in the first one's plan. Raises SpecError."""
+        """Plan one array, whose script is in the first plan. Raises SpecError."""
         text = self._shown_script(specs[0], job_ids[0], len(specs))
         sweep = {"first": job_ids[0], "ids": list(job_ids)}
         pickles = f"{self._shown_directory(job_ids[0])}/slurm/pickles"
@@ -138,15 +138,15 @@ class SlurmTarget:
         return os.path.expanduser(self._options.python or sys.executable)
 
     def _code(self, spec: JobSpec) -> str | None:
-        """The directory that the job runs in place in; None for a copy of it."""
+        """Return the directory that the job runs in place in, or None for a copy of it."""
         return None if self._options.snapshot or self._options.login is not None else spec.code
 
     def admit(self, spec: JobSpec) -> None:
-        """Refuses secrets that are not set here, where they are read."""
+        """Raise SpecError if a secret is not set on this machine, where secrets are read."""
         secrets.values(spec.secrets)
 
     def submit(self, plan: Plan) -> str:
-        """Has the job with Slurm, once. Raises SubmitError, SpecError, and Unreachable when that cannot be told."""
+        """Submit the job exactly once. Raises SubmitError, SpecError, and Unreachable if the outcome is unknown."""
         sweep = plan.settings.get("sweep")
         if sweep is None:
             return self._submit([plan], array=False)[0]
@@ -155,7 +155,7 @@ class SlurmTarget:
         return self.submit_many([self._plan_of(job_id) for job_id in ids])[ids.index(plan.job_id)]
 
     def submit_many(self, plans: Sequence[Plan]) -> list[str]:
-        """One sbatch for all. Raises what `submit` raises."""
+        """Submit all with one sbatch. Raises what `submit` raises."""
         return self._submit(plans, array=True)
 
     def _plan_of(self, job_id: str) -> Plan:
@@ -193,8 +193,11 @@ class SlurmTarget:
         return [str(Native(f"{number}_{at}" if array else number, plan.job_id)) for at, plan in enumerate(plans)]
 
     def _place(self, job_id: str) -> tuple[str, str]:
-        """Where jobs are on the cluster, and the interpreter. A login node that cannot be reached before anything was
-        sent to it has nothing of the job: SubmitError, where Unreachable would leave that open."""
+        """Return the directory of jobs on the cluster, and the interpreter.
+
+        An unreachable login node raises SubmitError if nothing was sent to it: Unreachable would leave the outcome
+        open.
+        """
         if self._options.login is None:
             return self._cluster.place()
         sent = f"{self._jobs / job_id}/sent.json"
@@ -221,7 +224,7 @@ class SlurmTarget:
             self._cluster.unpack(packed.path, plan.job_id)
 
     def _numbers(self, after: Sequence[str]) -> list[str]:
-        """The jobs of --after as Slurm knows them; those that have succeeded are nothing to wait for."""
+        """Return the Slurm numbers of the jobs of --after, without those that have succeeded."""
         from ..job import State
         from ..store.record import read_record
 
@@ -240,9 +243,9 @@ class SlurmTarget:
         return found
 
     def poll(self, native_ids: Sequence[str]) -> Mapping[str, Status]:
-        """At most one squeue and one sacct for all; a job's own result beats both.
+        """Query all jobs with at most one squeue and one sacct. A job's own result takes precedence.
 
-        Raises Unreachable, which has the answers that there were, when Slurm cannot be asked about the others.
+        Raises Unreachable, with the answers so far, when Slurm cannot be queried about the others.
         """
         natives, refused = parse_ids(Native.parse, native_ids)
         found, silent = self._queue.statuses(list(natives)) if natives else ({}, {})
@@ -262,23 +265,23 @@ class SlurmTarget:
         return self._cluster.tail_at(job_id, since, count, over=over)
 
     def cancel(self, native_id: str) -> None:
-        """A job that runs is asked to end in order; one that waits is taken out of the queue. Raises Unreachable."""
+        """Cancel a running job gracefully, or remove a waiting one from the queue. Raises Unreachable."""
         native = Native.parse(native_id)
         self._cluster.ask([{"op": "cancel", **native.to_json(), "clusters": self._options.clusters}])
         self._asked = None  # what was said before says nothing now
 
     def wait(self, native_id: str, timeout_s: float) -> bool:
-        """Sleeps until the job has left its result, or Slurm has ended it."""
+        """Sleep until the job has left its result, or Slurm has ended it."""
         return self._cluster.wait(Native.parse(native_id), timeout_s)
 
     def find(self, job_id: str) -> Found | None:
-        """A job that this machine, or another one, sent to the same root through the same login node."""
+        """Find a job that any machine submitted to the same root through the same login node."""
         from .find import find
 
         return find(self._cluster, self.name, job_id, self._in_sweep(job_id))
 
     def _in_sweep(self, job_id: str) -> dict[str, Any]:
-        """The first job of the sweep that this one is of, and its number in it; nothing of any other job."""
+        """Return the first job of this job's sweep and its index there; empty for any other job."""
         try:
             sweep = self._plan_of(job_id).settings.get("sweep")
         except StoreError:  # another machine submitted it
@@ -289,16 +292,16 @@ class SlurmTarget:
         return {"first": sweep["first"], "at": ids.index(job_id)}
 
     def check(self, gpus: int = 0) -> Checked:
-        """Asks Slurm for its version and partitions, and looks at what the login node has for us.
+        """Query Slurm's version and partitions, and check the login node's packages.
 
-        Raises Unreachable, SchedulerError when there is nothing to ask.
+        Raises Unreachable, SchedulerError if there is no Slurm.
         """
         from .preflight import check
 
         return check(self._cluster, self._options, gpus)
 
     def clear(self, jobs: Mapping[str, str | None]) -> list[str]:
-        """Removes the jobs' directories on the cluster, where they are not the store's own."""
+        """Remove the jobs' directories on the cluster, unless they are the store's own."""
         if self._options.login is None:
             return []
         asked = [
@@ -310,7 +313,7 @@ class SlurmTarget:
         return [f"{self._options.login} keeps job {job_id}: {why}" for job_id, why in kept.items()]
 
     def close(self) -> None:
-        """Ends the connection to the login node; it is made anew when it is needed."""
+        """Close the connection to the login node. It is reopened when needed."""
         if self._made is not None:
             self._made.close()
 

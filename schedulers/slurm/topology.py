@@ -1,4 +1,4 @@
-"""Where a node stands in a Slurm step, from the variables that srun gives its tasks; for batch scripts made by hand."""
+"""A node's place in a Slurm step, from srun's variables. For batch scripts written by hand."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?\Z")
 
 
 def from_slurm(env: Mapping[str, str]) -> Topology:
-    """The topology of the step that this process is a task of; one node outside any step of a job of one node.
+    """Return the topology of this process's step; one node outside any step of a one-node job.
 
-    Every node must hold one task, which starts the ranks there. Raises SpecError, naming the variable, when it holds
-    more, when the job has several nodes and this is no step, and for values that cannot be.
+    Every node must have one task, which starts the ranks there. Raises SpecError, which names the variable, if it
+    has more, if the job has several nodes and this is no step, and for invalid values.
     """
     job, step = number(env, "SLURM_JOB_ID"), _step(env)
     if step is None:
@@ -49,7 +49,7 @@ def from_slurm(env: Mapping[str, str]) -> Topology:
 
 
 def port_of(job: int, step: int) -> int:
-    """A port of node 0 that steps of different jobs on one node do not share, but by a rare chance."""
+    """Return a port of node 0 that steps of different jobs on one node rarely share."""
     return FIRST_PORT + (job + step * _PORTS_BETWEEN_STEPS) % PORTS
 
 

@@ -1,4 +1,4 @@
-"""Who is told when a job ends: one conversation with the login node that stays open, for all jobs of a target."""
+"""Notification of ended jobs: one session with the login node stays open for all jobs of a target."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _AGAIN_S = 5.0  # before a conversation that has ended too early is begun again
 
 
 class Watch:
-    """Safe to use from several threads."""
+    """A watch of jobs through one session. Thread-safe."""
 
     def __init__(self, begin: Callable[[float], AbstractContextManager[Session]]) -> None:
-        """`begin` opens a conversation that ends by itself after so many seconds."""
+        """`begin`: opens a session that ends by itself after that many seconds."""
         self._begin = begin
         self._lock = threading.Lock()
         self._news: dict[Native, threading.Event] = {}
@@ -34,7 +34,7 @@ class Watch:
         self._not_before = 0.0
 
     def wait(self, native: Native, timeout_s: float) -> bool:
-        """Until the job has left its result on the cluster, or Slurm has ended it; False when the time is over."""
+        """Wait until the job has left its result or Slurm has ended it. Return False on a timeout."""
         with self._lock:
             if native not in self._news:
                 self._news[native] = threading.Event()

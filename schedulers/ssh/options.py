@@ -1,4 +1,4 @@
-"""What may be said of an ssh target, and what it means before any host is asked."""
+"""Options of an ssh target, and what they mean before any host is contacted."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _SHOWN = 64
 
 @dataclass(frozen=True, kw_only=True)
 class SshOptions(HostOptions):
-    """What `accel.yaml` may say of an ssh target, beside `HostOptions`.
+    """Options of an ssh target in `accel.yaml`, in addition to `HostOptions`.
 
     hosts:           `a,b`, `user@host:port`, `gpu[01-16]`, or patterns of ~/.ssh/config such as `gpu*`.
-    hostfile:        a file with a host a line (Open MPI's, DeepSpeed's or MPICH's syntax), instead of `hosts`; a
-                     relative path is looked for from the code directory.
+    hostfile:        a file with one host per line (syntax of Open MPI, DeepSpeed or MPICH), instead of `hosts`;
+                     a relative path is resolved from the code directory.
     """
 
     hosts: str | tuple[str, ...] | None = None
@@ -27,7 +27,7 @@ class SshOptions(HostOptions):
 
 
 def check(options: SshOptions, name: str) -> None:
-    """Raises SpecError, naming the key, for what cannot be meant."""
+    """Raise SpecError, naming the key, for invalid options."""
     if options.hosts is not None and options.hostfile is not None:
         raise SpecError(f"target {name}: hosts and hostfile are both given: keep one (--hosts replaces hosts only)")
     common.check(options, name)
@@ -39,7 +39,7 @@ def hosts_text(options: SshOptions) -> str | None:
 
 
 def known_hosts_count(options: SshOptions, source: str) -> int | None:
-    """How many hosts there are, where that can be told without reading a file. Raises SpecError."""
+    """Return the number of hosts, or None if a file must be read for it. Raises SpecError."""
     text = hosts_text(options)
     if text is None or "*" in text or "?" in text:
         return None
@@ -47,7 +47,7 @@ def known_hosts_count(options: SshOptions, source: str) -> int | None:
 
 
 def candidates(options: SshOptions, source: str) -> str:
-    """The hosts that a job may run on, for people; without reading a file. Raises SpecError."""
+    """Return the hosts that a job may run on, as text, without reading a file. Raises SpecError."""
     text = hosts_text(options)
     if options.hostfile is not None:
         return f"hostfile {options.hostfile}"
@@ -59,7 +59,7 @@ def candidates(options: SshOptions, source: str) -> str:
 
 
 def named_hosts(options: SshOptions, name: str, code: str) -> list[Host]:
-    """The hosts, in their order; reads the hostfile or the SSH configuration. Raises SpecError, ConfigError."""
+    """Return the hosts, in their order; read the hostfile or the SSH configuration. Raises SpecError, ConfigError."""
     text = hosts_text(options)
     if options.hostfile is not None:
         hosts = read_hostfile(os.path.join(code, os.path.expanduser(options.hostfile)))

@@ -1,4 +1,4 @@
-"""The ssh target: `accel launch` on each of several machines that are named."""
+"""The ssh target: `accel launch` on each of several named machines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class SshTarget(HostsTarget):
-    """Runs each job on hosts that share nothing. A job's native id is `host,host,…/job id`."""
+    """A target that runs each job on hosts that share nothing. A job's native id is `host,host,…/job id`."""
 
     kind: ClassVar[str] = "ssh"
     a_target: ClassVar[str] = "an ssh target"

@@ -1,1 +1,1 @@
-"""The job store, a directory a job, and the snapshots of code; not what is done with jobs (`jobs`)."""
+"""The job store (one directory per job) and the snapshots of code; not operations on jobs (`jobs`)."""

@@ -1,7 +1,7 @@
-"""Files that survive a crash and many writers: whole documents by rename, lines by append, and the lock between them.
+"""Crash-safe files with several writers: documents replaced by rename, lines appended under a lock.
 
-Homes on clusters are NFS and Lustre, so nothing here needs more than rename, append, fsync and a file lock, and where
-the file system has no locks a file made exclusively takes their place.
+Homes on clusters are NFS and Lustre, so only rename, append, fsync and a file lock are used. On a file system
+without locks, an exclusively created file replaces the lock.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _FOREIGN_LOCK_STALE_S = 600.0
 
 
 def refusal(error: OSError, path: str, doing: str) -> StoreError:
-    """The StoreError, one line, for what the operating system answered."""
+    """Return the one-line StoreError for an error of the operating system."""
     if error.errno in _FULL:
         return StoreError(f"disk full: cannot {doing} {path} ({error.strerror}); free space or move ACCEL_HOME")
     if error.errno in _FORBIDDEN:
@@ -47,7 +47,7 @@ def refusal(error: OSError, path: str, doing: str) -> StoreError:
 
 
 def migrate(document: object, path: str) -> dict[str, Any]:
-    """The document in today's schema. Raises StoreError for one that is newer, or that carries no schema."""
+    """Return the document in today's schema. Raises StoreError for one that is newer or has no schema."""
     if not isinstance(document, dict):
         raise StoreError(f"{path} is damaged: it holds no JSON object")
     schema = document.get("schema")
@@ -64,9 +64,9 @@ def migrate(document: object, path: str) -> dict[str, Any]:
 
 
 def write_document(path: str, data: Mapping[str, Any]) -> None:
-    """Replaces the file in one step: a reader, or a crash, sees the old text or the new and nothing between.
+    """Replace the file atomically: a reader, or a crash, sees the old text or the new one, nothing between.
 
-    Raises StoreError, and leaves what is there, when it cannot be written or is damaged or newer than this program.
+    Raises StoreError, and keeps the file, if it cannot be written or is damaged or newer than this program.
     """
     read_document(path)
     temporary = f"{os.path.dirname(path)}/.{os.path.basename(path)}.{os.getpid()}.{os.urandom(4).hex()}"
@@ -84,7 +84,7 @@ def write_document(path: str, data: Mapping[str, Any]) -> None:
 
 
 def read_document(path: str) -> dict[str, Any] | None:
-    """What `write_document` wrote, without its schema; None when there is no such file. Raises StoreError."""
+    """Return the data that `write_document` wrote, or None if there is no such file. Raises StoreError."""
     raw = read_bytes(path)
     if raw is None:
         return None
@@ -97,7 +97,7 @@ def read_document(path: str) -> dict[str, Any] | None:
 
 
 def read_bytes(path: str) -> bytes | None:
-    """The whole file, or None when there is none. Raises StoreError when it cannot be read."""
+    """Return the whole file, or None if there is none. Raises StoreError if it cannot be read."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -120,7 +120,7 @@ def _read_all(fd: int) -> bytes:
 
 
 def encode(data: Mapping[str, Any], path: str) -> bytes:
-    """One line of ASCII, without its ending; lone surrogates survive. Raises SpecError for what JSON cannot hold."""
+    """Return one line of ASCII without its ending; lone surrogates survive. Raises SpecError for non-JSON data."""
     try:
         return json.dumps(data, separators=(",", ":"), allow_nan=False).encode("ascii")
     except (TypeError, ValueError, RecursionError) as error:
@@ -129,7 +129,7 @@ def encode(data: Mapping[str, Any], path: str) -> bytes:
 
 
 def create_file(path: str, data: bytes) -> None:
-    """A new file, on the disk when this returns. Raises OSError; a file that is there already is one."""
+    """Create a file, which is on disk when this returns. Raises OSError, also if the file exists."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         _write(fd, data)
@@ -139,7 +139,7 @@ def create_file(path: str, data: bytes) -> None:
 
 
 def replace_file(path: str, data: bytes) -> None:
-    """Replaces a file in one step, without waiting for the disk. Raises OSError; the file is then as it was."""
+    """Replace a file atomically, without waiting for the disk. Raises OSError; the file is then unchanged."""
     temporary = f"{os.path.dirname(path)}/.{os.path.basename(path)}.{os.getpid()}.{os.urandom(4).hex()}"
     try:
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -155,7 +155,7 @@ def replace_file(path: str, data: bytes) -> None:
 
 
 def sync_directory(path: str) -> None:
-    """Makes a rename in `path` last. File systems that cannot sync a directory do not need it."""
+    """Make a rename in `path` durable. File systems that cannot sync a directory do not need it."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -176,10 +176,10 @@ def _write(fd: int, data: bytes) -> None:
 
 
 def parse_lines(raw: bytes, path: str) -> tuple[list[dict[str, Any]], bool]:
-    """Every whole record, and whether the file ends in a torn one (a writer died in mid-write), which is no record.
+    """Return all complete records, and True if the file ends in a torn one (a writer died in mid-write).
 
-    A record that says `torn_before` was appended after a torn one: what stands just before it is skipped.
-    Raises StoreError, naming the line, for anything else that is not a record.
+    A record with `torn_before` was appended after a torn one: the text just before it is skipped. Raises
+    StoreError, naming the line, for anything else that is not a record.
     """
     *lines, tail = raw.decode("ascii", "surrogateescape").split("\n")
     rows: list[dict[str, Any] | tuple[int, str]] = []
@@ -223,11 +223,11 @@ def _is_fragment(line: str) -> bool:
 def append_line(
     path: str, decide: Callable[[list[dict[str, Any]]], Mapping[str, Any] | None], *, durably: bool = True
 ) -> tuple[list[dict[str, Any]], bool]:
-    """Shows every record to `decide`, and appends the one that it returns, with no other writer between the two.
+    """Call `decide` with all records and append the one that it returns, with no other writer in between.
 
-    Returns the records there are now and whether one was appended. When this returns, it is on the disk; without
-    `durably` it gets there when the system sees fit, or with the next that is. Raises StoreError when the file is
-    damaged or newer, or cannot be written; it then holds what it held before.
+    Returns the records that exist now, and True if one was appended. It is on disk when this returns; without
+    `durably`, it is flushed by the system at some time, or with the next durable one. Raises StoreError if the
+    file is damaged or newer, or cannot be written; it is then unchanged.
     """
     try:
         fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
@@ -265,9 +265,9 @@ def _append(fd: int, size: int, data: bytes, durably: bool) -> None:
 
 @contextlib.contextmanager
 def locked(fd: int, path: str, *, blocking: bool = True) -> Iterator[bool]:
-    """Holds the lock of the open file: True inside, or False when it is held elsewhere and `blocking` is off.
+    """Hold the lock of the open file. Yields False if it is held elsewhere and `blocking` is off, else True.
 
-    A process that dies lets go of it.
+    The lock of a process that dies is released.
     """
     try:
         fcntl.flock(fd, fcntl.LOCK_EX if blocking else fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -289,7 +289,7 @@ def locked(fd: int, path: str, *, blocking: bool = True) -> Iterator[bool]:
 
 @contextlib.contextmanager
 def alone(path: str, *, blocking: bool = True) -> Iterator[bool]:
-    """Holds the lock of a file that is there for nothing else, as `locked`. Raises StoreError."""
+    """Hold the lock of a file that serves as nothing else, as `locked` does. Raises StoreError."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
@@ -303,7 +303,7 @@ def alone(path: str, *, blocking: bool = True) -> Iterator[bool]:
 
 @contextlib.contextmanager
 def locked_by_file(path: str, *, blocking: bool = True) -> Iterator[bool]:
-    """The same lock where the file system has none: held by whoever could make the file `path`."""
+    """Hold the same lock on a file system without locks: its holder is the process that created `path`."""
     words = (os.uname().nodename, str(os.getpid()), os.urandom(4).hex(), boot_id() or "-", pid_namespace() or "-")
     mine = " ".join(words).encode()
     while not _take(path, mine):

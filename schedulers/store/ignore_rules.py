@@ -1,4 +1,4 @@
-"""Which files of a code directory are not shipped: ignored ones, what is never code, and what looks like a secret."""
+"""Rules for files that are not shipped with the code: ignored ones, those that are never code, likely secrets."""
 
 from __future__ import annotations
 
@@ -43,8 +43,10 @@ _SHOWN = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """ignored: returns True for a path that the user leaves out; a directory's path ends with `/`.
-    accepted: returns True for a path that `!name` in .accelignore takes back.
+    """A user's rules for one directory.
+
+    ignored:  returns True for a path that the user leaves out; a directory's path ends with `/`.
+    accepted: returns True for a path that `!name` in .accelignore includes again.
     """
 
     ignored: Callable[[str], bool]
@@ -71,8 +73,12 @@ def read(top: str, *, git: bool, image: bool) -> Rules:
 
 
 def warnings(left: Sequence[str], accepted: Sequence[str], tracked: Sequence[str]) -> list[str]:
-    """Return the warnings about paths that look like secrets: those left out, those shipped as .accelignore takes them
-    back, and those shipped as git tracks them."""
+    """Return the warnings about paths that look like secrets.
+
+    left:     not shipped.
+    accepted: shipped, because .accelignore includes them again.
+    tracked:  shipped, because git tracks them.
+    """
     remedy = f"To leave one out, add its name to {IGNORE_FILE}"
     found = {
         f"left out, named like secrets. To ship one, add `!NAME` to {IGNORE_FILE}": left,

@@ -1,6 +1,6 @@
-"""Log lines from a directory of log files: byte-exact, from a cursor, none lost, doubled or cut.
+"""Log lines, read byte-exact from a directory of log files, from a cursor on; none is lost, repeated or cut.
 
-The files are those of `schedulers.node.logs`. A line that is longer than MOST_BYTES comes in pieces.
+The files are those of `schedulers.node.logs`. A line longer than MOST_BYTES is split into pieces.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ _CHUNK = 1 << 20
 
 
 def read(directory: Path, since: Cursor | None, *, complete: bool) -> Iterator[LogLine]:
-    """The lines that are in the files now, after the cursor.
+    r"""Yield the lines after the cursor that are in the files now.
 
-    A line ends with `\\n`, `\\r\\n` or `\\r` (a progress bar's step). One that has no end yet is held back, unless
-    `complete` says that nobody will write to the files any more; of one that is too long for a piece, its last piece.
+    A line ends with `\n`, `\r\n` or `\r` (a progress bar's step). A line without an ending is held back, unless
+    nothing writes to the files any more (`complete`); of a line too long for a piece, only the last piece is held
+    back.
     """
     start = offsets(since)
     for name, rank, attempt in _files(directory):
@@ -34,7 +35,7 @@ def read(directory: Path, since: Cursor | None, *, complete: bool) -> Iterator[L
 def lines(
     read: Callable[[int], bytes], complete: bool, *, source: str, rank: int | None, attempt: int, offset: int
 ) -> Iterator[LogLine]:
-    """The lines of one log from `offset` on, where `read` begins."""
+    """Yield the lines of one log from `offset` on, where `read` begins."""
     for data, partial in split(read, complete):
         offset += len(data)
         text = data.decode("utf-8", "surrogateescape")
@@ -42,7 +43,7 @@ def lines(
 
 
 def split(read: Callable[[int], bytes], complete: bool) -> Iterator[tuple[bytes, bool]]:
-    """Lines, each with False, and pieces of lines that go on, with True."""
+    """Yield lines, each with False, and pieces of lines that continue, with True."""
     rest = b""
     while chunk := read(_CHUNK):
         parts = (rest + chunk).splitlines(keepends=True)
@@ -56,9 +57,10 @@ def split(read: Callable[[int], bytes], complete: bool) -> Iterator[tuple[bytes,
 
 
 def pieces(line: bytes) -> Generator[tuple[bytes, bool], None, bytes]:
-    """Cuts off, and gives, what is too long of a line; returns what is left of it.
+    """Yield the pieces of a line that is too long, and return the rest of it.
 
-    Where it cuts depends on the line alone, not on how much of it is known: a cursor stands at the same places.
+    The cuts depend on the line alone, not on how much of it is known, so that the positions of cursors stay the
+    same.
     """
     while is_long(line):
         at = cut_at(line)
@@ -73,20 +75,20 @@ def is_long(line: bytes) -> bool:
 
 
 def cut_at(line: bytes) -> int:
-    """Where the first piece of a long line ends: between characters where it is UTF-8."""
+    """Return where the first piece of a long line ends: between characters if it is UTF-8."""
     most = MOST_BYTES - 2
     return next((at for at in range(most, most - 4, -1) if line[at] & 0xC0 != 0x80), most)
 
 
 def cursor_at(directory: Path, when: float) -> Cursor:
-    """Where each file stood at that time, at the beginning of the line that was being written."""
+    """Return each file's position at that time: the beginning of the line that was being written."""
     return Cursor({source: str(offset) for source, offset in files.stood_at(str(directory), when).items()})
 
 
 def tail_at(directory: Path, since: Cursor, count: int, *, complete: bool) -> Cursor:
-    """Where the last `count` lines of each rank begin, none before `since`.
+    """Return where the last `count` lines of each rank begin, none before `since`.
 
-    A line without an end counts as in `read`, and one that comes in pieces once.
+    A line without an end counts as in `read`, and one in pieces counts once.
     """
 
     start = offsets(since)
@@ -103,9 +105,9 @@ def tail_at(directory: Path, since: Cursor, count: int, *, complete: bool) -> Cu
 
 
 def last_lines(ask: Callable[[Mapping[str, int]], list[dict[str, Any]]], count: int) -> dict[str, str]:
-    """Where the last `count` lines of each rank begin, in all its logs together.
+    """Return where the last `count` lines of each rank begin, in all its logs together.
 
-    `ask` gives for each log how many of its last lines there are and where they begin: of the last `count`, or as many
+    `ask` returns, for each log, the number of its last lines and where they begin: the last `count`, or as many
     as its argument says for that log.
     """
     logs = ask({})
@@ -127,7 +129,7 @@ def _files(directory: Path) -> list[tuple[str, int | None, int]]:
 
 
 def offsets(since: Cursor | None) -> dict[str, int]:
-    """Where the cursor stands in each file that it names."""
+    """Return the cursor's position in each file that it names."""
     pairs = (pair.partition("=") for pair in str(since or "").split(",") if pair)
     return {source: int(at) for source, _, at in pairs if at.isdigit()}
 

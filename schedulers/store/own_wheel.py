@@ -1,4 +1,4 @@
-"""The accel that runs here, as a wheel: an image gets the same one, from whichever place this one was installed."""
+"""A wheel of the running accel, for images: they get the same version, wherever this one was installed from."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MOMENT = (1980, 1, 1, 0, 0, 0)
 
 
 def write(directory: Path) -> Path:
-    """Writes the wheel into the directory; the same bytes for the same files. Raises ConfigError."""
+    """Write the wheel into the directory; equal files make equal bytes. Raises ConfigError."""
     try:
         about = importlib.metadata.distribution(_NAME)
     except importlib.metadata.PackageNotFoundError:

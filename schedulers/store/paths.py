@@ -1,4 +1,4 @@
-"""Where this user's jobs and configuration are: two directories, each moved by a variable."""
+"""The directories of this user's jobs and configuration. An environment variable overrides each."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import sys
 
 
 def data_home() -> str:
-    """`$ACCEL_HOME`, else the user's data directory. An absolute path; it need not exist."""
+    """Return `$ACCEL_HOME`, else the user's data directory: an absolute path, which need not exist."""
     return _moved("ACCEL_HOME") or _user_directory("data", "XDG_DATA_HOME", ".local/share")
 
 
 def config_home() -> str:
-    """`$ACCEL_CONFIG_HOME`, else the user's configuration directory. An absolute path; it need not exist."""
+    """Return `$ACCEL_CONFIG_HOME`, else the user's configuration directory: an absolute path, which need not exist."""
     return _moved("ACCEL_CONFIG_HOME") or _user_directory("config", "XDG_CONFIG_HOME", ".config")
 
 

@@ -1,4 +1,4 @@
-"""`Record`: what the store knows of one job. A directory with spec.json, plan.json, events.jsonl, exit.json, logs/."""
+"""`Record`: a job in the store. Its directory has spec.json, plan.json, events.jsonl, exit.json, logs/."""
 
 from __future__ import annotations
 
@@ -56,13 +56,14 @@ class Damaged:
 class Record:
     """One job as the store last read it; `reload` and every change read it again.
 
-    ended_at:     when the final state was written; None before.
-    absent_since: when the backend first said that it does not know the job; None while it does.
-    submitter:    (host, process id) that wrote the intent; submitted_from: where that id is valid (`pid_space`).
-    adopted:      another machine submitted the job, and it was found on its target.
-    cancel_asked: somebody asked accel to cancel the job.
-    incomplete:   its submit is to be completed: the target has not confirmed all of the job, or the cancel of it.
-    warning:      why `status` may be old; never stored.
+    ended_at:       when the final state was written; None before.
+    absent_since:   when the backend first did not know the job; None while it does.
+    submitter:      (host, process id) that wrote the intent.
+    submitted_from: the scope of that process id (`pid_space`).
+    adopted:        another machine submitted the job, and it was found on its target.
+    cancel_asked:   somebody has requested accel to cancel the job.
+    incomplete:     the submit is not complete: the target has not confirmed all of the job, or the cancel of it.
+    warning:        why `status` may be old; never stored.
     """
 
     id: str
@@ -94,21 +95,21 @@ class Record:
 
     @property
     def attempts(self) -> int:
-        """How often the job was started; 0 while it never was."""
+        """The number of times that the job was started."""
         return self.status.attempt + 1 if self.started_at is not None else 0
 
     def spec(self) -> JobSpec:
-        """What was submitted. Raises StoreError when spec.json is missing, damaged or newer."""
+        """Return the submitted spec. Raises StoreError if spec.json is missing, damaged or newer."""
         return self._typed("spec.json", "spec", JobSpec.from_json)
 
     def plan(self) -> Plan:
-        """What the target was asked to do. Raises StoreError when plan.json is missing, damaged or newer."""
+        """Return the plan that was submitted. Raises StoreError if plan.json is missing, damaged or newer."""
         from ..target import Plan
 
         return self._typed("plan.json", "plan", Plan.from_json)
 
     def options(self) -> dict[str, Any] | None:
-        """The target's options as they were when the job was submitted; None when they were not stored."""
+        """Return the target's options as they were at the submit; None if they were not stored."""
         path = f"{self.path}/target.json"
         document = atomic_files.read_document(path)
         if document is None:
@@ -119,7 +120,7 @@ class Record:
         return options
 
     def events(self) -> list[Event]:
-        """Everything that was written about the job, oldest first. Raises StoreError."""
+        """Return all events of the job, oldest first. Raises StoreError."""
         rows = _rows(self.path)
         from_rows(self.id, self.path, rows)  # each line has a name and a time
         known = ("schema", "event", "at", "torn_before")
@@ -129,7 +130,7 @@ class Record:
         ]
 
     def append(self, name: str, **data: Any) -> None:
-        """Adds a note to events.jsonl; the status stays. Raises StoreError when it is not on the disk."""
+        """Append a note to events.jsonl; the status stays. Raises StoreError if it is not on disk."""
         if name in ("submitting", "status", _ADOPTED):
             raise ValueError(f"{name} is an event of the store's own; use update()")
 
@@ -140,12 +141,12 @@ class Record:
         self._read(atomic_files.append_line(self._events, decide)[0])
 
     def update(self, status: Status, native_id: str | None = None, *, incomplete: bool = False) -> Status:
-        """Records what a backend answered and returns the status in force, which is not `status` when that is
-        not allowed: a final state never changes, and an older answer never takes a job back within an attempt.
+        """Record a backend's answer and return the status in force.
 
-        With a native id, `incomplete` says whether the submit is still to be completed; without one that stays.
-        Safe for many processes at once. What is new only in its words, or in `observed_at`, is kept without an event.
-        Raises StoreError.
+        That is not `status` if the change is not allowed: a final state never changes, and an older answer never
+        moves a job back within an attempt. With a native id, `incomplete` is stored: the submit is still to be
+        completed; without one, that stays. Many processes may call this at once. A change only in texts or
+        `observed_at` is stored without an event. Raises StoreError.
         """
         status = status if status.observed_at else dataclasses.replace(status, observed_at=time.time())
 
@@ -172,21 +173,21 @@ class Record:
         return self.status
 
     def reload(self) -> Record:
-        """Reads the job again and returns itself. Raises StoreError."""
+        """Read the job again and return this record. Raises StoreError."""
         self._read(_rows(self.path))
         return self
 
     def read_exit(self) -> dict[str, Any] | None:
-        """What `write_exit` wrote, or None. Raises StoreError when it is damaged or newer."""
+        """Return the data that `write_exit` wrote, or None. Raises StoreError if it is damaged or newer."""
         return atomic_files.read_document(f"{self.path}/exit.json")
 
     def write_exit(self, data: Mapping[str, Any]) -> None:
-        """Writes exit.json in one step: it is never seen half. Raises StoreError."""
+        """Write exit.json atomically. Raises StoreError."""
         atomic_files.write_document(f"{self.path}/exit.json", data)
 
     @contextlib.contextmanager
     def submission(self, *, blocking: bool = True) -> Iterator[bool]:
-        """Held while a process asks the backend to run the job; False when another one holds it (`blocking` off)."""
+        """Hold the lock of the job's submit. Yields False if another process holds it and `blocking` is off."""
         with atomic_files.alone(f"{self.path}/submit.lock", blocking=blocking) as held:
             yield held
 
@@ -212,9 +213,9 @@ class Record:
                 setattr(self, name, value)
 
     def _observed(self, status: Status) -> None:
-        """Keeps an answer that brought no news, or only other words, in the file `seen`: its time is the answer's.
+        """Store an answer that changes at most texts in the file `seen`, whose time is the answer's.
 
-        A waiter that polls all week, or a queue that moves a thousand times, does not fill events.jsonl.
+        A waiter that polls all week, or a queue that moves a thousand times, thus does not fill events.jsonl.
         """
         at, same = status.observed_at, _same(status, self.status)
         if at < self.status.observed_at or (same and at == self.status.observed_at):
@@ -232,12 +233,12 @@ class Record:
 
 
 def read_record(job_id: str, path: str) -> Record:
-    """The job in the directory `path`, from events.jsonl alone. Raises StoreError."""
+    """Read the job in the directory `path` from events.jsonl alone. Raises StoreError."""
     return from_rows(job_id, path, _rows(path))
 
 
 def from_rows(job_id: str, path: str, rows: list[dict[str, Any]]) -> Record:
-    """The record that the lines of events.jsonl add up to. Raises StoreError for lines that make no sense."""
+    """Build the record from the lines of events.jsonl. Raises StoreError for invalid ones."""
     try:
         return _fold(job_id, path, rows)
     except (KeyError, ValueError) as error:
@@ -302,9 +303,9 @@ def _fold(job_id: str, path: str, rows: list[dict[str, Any]]) -> Record:
 
 
 def _observation(path: str, status: Status) -> Status:
-    """The status in the words, and with the time, of the newest answer in the file `seen`, if it is of this state.
+    """Return the status with the texts and time of the newest answer in the file `seen`, if its state is the same.
 
-    A time that no calendar knows is none.
+    An invalid time is ignored.
     """
     if status.state.final:
         return status
@@ -326,7 +327,7 @@ def _same(one: Status, other: Status) -> bool:
 
 
 def _same_state(one: Status, other: Status) -> bool:
-    """Return True if the two differ in their words at most, which a final status keeps as they are."""
+    """Return True if the two differ at most in their texts; those of a final status must be equal too."""
     if one.state.final:
         return _same(one, other)
     words: dict[str, Any] = {name: getattr(other, name) for name in ("message", "native_state", "details")}
@@ -346,7 +347,7 @@ def _succession(current: Status, new: Status) -> Status:
 
 
 def first_row(spec: JobSpec, *, target: str, kind: str) -> dict[str, Any]:
-    """The first line of events.jsonl: the intent, and everything that a list shows."""
+    """Return the first line of events.jsonl: the intent, and everything that a list shows."""
     now = time.time()
     return {
         "event": "submitting",
@@ -368,7 +369,7 @@ def first_row(spec: JobSpec, *, target: str, kind: str) -> dict[str, Any]:
 
 
 def adopted_row(spec: JobSpec, *, target: str, kind: str, native_id: str, created_at: float) -> dict[str, Any]:
-    """The first line of events.jsonl for a job that another machine submitted. Its state is not known yet."""
+    """Return the first line of events.jsonl for a job that another machine submitted. Its state is not known yet."""
     status = Status(state=State.QUEUED, message="found on its target, and not asked about yet")
     row = first_row(spec, target=target, kind=kind)
     return row | {

@@ -1,4 +1,4 @@
-"""The code directory as it is now, packed once and addressed by its digest: `$ACCEL_HOME/snapshots/<digest>.tar`."""
+"""Snapshots of code directories, addressed by their digests: `$ACCEL_HOME/snapshots/<digest>.tar`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ class Snapshot:
     """A packed code directory.
 
     digest:   sha256 of every path, its permission bits and its content; equal digests are equal trees.
-    files:    how many files and links are in it; `bytes` is what the files hold together.
+    files:    number of files and links.
+    bytes:    size of the files together.
     warnings: one line each: what was left out, and what makes it large.
     """
 
@@ -47,12 +48,14 @@ class _ChangedError(Exception):
 
 
 def pack(code: Path, home: Path) -> Snapshot:
-    """Packs what git tracks or would track in `code` (uncommitted work included), or, without git, everything; less
-    what `.accelignore` names and untracked files that look like secrets. A tree that is packed already is not packed
-    again. Warnings are logged.
+    """Pack the code directory, unless the same tree is packed already, and log warnings.
 
-    Links are kept as links and permissions as they are. Raises SnapshotError, naming the path, for a link that leads
-    outside `code`, a file that cannot be read, files that keep changing, and a disk that cannot take it.
+    The tree is what git tracks or would track in `code` (uncommitted work included), or, without git, everything;
+    less what `.accelignore` names and untracked files that look like secrets. Links stay links, and permissions
+    are kept.
+
+    Raises SnapshotError, naming the path, for a link that leads outside `code`, a file that cannot be read, files
+    that keep changing, and a failed write.
     """
     top = os.path.realpath(code)
     if not os.path.isdir(top):
@@ -73,10 +76,10 @@ def _logger() -> logging.Logger:
 
 
 def unpack(snapshot: Path, destination: Path) -> None:
-    """Makes the directory `destination` out of a snapshot: when it is there, it is whole and has the right digest.
+    """Unpack a snapshot into the directory `destination`, which appears only complete and with the right digest.
 
-    Where the same snapshot was unpacked before, nothing is done. Raises SnapshotError when `destination` is something
-    else, or when the snapshot is damaged or would write outside it.
+    Does nothing if the same snapshot was unpacked there before. Raises SnapshotError if `destination` is
+    something else, or if the snapshot is damaged or would write outside it.
     """
     digest = Path(snapshot).name.removesuffix(".tar")
     parent, name = os.path.split(os.path.abspath(destination))
@@ -100,7 +103,7 @@ def unpack(snapshot: Path, destination: Path) -> None:
 
 
 def _take_up(path: str) -> bool:
-    """Whether it is packed already; then it counts as packed now."""
+    """Return True if the snapshot exists; it then counts as packed now."""
     if not os.path.exists(path):
         return False
     with alone(os.path.dirname(path)):
@@ -113,7 +116,7 @@ def _take_up(path: str) -> bool:
 
 @contextlib.contextmanager
 def alone(directory: str) -> Iterator[None]:
-    """Held while a snapshot in `directory` is taken up, or its age is judged and it is deleted. Raises OSError."""
+    """Hold the lock for reusing a snapshot in `directory`, or judging its age and deleting it. Raises OSError."""
     path = os.path.join(directory, ".lock")
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -179,7 +182,7 @@ def _open(top: str, entry: Entry) -> IO[bytes]:
 
 
 def _exactly(file: IO[bytes], entry: Entry) -> Iterable[bytes]:
-    """The file's bytes as far as it reached when it was listed: a log may grow meanwhile, and must not shrink."""
+    """Yield the file's bytes up to the size that was listed: a log may grow meanwhile, but must not shrink."""
     left = entry.size
     while left:
         chunk = file.read(min(_CHUNK, left))
@@ -206,7 +209,7 @@ def _write(top: str, entries: list[Entry], hashes: list[bytes], directory: str, 
 
 
 def _write_tar(out: IO[bytes], top: str, entries: list[Entry], hashes: list[bytes]) -> None:
-    """The same bytes for the same tree: sorted, and without times and owners."""
+    """Write the same bytes for the same tree: sorted, and without times and owners."""
     import tarfile
 
     # GNU's format has names as plain bytes, whatever they are.
@@ -230,7 +233,7 @@ def _write_tar(out: IO[bytes], top: str, entries: list[Entry], hashes: list[byte
 
 
 class _Hashing:
-    """A file to read from that takes the digest of what was read."""
+    """A readable file that hashes what is read from it."""
 
     def __init__(self, chunks: Iterable[bytes]) -> None:
         import hashlib
@@ -281,8 +284,11 @@ def _extract(snapshot: Path, top: str, digest: str) -> None:
 
 
 def _members(tar: tarfile.TarFile, most: int) -> Iterable[tuple[tarfile.TarInfo, Entry]]:
-    """Yield the members. Raises SnapshotError for one that `pack` does not write, such as a sparse file, which can be
-    larger than the archive; ReadError for files of more than `most` bytes together."""
+    """Yield the members.
+
+    Raises SnapshotError for one that `pack` does not write, such as a sparse file, which can be larger than the
+    archive; ReadError for files of more than `most` bytes together.
+    """
     import tarfile
 
     left = most
@@ -307,7 +313,7 @@ def _members(tar: tarfile.TarFile, most: int) -> Iterable[tuple[tarfile.TarInfo,
 
 
 def _member(tar: tarfile.TarFile, info: tarfile.TarInfo, entry: Entry, top: str) -> bytes:
-    """Writes a file or an empty directory, and returns the hash of its content."""
+    """Write a file or an empty directory, and return the hash of its content."""
     import hashlib
 
     content = hashlib.sha256(os.fsencode(entry.link))

@@ -1,4 +1,4 @@
-"""Which files of a code directory belong to the program: what git would track, less what `ignore_rules` leaves out."""
+"""The files of a code directory to ship: those that git would track, less those that `ignore_rules` leaves out."""
 
 from __future__ import annotations
 
@@ -21,8 +21,13 @@ _GIT_VARIABLES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "G
 
 @dataclass(frozen=True)
 class Entry:
-    """One file, link or empty directory. `path` is relative, with `/`, and has bytes that are not UTF-8 as
-    surrogate escapes; `mode` is the permission bits; `size` is in bytes; `link` is a link's target."""
+    """One file, link or empty directory.
+
+    path: relative, with `/`; bytes that are not UTF-8 are surrogate escapes.
+    mode: the permission bits.
+    size: in bytes.
+    link: a link's target.
+    """
 
     path: str
     type: Literal["file", "link", "directory"]
@@ -40,10 +45,10 @@ class _Path:
 
 
 def list_code(top: str, home: str | None = None, *, image: bool = False) -> tuple[list[Entry], list[str]]:
-    """Return what is to be packed, by path, and warnings. What accel itself keeps is left out, whether in `home` or in
-    the store of this user; for an `image`, what `.dockerignore` names as well.
+    """Return the entries to pack, sorted by path, and warnings.
 
-    Raises SnapshotError for a link that leads outside, a directory that cannot be read, or a git that refuses.
+    Leaves out accel's own files, in `home` or in this user's store, and for an `image` what `.dockerignore`
+    names. Raises SnapshotError for a link that leads outside, a directory that cannot be read, or a failing git.
     """
     warnings: list[str] = []
     own = _own_directories(
@@ -76,7 +81,7 @@ def list_code(top: str, home: str | None = None, *, image: bool = False) -> tupl
 
 
 def _own_directories(top: str, homes: Iterable[str]) -> tuple[str, ...]:
-    """Return what accel itself keeps inside the code directory, where a home of its jobs is in it."""
+    """Return accel's own directories inside the code directory, if a home of its jobs is there."""
     own = []
     for home in homes:
         own += [os.path.join(home, name) for name in _IN_HOME] if home == top else [home]
@@ -115,7 +120,10 @@ def _link(top: str, whole: str) -> str:
 
 
 def _real_directories(top: str) -> Callable[[str], bool]:
-    """Whether a directory below `top` is reached through no link. What git has on record below one is deleted."""
+    """Return a function that is True for a directory below `top` that is reached through no link.
+
+    Files that git lists below a link are deleted ones.
+    """
     known = {"": True}
 
     def real(directory: str) -> bool:
@@ -128,7 +136,7 @@ def _real_directories(top: str) -> Callable[[str], bool]:
 
 
 def _git_files(top: str, warnings: list[str]) -> list[_Path] | None:
-    """The files that git tracks or would track, submodules and nested repositories included; None without git."""
+    """Return the files that git tracks or would track, with submodules and nested repositories; None without git."""
     if not _in_repository(top):
         return None
     listed = [(path, True) for path in _listed(top, "--cached")]
@@ -150,7 +158,7 @@ def _listed(top: str, *which: str) -> list[str]:
 
 
 def _nested(top: str, path: str, warnings: list[str]) -> Iterator[_Path]:
-    """A submodule, or a repository inside this one: git names it and nothing in it."""
+    """Yield the files of a submodule or a nested repository: git lists only its directory."""
     whole = os.path.join(top, path)
     if os.path.lexists(os.path.join(whole, ".git")):
         for inner in _git_files(whole, warnings) or ():
@@ -201,13 +209,15 @@ def _is_ignored(top: str) -> bool:
 
 
 def git_environment() -> dict[str, str]:
-    """Without what a git hook sets: it would make git look at the hook's repository."""
+    """Return the environment without a git hook's variables, which would select the hook's repository."""
     return {name: value for name, value in os.environ.items() if name not in _GIT_VARIABLES} | {"LC_ALL": "C"}
 
 
 def _walk(top: str, own: tuple[str, ...], rules: Rules, warnings: list[str], secrets: list[str]) -> list[_Path]:
-    """All files, links and empty directories that are not left out; directories that look like secrets are added to
-    `secrets`."""
+    """Return all files, links and empty directories that are not left out.
+
+    Directories that look like secrets are added to `secrets`.
+    """
     found: list[_Path] = []
     waiting = [""]
     while waiting:

@@ -1,4 +1,4 @@
-"""The job store: a directory a job under `$ACCEL_HOME/jobs`. No database: homes on clusters are NFS and Lustre."""
+"""The job store: a directory per job in `$ACCEL_HOME/jobs`. No database: homes on clusters are NFS and Lustre."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Store:
 
     @classmethod
     def default(cls) -> Store:
-        """The store in `$ACCEL_HOME`, else in the user's data directory."""
+        """Return the store in `$ACCEL_HOME`, else in the user's data directory."""
         return cls(paths.data_home())
 
     # pathlib is imported when a path is asked for: to list jobs, no Path is needed.
@@ -61,7 +61,7 @@ class Store:
         return self.home / "jobs"
 
     def new_id(self) -> str:
-        """A new id: 8 characters of time, 3 of chance. Later ids sort after earlier ones, in one process always."""
+        """Return a new id: 8 characters of time, 3 random ones. Ids sort by age, within one process always."""
         return _encode(_next_number())
 
     def create(
@@ -76,13 +76,13 @@ class Store:
         native_id: str | None = None,
         made_at: float | None = None,
     ) -> Record:
-        """Writes the intent to run the job: when this returns it is on the disk, whole, and says `submitting`.
+        """Store a new job with the status `submitting`. When this returns, the whole job is on disk.
 
-        `options` are the target's, kept so that the job is found again from any directory. With a `native_id` it is a
-        job that another machine submitted: `adopted`, never to be submitted here, and `queued` until its target is
-        asked; it was made at `made_at`, or when its id says.
+        `options` are the target's, kept so that the job is found again from any directory. A `native_id` marks a job
+        that another machine submitted: `adopted`, never to be submitted here, `queued` until its target is polled,
+        and created at `made_at`, or at the time in its id.
 
-        Raises StoreError when it cannot be written or the id is taken, SpecError when the spec holds what JSON cannot.
+        Raises StoreError if it cannot be written or the id exists, SpecError if the spec holds what JSON cannot.
         """
         if not _ID.match(job_id):
             raise StoreError(f"{job_id!r} is not a job id")
@@ -117,12 +117,12 @@ class Store:
         return read_record(job_id, path)
 
     def record(self, ref: str) -> Record:
-        """The job with that id, or whose id begins so, or `@last`, the newest. Raises UnknownJob, StoreError."""
+        """Return the job with that id or unique prefix, or `@last`, the newest. Raises UnknownJob, StoreError."""
         job_id = self.resolve(ref)
         return read_record(job_id, f"{self._jobs}/{job_id}")
 
     def resolve(self, ref: str) -> str:
-        """The full id that `ref` stands for. Raises UnknownJob, naming the candidates when it stands for several."""
+        """Return the full id that `ref` stands for. Raises UnknownJob, naming the candidates if there are several."""
         ids = self.ids()
         if not ids:
             raise UnknownJob(f"no job {ref!r}: there are no jobs in {self._jobs}")
@@ -144,7 +144,7 @@ class Store:
         raise UnknownJob(f"no job {ref!r}{nearest(wanted, ids)} (`accel list` shows them)")
 
     def ids(self) -> list[str]:
-        """The ids of all jobs, damaged ones too, newest first. Raises StoreError."""
+        """Return the ids of all jobs, damaged ones too, newest first. Raises StoreError."""
         try:
             names = os.listdir(self._jobs)
         except FileNotFoundError:
@@ -154,7 +154,7 @@ class Store:
         return sorted((name for name in names if _ID.match(name)), key=self._order, reverse=True)
 
     def _order(self, job_id: str) -> str:
-        """Return the id, or of one that holds no time, as charts make them, an id of the time when the job was made."""
+        """Return the id; for an id that holds no time, as charts make them, an id of the job's creation time."""
         if not job_id.startswith(_TIMELESS):
             return job_id
         with contextlib.suppress(StoreError):
@@ -163,10 +163,10 @@ class Store:
         return job_id
 
     def records(self, ids: Iterable[str] | None = None) -> list[Record | Damaged]:
-        """All jobs, newest first, or those of `ids` (whole ones) in their order; no other file is read.
+        """Return all jobs, newest first, or those of `ids` (full ids) in their order; no other file is read.
 
-        A job that cannot be read is `Damaged` and hides no other; one that is gone is left out. Raises StoreError
-        when the store itself cannot be read.
+        A job that cannot be read is `Damaged` and hides no other; one that is gone is left out. Raises StoreError if
+        the store itself cannot be read.
         """
         base = self._jobs
         records = (_read(job_id, f"{base}/{job_id}") for job_id in (self.ids() if ids is None else ids))
@@ -179,10 +179,12 @@ class Store:
         ids: Iterable[str] | None = None,
         dry_run: bool = False,
     ) -> list[str]:
-        """Deletes jobs that are over, and returns their ids (with `dry_run`, those it would delete), newest first.
+        """Delete finished jobs and return their ids, newest first. With `dry_run`, only return them.
 
-        older_than_s: only those that ended longer ago; keep: not the newest so many that are over; both may be given.
+        older_than_s: only jobs that ended longer ago.
+        keep:         not the newest `keep` finished jobs; may be combined with older_than_s.
         ids:          only these (ids or prefixes), damaged ones included; one that is not over is a StoreError.
+
         A job that is not over, or that one not yet over waits for (`after`), is never deleted. Raises StoreError.
         """
         if older_than_s is None and keep is None and ids is None:
@@ -205,7 +207,7 @@ class Store:
         return chosen_ids
 
     def _make_home(self) -> None:
-        """Create the directory of jobs where there is none. Raises StoreError, which says how to choose another."""
+        """Create the directory of jobs if it is missing. Raises StoreError, with the way to choose another."""
         try:
             os.makedirs(self._jobs, mode=0o700, exist_ok=True)
         except OSError as error:
@@ -215,7 +217,7 @@ class Store:
             raise StoreError(f"{home} cannot be created: {error.strerror}; {remedy}") from error
 
     def _publish(self, job_id: str, path: str, texts: Mapping[str, bytes]) -> None:
-        """Makes the directory under another name and renames it: a reader sees all of the job or nothing."""
+        """Create the directory under another name and rename it: a reader sees all of the job or nothing."""
         temporary = f"{self._jobs}/.new-{job_id}-{os.getpid()}-{os.urandom(3).hex()}"
         os.mkdir(temporary, 0o700)
         try:
@@ -241,7 +243,7 @@ class Store:
         _remove_tree(grave)
 
     def _sweep(self) -> None:
-        """Removes what processes that died in `_publish` or `_delete` left behind."""
+        """Remove what processes that died in `_publish` or `_delete` left behind."""
         with contextlib.suppress(OSError):
             for entry in os.scandir(self._jobs):
                 left = entry.name.startswith((".new-", ".old-"))
@@ -282,13 +284,13 @@ def _remove_tree(path: str) -> None:
 
 
 def full_id(ref: str) -> str | None:
-    """The id that `ref` spells, when it is a whole one and not the beginning of one."""
+    """Return the id that `ref` spells; None if it is not a full one."""
     spelled = ref.lower().translate(_LOOKALIKES)
     return spelled if len(spelled) == _ID_LENGTH and set(spelled) <= set(_ALPHABET) else None
 
 
 def created_at(job_id: str) -> float:
-    """When the id was made, in seconds since the epoch, which is when its job was submitted; now for other ids."""
+    """Return the submit time that the id holds, in seconds since the epoch, or now for an id without one."""
     if full_id(job_id) != job_id:
         return time.time()
     number = 0
@@ -302,7 +304,7 @@ _number_lock = _thread.allocate_lock()
 
 
 def _next_number() -> int:
-    """Time, then chance; more than the last one even when the clock stands still or goes back."""
+    """Return time and random bits as a number that grows even if the clock stands still or goes back."""
     global _last_number
     with _number_lock:
         ms = max(0, time.time_ns() // 1_000_000 - _EPOCH_MS)

@@ -1,4 +1,4 @@
-"""Deleting the packed code that no job uses any more."""
+"""Deletion of packed code that no job uses any more."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _FILE = re.compile(r"[0-9a-f]{64}\.tar(\.gz)?(\.[0-9a-f.]+)?\Z")
 
 
 def prune_snapshots(home: Path, jobs: Iterable[Record | Damaged], *, dry_run: bool = False) -> list[str]:
-    """Deletes the snapshots in `home` that none of `jobs`, all jobs there, uses, and returns their digests.
+    """Delete the snapshots in `home` that none of `jobs`, all jobs there, uses, and return their digests.
 
-    One stays while a job that is not over may use it, which is any that was packed, or found packed, since the first
-    of these was submitted; while a job names it, over or not; and for a day. Safe beside submits, whether or not they
-    are in `jobs` yet. Raises StoreError when a job or a snapshot cannot be looked at or deleted.
+    A snapshot is kept for a day, while a job names it, over or not, and while a job that is not over may use it:
+    if it was packed, or found packed, after the first such job was submitted. This is safe during submits,
+    whether or not they are in `jobs` yet. Raises StoreError if a job or a snapshot cannot be read or deleted.
     """
     directory = os.path.join(home, "snapshots")
     jobs = list(jobs)
@@ -41,13 +41,13 @@ def prune_snapshots(home: Path, jobs: Iterable[Record | Damaged], *, dry_run: bo
 
 
 def _named_by(job: str) -> str | None:
-    """The name of the snapshot that the local job in this directory runs, or has run, in a copy of."""
+    """Return the name of the snapshot that the local job in this directory runs, or ran, a copy of."""
     path = atomic_files.read_bytes(os.path.join(job, "local", "snapshot"))
     return None if path is None else os.path.basename(os.fsdecode(path))
 
 
 def _limits(jobs: Iterable[Record | Damaged]) -> Iterator[float]:
-    """What has been packed since none of these times is unused."""
+    """Yield times; a snapshot packed before all of them is unused."""
     yield time.time() - _KEPT_S
     for job in jobs:
         if not isinstance(job, Record):
@@ -59,7 +59,7 @@ def _limits(jobs: Iterable[Record | Damaged]) -> Iterator[float]:
 
 
 def _is_old(path: str, before: float) -> bool:
-    """Whether it is there, and was packed, and last found packed, before that time."""
+    """Return True if the snapshot exists and was packed, or last found packed, before that time."""
     try:
         return os.stat(path).st_mtime < before
     except FileNotFoundError:
@@ -67,7 +67,7 @@ def _is_old(path: str, before: float) -> bool:
 
 
 def _delete(directory: str, name: str, before: float) -> bool:
-    """Deletes it, unless a submit has taken it up since."""
+    """Delete the snapshot, unless a submit has reused it; return True if deleted."""
     path = os.path.join(directory, name)
     with alone(directory):
         old = _is_old(path, before)

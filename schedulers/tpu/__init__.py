@@ -1,1 +1,1 @@
-"""Google Cloud TPUs: slices whose hosts run `accel launch`; not `accel tpu-config` (`accel/launch/tpu/`)."""
+"""Google Cloud TPUs: slices whose hosts run `accel launch`. `accel tpu-config` is in `accel/launch/tpu/`."""

@@ -1,7 +1,7 @@
-"""The Cloud TPU API, of one project and zone, through Google's client.
+"""A client of the Cloud TPU API for one project and zone, over Google's client.
 
-https://cloud.google.com/tpu/docs/reference/rest. `CLOUDSDK_CORE_PROJECT` and `CLOUDSDK_API_ENDPOINT_OVERRIDES_TPU` mean
-what they mean to gcloud.
+https://cloud.google.com/tpu/docs/reference/rest. `CLOUDSDK_CORE_PROJECT` and
+`CLOUDSDK_API_ENDPOINT_OVERRIDES_TPU` work as in gcloud.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _EXHAUSTED = 8  # RESOURCE_EXHAUSTED, of a stockout as of a quota
 
 
 class Refused(SubmitError):
-    """Google Cloud does not do what it was asked. One line."""
+    """Google Cloud refused a request. The message has one line."""
 
     reason = Reason.SETUP
 
 
 class NoQuota(Refused):
-    """The project's quota does not allow so many chips."""
+    """The project's quota is too low for the requested chips."""
 
     reason = Reason.NO_CAPACITY
 
@@ -47,12 +47,12 @@ class Stockout(SubmitError):
 
 
 def endpoint() -> str:
-    """Where the API is."""
+    """Return the API's URL."""
     return os.environ.get("CLOUDSDK_API_ENDPOINT_OVERRIDES_TPU", "").rstrip("/") or ENDPOINT
 
 
 def _words(message: str) -> str:
-    """The message of an error, without the request that Google's client puts before it."""
+    """Return an error's message without the request that Google's client puts before it."""
     return one_line(re.sub(r"\A[A-Z]+ https?://\S+: ", "", message))
 
 
@@ -61,17 +61,17 @@ def _kind(queued: bool) -> str:
 
 
 class Api:
-    """Asks about the nodes of a target. Safe to use from several threads."""
+    """A client for the nodes of a target. Thread-safe."""
 
     def __init__(self, options: TpuOptions, target: str) -> None:
         self._options, self.where = options, f"target {target}"
 
     def node(self, name: str) -> Any:
-        """The node of that name; None where there is none. Raises Refused, Unreachable, ConfigError."""
+        """Return the node of that name, or None. Raises Refused, Unreachable, ConfigError."""
         return self._get(name, queued=False)
 
     def queued(self, name: str) -> Any:
-        """The queued resource of that name; None where there is none. Raises what `node` raises."""
+        """Return the queued resource of that name, or None. Raises what `node` raises."""
         return self._get(name, queued=True)
 
     def _get(self, name: str, *, queued: bool) -> Any:
@@ -82,8 +82,7 @@ class Api:
             return get(name=self._path(name, queued=queued), timeout=_ANSWER_S)
 
     def host_keys(self, name: str) -> list[list[str]]:
-        """The host keys of each worker, in their order, each as `ssh-ed25519 AAAA…`; those that the API does not have
-        are lacking. Raises what `node` raises."""
+        """Return each worker's host keys that the API has, as `ssh-ed25519 AAAA…`. Raises what `node` raises."""
         from google.cloud import tpu_v2
 
         asked = tpu_v2.GetGuestAttributesRequest(name=self._path(name), query_path="hostkeys/")
@@ -92,7 +91,7 @@ class Api:
         return [[f"{each.key} {each.value}" for each in worker.query_value.items] for worker in answer.guest_attributes]
 
     def set_metadata(self, node: Any, metadata: Mapping[str, str]) -> None:
-        """Gives the node this metadata in place of what it has; returns when it has it. Raises what `node` raises."""
+        """Replace the node's metadata, and wait until that is done. Raises what `node` raises."""
         from google.cloud import tpu_v2
         from google.protobuf import field_mask_pb2
 
@@ -104,13 +103,13 @@ class Api:
             operation.result(timeout=_CHANGE_S)
 
     def created(self) -> list[Any]:
-        """The nodes of the zone that accel has created, on any machine. Raises what `node` raises."""
+        """Return the zone's nodes that accel has created, on any machine. Raises what `node` raises."""
         with self._asking("tpu.nodes.list"):
             nodes = self._client.list_nodes(parent=self.parent, timeout=_ANSWER_S)
             return [node for node in nodes if JOB_LABEL in node.labels]
 
     def read(self, url: str) -> bytes | None:
-        """An object of a bucket; None where there is none. Raises what `node` raises."""
+        """Return an object of a bucket, or None. Raises what `node` raises."""
         with self._asking("read the bucket"):
             from google.auth.transport.requests import AuthorizedSession
 
@@ -118,7 +117,7 @@ class Api:
             return bytes(reply.content) if reply.ok else None
 
     def create(self, name: str, body: Mapping[str, Any], *, queued: bool) -> str:
-        """Asks for a node, or for a queued resource, and returns the operation's name: "" where there is such already.
+        """Create a node or a queued resource. Return the operation's name, or "" if it exists already.
 
         Raises NoQuota, Stockout, and what `node` raises.
         """
@@ -141,7 +140,7 @@ class Api:
         return str(operation.operation.name)
 
     def failure(self, operation: str) -> SubmitError | None:
-        """Why a creation failed; None where it did not, or not yet. Raises what `node` raises."""
+        """Return why a creation failed, or None if it has not, or not yet. Raises what `node` raises."""
         from google.api_core import exceptions
 
         with contextlib.suppress(exceptions.NotFound), self._asking("tpu.operations.get", exceptions.NotFound):
@@ -158,7 +157,7 @@ class Api:
         return NoQuota(line) if "quota" in message.lower() else Stockout(line)
 
     def delete(self, name: str, *, queued: bool) -> None:
-        """Has the node deleted, or the queued resource with its node. Raises what `node` raises."""
+        """Delete the node, or the queued resource with its node. Raises what `node` raises."""
         from google.api_core import exceptions
 
         kinds = exceptions.NotFound, exceptions.BadRequest, exceptions.Conflict
@@ -184,7 +183,7 @@ class Api:
 
     @functools.cached_property
     def _credentials(self) -> Sequence[Any]:
-        """Credentials by Google's default chain, and the project that they know."""
+        """The credentials of Google's default chain, and their project."""
         with self._asking("find credentials"):
             import google.auth
 
@@ -208,7 +207,7 @@ class Api:
 
     @contextlib.contextmanager
     def _asking(self, what: str, *passing: type[Exception]) -> Iterator[None]:
-        """Turns what Google's client raises, but for `passing`, into our errors. `what` is the permission it needs."""
+        """Convert the client's exceptions, except `passing`, to ours. `what`: the permission that the call needs."""
         try:
             import requests
             from google.api_core import exceptions

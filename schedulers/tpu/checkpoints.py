@@ -1,12 +1,13 @@
-"""Checkpoints of a job in a bucket of Google Cloud Storage: the program around `accel launch` on each host.
+"""Checkpoints of a job in a Google Cloud Storage bucket: the program around `accel launch` on each host.
 
-Before the ranks start it restores the newest checkpoint of which the bucket has every host's copy, and it uploads each
-that they leave, the manifest last. Nothing in the bucket is written over: a save has a folder of its own,
+Before the ranks start, it restores the newest checkpoint for which the bucket has every host's copy. It
+uploads each that they write, the manifest last. Nothing in the bucket is overwritten: each save has its own
+folder,
 
     URI/PATH/SAVE/node-N/FILE
 
-where PATH is that of the checkpoint under ACCEL_PROJECT_ROOT (`accel.world.project_root`), and SAVE the word that all
-hosts' copies of one save have in their manifests.
+PATH is the checkpoint's path under ACCEL_PROJECT_ROOT (`accel.world.project_root`), and SAVE the word that
+all hosts' copies of one save have in their manifests.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ _WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Failed(Exception):
-    """What cannot be done with the bucket, in one line."""
+    """An operation on the bucket failed. The message has one line."""
 
 
 class Save(NamedTuple):
-    """One save of a checkpoint, as all hosts know it."""
+    """One save of a checkpoint, the same on all hosts."""
 
     path: str
     word: str
@@ -50,7 +51,7 @@ class Save(NamedTuple):
 
 
 class Bucket:
-    """What is under a URI. All methods raise Failed."""
+    """The objects under a URI. All methods raise Failed."""
 
     def __init__(self, uri: str) -> None:
         self.uri = uri
@@ -66,7 +67,7 @@ class Bucket:
             self._refuse(error)
 
     def put(self, name: str, path: str) -> None:
-        """Raises FileNotFoundError where there is no such file any more."""
+        """Upload a file. Raises FileNotFoundError if it no longer exists."""
         from google.cloud.storage.retry import DEFAULT_RETRY
 
         try:
@@ -77,7 +78,7 @@ class Bucket:
             self._refuse(error)
 
     def put_last(self, name: str, content: bytes, nodes: int) -> None:
-        """The manifest, with which the copy of one of so many hosts is whole."""
+        """Upload the manifest, which completes the copy of one of `nodes` hosts."""
         from google.cloud.storage.retry import DEFAULT_RETRY
 
         try:
@@ -98,7 +99,7 @@ class Bucket:
         return {name: int(blob.size) for name, blob in self._blobs(folder)}
 
     def whole(self) -> dict[Save, tuple[int, Any]]:
-        """The saves of which every host's copy is there: of how many hosts, and when they began to be whole."""
+        """Return the saves with every host's copy: save -> (number of hosts, time of host 0's manifest)."""
         found: dict[Save, dict[int, Any]] = {}
         for name, blob in self._blobs(""):
             *path, word, folder, file = name.split("/") if name.count("/") > 2 else ("", "", "")
@@ -121,13 +122,15 @@ class Bucket:
             self._refuse(error)
 
     def _refuse(self, error: Exception) -> NoReturn:
-        """Google's libraries raise errors of many kinds, requests' among them."""
+        """Raise Failed: Google's libraries raise errors of many kinds, requests' among them."""
         raise Failed(f"{self.uri}: {type(error).__name__}: {' '.join(str(error).split())}") from error
 
 
 def restore(bucket: Bucket, root: str, node: int) -> list[str]:
-    """Puts the newest whole checkpoint of each project, and those with names of their own, where this host looks for
-    them; one that the host has stays. Returns their paths. Raises Failed."""
+    """Restore the newest complete checkpoint of each project, and those with names of their own, to this host.
+
+    Checkpoints that the host has stay. Returns the paths of the restored ones. Raises Failed.
+    """
     newest: dict[str, tuple[tuple[int, Any], Save, int]] = {}
     for save, (nodes, at) in bucket.whole().items():
         parent, _, name = save.path.rpartition("/")
@@ -166,7 +169,7 @@ def _restored(bucket: Bucket, root: str, node: int, save: Save, nodes: int) -> b
 
 
 class Uploads:
-    """Uploads the checkpoints of this host, as they become whole."""
+    """The uploader of this host's checkpoints, as they become complete."""
 
     def __init__(self, bucket: Bucket, root: str, node: int, nodes: int) -> None:
         self._bucket = bucket
@@ -177,13 +180,13 @@ class Uploads:
         self._said = ""
 
     def run(self, over: threading.Event) -> None:
-        """Until it is over, and once more."""
+        """Upload until `over` is set, and once more."""
         while not over.wait(_PAUSE_S):
             self.look()
         self.look()
 
     def look(self) -> None:
-        """Uploads what is new, the oldest first; what fails is tried again the next time."""
+        """Upload new checkpoints, the oldest first. Failures are retried the next time."""
         for folder in self._whole():
             try:
                 content = _read(os.path.join(folder, MANIFEST))
@@ -208,7 +211,7 @@ class Uploads:
         self._done.add(save)
 
     def _whole(self) -> list[str]:
-        """The folders of whole checkpoints, by the time when they became so."""
+        """Return the folders of complete checkpoints, by the time of completion."""
         found = []
         for folder, below, files in os.walk(self._own):
             if self._node == 0 and folder == self._own:
@@ -236,7 +239,7 @@ def _written_at(folder: str) -> float:
 
 
 def _files(manifest: bytes) -> dict[str, int]:
-    """The files that a manifest names, with their lengths. Raises ValueError."""
+    """Return the files in a manifest, with their lengths. Raises ValueError."""
     found = {str(name): int(entry["bytes"]) for name, entry in json.loads(manifest)["files"].items()}
     if any({"", ".", ".."} & set(name.split("/")) for name in found):
         raise ValueError("a manifest names a file outside of its checkpoint")
@@ -253,7 +256,7 @@ def say(text: str) -> None:
 
 
 def run(command: Sequence[str], uploads: Uploads) -> int:
-    """Runs the launcher to its end, and returns its code when what it has left is in the bucket."""
+    """Run the launcher to its end. Return its exit code once its checkpoints are in the bucket."""
     parent = os.getpid()
 
     def enter() -> None:
@@ -274,7 +277,7 @@ def run(command: Sequence[str], uploads: Uploads) -> int:
 
 
 def main() -> int:
-    """The URI, and what Python is to run: `accel launch` with its flags."""
+    """Restore, launch and upload. Arguments: the URI, and what Python is to run: `accel launch` with its flags."""
     uri, *launch = sys.argv[1:]
     uri = uri.replace("{id}", os.environ["ACCEL_JOB_ID"])
     root = os.environ.setdefault(ROOT, os.path.join(os.environ["ACCEL_JOB_DIR"], "checkpoints"))

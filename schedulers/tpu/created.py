@@ -1,8 +1,9 @@
-"""Jobs that have a slice each, created for them and deleted after them.
+"""Jobs with a slice of their own, created for the job and deleted after it.
 
-Whoever polls a job takes its slice's next step: `slice.json` in the job's directory says how far it is, and a lock lets
-one client act at a time. A slice's name is made of the job's id and the attempt, so that the next client carries on
-with what one that was killed has left. Whatever clients do, the slice deletes itself (schedulers/node/tpu_slice.py).
+Each poll of a job performs its slice's next step. `slice.json` in the job's directory stores the progress,
+and a lock admits one client at a time. A slice's name derives from the job's id and the attempt, so that the
+next client continues the work of one that was killed. The slice deletes itself if no client does
+(schedulers/node/tpu_slice.py).
 """
 
 from __future__ import annotations
@@ -39,15 +40,17 @@ _CANCELLED = Status(state=State.CANCELLED, reason=Reason.USER)
 
 @dataclass(kw_only=True)
 class _Slice:
-    """How far a job's slice is.
+    """The progress of a job's slice.
 
-    attempt:   of the job, when it was asked for; `latest` is the newest that was seen on it.
-    began:     when it was asked for first; `operation`: that which creates it, where it is known.
-    again_at:  after a stockout, when it is asked for again.
+    attempt:   of the job, when the slice was requested.
+    latest:    the newest attempt seen on it.
+    began:     when it was first requested.
+    operation: the operation that creates it, if known.
+    again_at:  when it is requested again after a stockout.
     ready_at:  when a client first saw it READY; 0 before.
     preempted: it is to be deleted, and the next one follows.
-    left:      how many slices the ranks have left, as they do when they are warned.
-    end:       how the job ended; the slice is to be deleted then.
+    left:      the number of slices that the ranks have left, as they do after a warning.
+    end:       how the job ended; the slice is then to be deleted.
     """
 
     attempt: int = 0
@@ -62,7 +65,7 @@ class _Slice:
 
 
 class CreatedSlices(MovingJobs, SliceTarget):
-    """Creates a slice for each job. A job's native id is `accel-JOB/JOB`, whatever its attempt."""
+    """A target that creates a slice for each job. A job's native id is `accel-JOB/JOB` in every attempt."""
 
     def __init__(self, context: TargetContext) -> None:
         super().__init__(context)
@@ -70,7 +73,7 @@ class CreatedSlices(MovingJobs, SliceTarget):
         self._targets: dict[str, SliceTarget] = {}
 
     def plan(self, spec: JobSpec, job_id: str) -> Plan:
-        """As `HostsTarget.plan`; and what is created."""
+        """Return the plan of `HostsTarget.plan`, with the slice that is created."""
         plan, options, name = super().plan(spec, job_id), self._options, node_id(job_id, 0)
         file, what = ("queued-resource.json", "queued resource") if options.queued else ("node.json", "TPU VM")
         request = self._body(job_id, 0, options.project or "{project}", "{schedulers/node/tpu_slice.py}")
@@ -80,7 +83,7 @@ class CreatedSlices(MovingJobs, SliceTarget):
         return replace(plan, files=files, actions=(*first, *plan.actions, last))
 
     def submit_many(self, plans: Sequence[Plan]) -> list[str | SchedulerError]:
-        """Asks for the slices; whoever polls the jobs goes on. Idempotent."""
+        """Request the slices. Polls continue from there. Idempotent."""
         return [self._submitted(plan) for plan in plans]
 
     def _submitted(self, plan: Plan) -> str | SchedulerError:
@@ -100,7 +103,7 @@ class CreatedSlices(MovingJobs, SliceTarget):
         return f"accel-{job_id}/{job_id}"
 
     def poll(self, native_ids: Sequence[str]) -> Mapping[str, Status]:
-        """Where the jobs are, after each one's next step. Raises Unreachable, which has the answers that there were."""
+        """Perform each job's next step; return the statuses. Raises Unreachable, with the answers so far."""
         with ThreadPoolExecutor(max_workers=_JOBS_AT_ONCE, thread_name_prefix="slices") as pool:
             answers = dict(zip(native_ids, pool.map(self._polled, native_ids), strict=True))
         silent = {key: str(answer) for key, answer in answers.items() if isinstance(answer, SchedulerError)}
@@ -153,7 +156,7 @@ class CreatedSlices(MovingJobs, SliceTarget):
         return self._run(job_id, state, native)
 
     def _run(self, job_id: str, state: _Slice, native: str | None) -> Status:
-        """The job's status on a slice that is, or was, READY. It is started where it is not there."""
+        """Return the job's status on a slice that is, or was, READY. Start the job if it is not there."""
         target = self._target(job_id, state)
         if not state.ready_at:
             state.ready_at = time.time()
@@ -181,7 +184,7 @@ class CreatedSlices(MovingJobs, SliceTarget):
         return self._end(job_id, state, status)
 
     def _gone(self, job_id: str, state: _Slice, words: str) -> Status:
-        """The job's end by the bucket, where the slice has left it, of a slice that has deleted itself."""
+        """Return the job's end from the bucket, after the slice has deleted itself."""
         url = result_url(self._options, node_id(job_id, state.attempt), job_id)
         left = self._api.read(url) if url else None
         if left is None:
@@ -213,7 +216,7 @@ class CreatedSlices(MovingJobs, SliceTarget):
             return self._fail(job_id, state, getattr(error, "reason", Reason.SETUP), str(error))
 
     def _again(self, job_id: str, state: _Slice) -> Status:
-        """Asks once more for a slice that there is not, or not any more, unless there can be none."""
+        """Request a missing slice again, unless there can be none."""
         name, now, limit = node_id(job_id, state.attempt), time.time(), self._options.valid_until_duration
         try:
             error = self._api.failure(state.operation) if state.operation else None
@@ -234,7 +237,7 @@ class CreatedSlices(MovingJobs, SliceTarget):
         return replace(_queued(state, f"{name} is asked for"), reason=reason)
 
     def _leave(self, job_id: str, state: _Slice, status: Status) -> Status:
-        """The next slice for ranks that were warned and have left a checkpoint; not for those that always do."""
+        """Move ranks that were warned and left a checkpoint to the next slice, at most 10 times."""
         if state.left == _MOST_LEFT:
             words = f"the ranks have left {state.left + 1} slices, as if each was about to be taken away"
             return self._end(job_id, state, replace(status, message=words))
@@ -242,7 +245,7 @@ class CreatedSlices(MovingJobs, SliceTarget):
         return self._next(job_id, state)
 
     def _next(self, job_id: str, state: _Slice) -> Status:
-        """Deletes a slice that was preempted and asks for the next."""
+        """Delete a preempted slice and request the next."""
         if self._cancelled(job_id):
             return self._end(job_id, state, _CANCELLED)
         if not state.preempted:
@@ -269,7 +272,7 @@ class CreatedSlices(MovingJobs, SliceTarget):
         return self._delete(job_id, state)
 
     def _delete(self, job_id: str, state: _Slice) -> Status:
-        """How the job ended, when its slice is about to go. Raises Unreachable where it cannot be deleted yet."""
+        """Delete the slice, unless it is kept. Return the job's end. Raises Unreachable to try again later."""
         status, name = Status.from_json(state.end), node_id(job_id, state.attempt)
         if self._options.keep and state.ready_at:
             since = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(state.ready_at))
@@ -283,7 +286,7 @@ class CreatedSlices(MovingJobs, SliceTarget):
     # What clients ask besides.
 
     def cancel(self, native_id: str) -> None:
-        """Asks for an orderly end where the job runs; deletes the slice where it does not, or its hosts are silent."""
+        """Cancel a running job gracefully. Delete the slice if no job runs there or its hosts are unreachable."""
         job_id = _job(native_id)
         state = self._read(job_id)
         if state is None:
@@ -298,7 +301,7 @@ class CreatedSlices(MovingJobs, SliceTarget):
             self._api.delete(node_id(job_id, state.attempt), queued=self._options.queued)
 
     def find(self, job_id: str) -> Found | None:
-        """A job of this machine whose slice there is, or is asked for."""
+        """Find a job of this machine whose slice exists or was requested."""
         state = self._read(job_id)
         if state is None:
             name = node_id(job_id, 0)
@@ -310,14 +313,14 @@ class CreatedSlices(MovingJobs, SliceTarget):
         return Found(native_id=f"accel-{job_id}/{job_id}", spec=spec, plan=plan)
 
     def clear(self, jobs: Mapping[str, str | None]) -> list[str]:
-        """Deletes what there is of the jobs' slices, those with `keep` too."""
+        """Delete the jobs' slices, also those with `keep`."""
         for node in self._api.created():
             if node.labels[JOB_LABEL] in jobs:
                 self._api.delete(node.name.rpartition("/")[2], queued=bool(node.queued_resource))
         return []
 
     def check(self, gpus: int = 0) -> Checked:
-        """The slices of the zone that accel created; and which of them are of no job that is known here."""
+        """List the zone's slices that accel created. Warn about those whose job is unknown here."""
         rows, strange = [], []
         for node in self._api.created():
             name, job_id = node.name.rpartition("/")[2], node.labels[JOB_LABEL]
@@ -341,7 +344,6 @@ class CreatedSlices(MovingJobs, SliceTarget):
         return slices.stage(name, self._api.node(name), queued)
 
     def _target(self, job_id: str, state: _Slice) -> SliceTarget:
-        """The target that runs jobs on the slice."""
         name = node_id(job_id, state.attempt)
         if name not in self._targets:
             options = meaning.existing(self._options, name)
@@ -349,7 +351,7 @@ class CreatedSlices(MovingJobs, SliceTarget):
         return self._targets[name]
 
     def _native(self, job_id: str, state: _Slice) -> str | None:
-        """The job's native id on the slice's hosts, once it is placed there."""
+        """Return the job's native id on the slice's hosts, or None before it is placed there."""
         native = self._placed_as(job_id)
         return native if native and native.startswith(f"{node_id(job_id, state.attempt)}-w") else None
 

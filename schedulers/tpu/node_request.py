@@ -1,4 +1,4 @@
-"""The request that creates a job's slice, as the API's own JSON: a node, or a queued resource of one. Pure."""
+"""The API request that creates a job's slice, as JSON: a node, or a queued resource of one. Pure functions."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _SCOPES = "https://www.googleapis.com/auth/"
 
 
 def node_id(job_id: str, attempt: int) -> str:
-    """The name of a job's slice, and of its queued resource: the same whoever creates it."""
+    """Return the name of a job's slice, and of its queued resource, the same for all clients."""
     return f"accel-{job_id}-{attempt}"
 
 
 def body(options: TpuOptions, job_id: str, attempt: int, *, parent: str, endpoint: str, script: str) -> dict[str, Any]:
-    """The request's body. `parent`: the zone's path in the API; `script`: the text of the startup script."""
+    """Return the request's body. `parent`: the zone's path in the API; `script`: the startup script's text."""
     name, kind = node_id(job_id, attempt), "queuedResources" if options.queued else "nodes"
     own = {
         "job": job_id,
@@ -49,7 +49,7 @@ def body(options: TpuOptions, job_id: str, attempt: int, *, parent: str, endpoin
 
 
 def result_url(options: TpuOptions, name: str, job_id: str, *, upload: bool = False) -> str:
-    """Where the bucket of `checkpoint_uri` has how the job ended on the slice; "" without a bucket."""
+    """Return the URL of the job's result on the slice, in the bucket of `checkpoint_uri`; "" without one."""
     if options.checkpoint_uri is None:
         return ""
     bucket, _, prefix = options.checkpoint_uri.removeprefix("gs://").replace("{id}", job_id).partition("/")

@@ -1,4 +1,4 @@
-"""What may be said of a tpu target, and what it means before anybody is asked."""
+"""Options of a TPU target and their offline validation."""
 
 from __future__ import annotations
 
@@ -29,30 +29,30 @@ _PROJECT = re.compile(r"(?:[a-z0-9.-]+:)?[a-z][-a-z0-9]*[a-z0-9]")
 
 @dataclass(frozen=True, kw_only=True)
 class TpuOptions(HostOptions):
-    """What `accel.yaml` may say of a tpu target, beside `HostOptions`. The names are gcloud's flags.
+    """The options of a TPU target in `accel.yaml`, in addition to `HostOptions`. The names are gcloud's flags.
 
-    project:      the Google Cloud project; without it, CLOUDSDK_CORE_PROJECT, or that of the credentials.
-    zone:         where the slice is, as us-central2-b.
-    name:         the slice: a TPU VM that is there and READY. Without it, a slice is created for each job, and deleted
-                  when the job is over.
-    accelerator_type, or type and topology: what is created, as `v4-32`, or `v4` and `2x2x4`.
+    project:      the Google Cloud project; default: CLOUDSDK_CORE_PROJECT, or that of the credentials.
+    zone:         of the slice, such as us-central2-b.
+    name:         the slice, an existing TPU VM that is READY. Without it, a slice is created for each job, and
+                  deleted when the job is over.
+    accelerator_type, or type and topology: of the slice to create, such as `v4-32`, or `v4` and `2x2x4`.
     version:      its runtime version.
-    spot, reserved: capacity that may be taken away, or that is reserved.
-    queued:       ask for it by a queued resource.
-    valid_until_duration: how long capacity is waited for.
+    spot, reserved: preemptible or reserved capacity.
+    queued:       request it by a queued resource.
+    valid_until_duration: how long to wait for capacity.
     node_count:   slices of a job: 1.
     network, subnetwork, service_account, scopes, labels, tags, metadata: of the slice.
     data_disk:    `source=DISK,mode=read-write`, for slices of one host.
-    keep:         nothing but `accel prune` deletes it.
-    internal_ips: reach its workers by their internal addresses; a slice that is created has no others.
-    transport:    `ssh`: with the keys of ~/.ssh, and the host keys that Google's API tells. `gcloud`: as
-                  `gcloud compute tpus tpu-vm ssh` does it, with OS Login and its own keys.
-    concurrency:  how many jobs may run at once on the slice, whose chips belong to one job at a time.
-    runtime:      what drives the chips. `torch_tpu`: a rank a chip. `torch_xla`: a process on each host, in which
-                  torch_xla calls a function of the script on every core. With `cpu: true`, neither.
+    keep:         only `accel prune` deletes the slice.
+    internal_ips: connect to its workers by their internal addresses; a created slice then has no others.
+    transport:    `ssh`: with the keys of ~/.ssh, and host keys from Google's API. `gcloud`: as
+                  `gcloud compute tpus tpu-vm ssh` does, with OS Login and its own keys.
+    concurrency:  the number of jobs that may run at once on the slice, whose chips belong to one job at a time.
+    runtime:      the driver of the chips. `torch_tpu`: one rank per chip. `torch_xla`: one process per host, in
+                  which torch_xla calls a function of the script on every core. With `cpu: true`, neither.
     main_training_function:  that function, for torch_xla.
-    checkpoint_uri: `gs://bucket/prefix`, to which each host uploads the checkpoints under ACCEL_PROJECT_ROOT, and from
-                  which they are restored before the start; `{id}` is the job's id.
+    checkpoint_uri: `gs://bucket/prefix`, to which each host uploads the checkpoints under ACCEL_PROJECT_ROOT, and
+                  from which they are restored before the start; `{id}` is the job's id.
     """
 
     project: str | None = None
@@ -85,7 +85,7 @@ class TpuOptions(HostOptions):
 
 
 def check(options: TpuOptions, name: str) -> None:
-    """Raises SpecError, naming the key, for what cannot be meant."""
+    """Raise SpecError, which names the key, if an option is invalid."""
     where = f"target {name}"
     for key, form in (("zone", _ZONE), ("name", _NAME), ("project", _PROJECT)):
         value = getattr(options, key)
@@ -107,13 +107,13 @@ def creates(options: TpuOptions) -> bool:
 
 
 def existing(options: TpuOptions, name: str) -> TpuOptions:
-    """Those of a target whose slice has been created under this name."""
+    """Return the options for the slice that was created under this name."""
     unsaid = {key: getattr(TpuOptions(), key) for key in ("accelerator_type", "type", "topology", *_OF_CREATED)}
     return replace(options, **unsaid, name=name)
 
 
 def seconds(duration: str) -> int | None:
-    """Those of gcloud's `1d12h30m`; None for what is no duration."""
+    """Return the seconds of a duration of gcloud's, such as `1d12h30m`; None if it is invalid."""
     match = _DURATION.fullmatch(duration)
     if match is None:
         return None
@@ -153,7 +153,7 @@ def _slice_problems(options: TpuOptions) -> Iterator[str]:
 
 
 def check_job(spec: JobSpec, options: TpuOptions, name: str) -> None:
-    """Raises SpecError for a job that a slice cannot run as it is described."""
+    """Raise SpecError for a job that a slice cannot run."""
     for problem in _problems(spec, options):
         raise SpecError(f"target {name}: {problem}")
 

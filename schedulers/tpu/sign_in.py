@@ -1,4 +1,4 @@
-"""The user's public key in a slice's metadata, from where the workers' guest agent takes it."""
+"""The user's public key in a slice's metadata, from which the workers' guest agent installs it."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ progress = logging.getLogger("schedulers.progress")
 
 
 def let_in(api: Api, name: str, pool: Pool, hosts: Sequence[Host]) -> None:
-    """Connects to the workers of a slice; where one takes no key, has that of whoever submits in the node's metadata,
-    and returns when all take it.
+    """Connect to a slice's workers. If one refuses the user's key, add it to the node's metadata and wait for all.
 
-    Nothing more is done where there is no public key in a file: then logging in tells why not. So it does of workers
-    that cannot be reached.
+    Raises LoginRefused without a public key in a file, if the metadata has the key already, or if a worker still
+    refuses it after 60 s. Ignores unreachable workers: the next login reports them.
     """
     refused = _refused(pool, hosts)
     if not refused:
@@ -44,13 +43,12 @@ def let_in(api: Api, name: str, pool: Pool, hosts: Sequence[Host]) -> None:
 
 
 def _refused(pool: Pool, hosts: Iterable[Host]) -> dict[Host, LoginRefused]:
-    """The hosts that take no key, and what they said."""
     tried = pool.map(lambda remote: remote.connection(), hosts)
     return {outcome.host: outcome.error for outcome in tried if isinstance(outcome.error, LoginRefused)}
 
 
 def _line(pool: Pool, host: Host) -> str | None:
-    """`user:key`, of the first key that SSH would try and whose public half is in a file."""
+    """Return `user:key` for the first key that SSH would try and whose public half is in a file, or None."""
     settings = pool.settings(host)
     for path in settings.identities:
         try:

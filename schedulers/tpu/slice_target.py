@@ -1,4 +1,4 @@
-"""`accel launch` on every host of a slice of Google Cloud TPUs that is there."""
+"""`accel launch` on every host of an existing slice of Google Cloud TPUs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _KEEP = (
 
 
 class SliceTarget(HostsTarget):
-    """Runs each job on all hosts of a slice. A job's native id is `SLICE-w0,SLICE-w1,…/job id`."""
+    """A target that runs each job on all hosts of a slice. Native ids: `SLICE-w0,SLICE-w1,…/job id`."""
 
     kind: ClassVar[str] = "tpu"
     a_target: ClassVar[str] = "a tpu target"
@@ -50,7 +50,7 @@ class SliceTarget(HostsTarget):
         self._made: Api | None = None
 
     def poll(self, native_ids: Sequence[str]) -> Mapping[str, Status]:
-        """As `HostsTarget.poll`; of jobs whose hosts do not answer, what the slice's own state says."""
+        """Poll as `HostsTarget.poll` does. Jobs whose hosts do not respond have the slice's own state."""
         try:
             return super().poll(native_ids)
         except Unreachable as error:
@@ -66,7 +66,7 @@ class SliceTarget(HostsTarget):
             return found
 
     def cancel(self, native_id: str) -> None:
-        """As `HostsTarget.cancel`; nothing is to be done where the slice is gone."""
+        """Cancel as `HostsTarget.cancel` does. Do nothing if the slice is gone."""
         try:
             super().cancel(native_id)
         except Unreachable:
@@ -74,17 +74,19 @@ class SliceTarget(HostsTarget):
                 raise
 
     def clear(self, jobs: Mapping[str, str | None]) -> list[str]:
-        """As `HostsTarget.clear`; nothing is to be done where the slice is gone."""
+        """Clear as `HostsTarget.clear` does. Report nothing if the slice is gone."""
         lines = super().clear(jobs)
         return [] if lines and self._ended() is not None else lines
 
     def config(self) -> tuple[Path, list[Host]]:
-        """The SSH configuration of the slice's workers, made anew, and their names. Raises SubmitError, SpecError,
-        ConfigError, Unreachable."""
+        """Rewrite the SSH configuration of the slice's workers. Return its path, and the workers.
+
+        Raises SubmitError, SpecError, ConfigError, Unreachable.
+        """
         return self._folder / "ssh_config", self._named(".")
 
     def reach(self) -> None:
-        """Reaches every worker once, as a slice may be READY before its servers are. Raises what that raises."""
+        """Connect to every worker once: a slice may be READY before its servers. Raises the connection's error."""
         named = self._named(".")
         self._taken(len(named), named)
         for outcome in self._hosts.pool.map(lambda remote: remote.run(["true"], timeout_s=_REACH_S), named):
@@ -102,7 +104,7 @@ class SliceTarget(HostsTarget):
         return self._asked
 
     def _named(self, code: str) -> list[Host]:
-        """The slice's workers; their addresses and keys are those of now."""
+        """Return the slice's workers, with their current addresses and keys."""
         from . import slices
 
         api, options = self._api, self._options
@@ -177,7 +179,7 @@ class SliceTarget(HostsTarget):
         return None if node is None else slices.read(node, self._options)
 
     def _ended(self) -> Status | None:
-        """How jobs have ended whose hosts are silent; None where that cannot be told."""
+        """Return how jobs on unreachable hosts have ended, or None if that is unknown."""
         from . import slices
 
         try:

@@ -1,4 +1,4 @@
-"""A slice as the API describes it, and the SSH configuration by which its workers are reached."""
+"""A slice as the API describes it, and the SSH configuration of its workers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _ENDS: Mapping[str, tuple[Reason, str]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Slice:
-    """A node of the API. addresses: of its workers, in their order."""
+    """A node of the API. `addresses`: of its workers, in their order."""
 
     name: str
     node_id: int
@@ -43,14 +43,14 @@ class Slice:
 
     @property
     def hosts(self) -> list[Host]:
-        """The workers, under the names that the SSH configuration has for them."""
+        """The workers, under their names in the SSH configuration."""
         return [
             Host(name=f"{self.name}-w{number}", source="the TPU's workers") for number in range(len(self.addresses))
         ]
 
 
 def read(node: Any, options: TpuOptions) -> Slice:
-    """The slice that a node describes."""
+    """Return the slice that a node of the API describes."""
     outside = not options.internal_ips
     addresses = ((outside and end.access_config.external_ip) or end.ip_address for end in node.network_endpoints)
     return Slice(
@@ -63,7 +63,7 @@ def read(node: Any, options: TpuOptions) -> Slice:
 
 
 def ready(found: Slice | None, options: TpuOptions, where: str) -> Slice:
-    """The slice. Raises SubmitError where no job can run on it."""
+    """Return the slice. Raises SubmitError if no job can run on it."""
     here = f"{options.name} in {options.zone}"
     if found is None:
         raise SubmitError(f"{where}: there is no TPU VM {here}")
@@ -76,7 +76,7 @@ def ready(found: Slice | None, options: TpuOptions, where: str) -> Slice:
 
 
 def ended(found: Slice | None, options: TpuOptions) -> Status | None:
-    """How a job has ended whose hosts do not answer; None where the slice may still run it."""
+    """Return how a job on unreachable hosts has ended, or None if the slice may still run it."""
     reason, said = (Reason.NODE_FAILURE, "is gone") if found is None else _ENDS.get(found.state, (None, ""))
     if reason is None:
         return None
@@ -86,8 +86,10 @@ def ended(found: Slice | None, options: TpuOptions) -> Status | None:
 
 
 def stage(name: str, node: Any, queued: Any) -> tuple[str, str]:
-    """What becomes of a slice that was created: ready, waits, preempted, failed or gone; and a line for people. `node`
-    and its queued resource are None where there is none."""
+    """Return the stage of a created slice (ready, waits, preempted, failed or gone), and a message.
+
+    `node` and its queued resource are None if they do not exist.
+    """
     state = None if queued is None else type(queued.state).State(queued.state.state).name
     if state == "FAILED":
         return "failed", one_line(f"{name} was not granted: {queued.state.failed_data.error.message}")
@@ -102,8 +104,10 @@ def stage(name: str, node: Any, queued: Any) -> tuple[str, str]:
 
 
 def write_config(folder: Path, found: Slice, keys: Sequence[Sequence[str]], options: TpuOptions, where: str) -> None:
-    """Writes the SSH configuration of a slice's workers, and their host keys. Raises ConfigError where the API has no
-    key of one of them: nothing is sent to a host that cannot be known."""
+    """Write the SSH configuration of a slice's workers, and their host keys.
+
+    Raises ConfigError if the API lacks the key of one of them: nothing is sent to an unverified host.
+    """
     blocks, known = [], []
     for number, (host, address) in enumerate(zip(found.hosts, found.addresses, strict=True)):
         mine = keys[number] if number < len(keys) else ()
@@ -120,7 +124,7 @@ def write_config(folder: Path, found: Slice, keys: Sequence[Sequence[str]], opti
 
 
 def write_gcloud_config(folder: Path, found: Slice, options: TpuOptions, project: str, where: str) -> None:
-    """Writes the SSH configuration that gcloud uses for a slice's workers. Raises ConfigError, SchedulerError."""
+    """Write gcloud's SSH configuration of a slice's workers. Raises ConfigError, SchedulerError."""
     lines = _gcloud(found, options, project, where)
     if len(lines) != len(found.addresses):
         raise SchedulerError(f"{where}: gcloud names {len(lines)} of {len(found.addresses)} workers of {found.name}")
@@ -135,8 +139,11 @@ def write_gcloud_config(folder: Path, found: Slice, options: TpuOptions, project
 
 
 def _gcloud(found: Slice, options: TpuOptions, project: str, where: str) -> list[list[str]]:
-    """The `ssh` that gcloud would run for each worker. The first call lets gcloud give its key to the workers; then the
-    host keys become known, which gcloud takes as they come where the API has none."""
+    """Return the `ssh` command that gcloud would run for each worker.
+
+    The first call makes gcloud install its key on the workers. The host keys are recorded next; like gcloud, this
+    accepts unknown ones if the API has none.
+    """
     name = f"{options.user}@{found.name}" if options.user else found.name
     base = ["gcloud", "compute", "tpus", "tpu-vm", "ssh", name, "--zone", str(options.zone), "--project", project]
     base += ["--command", "true", *(["--internal-ip"] if options.internal_ips else [])]
@@ -167,7 +174,7 @@ def _problem(words: Sequence[str]) -> str:
 
 
 def _write(folder: Path, blocks: Sequence[Sequence[str]], known: Sequence[str], options: TpuOptions) -> None:
-    """The workers first, as the first word counts; then what holds for every host of the user's."""
+    """Write the workers first, since the first match counts, and then the user's configuration for all hosts."""
     text = "\n".join("\n    ".join(block) for block in blocks)
     others = [options.ssh_config] if options.ssh_config else ["~/.ssh/config", "/etc/ssh/ssh_config"]
     text += "\nMatch all\n" + "".join(f"    Include {_quoted(Path(os.path.expanduser(path)))}\n" for path in others)

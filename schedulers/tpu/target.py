@@ -1,4 +1,4 @@
-"""The tpu target: a slice that is there, or one that is created for each job."""
+"""The TPU target: an existing slice, or one that is created for each job."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .slice_target import SliceTarget
 
 
 class TpuTarget(SliceTarget):
-    """Makes the target that the options describe."""
+    """A factory for the target that the options describe."""
 
     def __new__(cls, context: TargetContext) -> SliceTarget:  # type: ignore[misc]
         if meaning.creates(context.options):

@@ -1,5 +1,4 @@
-"""Where a TPU host stands among those of its slice, from the variables that libtpu reads; and how many there are of a
-slice of a type, for planning."""
+"""A TPU host's place in its slice, from libtpu's variables, and the number of hosts of a slice type."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ _CHIPS_PER_HOST = 4
 
 
 def hosts_of(accelerator_type: str | None, generation: str | None, topology: str | None) -> int | None:
-    """The hosts of a slice; None for a type that is not known here."""
+    """Return the number of hosts of a slice, or None for an unknown type."""
     if topology is not None:
         chips = math.prod(map(int, re.findall(r"\d+", topology)))
     else:
@@ -29,11 +28,12 @@ def hosts_of(accelerator_type: str | None, generation: str | None, topology: str
 
 
 def from_worker(env: Mapping[str, str]) -> Topology:
-    """The topology of a host of a TPU slice, as GKE tells its pods, and TPU VMs their containers; of all slices, where
-    there are several (https://cloud.google.com/kubernetes-engine/docs/how-to/tpus,
-    https://cloud.google.com/kubernetes-engine/docs/how-to/tpu-multislice).
+    """Return the topology of a host of a TPU slice, or of all slices if there are several.
 
-    Raises SpecError, naming the variable, for values that cannot be.
+    Its variables are set by GKE in pods and by TPU VMs in containers
+    (https://cloud.google.com/kubernetes-engine/docs/how-to/tpus,
+    https://cloud.google.com/kubernetes-engine/docs/how-to/tpu-multislice). Raises SpecError, which names the
+    variable, for invalid values.
     """
     names = [name.strip() for name in env.get("TPU_WORKER_HOSTNAMES", "").split(",") if name.strip()]
     slices = number(env, "MEGASCALE_NUM_SLICES", default=1)
@@ -56,7 +56,7 @@ def from_worker(env: Mapping[str, str]) -> Topology:
 
 
 def _coordinator(env: Mapping[str, str]) -> str:
-    """Host 0 of slice 0; its port is libtpu's own."""
+    """Return host 0 of slice 0, without the port, which is libtpu's own."""
     address = env.get("MEGASCALE_COORDINATOR_ADDRESS", "")
     if not address:
         raise SpecError(

@@ -1,7 +1,7 @@
-"""`accel image build`: an image with accel, torch and a project, built with docker, podman, buildah or kaniko.
+"""`accel image build`: build an image with accel, torch and a project, with docker, podman, buildah or kaniko.
 
-stdout holds the image: with --push its name and digest, `HOST/NAME@sha256:…`, else the tag. With kaniko, the objects
-that build it in a cluster, as YAML. What the builder says is on stderr.
+stdout holds the image: with --push its name and digest, `HOST/NAME@sha256:…`, else the tag. With kaniko it
+holds the objects that build it in a cluster, as YAML. The builder's output goes to stderr.
 
 --json          {"image", "tag", "digest", "builder", "labels", "warnings"}
 --print --json  {"builder", "dockerfile", "commands"}
@@ -67,7 +67,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run_argv(argv: Sequence[str]) -> int:
-    """Raises UsageError, SpecError, ConfigError, SnapshotError, BuildError."""
+    """Build the image. Raises UsageError, SpecError, ConfigError, SnapshotError, BuildError."""
     from .. import COMMANDS
     from ..parser import Parser
 
@@ -116,7 +116,7 @@ def _build(args: Namespace, more: list[str]) -> int:
 
 
 def _directory(args: Namespace) -> Path:
-    """The project's. Raises for what does not go together."""
+    """Return the project's directory. Raises UsageError for invalid arguments."""
     import os
     from pathlib import Path
 
@@ -149,7 +149,7 @@ def _directory(args: Namespace) -> Path:
 
 
 def _project(args: Namespace, directory: Path) -> tuple[Project, dict[str, str]]:
-    """The project, and the arguments of its Dockerfile."""
+    """Return the project and the arguments of its Dockerfile."""
     from schedulers.errors import nearest
 
     from . import dockerfile
@@ -184,7 +184,10 @@ def _wanted(
 
 
 def _labels(args: Namespace, directory: Path) -> dict[str, str]:
-    """https://github.com/opencontainers/image-spec/blob/main/annotations.md"""
+    """Return the image's labels.
+
+    https://github.com/opencontainers/image-spec/blob/main/annotations.md
+    """
     import time
 
     from accel import __version__
@@ -203,7 +206,7 @@ def _labels(args: Namespace, directory: Path) -> dict[str, str]:
 
 
 def _epoch() -> int | None:
-    """https://reproducible-builds.org/specs/source-date-epoch/"""
+    """Return SOURCE_DATE_EPOCH or None: https://reproducible-builds.org/specs/source-date-epoch/"""
     import os
 
     from schedulers.errors import ConfigError

@@ -1,4 +1,4 @@
-"""The programs that build images: which are there, what each is told, and the digest that a registry gave."""
+"""The programs that build images: their detection, their command lines, and the digest from the registry."""
 
 from __future__ import annotations
 
@@ -26,13 +26,17 @@ _REMEDY = "install one of docker, podman and buildah, or have it built in the cl
 
 
 class BuildError(SchedulerError):
-    """No image was built, or it could not be pushed."""
+    """An image could not be built or pushed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Build:
-    """One build. `context` is a directory with its Dockerfile; `epoch` the time of all that is in the image, in seconds
-    since 1970; `more` are further words for the builder."""
+    """One build.
+
+    context: a directory with its Dockerfile.
+    epoch:   the time of all files in the image, in seconds since 1970.
+    more:    further words for the builder.
+    """
 
     tag: str
     context: str
@@ -43,7 +47,7 @@ class Build:
 
 
 def check_tag(text: str) -> str:
-    """The text, if an image can be called so. Raises SpecError."""
+    """Return the text if it is a valid image name. Raises SpecError."""
     if "@" in text:
         raise SpecError(f"--tag {text}: a digest is what the build gives; name the image and a tag: team/train:1")
     if not _REFERENCE.match(text):
@@ -52,14 +56,14 @@ def check_tag(text: str) -> str:
 
 
 def repository(tag: str) -> str:
-    """A tag's name without the tag."""
+    """Return the image's name without the tag."""
     found = _REFERENCE.match(tag)
     assert found is not None
     return found["name"]
 
 
 def choose(wanted: str | None) -> str:
-    """The builder that is wanted, else the first that could build here. Raises BuildError."""
+    """Return the requested builder, else the first usable one here. Raises BuildError."""
     if wanted == KANIKO:
         return KANIKO
     if wanted is not None:
@@ -75,7 +79,7 @@ def choose(wanted: str | None) -> str:
 
 
 def command(builder: str, build: Build) -> list[str]:
-    """What builds the image."""
+    """Return the builder's command line."""
     words = [builder, "build", "--file", os.path.join(build.context, "Dockerfile"), "--tag", build.tag]
     if build.epoch is not None:
         words += ["--build-arg", f"SOURCE_DATE_EPOCH={build.epoch}"]
@@ -88,12 +92,12 @@ def command(builder: str, build: Build) -> list[str]:
 
 
 def build(builder: str, wanted: Build) -> None:
-    """Builds; what the builder says goes to stderr. Raises BuildError."""
+    """Build the image; the builder's output goes to stderr. Raises BuildError."""
     _run(command(builder, wanted), f"{builder} could not build {wanted.tag}")
 
 
 def push(builder: str, tag: str) -> str:
-    """Sends the image to its registry and returns the digest that the registry knows it by. Raises BuildError."""
+    """Push the image and return its digest in the registry. Raises BuildError."""
     failed = f"{builder} could not push {tag}"
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch, "digest")

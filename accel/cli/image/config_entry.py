@@ -1,4 +1,4 @@
-"""The image of a target, written into the accel.yaml that describes it; all else in the file stays as it is."""
+"""The image of a target, written into the accel.yaml that describes it without other changes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def check(target: str) -> Path:
-    """The file that describes the target. Raises ConfigError where none does, or it takes no image."""
+    """Return the file that describes the target. Raises ConfigError if none does, or if the target has no image."""
     described = {each.name: each for each in known_targets() if each.file is not None}
     if target not in described:
         known = f" (targets: {', '.join(described)})" if described else ""
@@ -31,19 +31,18 @@ def check(target: str) -> Path:
 
 
 def write(path: Path, target: str, image: str) -> None:
-    """Sets `image` of the target. Raises ConfigError, UsageError."""
+    """Set the target's `image` in the file. Raises ConfigError, UsageError."""
     atomic_write.write("image build", [(str(path), changed(path.read_text(), target, image))])
 
 
 def changed(text: str, target: str, image: str) -> str:
-    """The file's text with that image."""
     from ..yaml_edit import with_value
 
     return with_value(text, ("targets", target, "image"), image)
 
 
 def _mapping(text: str, target: str) -> MappingNode | None:
-    """Where the file describes the target."""
+    """Return the YAML node of the target, or None."""
     import yaml
 
     node = yaml.compose(text, Loader=yaml.SafeLoader)

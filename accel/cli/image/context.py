@@ -1,4 +1,4 @@
-"""What a builder is given: the Dockerfile, accel as a wheel, the project's requirements and its code."""
+"""The build context: Dockerfile, accel as a wheel, and the project's requirements and code."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ from . import dockerfile
 
 @dataclass(frozen=True, kw_only=True)
 class Project:
-    """code:         its directory.
-    requirements: the text of a file for pip; None where nothing further is needed.
-    with_code:    the code goes into the image.
-    on_base:      the image is laid over one that has torch.
+    """A project to build an image of.
+
+    code:         its directory.
+    requirements: the text of a requirements file for pip, or None.
+    with_code:    True to copy the code into the image.
+    on_base:      True to build on an image that has torch.
     """
 
     code: Path
@@ -38,8 +40,10 @@ class Project:
 
 
 def requirements_of(code: Path, given: str | None) -> str | None:
-    """The text of the file that is given; else of requirements.txt; else what pyproject.toml says that the project
-    depends on. Raises ConfigError."""
+    """Return the given file's text, else that of requirements.txt, else the dependencies in pyproject.toml.
+
+    Raises ConfigError.
+    """
     path = code / "requirements.txt"
     if given is not None or path.is_file():
         path = Path(given) if given is not None else path
@@ -53,8 +57,11 @@ def requirements_of(code: Path, given: str | None) -> str | None:
 
 
 def make(directory: Path, project: Project, epoch: int | None) -> list[str]:
-    """Fills an empty directory; returns warnings, a line each. With `epoch` (seconds since 1970) every file is of that
-    time, so that equal projects make equal images. Raises SnapshotError, ConfigError."""
+    """Fill an empty directory with the context; return warnings, a line each.
+
+    With `epoch` (seconds since 1970) every file has that time, so that equal projects make equal images. Raises
+    SnapshotError, ConfigError.
+    """
     (directory / "Dockerfile").write_text(project.dockerfile())
     wheels = directory / dockerfile.WHEELS
     wheels.mkdir()
@@ -72,7 +79,7 @@ def make(directory: Path, project: Project, epoch: int | None) -> list[str]:
 
 
 def _alone(path: Path, text: str) -> str:
-    """The text, which must not need other files: they would not be there."""
+    """Return the text. Raises ConfigError if it refers to other files, which the context does not have."""
     for number, line in enumerate(text.splitlines(), 1):
         if re.match(r"\s*(-r|--requirement|-c|--constraint|-e|--editable|\.{1,2}/|file:)(\s|=|\S)", line):
             raise ConfigError(
@@ -101,7 +108,7 @@ def _declared(path: Path) -> str | None:
 
 
 def _torch() -> str:
-    """As here, so that what was tried here is what runs there; where there is none, as old as accel allows."""
+    """Return the torch requirement: the version here, so that the image runs the same, else accel's minimum."""
     try:
         return f"torch=={importlib.metadata.version('torch').partition('+')[0]}"
     except importlib.metadata.PackageNotFoundError:

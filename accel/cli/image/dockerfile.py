@@ -1,6 +1,6 @@
 """The text of the Dockerfiles: those in deploy/, and the one of a project's image. Pure.
 
-They are made of the same stages. Docker, podman, buildah and kaniko build them; nothing needs BuildKit.
+They share stages. Docker, podman, buildah and kaniko build them; nothing needs BuildKit.
 """
 
 # ruff: noqa: E501  # lines of another language
@@ -155,20 +155,20 @@ COPY --chown=${{UID}}:${{GID}} {CODE} /workspace
 
 
 def of_repository() -> str:
-    """deploy/kubernetes/Dockerfile: accel and torch, out of this repository."""
+    """Return deploy/kubernetes/Dockerfile: accel and torch from this repository."""
     stages = [_FROM_SOURCES, _PACKAGES, _RUNTIME]
     return _REPOSITORY + "ARG PYTHON_IMAGE=python:3.12-slim\n\n" + "\n".join(stages)
 
 
 def of_sagemaker() -> str:
-    """deploy/sagemaker/Dockerfile: the same with boto3, and as root."""
+    """Return deploy/sagemaker/Dockerfile: the same with boto3, running as root."""
     packages = _PACKAGES.replace("ARG EXTRAS=train\n", "ARG EXTRAS=train,sagemaker\n")
     stages = [_FROM_SOURCES, packages, _SYSTEM + _INSTALLED + _COMMAND]
     return _SAGEMAKER + "ARG PYTHON_IMAGE=python:3.12-slim\n\n" + "\n".join(stages)
 
 
 def of_project(*, on_base: bool, requirements: bool, code: bool) -> str:
-    """A project's: accel and torch, or `on_base` a base image that has torch, then its requirements, then its code."""
+    """Return a project's Dockerfile: accel and torch (or a base image with torch), requirements, code."""
     first = "ARG BASE\n" if on_base else "ARG PYTHON_IMAGE=python:3.12-slim\n"
     stages = [_GIVEN, _ON_BASE] if on_base else [_GIVEN, _PACKAGES, _RUNTIME, _ON_RUNTIME]
     top = (_REQUIRED if requirements else "") + _USER + (_CODED if code else "") + _END
@@ -176,7 +176,7 @@ def of_project(*, on_base: bool, requirements: bool, code: bool) -> str:
 
 
 def arguments(text: str) -> Mapping[str, str]:
-    """The build arguments that a Dockerfile takes, and their defaults."""
+    """Return the build arguments of a Dockerfile with their defaults."""
     found: dict[str, str] = {}
     for name, value in re.findall(r"^ARG (\w+)(?:=(.*))?$", text, re.MULTILINE):
         found.setdefault(name, value.strip('"'))

@@ -1,4 +1,4 @@
-"""A build inside a cluster, where no builder is at hand: a Job of kaniko, and ConfigMaps that hold the context.
+"""A build inside a cluster without a local builder: a kaniko Job, and ConfigMaps that hold the context.
 
 kaniko's flags: https://github.com/GoogleContainerTools/kaniko#additional-flags
 """
@@ -25,8 +25,11 @@ _CONTEXT, _PARTS = "/accel/context", "/accel-parts"
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """image:  kaniko's, as the cluster can pull it; `python` is any image with python3, which unpacks the context.
-    secret: of type kubernetes.io/dockerconfigjson, by which the registry lets kaniko in.
+    """The cluster's settings for a build.
+
+    image:  kaniko's, as the cluster can pull it.
+    python: any image with python3, which unpacks the context.
+    secret: the registry's, of type kubernetes.io/dockerconfigjson.
     """
 
     image: str
@@ -36,12 +39,12 @@ class Cluster:
 
 
 def called(build: Build, context: bytes) -> str:
-    """What the objects are called that build this context; the label of its ConfigMaps has it too."""
+    """Return the name of the objects that build this context; its ConfigMaps have it in a label too."""
     return f"accel-image-{_slug(build.tag)}-{delivery.digest_of(context)[:8]}"
 
 
 def packed(build: Build) -> bytes:
-    """The context. Raises SpecError for one that is too large."""
+    """Return the packed context. Raises SpecError if it is too large."""
     found = delivery.packed(_tar(build))
     if len(found) > MOST:
         raise SpecError(
@@ -52,8 +55,10 @@ def packed(build: Build) -> bytes:
 
 
 def objects(build: Build, cluster: Cluster, context: bytes) -> list[delivery.Object]:
-    """The ConfigMaps with the context, and the Job that builds it. The pod's message (`terminated.message`) is the
-    digest."""
+    """Return the ConfigMaps with the context and the Job that builds it.
+
+    The digest is the pod's termination message (`terminated.message`).
+    """
     name = called(build, context)
     labels = {names.MANAGED_BY: "accel", "app.kubernetes.io/component": "image"}
     # No Job is there when they are made, so none owns them: by the label a cleanup finds them when it is gone.
@@ -121,7 +126,7 @@ def _words(build: Build) -> list[str]:
 
 
 def _tar(build: Build) -> bytes:
-    """The context; the same bytes for the same files."""
+    """Return the context as a tar file; the same bytes for the same files."""
 
     def plain(member: tarfile.TarInfo) -> tarfile.TarInfo:
         member.uid = member.gid = 0

@@ -1,4 +1,4 @@
-"""Where a project comes from, for an image's labels."""
+"""The source of a project (commit and remote), for an image's labels."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from schedulers.store.source_files import git_environment
 
 
 def revision(directory: Path) -> str:
-    """The commit, with `-dirty` where the work tree differs from it; nothing without git, or before a first commit."""
+    """Return the commit, with `-dirty` for a changed work tree; "" without git or a first commit."""
     commit = _git(directory, "rev-parse", "HEAD")
     if not commit:
         return ""
@@ -18,7 +18,7 @@ def revision(directory: Path) -> str:
 
 
 def url(directory: Path) -> str:
-    """The remote `origin`, without a user or a password; nothing where there is none."""
+    """Return the remote `origin` without user and password, or ""."""
     return without_password(_git(directory, "remote", "get-url", "origin"))
 
 

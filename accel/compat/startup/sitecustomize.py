@@ -1,6 +1,6 @@
-"""Runs when a Python process starts whose parent uses `accel.compat`: goes on with it, then with the user's own.
+"""Startup of a Python process whose parent uses `accel.compat`: enable it here, then run the user's own file.
 
-Any Python may come by here, another version and one without accel included: such a one passes.
+Any Python may load this file, also of another version or without accel, and must not fail.
 """
 
 import os

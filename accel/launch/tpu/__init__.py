@@ -1,1 +1,1 @@
-"""TPU VMs, reached by Google's own command line."""
+"""TPU hosts, and commands on TPU VMs over gcloud."""

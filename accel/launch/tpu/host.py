@@ -35,7 +35,7 @@ _SHAPES: Mapping[str, Mapping[int, str]] = {
 
 
 def chips(env: Mapping[str, str], pci: str = PCI, vfio: str = VFIO) -> list[str]:
-    """The PCI device id of each TPU device that processes here may use. `TORCH_TPU_DEVICES_PER_HOST` limits them."""
+    """Return the PCI device id of each TPU device usable here. `TORCH_TPU_DEVICES_PER_HOST` limits their number."""
     found = []
     for path in sorted(glob.glob(f"{pci}/*")):
         kind = _read(f"{path}/device")
@@ -47,9 +47,9 @@ def chips(env: Mapping[str, str], pci: str = PCI, vfio: str = VFIO) -> list[str]
 
 
 def slice_environment(env: Mapping[str, str]) -> dict[str, str]:
-    """What is lacking in `env` of the variables that say which host of which slice this is, from the metadata server.
+    """Return the variables for this host's place in its slice that `env` lacks, from the metadata server.
 
-    Nothing where the variables are set (GKE sets them), where TPU_SKIP_MDS_QUERY is, and where no server answers.
+    Empty if the variables are set (GKE sets them), if TPU_SKIP_MDS_QUERY is, and if no server responds.
     """
     if "TPU_WORKER_HOSTNAMES" in env or env.get("TPU_SKIP_MDS_QUERY", "").lower() in ("1", "true"):
         return {}
@@ -72,9 +72,9 @@ def slice_environment(env: Mapping[str, str]) -> dict[str, str]:
 def torch_tpu_variables(
     env: Mapping[str, str], devices: Sequence[str], *, nodes: int, processes: int, run_id: str
 ) -> dict[str, str]:
-    """torch_tpu's variables for all ranks, the same on every host; those that are set stay.
+    """Return torch_tpu's variables for all ranks, the same on every host. Variables that are set stay.
 
-    `devices` are the host's, as `chips` gives them. Raises Refused for what cannot be told.
+    `devices` are the host's, as `chips` returns them. Raises Refused for what cannot be determined.
     """
     found = dict.fromkeys(("TORCH_TPU_SLICEBUILDER_ADDRESSES", "TORCH_TPU_TOPOLOGY", "TORCH_TPU_XPROF_SESSION_ID"), "")
     found |= {name: env[name] for name in found if env.get(name)}
@@ -92,7 +92,7 @@ def torch_tpu_variables(
 
 
 def _addresses(env: Mapping[str, str], nodes: int, processes: int) -> list[str]:
-    """One a rank, in their order: where the ranks build the slice together."""
+    """Return an address per rank, in order, at which the ranks form the slice."""
     if nodes == 1:
         return [f"localhost:{port}" for port in _free_ports(processes)]
     hosts = [name.strip() for name in env.get("TPU_WORKER_HOSTNAMES", "").split(",") if name.strip()]

@@ -1,4 +1,4 @@
-"""The same commands on every worker of a TPU VM: one `gcloud … ssh` a worker, all at once."""
+"""Run the same commands on every worker of a TPU VM: one `gcloud … ssh` per worker, all at once."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ _KEY = "~/.ssh/google_compute_engine"  # where gcloud keeps it
 
 
 class PodError(Exception):
-    """The TPU cannot be asked. One line."""
+    """The TPU cannot be queried. The message is one line."""
 
 
 def ssh(gcloud: Sequence[str], name: str, zone: str, worker: str, commands: Sequence[str]) -> list[str]:
-    """The line that runs ``commands`` on a worker (a number, or ``all``), each only if the one before succeeded."""
+    """Return the command line that runs ``commands`` on a worker (a number or ``all``) until one fails."""
     return [*gcloud, "ssh", name, "--zone", zone, "--worker", worker, "--command", script(commands)]
 
 
 def script(commands: Sequence[str]) -> str:
-    """One line for a worker's shell, which ends with the code of the first command that fails.
+    """Return a script for a worker's shell that exits with the code of the first failing command.
 
-    A command is a line of its own (not ``a && b``, whose ``a`` could hide a comment), in the shell that those before
-    it ran in: a ``cd`` or ``export`` counts for those that follow.
+    Each command is a line of its own (not ``a && b``, whose ``a`` could hide a comment) in the same shell: a
+    ``cd`` or ``export`` affects those that follow.
     """
     return "\n".join(["set -e", *commands])
 
 
 def run(gcloud: Sequence[str], name: str, zone: str, commands: Sequence[str]) -> int:
-    """Run them by gcloud, as `on_each` does. Raises `PodError` without gcloud, or when it does not know the TPU."""
+    """Run commands with gcloud, as `on_each` does. Raises `PodError` without gcloud, or if the TPU is unknown."""
 
     def lines(told: Told) -> list[list[str]]:
         count = workers(gcloud, name, zone, told)
@@ -54,11 +54,10 @@ def run(gcloud: Sequence[str], name: str, zone: str, commands: Sequence[str]) ->
 
 
 def on_each(lines: Callable[[Told], Sequence[Sequence[str]]]) -> int:
-    """Run the lines, one a worker, passing on what every worker prints, line by line. The code of the first worker that
-    failed, else 0.
+    """Run a command line per worker and print its output line by line. Return the first failing code, else 0.
 
-    Ends the others when one has failed, and all when this process is told to end: then it gives 128 + the signal's
-    number. ``lines`` is called once signals are taken, and may raise `PodError`.
+    Ends the others when one has failed, and all on a termination signal, for which it returns 128 + its number.
+    ``lines`` is called after the signal handlers are set, and may raise `PodError`.
     """
     told = Told()
     running: list[_Worker] = []
@@ -77,7 +76,7 @@ def on_each(lines: Callable[[Told], Sequence[Sequence[str]]]) -> int:
 
 
 def workers(gcloud: Sequence[str], name: str, zone: str, told: Told) -> int:
-    """How many workers it has. Raises `PodError`."""
+    """Return the number of workers. Raises `PodError`."""
     asked = [*gcloud, "describe", name, "--zone", zone, "--format", "json"]
     try:
         code, described, said = _answer(asked, told)
@@ -98,7 +97,7 @@ def workers(gcloud: Sequence[str], name: str, zone: str, told: Told) -> int:
 
 
 def _sign_in(gcloud: Sequence[str], name: str, zone: str, told: Told) -> None:
-    """Lets gcloud make the key that it signs in with, where it has none: several at once would spoil each other's."""
+    """Let gcloud create its SSH key if it has none: several at once would overwrite each other's."""
     if os.path.exists(os.path.expanduser(_KEY)):
         return
     code, _, said = _answer(ssh(gcloud, name, zone, "0", ["true"]), told)
@@ -107,13 +106,13 @@ def _sign_in(gcloud: Sequence[str], name: str, zone: str, told: Told) -> None:
 
 
 class _ToldToEnd(Exception):
-    """While gcloud was asked."""
+    """A signal came while gcloud ran."""
 
 
 def _answer(command: Sequence[str], told: Told) -> tuple[int, str, str]:
-    """gcloud's code and what it has written to stdout and stderr. Raises _ToldToEnd, when it and its ssh have ended.
+    """Return gcloud's exit code, stdout and stderr. Raises _ToldToEnd after gcloud and its ssh have ended.
 
-    In this session, whose terminal it may ask for the passphrase of a key.
+    Runs in this session, on whose terminal gcloud may prompt for a key's passphrase.
     """
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -133,7 +132,7 @@ def _answer(command: Sequence[str], told: Told) -> tuple[int, str, str]:
 
 
 def _error(said: str) -> str:
-    """What gcloud has said in the paragraph that begins with ERROR, as one line; without one, its last line."""
+    """Return gcloud's paragraph that begins with ERROR, as one line; without one, its last line."""
     lines = said.strip().splitlines()
     start = next((at for at, line in enumerate(lines) if line.startswith("ERROR")), len(lines) - 1)
     return " ".join(line.strip() for line in itertools.takewhile(str.strip, lines[max(start, 0) :]))
@@ -169,7 +168,7 @@ class _Worker:
             reader.join(seconds)
 
     def signal(self, number: int) -> None:
-        """To ssh too, which gcloud has started."""
+        """Signal gcloud and the ssh that it started."""
         if self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, number)

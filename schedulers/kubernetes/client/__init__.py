@@ -1,1 +1,1 @@
-"""A client of the Kubernetes API: kubeconfig, credentials, TLS, requests, watches and exec."""
+"""A client of the Kubernetes API: kubeconfig, credentials, requests, watches and exec."""

@@ -1,6 +1,6 @@
-"""One API server as one user: plain dictionaries there and back, over the official client's `ApiClient`.
+"""A client of one API server as one user, with plain dictionaries, over the official client's `ApiClient`.
 
-Its import takes a quarter of a second: only what speaks to a cluster pays that.
+Importing that takes 0.25 s, which only the first request pays.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ Query = Mapping[str, str | Sequence[str]]
 
 
 class Api:
-    """One cluster as one user. Makes no connection, reads no file and imports nothing before the first question.
+    """A client of one cluster as one user. Thread-safe.
 
-    May be used from several threads.
+    Opens no connection, reads no file and imports nothing before the first request.
     """
 
     def __init__(self, options: KubernetesOptions, target: str) -> None:
@@ -53,12 +53,12 @@ class Api:
 
     @property
     def target(self) -> str:
-        """The name of the target, as messages begin with it."""
+        """The name of the target, with which messages begin."""
         return self._target
 
     @property
     def access(self) -> kubeconfig.Access:
-        """Reads the kubeconfig. Raises ConfigError."""
+        """The cluster and user, from the kubeconfig. Raises ConfigError."""
         with self._lock:
             if self._found is None:
                 self._found = kubeconfig.find(self._options, self._target)
@@ -66,7 +66,7 @@ class Api:
 
     @property
     def namespace(self) -> str:
-        """The option, else the context's, else `default`."""
+        """The namespace: the option, else the context's, else `default`."""
         return self.access.namespace
 
     @property
@@ -75,7 +75,7 @@ class Api:
 
     @property
     def identity(self) -> str:
-        """The same for the same server, user and namespace."""
+        """A key that is equal for the same server, user and namespace."""
         access = self.access
         return "\0".join((access.server, access.files or "", access.context or "", access.namespace))
 
@@ -87,7 +87,7 @@ class Api:
         sub: str | None = None,
         namespace: str | None = None,
     ) -> str:
-        """Of a list, an object or a part of one; `namespace` "" is for what stands in none."""
+        """Return the path of a list, an object or a part of one. `namespace` "" is for cluster-scoped objects."""
         root = f"/api/{api_version}" if "/" not in api_version else f"/apis/{api_version}"
         place = self.namespace if namespace is None else namespace
         words = [
@@ -109,12 +109,11 @@ class Api:
         timeout_s: float = 30.0,
         warned: Callable[[str], None] | None = None,
     ) -> dict[str, Any]:
-        """The answer. `warned` is called with each warning that came with it.
+        """Send a request and return the response. `warned` is called with each warning in it.
 
-        Asks again, for a second or two, where the API server has too much to do or cannot be reached and asking twice
-        does no harm.
+        Retries for a second or two if the API server is busy or unreachable and a repetition does no harm.
 
-        Raises an ApiError for a no, Unreachable when there is no answer, ConfigError when it cannot be asked at all.
+        Raises an ApiError for a refusal, Unreachable without a response, ConfigError if no request can be sent.
         """
         # Servers compress long lists only.
         headers = {
@@ -133,7 +132,7 @@ class Api:
         return found if isinstance(found, dict) else {"items": found}
 
     def pages(self, path: str, query: Mapping[str, str]) -> Iterator[dict[str, Any]]:
-        """A list, in as many answers as it takes; their items say what they are, which a list leaves out."""
+        """Yield the pages of a list, with the kind and API version of each item, which lists omit."""
         more = ""
         while True:
             answer = self.call("GET", path, query={**query, "limit": _PAGE, **({"continue": more} if more else {})})
@@ -147,13 +146,15 @@ class Api:
                 return
 
     def stream(self, path: str, *, query: Query | None = None, idle_s: float | None = None) -> Stream:
-        """An answer that is read as it comes. Raises what `call` raises; reading it raises Unreachable when it breaks
-        off, and, where `idle_s` is given, when nothing has come for so many seconds."""
+        """Return a response that is read as it arrives. Raises what `call` raises.
+
+        Reading raises Unreachable when the connection breaks, or when nothing has arrived for `idle_s` seconds.
+        """
         response = self._respond("GET", path, query, None, {"accept": "*/*"}, idle_s)
         return Stream(response, self)
 
     def versions(self) -> set[str]:
-        """The API versions that the cluster has: `v1`, `batch/v1`, `kubeflow.org/v1`, …; asked for once."""
+        """Return the API versions of the cluster: `v1`, `batch/v1`, `kubeflow.org/v1`, …. Queried once."""
         if self._discovered is None:
             groups = self.call("GET", "/apis").get("groups") or []
             found = {str(each["groupVersion"]) for group in groups for each in group.get("versions") or []}
@@ -161,21 +162,21 @@ class Api:
         return self._discovered
 
     def version(self) -> tuple[int, int] | None:
-        """The version of Kubernetes, such as (1, 34); None where the server does not tell."""
+        """Return the version of Kubernetes, such as (1, 34), or None if the server does not reveal it."""
         with contextlib.suppress(Forbidden, NotFound, ValueError, KeyError):
             said = self.call("GET", "/version")
             return int(said["major"]), int(str(said["minor"]).rstrip("+"))
         return None
 
     def now(self) -> float:
-        """The server's clock as its last answer gave it, in seconds since the epoch; ours before the first answer."""
+        """Return the server's clock, by its last response, in seconds since the epoch; before the first, our clock."""
         return time.time() + self._ahead_s
 
     def connect(
         self, pod: str, argv: Sequence[str], *, container: str | None = None, tty: bool = False, stdin: bool = False,
         namespace: str | None = None, binary: bool = False,
     ) -> Any:  # fmt: skip
-        """A program in a container of a pod, and its streams: a `kubernetes.stream.ws_client.WSClient`.
+        """Run a program in a pod's container and return its streams, a `kubernetes.stream.ws_client.WSClient`.
 
         Raises ApiError, Unreachable, ConfigError.
         """
@@ -192,7 +193,7 @@ class Api:
         return connect(self._credentials().configuration(), self.access, shown, url, self.where, binary=binary)
 
     def close(self) -> None:
-        """Ends the connections that nobody uses; they are made anew when they are needed."""
+        """Close the idle connections. They are reopened when needed."""
         with self._lock:
             if self._made is not None:
                 self._made.close()
@@ -200,7 +201,7 @@ class Api:
 
     @property
     def where(self) -> str:
-        """How messages begin."""
+        """The prefix of messages."""
         return f"target {self._target}"
 
     def unreachable(self, error: Exception) -> Unreachable:
@@ -217,7 +218,7 @@ class Api:
             return self._shown
 
     def _client(self) -> Any:
-        """The client, which makes its connections when they are needed."""
+        """Return the client, which connects when needed."""
         configuration = self._credentials().configuration()
         from kubernetes.client import ApiClient
 
@@ -233,7 +234,7 @@ class Api:
     def _answered(
         self, method: str, path: str, query: Query | None, body: object, headers: dict[str, str], timeout_s: float
     ) -> tuple[bytes, list[str]]:
-        """The body of the answer, and its warnings."""
+        """Return the body and the warnings of the response."""
         import urllib3
 
         for wait in (*_WAITS_S, None):
@@ -257,7 +258,7 @@ class Api:
         headers: dict[str, str],
         timeout_s: float | None,
     ) -> urllib3.BaseHTTPResponse:
-        """A response that says yes, its body not read yet."""
+        """Send the request, with retries. Return the successful response, its body unread."""
         renewed = False
         waits = list(_WAITS_S)
         while True:
@@ -328,7 +329,7 @@ class Api:
 
 
 class Stream:
-    """The bytes of an answer as they come, in the pieces in which they come."""
+    """The bytes of a response, in chunks as they arrive."""
 
     def __init__(self, response: urllib3.BaseHTTPResponse, api: Api) -> None:
         self._response = response
@@ -336,7 +337,7 @@ class Stream:
         self._closed = False
 
     def __iter__(self) -> Iterator[bytes]:
-        """Until the API server ends it, or `close`. Raises Unreachable when it breaks off."""
+        """Yield chunks until the API server ends the stream or `close`. Raises Unreachable when it breaks."""
         import urllib3
 
         try:
@@ -349,7 +350,7 @@ class Stream:
             self.close()
 
     def close(self) -> None:
-        """Ends it, from any thread: a read that waits returns at once."""
+        """End the stream, from any thread: a blocked read returns at once."""
         if self._closed:
             return
         self._closed = True
@@ -372,6 +373,6 @@ def _text(error: Exception) -> str:
 
 
 def _ahead(date: float, sent: float, received: float) -> float:
-    """How far a server's clock must be ahead of ours which says ``date``, in whole seconds, in answer to a request."""
+    """Return the smallest lead of the server's clock over ours, in seconds, that ``date`` (whole seconds) allows."""
     least, most = date - received, date + 1 - sent
     return least if least > 0 else min(most, 0.0)

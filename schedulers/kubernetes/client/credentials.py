@@ -1,7 +1,8 @@
-"""How an API server is shown who asks: by the official client's loader, and what that lacks.
+"""Credentials for an API server, by the official client's loader and what that lacks.
 
-Ours are exec plug-ins (the loader logs a failure and goes on as nobody), token files, which are read anew for every
-question, impersonation, a proxy's credentials, and files of keys that end with the process.
+Added here: exec plug-ins (the loader logs a failure and continues without credentials), token files, which
+are read again for every request, impersonation, a proxy's credentials, and files of keys that end with the
+process.
 """
 
 from __future__ import annotations
@@ -49,10 +50,10 @@ _KEEPALIVE = {"idle": 30, "interval": 10, "count": 3}  # seconds: who is gone wi
 
 
 class Credentials:
-    """Of one access. Nothing is read or run before the first question. May be used from several threads.
+    """The credentials of one access. Reads and runs nothing before the first request. Thread-safe.
 
-    A plug-in may ask somebody to sign in, and a token that is renewed may be good for one renewal: so one thread does
-    either, and the others wait for what it gets.
+    A plug-in may prompt for a sign-in, and a refresh token may be valid for one renewal only. So one thread does
+    either, and the others wait for its result.
     """
 
     def __init__(self, access: Access, target: str) -> None:
@@ -65,7 +66,7 @@ class Credentials:
         self._made: tuple[Any, Any] | None = None  # a configuration, and the certificate from a plug-in that it has
 
     def configuration(self) -> Any:
-        """The client's configuration; another one when a plug-in has given another certificate. Raises ConfigError."""
+        """Return the client's configuration, a new one for a new plug-in certificate. Raises ConfigError."""
         with self._lock:
             given = self.given()
             certificate = tuple(given.get(key) for key in _CERTIFICATE)
@@ -74,15 +75,15 @@ class Credentials:
             return self._made[0]
 
     def headers(self) -> list[tuple[str, str]]:
-        """Those of a question that say who asks. Raises ConfigError."""
+        """Return the headers that authenticate a request. Raises ConfigError."""
         authorization = self._authorization()
         shown = [] if authorization is None else [("authorization", authorization.strip())]
         return [*shown, *_impersonation(self._access.user)]
 
     def renew(self, refused: Mapping[str, Any]) -> bool:
-        """After a 401: whether there may be others now. They are asked for with the next question.
+        """Discard credentials after a 401. Return True if the next request may get new ones.
 
-        `refused` is what `given` was when the question was asked: what another thread has got since then stays.
+        `refused`: the result of `given` for the failed request. What another thread has got since then stays.
         """
         with self._lock:
             if self._given is refused:
@@ -90,7 +91,7 @@ class Credentials:
         return "exec" in self._access.user or bool(self._access.user.get("tokenFile"))
 
     def given(self) -> Mapping[str, Any]:
-        """What the plug-in gave, while it counts; empty where there is none. Raises ConfigError.
+        """Return the plug-in's valid credentials; empty without a plug-in. Raises ConfigError.
 
         https://kubernetes.io/docs/reference/access-authn-authz/authentication/#client-go-credential-plugins
         """
@@ -135,7 +136,7 @@ class Credentials:
         return made
 
     def _user(self, certificate: tuple[Any, ...], made: Any) -> dict[str, Any]:
-        """What the client's loader is told of the user. Raises ConfigError for what it would pass over."""
+        """Return the user for the client's loader. Raises ConfigError for what that would ignore."""
         user = {key: value for key, value in self._access.user.items() if key not in ("exec", "tokenFile")}
         if all(certificate):
             for key, data in zip(_PAIR, certificate, strict=True):
@@ -153,7 +154,7 @@ class Credentials:
         return user
 
     def _as_file(self, values: dict[str, Any], key: str, made: Any) -> None:
-        """Has the file in the place of data, and makes sure of either. Raises ConfigError."""
+        """Replace inline data by a file, and check either. Raises ConfigError."""
         text, path = values.pop(f"{key}-data", None), values.pop(key, None)
         if text:
             try:
@@ -166,7 +167,7 @@ class Credentials:
             values[key] = str(path)
 
     def _check(self, made: Any) -> None:
-        """Raises ConfigError for files that are no certificates: the connection would not say which."""
+        """Raise ConfigError for files that are no certificates: a connection error would not name them."""
         where = f"target {self._target}"
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         try:
@@ -183,7 +184,7 @@ class Credentials:
             ) from None
 
     def _connect(self, made: Any) -> None:
-        """How connections are made, through a proxy or none. Raises ConfigError for one that cannot be."""
+        """Configure connections, through a proxy or none. Raises ConfigError for an invalid proxy."""
         import urllib3
         from kubernetes.client.rest import should_bypass_proxies
         from kubernetes.utils.keepalive import tcp_keepalive_socket_options
@@ -212,7 +213,7 @@ class Credentials:
             made.proxy_ssl_context = ssl.create_default_context()
 
     def _plugged(self, now: float) -> tuple[Mapping[str, Any], float | None]:
-        """What the plug-in gives now, and until when it counts."""
+        """Run the plug-in. Return its credentials and their expiry time."""
         given = self._run()
         if not given.get("token") and not all(given.get(key) for key in _CERTIFICATE):
             raise ConfigError(f"{self._where}: {self._plugin} gave neither a token nor a certificate with its key")
@@ -253,7 +254,7 @@ class Credentials:
 
     @contextlib.contextmanager
     def _provider(self) -> Iterator[None]:
-        """Of an auth-provider (OIDC, GCP), whose tokens the client renews and keeps: errors in one line."""
+        """Convert errors of an auth-provider (OIDC, GCP), whose tokens the client renews, to one line."""
         try:
             yield
         except Exception as error:  # whatever the provider's libraries raise
@@ -264,7 +265,7 @@ class Credentials:
 
 
 def _hidden(data: bytes, owner: object) -> str:
-    """The path of a file that is there as long as its owner, and not after this process was killed."""
+    """Return the path of a file that exists as long as its owner; on Linux never longer than this process."""
     if hasattr(os, "memfd_create"):
         number = os.memfd_create("accel")
         weakref.finalize(owner, os.close, number)
@@ -280,7 +281,7 @@ def _hidden(data: bytes, owner: object) -> str:
 
 
 def _impersonation(user: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """https://kubernetes.io/docs/reference/access-authn-authz/user-impersonation/"""
+    """Yield impersonation headers (https://kubernetes.io/docs/reference/access-authn-authz/user-impersonation/)."""
     for key, header in (("as", "Impersonate-User"), ("as-uid", "Impersonate-Uid")):
         if user.get(key):
             yield header, str(user[key])
@@ -299,6 +300,6 @@ def _read(path: str, where: str) -> bytes:
 
 
 def _timestamp(text: str) -> float:
-    """RFC 3339, of which Python 3.10 reads neither a Z nor every fraction of a second."""
+    """Parse RFC 3339. Python 3.10 reads neither a Z nor every fraction of a second."""
     plain = re.sub(r"\.\d+", "", text).upper().replace("Z", "+00:00")
     return datetime.datetime.fromisoformat(plain).timestamp()

@@ -1,7 +1,7 @@
-"""What an API server refuses, as errors of one line.
+"""Refusals of an API server as errors with one-line messages.
 
-The words are those of https://github.com/kubernetes/apimachinery/blob/master/pkg/apis/meta/v1/types.go (`Status`) and
-of the authorizer and the admission plug-ins that write its messages.
+The parsed texts are those of https://github.com/kubernetes/apimachinery/blob/master/pkg/apis/meta/v1/types.go
+(`Status`), the authorizer and the admission plug-ins.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from ...printable import without_password
 
 
 class ApiError(SchedulerError):
-    """The API server answered, and the answer is no.
+    """The API server refused the request.
 
-    status: of HTTP; word: Kubernetes' own for it (`AlreadyExists`); details: what it says of the object.
+    status:  the HTTP status.
+    word:    Kubernetes' own word for it (`AlreadyExists`).
+    details: its information about the object.
     """
 
     def __init__(
@@ -38,23 +40,23 @@ class Unauthorized(ApiError):
 
 
 class Forbidden(ApiError):
-    """403: by a Role that lacks something, by a quota or by an admission plug-in."""
+    """403: a Role lacks a permission, or a quota or an admission plug-in refuses."""
 
 
 class NotFound(ApiError):
-    """404: the object, its namespace, or its kind."""
+    """404: the object, its namespace, or its kind does not exist."""
 
 
 class Conflict(ApiError):
-    """409: it is there already, or has changed meanwhile."""
+    """409: the object exists already, or has changed meanwhile."""
 
 
 class Gone(ApiError):
-    """410: what was asked for (a resource version, a continuation) is too old; list again."""
+    """410: the requested resource version or continuation is too old; list again."""
 
 
 class Invalid(ApiError):
-    """400 and 422: the object is not one that the API server takes."""
+    """400 and 422: the API server does not accept the object."""
 
 
 _KINDS: Mapping[int, type[ApiError]] = {
@@ -78,7 +80,7 @@ _WARNING = re.compile(r'\d{3} \S+ "((?:[^"\\]|\\.)*)"')
 
 
 def error_of(status: int, body: bytes, *, where: str, who: str) -> ApiError:
-    """The error that an answer is. `where` begins its line; `who` says whose credentials were shown."""
+    """Return the error of a response. `where`: the start of its message; `who`: whose credentials were used."""
     said = document(body)
     message = " ".join(str(said.get("message") or body.decode("utf-8", "replace") or "no word of why").split())
     details = said.get("details") or {}
@@ -89,7 +91,7 @@ def error_of(status: int, body: bytes, *, where: str, who: str) -> ApiError:
 
 
 def document(body: bytes) -> dict[str, Any]:
-    """The JSON object in an answer; empty where there is none."""
+    """Return the JSON object in a response; empty if there is none."""
     try:
         found = json.loads(body)
     except ValueError:
@@ -98,7 +100,7 @@ def document(body: bytes) -> dict[str, Any]:
 
 
 def warnings_of(headers: Sequence[str]) -> list[str]:
-    """The texts of an answer's `Warning` headers (RFC 7234), which are UTF-8 and were decoded as Latin-1."""
+    """Return the texts of `Warning` headers (RFC 7234), which are UTF-8 and were decoded as Latin-1."""
     texts = [re.sub(r"\\(.)", r"\1", found) for header in headers for found in _WARNING.findall(header)]
     return [_short(text.encode("latin-1", "replace").decode("utf-8", "replace")) for text in texts]
 
@@ -144,13 +146,13 @@ def _short(text: str) -> str:
 
 
 def unreachable(error: Exception, where: str, server: str, proxy: str | None) -> Unreachable:
-    """What went wrong on the way to the API server, or back, in a line."""
+    """Return an error with one line about a failed connection to the API server."""
     way = f" through proxy {without_password(proxy)}" if proxy else ""
     return Unreachable(f"{where}: the API server {server} cannot be reached{way}: {_why(error)}")
 
 
 def _why(error: BaseException) -> str:
-    """The innermost cause, which is the one that says something."""
+    """Return the innermost cause, which is the most specific."""
     import urllib3.exceptions as kinds
 
     seen: list[BaseException] = []

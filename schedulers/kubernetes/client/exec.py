@@ -1,4 +1,4 @@
-"""A program in a container that runs, over the official client's websocket."""
+"""Programs in a running container, over the official client's WebSocket."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .kubeconfig import Access
 def connect(
     configuration: Any, access: Access, shown: list[tuple[str, str]], url: str, where: str, *, binary: bool
 ) -> Any:
-    """The client's WSClient. `shown` are the headers that say who asks. Raises ApiError, Unreachable, ConfigError."""
+    """Return the client's WSClient. `shown`: the authentication headers. Raises ApiError, Unreachable, ConfigError."""
     import websocket
     from kubernetes.stream import ws_client
 
@@ -30,6 +30,8 @@ def connect(
 
 
 def hang_up(client: Any) -> None:
-    """Ends the connection itself: a farewell would be waited for, and leaves the socket open where the server is gone
-    first. Raises OSError, WebSocketException."""
+    """Shut the connection down without a closing handshake. Raises OSError, WebSocketException.
+
+    The handshake would block, and leaves the socket open if the server is gone first.
+    """
     client.sock.shutdown()

@@ -1,4 +1,4 @@
-"""The objects of one job, of one kind, listed once and then watched: what the API server has, a moment later.
+"""Objects of one job and one kind, listed once and then watched.
 
 https://kubernetes.io/docs/reference/using-api/api-concepts/#efficient-detection-of-changes
 """
@@ -32,14 +32,17 @@ logger = logging.getLogger(__name__)
 
 
 class Feed:
-    """A thread that keeps up with the objects until `stop`, or until nobody needs them. A daemon.
+    """A daemon thread that keeps objects up to date until `stop`, or until nobody needs them.
 
-    objects: those that there are, by name; `deleted`: those that are gone, as they were last, by uid.
-    live:    that is what the server has, but for a moment.
-    troubled: the server has not answered for a while, or refuses; `refused`: why.
+    objects:  the existing objects, by name.
+    deleted:  the deleted ones as last seen, by uid.
+    live:     `objects` is what the server has, with a moment's delay.
+    troubled: the server has not responded for a while, or refuses.
+    refused:  why it refuses.
 
-    lean: what to keep of an object. changed: called from the feed's own thread after each change, and when the server
-    has not answered for a while, or refuses. needed: asked now and then; the feed ends where it is False.
+    lean:    reduces an object to what is kept.
+    changed: called from this thread after each change, and when `troubled` becomes True.
+    needed:  called now and then; the thread ends when it returns False.
     """
 
     def __init__(
@@ -71,7 +74,7 @@ class Feed:
         self._thread.start()
 
     def stop(self) -> None:
-        """Does not wait for the thread, which ends by itself."""
+        """Stop the thread without waiting for it."""
         self._stop.set()
         self.live = False
         with self._lock:
@@ -113,7 +116,7 @@ class Feed:
                 self._stop.wait(_REFUSED_S)
 
     def _list(self) -> str:
-        """Lists all objects; returns the version from which to watch."""
+        """List all objects. Return the version from which to watch."""
         objects: list[Object] = []
         version = ""
         for answer in self._api.pages(self._path, self._query):
@@ -124,7 +127,7 @@ class Feed:
         return version
 
     def _watch(self, version: str) -> Iterator[str]:
-        """One watch, to its end; the versions that `objects` has had. The first comes when it is open."""
+        """Watch until the watch ends. Yield each version of `objects`, the first when the watch is open."""
         lifetime = random.randint(*_LIFETIME_S)
         query = {
             **self._query,

@@ -1,4 +1,4 @@
-"""Which cluster, and as whom: the kubeconfig files as the official client joins them, or what every pod is given.
+"""The cluster and user: from kubeconfig files, merged by the official client, or from a pod's service account.
 
 https://kubernetes.io/docs/concepts/configuration/organize-cluster-access-kubeconfig/
 """
@@ -29,13 +29,13 @@ _SHAPE = "clusters, contexts and users must be lists of entries with a name and 
 
 @dataclass(frozen=True, kw_only=True)
 class Access:
-    """A cluster, and as whom.
+    """A cluster and its user.
 
-    files:   the kubeconfig files that were read, joined as in $KUBECONFIG; None in a pod.
-    context: the one chosen; None in a pod.
-    cluster, user: as they stand in the files, paths in them made absolute.
-    directory:     of the user's file.
-    keep:    writes renewed tokens of `user` into their file.
+    files:     the kubeconfig files that were read, joined as in $KUBECONFIG; None in a pod.
+    context:   the chosen context; None in a pod.
+    cluster, user: as in the files, with absolute paths.
+    directory: the directory of the user's file.
+    keep:      writes renewed tokens of `user` to their file.
     """
 
     server: str
@@ -49,17 +49,17 @@ class Access:
 
     @property
     def shown(self) -> str:
-        """For people: the server's URL without a password."""
+        """The server's URL for messages, without a password."""
         return without_password(self.server)
 
     @property
     def who(self) -> str:
-        """For people: whose credentials these are."""
+        """The owner of the credentials, for messages."""
         return "this pod's service account" if self.context is None else f"context {self.context}"
 
 
 def find(options: KubernetesOptions, target: str) -> Access:
-    """The access that the options mean, with the namespace that they or the context name. Raises ConfigError."""
+    """Return the access and namespace that the options, else the context, select. Raises ConfigError."""
     where = f"target {target}: "
     said, files = _files(options, where)
     if not files:
@@ -76,7 +76,7 @@ def find(options: KubernetesOptions, target: str) -> Access:
 
 
 def in_cluster(environ: Mapping[str, str] = os.environ, directory: str = SERVICE_ACCOUNT) -> Access | None:
-    """What this process may do as a pod of a cluster; None outside of one. Raises ConfigError for half of it."""
+    """Return the access of a pod of a cluster, None outside of one. Raises ConfigError if it is incomplete."""
     if not environ.get(_HOST) or not environ.get(_PORT):
         return None
     token, authority = os.path.join(directory, "token"), os.path.join(directory, "ca.crt")
@@ -98,7 +98,7 @@ def in_cluster(environ: Mapping[str, str] = os.environ, directory: str = SERVICE
 
 
 def package(where: str) -> Any:
-    """The modules of the official client that tell which cluster, and as whom. Raises ConfigError without it."""
+    """Return the official client's modules for configuration. Raises ConfigError if it is not installed."""
     try:
         from kubernetes import client, config
         from kubernetes.config import exec_provider, incluster_config, kube_config
@@ -117,7 +117,7 @@ def _text(path: str) -> str:
 
 
 def _files(options: KubernetesOptions, where: str) -> tuple[str, list[str]]:
-    """Where kubeconfigs were looked for, in words, and those that are there. A file that was named must be."""
+    """Return the searched places in words, and the existing files. Raises ConfigError if the option names none."""
     if options.kubeconfig is not None:
         # A pinned one (`cluster_ref`) may be several, as $KUBECONFIG may.
         paths = [os.path.abspath(os.path.expanduser(path)) for path in options.kubeconfig.split(os.pathsep) if path]
@@ -169,7 +169,7 @@ def _chosen(files: list[str], wanted: str | None, where: str) -> Access:
 
 
 def _merged(files: list[str], where: str) -> Any:
-    """The client's merger, which has read the files. Raises ConfigError, naming the file, for one that it cannot."""
+    """Return the client's merger with all files read. Raises ConfigError, which names an invalid file."""
     import yaml
 
     library = package(where.rstrip(": "))
@@ -198,7 +198,7 @@ _Section = dict[str, tuple[str, Mapping[str, Any]]]
 
 
 def _entries(merger: Any, section: str, where: str) -> _Section:
-    """Name -> its file, and what it says. Raises ConfigError, without any value: it may be a credential."""
+    """Return name -> (file, content). Raises ConfigError, without any value: it may be a credential."""
     found: _Section = {}
     for entry in merger.config.value[section] if merger.config is not None else ():
         said = entry.value if isinstance(entry.value, dict) else {}

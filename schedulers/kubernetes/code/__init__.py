@@ -1,1 +1,1 @@
-"""A job's code on its way into its pods."""
+"""Delivery of a job's code to its pods."""

@@ -1,4 +1,4 @@
-"""Code in an object store that speaks the S3 API, named by its digest: what is there once is never sent again."""
+"""Code in an object store with the S3 API, named by its digest so that nothing is uploaded twice."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MISSING = ("404", "NoSuchKey", "NotFound")
 
 
 def put(store: ObjectStore, code: Code, data: bytes, target: str) -> None:
-    """Sends it with the credentials of this machine, where it is lacking. Raises SubmitError: nothing was made yet."""
+    """Upload the code with our credentials, unless it is there. Raises SubmitError: nothing was created yet."""
     where = f"target {target}: code_store {store.url}"
     try:
         import boto3

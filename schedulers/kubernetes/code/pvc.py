@@ -1,4 +1,4 @@
-"""Code in a PersistentVolumeClaim, named by its digest, put there through a pod that has the claim mounted."""
+"""Code in a PersistentVolumeClaim, named by its digest and uploaded through a pod that mounts the claim."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ finally:
 
 
 def put(api: Api, pod: Object, code: Code, data: bytes) -> None:
-    """Has the code in the claim, and no pod left. Raises SubmitError, and Unreachable when it was interrupted."""
+    """Upload the code to the claim and delete the pod. Raises SubmitError, and Unreachable when interrupted."""
     name = pod["metadata"]["name"]
     check(api, pod)
     try:
@@ -86,7 +86,7 @@ def put(api: Api, pod: Object, code: Code, data: bytes) -> None:
 
 
 def check(api: Api, pod: Object) -> None:
-    """A pod would wait for ever for a claim that is not there. Raises SubmitError."""
+    """Raise SubmitError if the claim does not exist: the pod would wait for it forever."""
     claim = str(pod["spec"]["volumes"][0]["persistentVolumeClaim"]["claimName"])
     try:
         api.call("GET", api.path("v1", "persistentvolumeclaims", claim))
@@ -97,7 +97,7 @@ def check(api: Api, pod: Object) -> None:
 
 
 def _started(api: Api, pod: Object) -> None:
-    """Waits until the pod runs. One of an earlier submit serves as well; one that is over is made anew, once."""
+    """Wait until the pod runs; an earlier submit's serves too. Recreate a pod that has ended, once."""
     made = stamped(pod)
     at = submit.path_of(api, pod)
     deadline = time.monotonic() + _START_S
@@ -125,7 +125,7 @@ def _started(api: Api, pod: Object) -> None:
 
 
 class _Delay:
-    """Says why a pod does not start yet, once for each reason: somebody waits for it, and it may take minutes."""
+    """Warnings about a pod that does not start yet, one for each reason: a start may take minutes."""
 
     def __init__(self, api: Api, pod: Object) -> None:
         self._api, self._pod = api, pod
@@ -142,7 +142,7 @@ class _Delay:
             logger.warning("%s", one_line(_about(self._api, self._pod) + said))
 
     def told(self, there: Mapping[str, Any], what: str) -> str:
-        """With the words of the scheduler, the kubelet or, where they have none, their events."""
+        """Return `what` with the reason of the scheduler, the kubelet or, if they have none, their events."""
         from ..status import job_states, watch
         from ..status import query as queries
 
@@ -159,7 +159,7 @@ def _about(api: Api, pod: Object) -> str:
 
 
 def _ended(api: Api, pod: Object) -> str | None:
-    """Why it no longer runs, of one that seemed to."""
+    """Return why a pod that seemed to run no longer does, or None."""
     with contextlib.suppress(ApiError, Unreachable):
         return _obstacle(api.call("GET", submit.path_of(api, pod)))
     return None
@@ -176,7 +176,7 @@ def _made(api: Api, made: Object, deadline: float) -> Mapping[str, Any]:
 
 
 def _obstacle(pod: Mapping[str, Any]) -> str | None:
-    """Why it will not run, where that is certain."""
+    """Return why the pod will certainly not run, or None."""
     for container in (pod.get("status") or {}).get("containerStatuses") or []:
         state = container.get("state") or {}
         word = str((state.get("waiting") or {}).get("reason") or "")
@@ -215,7 +215,7 @@ def _send(api: Api, pod: str, argv: list[str], data: bytes) -> None:
 
 
 class _Said:
-    """What the program in the pod says."""
+    """The output of the program in the pod."""
 
     def __init__(self, client: Any, api: Api) -> None:
         self._client = client
@@ -224,7 +224,7 @@ class _Said:
         self._error = b""
 
     def line(self) -> bytes:
-        """Its next line; empty when it has ended. Raises Unreachable when nothing comes."""
+        """Return its next line, empty at its end. Raises Unreachable when none comes within a minute."""
         deadline = time.monotonic() + _IDLE_S
         while b"\n" not in self._out:
             if not self._client.is_open():

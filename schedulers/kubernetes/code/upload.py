@@ -1,4 +1,4 @@
-"""A job's code on its way to the cluster: packed, and brought where the pods will fetch it."""
+"""Upload of a job's code: packed, and sent to the place from which the pods load it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ..options import KubernetesOptions
 
 
 def pack(spec: JobSpec, options: KubernetesOptions, home: Path, earlier: str | None) -> tuple[str | None, bytes | None]:
-    """The digest of the code directory and the packed code; nothing of both where the image holds it.
+    """Return the digest of the code directory and the packed code; (None, None) if the image has the code.
 
-    `earlier` is what an earlier submit of the job packed: the same again, while it is there. Raises SnapshotError.
+    `earlier`: the digest of an earlier submit, used again while its snapshot exists. Raises SnapshotError.
     """
     if options.code == "image":
         return None, None
@@ -36,8 +36,10 @@ def _read(path: Path) -> bytes:
 def bring(
     api: Api, spec: JobSpec, options: KubernetesOptions, job_id: str, data: bytes | None
 ) -> tuple[delivery.Code, bytes | None]:
-    """Where the code is, and what of it the job's own objects have to carry. Raises SpecError, SubmitError,
-    Unreachable."""
+    """Upload the code. Return its location, and the data that the job's own objects must carry or None.
+
+    Raises SpecError, SubmitError, Unreachable.
+    """
     if data is None:
         return delivery.Code(kind="image"), None
     code = delivery.chosen(options, len(data), delivery.digest_of(data), api.target)

@@ -1,7 +1,8 @@
-"""The logs of a job that is followed or cancelled, kept in its directory: the cluster removes them with the pods.
+"""Archives of pod logs in the job's directory. The cluster deletes the logs with the pods.
 
-`logs/NAME.kept` is the log of one run of a container as the kubelet sends it, after a line of JSON that says whose it
-is; whoever writes it has it locked. `logs/NAME.missing` says why it is not whole.
+`logs/NAME.kept`: one run of a container, as the kubelet sends it, after a line of JSON with its `Source`. The
+process that writes to it holds its lock.
+`logs/NAME.missing`: why that log is incomplete.
 """
 
 from __future__ import annotations
@@ -44,14 +45,14 @@ _LATE_S = 10.0
 
 @dataclass(frozen=True)
 class Kept:
-    """missing: why the end of it is not there; empty where it is."""
+    """The archived log of one run of a container. `missing`: why its end is not there, or empty."""
 
     source: Source
     path: Path
     missing: str
 
     def pieces(self, after: Position | None) -> Iterator[Piece]:
-        """What comes after that place."""
+        """Yield the pieces after that position."""
         stamped = Stamped(after)
         with self.path.open("rb") as file:
             file.readline()
@@ -61,7 +62,7 @@ class Kept:
 
 
 def kept(directory: Path) -> dict[str, Kept]:
-    """The logs that are kept in a job's directory, by the names that cursors know them by."""
+    """Return the logs archived in a job's directory, by the names that cursors use."""
     found = {}
     for path in sorted(directory.glob(f"{_LOGS}/*{_KEPT}")):
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # cut short as it was begun
@@ -74,7 +75,7 @@ def kept(directory: Path) -> dict[str, Kept]:
 
 
 def finished(log: Kept) -> Kept:
-    """The log of a pod that is gone, when nobody writes to it any more: who keeps it may be a moment behind."""
+    """Wait, up to 10 s, until nobody writes to the log of a deleted pod, and return it."""
     deadline = time.monotonic() + _LATE_S
     with contextlib.suppress(OSError), log.path.open("rb") as file:
         while not _locked(file.fileno(), fcntl.LOCK_SH) and time.monotonic() < deadline:
@@ -83,10 +84,10 @@ def finished(log: Kept) -> Kept:
 
 
 def keep(api: Api, native: Native, directory: Path) -> str | None:
-    """Keeps what the job's pods have written, and goes on with what they write while they end, in threads that end
-    with them or with this process. Call it before the job is deleted.
+    """Archive the job's logs, and continue in threads while the pods terminate. Call it before the job is deleted.
 
-    Returns a line for people where something could not be kept. Never raises, and takes half a minute at most.
+    Returns a message if something could not be archived. Never raises, and takes 30 s at most. The threads end
+    with the pods or with this process.
     """
     try:
         found = [source for source in sources.of(query.pods_of(api, native)) if not source.lost]
@@ -110,9 +111,9 @@ def keep(api: Api, native: Native, directory: Path) -> str | None:
 
 
 class Archive:
-    """One log, to which a follower adds what it reads.
+    """An archive of one log, to which a follower adds the lines it reads. Never raises.
 
-    Nothing is added after another process has written to it: one copy of each line is enough. Never raises.
+    Adds nothing after another process has written to the file: one copy of each line is enough.
     """
 
     def __init__(self, directory: Path, source: Source) -> None:
@@ -124,7 +125,7 @@ class Archive:
         self._lock = threading.Lock()
 
     def add(self, before: Position | None, pieces: Sequence[Piece]) -> None:
-        """Append the pieces, which come after that place, as far as they are not there."""
+        """Append the pieces, which follow position `before`, unless they are there."""
         with self._lock, contextlib.suppress(OSError):
             if self._given_up:
                 return
@@ -134,19 +135,19 @@ class Archive:
             self._given_up = not self._append(before, pieces)
 
     def note_gap(self) -> None:
-        """Lines that come next may be missing."""
+        """Note that lines before the next ones may be missing."""
         if not self._given_up:
             with contextlib.suppress(OSError):
                 self._path.with_suffix(_MISSING).write_text(f"{_ROTATED}\n")
 
     def finish(self, at: Position | None) -> None:
-        """Nobody writes to the log any more, and it ends at that place."""
+        """Note that the log is complete if it was archived up to `at`, its end."""
         if at is not None and self._at == at and not self._given_up:
             with contextlib.suppress(OSError):
                 _note_end(self._path)
 
     def _open(self) -> None:
-        """Raises OSError, as where the job has no directory: another machine has submitted it."""
+        """Open or create the archive. Raises OSError, also if the job has no directory (it is another machine's)."""
         self._path.parent.mkdir(exist_ok=True)
         known = kept(self._directory).get(self._source.name)
         if known is None:
@@ -157,7 +158,7 @@ class Archive:
         self._size = self._path.stat().st_size
 
     def _append(self, before: Position | None, pieces: Sequence[Piece]) -> bool:
-        """False where another process writes, or has written, to the file. Raises OSError."""
+        """Append the pieces; return False if another process writes or has written to the file. Raises OSError."""
         with self._path.open("ab") as file:
             if not _locked(file.fileno(), fcntl.LOCK_EX) or os.fstat(file.fileno()).st_size != self._size:
                 return False
@@ -170,7 +171,7 @@ class Archive:
 
 
 class _Keeper:
-    """Of one log."""
+    """The archiver of one log, for a cancel."""
 
     def __init__(self, api: Api, native: Native, source: Source, directory: Path) -> None:
         self._api, self._native, self._source = api, native, source
@@ -183,7 +184,7 @@ class _Keeper:
         self.problem = ""
 
     def begin(self) -> None:
-        """All that there is, unless a cancel before this one keeps it still."""
+        """Archive all that exists now, unless an earlier cancel still does."""
         try:
             self._alone = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             if _locked(self._alone, fcntl.LOCK_EX):
@@ -195,7 +196,7 @@ class _Keeper:
                 self._let_go()
 
     def _fetch(self) -> None:
-        """Raises OSError."""
+        """Archive the log as it is now. Raises OSError."""
         self._open()
         answer = fetch(self._api, self._native, self._source, self._at, own=True, complete=self._source.ended)
         if answer.error is not None:
@@ -212,7 +213,7 @@ class _Keeper:
         self._ready = True
 
     def go_on(self) -> None:
-        """With what is still to come, in a thread."""
+        """Archive what is still to come, in a thread."""
         with self._state:
             if self._ready and not self._source.ended and not self.problem:
                 threading.Thread(target=self._follow, name=f"keeping {self._source.name}", daemon=True).start()
@@ -237,7 +238,6 @@ class _Keeper:
         self._path.write_text(_header(self._source))
 
     def _follow(self) -> None:
-        """Until the container has ended, or its pod is gone."""
         try:
             self._read_on()
         finally:
@@ -292,7 +292,7 @@ class _Keeper:
 
 
 def _note_end(path: Path) -> None:
-    """The log was read to its end. Lines that are missing before it still are. Raises OSError."""
+    """Note that the log was read to its end. A gap before it stays noted. Raises OSError."""
     reason = path.with_suffix(_MISSING)
     if reason.exists() and reason.read_text().strip() != _ROTATED:
         reason.unlink()
@@ -307,7 +307,7 @@ def _line_of(piece: Piece) -> bytes:
 
 
 def _locked(fd: int, how: int) -> bool:
-    """Whether the file is locked for us now, or nothing can be locked on its file system."""
+    """Return True if the file is now locked for us, or its file system has no locks."""
     try:
         fcntl.flock(fd, how | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,9 +1,10 @@
-"""Where a reader is in a container's log, and how it goes on exactly there.
+"""Positions in a container's log, from which a reader resumes exactly.
 
-The kubelet puts the time at which a line was written before it, to the nanosecond, and can begin at a second: see
-`timestamps` and `sinceTime` in https://kubernetes.io/docs/reference/kubernetes-api/workload-resources/pod-v1/. Two
-lines may bear the same time, and those of stdout and stderr may be out of order by a little: so a place is after so
-many lines of one time, and is looked for in the log's own order.
+The kubelet writes a time with nanoseconds before each line, and can begin at a certain second: see
+`timestamps` and `sinceTime` in
+https://kubernetes.io/docs/reference/kubernetes-api/workload-resources/pod-v1/. Two lines may have the same
+time, and lines of stdout and stderr may be slightly out of order. So a position counts lines of one time, and
+is searched for in the log's own order.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ _DISORDER_NS = 1_000_000_000
 
 @dataclass(frozen=True)
 class Position:
-    """After so many lines that bear the time `stamp`, and so many bytes of the next that does.
+    """A position in a log: after `lines` lines with the time `stamp`, and `bytes` bytes of the next such line.
 
-    Without either, before everything that was written at that time or later.
+    If both are 0, it lies before everything written at that time or later.
 
-    ungreeted: the log was read from its beginning up to there, and its writer's first line has not come.
+    ungreeted: the log was read from its beginning up to here, and its writer's first line has not come.
     """
 
     stamp: str  # in UTC, and as long as any other: 20261121T163300.123456789Z
@@ -54,7 +55,7 @@ class Position:
 
     @classmethod
     def parse(cls, text: str) -> Position:
-        """What `str` gave. Raises SpecError."""
+        """Parse the output of `str`. Raises SpecError."""
         match = _POSITION.match(text)
         if match is None:
             raise SpecError(f"not a position in a log: {text!r}")
@@ -62,13 +63,13 @@ class Position:
 
     @classmethod
     def at(cls, when: float) -> Position:
-        """Before what was written at that time (seconds since the epoch) or later, to the second."""
+        """Return the position before everything written at that time (seconds since the epoch), to the second."""
         moment = datetime.datetime.fromtimestamp(int(when), datetime.timezone.utc)
         return cls(f"{moment:%Y%m%dT%H%M%S}.000000000Z")
 
     @property
     def seconds(self) -> float:
-        """The time, since the epoch."""
+        """The time in seconds since the epoch."""
         return _nanoseconds(self.stamp) / 1e9
 
     @property
@@ -77,13 +78,13 @@ class Position:
 
     @property
     def since(self) -> str:
-        """The second from which to ask so that the place, and all that comes after it, is in the answer."""
+        """The `sinceTime` whose response includes this position and everything after it."""
         moment = _moment(self.stamp) - datetime.timedelta(seconds=1)
         return f"{moment:%Y-%m-%dT%H:%M:%SZ}"
 
 
 def stamp_of(word: bytes) -> str | None:
-    """A time as the kubelet writes it, as a stamp; None for anything else."""
+    """Return the stamp for a time as the kubelet writes it; None for anything else."""
     match = _STAMP.match(word)
     if match is None:
         return None
@@ -95,7 +96,7 @@ def stamp_of(word: bytes) -> str | None:
 
 
 def written(stamp: str) -> bytes:
-    """The stamp as the kubelet writes it."""
+    """Return the stamp as the kubelet writes it."""
     day, time = stamp[:8], stamp[9:]
     return f"{day[:4]}-{day[4:6]}-{day[6:]}T{time[:2]}:{time[2:4]}:{time[4:]}".encode()
 
@@ -110,11 +111,12 @@ def _nanoseconds(stamp: str) -> int:
 
 @dataclass(frozen=True)
 class Piece:
-    """A line, a part of one that ends with `\\r`, or a piece of one that is too long.
+    r"""A line, a part of one that ends with `\r`, or a piece of one that is too long.
 
-    head:    how the line begins, of which this is a part; `first` where it is the beginning itself.
-    after:   the place just after it.
-    partial: it has no ending, and the next one goes on with it.
+    head:    the beginning of the line.
+    first:   this piece is the beginning of the line.
+    after:   the position just after it.
+    partial: it has no line ending, and the next piece continues the line.
     gap:     lines before it may be missing: the node removed them before they were read.
     """
 
@@ -127,14 +129,14 @@ class Piece:
 
 
 class Stamped:
-    """Takes apart what the kubelet sends, in whatever portions it comes, and leaves out what was read before.
+    """A parser of the kubelet's log stream, in chunks of any size. Skips everything up to the position `after`.
 
-    after: the place up to which it was. With `own=False` it is one of the container's run before this one, and this
-           log then holds it only where its lines were taken for those of that run.
-    lost:   the place is not in the log, though it once was: what came after it may have been removed. So may the
-            beginning of a log that `greets` and has no greeting: its writer's first line.
-    said:   what came instead of a log: the kubelet's own words. An answer that begins inside a line has none: the
-            kubelet splits lines after 16 KiB, and stamps their first part only.
+    own:    False if `after` is a position in the container's previous run. This log contains it only if its lines
+            were attributed to that run.
+    lost:   the position is no longer in the log, so lines after it may have been removed; or a log that `greets`
+            has no greeting, so its beginning may have been.
+    said:   the kubelet's message in place of a log. A response that begins inside a line has none: the kubelet
+            splits lines after 16 KiB and stamps only their first part.
     absent: the kubelet has no such log now.
     """
 
@@ -158,11 +160,11 @@ class Stamped:
 
     @property
     def untold(self) -> bool:
-        """Whether there is a gap that no piece has said: nothing came after it."""
+        """True if there is a gap that no piece has reported, since no piece followed it."""
         return self._gap
 
     def feed(self, chunk: bytes) -> list[Piece]:
-        """The lines, parts that end with `\\r` and pieces that are whole now."""
+        r"""Return the lines, parts that end with `\r` and pieces that the chunk completes."""
         *whole, rest = chunk.split(b"\n")
         pieces: list[Piece] = []
         for line in whole:
@@ -174,7 +176,7 @@ class Stamped:
         return pieces
 
     def end(self, *, complete: bool) -> list[Piece]:
-        """What is left when nothing more comes: with `complete`, the last line too, if nobody ended it."""
+        """Return the remaining pieces at the end; with `complete`, also a last line without an ending."""
         if self._stamp and self._at is None and stamp_of(bytes(self._rest).partition(b" ")[0]) is None:
             self._rest.clear()  # the kubelet's own words, as of a container that was removed while its log was followed
         # They have no end in the place of a log either.
@@ -186,7 +188,7 @@ class Stamped:
         return pieces
 
     def _line(self, line: bytes, *, complete: bool) -> list[Piece]:
-        """The rest of a line, which `_rest` then keeps only as far as it is not given."""
+        """Parse the rest of a line. `_rest` keeps only the part that is not returned."""
         data = line
         if self._at is None:
             word, _, data = line.partition(b" ")
@@ -215,7 +217,7 @@ class Stamped:
         return self._marked(self._unread(self._stamp, unread, complete))
 
     def _marked(self, pieces: list[Piece]) -> list[Piece]:
-        """The pieces, of which one says that there is a gap before it, where there is one."""
+        """Return the pieces, the first after a gap marked as such."""
         for number, piece in enumerate(pieces if self._gap or self._ungreeted is not None else ()):
             if self._ungreeted is not None:
                 self._ungreeted += len(piece.data)
@@ -229,8 +231,10 @@ class Stamped:
         return pieces
 
     def _hear(self, line: bytes, complete: bool) -> None:
-        """Note a line without a time. After a place, it is the rest of a line from before that place, unless it is
-        known for an answer of the kubelet."""
+        """Record a line without a time, which is a message of the kubelet.
+
+        If the stream begins at a position, only a known message counts: other lines are the rest of an earlier line.
+        """
         if not complete:
             del self._rest[MOST_BYTES:]
             return
@@ -287,7 +291,7 @@ class Stamped:
 
 
 def _cut(part: bytes, *, complete: bool) -> Iterator[tuple[bytes, bool]]:
-    """The pieces of a part; its last one only if it is whole."""
+    """Yield the pieces of a part, the last one only if it is complete."""
     rest = yield from log_lines.pieces(part)
     if complete:
         yield rest, False

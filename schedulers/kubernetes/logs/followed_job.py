@@ -1,4 +1,4 @@
-"""What a process knows of a job whose logs it reads: streams that are open, logs that have ended, archives."""
+"""State of a job whose logs this process reads: open streams, ended logs, archives."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _FOLLOWED_S = 30.0  # a job is followed for so long after somebody last waited f
 
 @dataclass
 class FollowedJob:
-    """The streams are shared by all readers of the job; one at a time takes from each.
+    """The state of one job, shared by all of its readers. A stream has one reader at a time.
 
-    final: source -> the place at its end, of those that nobody writes to any more ("" where it is empty).
-    said:  source -> the place after what the launcher said last.
+    final: source -> the position at its end, if nobody writes to it any more ("" if it is empty).
+    said:  source -> the position after the launcher's last line.
     ran:   the attempts in which a rank has written something: all nodes have run.
     """
 
@@ -41,7 +41,7 @@ class FollowedJob:
         return time.monotonic() - self.followed_at < _FOLLOWED_S
 
     def names(self) -> list[str]:
-        """The sources that have streams, or had."""
+        """Return the sources that have or had streams."""
         with self._lock:
             return list(self._tails)
 
@@ -54,7 +54,7 @@ class FollowedJob:
             self._tails.setdefault(tail.source.name, []).append(tail)
 
     def tail(self, name: str, here: Position | None, reader: object) -> Tail | None:
-        """The stream of this source that stands there and that no other reader holds. It is then this reader's."""
+        """Reserve and return this source's stream at that position, if no other reader holds it."""
         with self._lock:
             for tail in self._tails.get(name, ()):
                 if str(tail.at) == str(here) and tail.holder in (None, reader):

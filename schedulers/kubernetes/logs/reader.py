@@ -1,7 +1,7 @@
-"""A job's log lines from all of its pods: byte-exact, from a cursor, none lost, doubled or cut.
+"""Reader of a job's log lines from all of its pods: byte-exact, from a cursor, no line lost, doubled or cut.
 
-Once, by asking for every log there is; while the job is followed, from streams that stay open. What cannot be had any
-more is a line of the stream "missing".
+Reads all logs once, or from streams that stay open while the job is followed. Each loss is a line of the
+stream "missing".
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _Start = tuple[Position | None, bool]  # a place, and whether it is one of the r
 
 
 class Reader:
-    """The logs of one target's jobs. Safe to use from several threads, for several readers of one job."""
+    """The reader of one target's job logs. Thread-safe, for several readers of one job."""
 
     def __init__(self, api: Api) -> None:
         self._api = api
@@ -57,13 +57,13 @@ class Reader:
         self._jobs: dict[str, FollowedJob] = {}
 
     def followed(self, native: Native) -> None:
-        """Somebody waits for the job, and will read it again and again."""
+        """Note that somebody waits for the job and will read it repeatedly."""
         self._job(native).followed_at = time.monotonic()
 
     def read(self, native: Native, since: Cursor | None, directory: Path | None, *, over: bool) -> Iterator[LogLine]:
-        """The lines that there are now. `over`: the job is known to have ended.
+        """Yield the lines that exist now. `over`: the job is known to have ended.
 
-        Raises Unreachable, when the others' lines were given, where a log of a job that goes on cannot be read.
+        Raises Unreachable, after the lines of all other logs, if a log of a job that continues cannot be read.
         """
         cursor = Cursor.parse(str(since or ""))
         overtaken = 0
@@ -80,7 +80,7 @@ class Reader:
                 time.sleep(_ABSENT_PAUSE_S)
 
     def cursor_at(self, native: Native, when: float, directory: Path | None) -> Cursor:
-        """Where the logs that there are stood. Raises Unreachable."""
+        """Return the cursor of the existing logs at the time `when`. Raises Unreachable."""
         found = {source.name for source in sources.of(_pods_of(self._api, native))}
         kept = archives.kept(directory) if directory is not None else {}
         there = when + int(self._api.now() - time.time())  # by the cluster's clock, which is known to the second
@@ -99,12 +99,11 @@ class Reader:
 
 
 class _Pass:
-    """One look at all of a job's logs, for one reader.
+    """One pass over all of a job's logs, for one reader.
 
-    overtaken: a run that was asked for is no longer what it was when the pods were looked at, and its lines are not
-    among those given.
-    absent: the kubelet could not find a log for now, and the reader may not have all of it.
-    ending: the job's object is gone, and its pods are not quite.
+    overtaken: a container's run changed between the look at the pods and the read; its lines were not returned.
+    absent:    the kubelet could not find a log for now, and the reader may not have all of it.
+    ending:    the job's object is gone, but its pods are still terminating.
     """
 
     def __init__(
@@ -163,8 +162,7 @@ class _Pass:
             raise Unreachable("; ".join(dict.fromkeys(map(str, self._errors))))
 
     def _look(self) -> list[dict[str, Any]]:
-        """Whether the job is over, and whether it is gone altogether; and its pods, exact for a job that is over: what
-        is read then is the last."""
+        """Read whether the job is over or gone. Return its pods, up to date if the job is over."""
         watcher = watch.running(self._api, self._native)
         seen = watcher.snapshot() if watcher is not None and not self._over else None
         workload = (seen and seen[0]) or query.workload_of(self._api, self._native)
@@ -181,19 +179,19 @@ class _Pass:
         return None if text is None or text == _LOST else Position.parse(text)
 
     def _is_done(self, source: str) -> bool:
-        """Whether the reader has all of it that there will ever be."""
+        """Return True once the log has ended and was read to its end."""
         text = self._positions.get(source, "")
         return text == _LOST or self._job.final.get(source) == text
 
     def _vanished(self, found: Sequence[Source]) -> list[str]:
-        """The logs that there were, of which the reader may not have all, in the order in which they are shown."""
+        """Return the logs that are gone and perhaps not fully read, in the order in which they are shown."""
         there = {source.name for source in found}
         known = [*self._job.seen, *(name for name in self._positions if name not in self._job.seen and name != _GONE)]
         known += [name for name in self._keeps if name not in known]
         return sorted((name for name in known if name not in there and not self._is_done(name)), key=self._order)
 
     def _order(self, name: str) -> tuple[bool, tuple[int, bool, int, str]]:
-        """As of logs that there are, whoever asks, whichever was seen first; what only a cursor names is the last."""
+        """Return the log's sort key, the same for all readers. Logs known only from a cursor come last."""
         source = self._job.seen.get(name)
         if source is None and name in self._keeps:
             source = self._keeps[name].source
@@ -213,8 +211,10 @@ class _Pass:
         yield self._missing(name, source, f"{begun}{what} {maybe} missing: its pod is gone")
 
     def _of_stream(self, source: Source, tail: Tail) -> Generator[LogLine, None, bool]:
-        """Of a log that cannot be asked for any more, what its stream brings: it may outlive the pod and the run, and
-        end as the log did. Whether that is all of it, or more is to come."""
+        """Yield the lines of a log's stream, if the log cannot be fetched any more.
+
+        The stream may outlive the pod and the run. Returns False if it broke off before the log's end.
+        """
         yield from self._made(source, tail.rest() if self._over else tail.take())
         if not tail.over:
             return True
@@ -239,7 +239,7 @@ class _Pass:
         yield from self._ended(log.source)
 
     def _of_source(self, source: Source, wanted: list[Source]) -> Iterator[LogLine]:
-        """The lines that have come of themselves; what must be asked for is added to `wanted`."""
+        """Yield the lines that a stream already holds. Append to `wanted` the logs that must be fetched."""
         if self._is_done(source.name):
             return
         if source.lost:
@@ -280,8 +280,10 @@ class _Pass:
             self._follow(source, wanted)
 
     def _may_be_restarted(self, source: Source) -> bool:
-        """Whether the kubelet may be at the next run before the API server is told: what it gives then is that one's
-        log. Soon it is known: the pod is over, or this is the run before the current one."""
+        """Return True if the kubelet may already serve the next run's log, before the API server knows of that run.
+
+        After 5 s this is settled: the pod is over, or this is the previous run.
+        """
         if not source.ended or source.settled or self._over or not self._job.followed:
             return False
         now = time.monotonic()
@@ -297,8 +299,10 @@ class _Pass:
         self._job.add(tail)
 
     def _start(self, source: Source) -> _Start:
-        """Where to begin: at the reader's place; or, where there is none, perhaps at its place in the run before, for
-        whose lines the first of this one may have been taken."""
+        """Return the position to begin at: the reader's, else perhaps its position in the previous run.
+
+        The first lines of this run may have been attributed to that one.
+        """
         here = self._position(source.name)
         if here is not None or source.before is None:
             return here, True
@@ -306,7 +310,7 @@ class _Pass:
         return (before, False) if before is not None and not before.is_time else (None, True)
 
     def _note_end(self, tail: Tail) -> None:
-        """Of a stream that ended though its container has not: it is opened again, after a while where it failed."""
+        """Schedule the reopening of a stream that ended before its container, with backoff if it failed."""
         self._job.drop(tail)
         name = tail.source.name
         failures = self._job.failures.get(name, 0) + 1 if tail.error is not None and not tail.opened else 0
@@ -319,7 +323,7 @@ class _Pass:
             raise tail.error
 
     def _tail(self, name: str) -> Tail | None:
-        """The stream that stands where the reader does, and whose run is known to be the one that it was taken for."""
+        """Reserve and return the stream at the reader's position, or None."""
         return self._job.tail(name, self._position(name), self)
 
     def _drop_ending(self, source: Source) -> None:
@@ -328,7 +332,7 @@ class _Pass:
             self._job.drop(tail)
 
     def _check_tails(self) -> None:
-        """Drops the streams that were opened when another run of the container had begun."""
+        """Drop the streams that were opened after another run of the container had begun."""
         unsure = [tail for tail in self._job.all_tails() if tail.to_be_checked]
         pods = _pods_of(self._api, self._native) if unsure else []
         now = {source.name: source for source in sources.of(pods)}
@@ -388,7 +392,7 @@ class _Pass:
         yield from self._ended_as(source, answer, untold=answer.untold and source.ended)
 
     def _rest_of(self, source: Source, tail: Tail) -> Iterator[LogLine]:
-        """What is in the log after a stream of it that has ended."""
+        """Yield the lines of the log after an ended stream of it."""
         after, own = self._start(source)
         answer = fetch(self._api, self._native, source, after, own=own, complete=source.ended)
         if answer.error is not None:
@@ -400,7 +404,7 @@ class _Pass:
         yield from self._ended_as(source, answer, untold=answer.untold and not close)
 
     def _ended_as(self, source: Source, answer: Fetched, *, untold: bool) -> Iterator[LogLine]:
-        """What is to be said when all of a log was read, which nobody may write to any more."""
+        """Report the gaps of a log that was read to its end, and note the end."""
         if answer.said and source.ended:
             yield self._missing(source.name, source, f"what {source.who()} is missing: {answer.said}")
             return
@@ -408,7 +412,7 @@ class _Pass:
         yield from self._ended(source, untold=untold, final=source.ended or (self._over and self._job.followed))
 
     def _of_absent(self, source: Source, *, for_now: bool) -> Iterator[LogLine]:
-        """Of a log that the cluster does not have, what is left of it here."""
+        """Yield what is left here of a log that the cluster does not have."""
         tail = self._ending.get(source.name)
         if tail is not None and (yield from self._of_stream(source, tail)):
             return
@@ -426,7 +430,7 @@ class _Pass:
             yield self._missing(source.name, source, f"{what} missing: the cluster no longer has its log")
 
     def _is_still(self, source: Source, answer: Fetched) -> bool:
-        """Whether its run is still the one that it was read as."""
+        """Return True if the fetched log still belongs to the source's run."""
         if source.settled and (self._over or not source.previous):
             return True
         now = self._now(source)
@@ -438,7 +442,7 @@ class _Pass:
         return not now.lost and (now.newest or answer.begins is None or answer.begins != self._current(source))
 
     def _current(self, source: Source) -> bytes | None:
-        """How the log of the container's current run begins."""
+        """Return the time of the first line in the log of the container's current run."""
         answer = fetch(self._api, self._native, source.of_current(), None, complete=False, most=_HEAD)
         with contextlib.closing(answer):
             return answer.begins
@@ -448,7 +452,7 @@ class _Pass:
         return next((each for each in sources.of([pod] if pod else []) if each.name == source.name), None)
 
     def _unread(self, pods: Sequence[Mapping[str, Any]], found: Sequence[Source]) -> Iterator[LogLine]:
-        """A line for each node, or attempt, whose log nobody has any more."""
+        """Yield a line for each node or attempt whose log no longer exists anywhere."""
         known = {source.name: source for source in (*found, *self._job.seen.values())}
         known |= {name: log.source for name, log in self._keeps.items()}
         if any(name.startswith("node-") and name not in known for name in self._positions):
@@ -472,7 +476,7 @@ class _Pass:
                 yield self._missing(name, None, what)
 
     def _nodes(self) -> int:
-        """How many nodes the job has at least: by its object, else by its record; 0 where neither tells."""
+        """Return the job's minimum number of nodes, from its object or its record, or 0 if unknown."""
         from ...store.record import read_record
 
         nodes = job_states.nodes_of(self._workload)
@@ -482,7 +486,7 @@ class _Pass:
         return nodes or 0
 
     def _to_the_end(self, pods: Sequence[Mapping[str, Any]]) -> Iterator[LogLine]:
-        """Of a job whose object somebody deleted: its pods have their grace, and may have something to say in it."""
+        """Yield the last lines of a job whose object was deleted, while its pods terminate."""
         if self._job.ending_until is None:
             graces = [(pod.get("spec") or {}).get("terminationGracePeriodSeconds") or 0 for pod in pods]
             self._job.ending_until = time.monotonic() + max(graces, default=0) + _MARGIN_S
@@ -496,12 +500,12 @@ class _Pass:
                 return
 
     def _own_tails(self) -> list[Tail]:
-        """The streams that stand where this reader does, one of each log, and have more for it."""
+        """Return one stream for each unfinished log, at this reader's position."""
         found = [self._tail(name) for name in self._job.names() if not self._is_done(name)]
         return [tail for tail in found if tail is not None]
 
     def _ended(self, source: Source, *, untold: bool = False, final: bool = True) -> Iterator[LogLine]:
-        """Report lines that were removed before they were read, when all that there is was read."""
+        """Report lines that were removed before they were read, at the end of all that exists."""
         lost = self._positions.get(source.name) == _LOST  # which was reported
         if untold or (not lost and sources.lacks_beginning(source, self._position(source.name))):
             yield self._rotated(source)
@@ -511,7 +515,7 @@ class _Pass:
                 self._job.archives[source.name].finish(self._position(source.name))
 
     def _made(self, source: Source, pieces: Iterable[Piece]) -> Iterator[LogLine]:
-        """The lines; those of a job that is followed are archived."""
+        """Yield the lines of the pieces, and archive them if the job is followed."""
         if self._directory is None or not self._job.followed:
             yield from self._lines_of(source, pieces)
             return
@@ -538,7 +542,7 @@ class _Pass:
             yield self._line(LogLine(rank=rank, attempt=source.attempt, text=text, partial=partial, **place))
 
     def _rotated(self, source: Source) -> LogLine:
-        """A gap before what comes next, which moves the reader on."""
+        """Return a line that reports a gap before the next line and advances the reader."""
         if source.name in self._job.archives:
             self._job.archives[source.name].note_gap()
         text = f"some of what {source.who()} may be missing: its log was rotated before it was read"
@@ -556,7 +560,7 @@ class _Pass:
 
 
 def _pods_of(api: Api, native: Native) -> list[dict[str, Any]]:
-    """The job's pods now; none where a later object has its name, and so its label."""
+    """Return the job's current pods; none if a later object has its name and thus its label."""
     return [] if query.replaced(api, native) else query.pods_of(api, native)
 
 

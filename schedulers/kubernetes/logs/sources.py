@@ -1,4 +1,4 @@
-"""Which logs a job's pods have: one for each run of a container, and who wrote it."""
+"""The logs of a job's pods: one for each run of a container, with its writer."""
 
 from __future__ import annotations
 
@@ -24,17 +24,19 @@ _REPORT = re.compile(rb"  (\| |(error|cause|remedy|log|others): )")
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """One run of a container: the log that the kubelet keeps of it.
+    """One run of a container, and the kubelet's log of it.
 
-    name:     as cursors know it; no other run, of any pod, has it.
-    run:      how often the container had been started before.
-    rank:     who wrote it, where that is one; `tee`: each line says whose it is.
-    previous: it is the run before the one that is current; `lost`: an older one, whose log is not kept.
-    ended:    nobody writes to it any more; `begun`: somebody has.
-    settled:  the container is not started again.
-    newest:   no later run is known of.
-    greets:   its first line is the launcher's own.
-    code:     the exit code, of one that has ended.
+    name:     the name in cursors, unique over all runs of all pods.
+    run:      the number of earlier starts of the container.
+    rank:     the writer, if there is only one.
+    tee:      each line names its rank.
+    previous: it is the run before the current one.
+    lost:     it is older than that, and its log is not kept.
+    ended:    nobody writes to it any more.
+    settled:  the container will not start again.
+    newest:   no later run is known.
+    greets:   its first line is the launcher's.
+    code:     the exit code, once it has ended.
     """
 
     name: str
@@ -56,17 +58,17 @@ class Source:
 
     @property
     def order(self) -> tuple[int, bool, int, str]:
-        """Attempt by attempt, node by node; what brought the code comes first."""
+        """The sort key: by attempt, by node, with the containers that load the code first."""
         return (self.attempt, self.rank is not None or self.tee, self.node, self.name)
 
     @property
     def before(self) -> str | None:
-        """The name of the same container's run before this one."""
+        """The name of the same container's previous run, or None."""
         head = self.name.rpartition(".")[0]
         return f"{head}.a{self.run - 1}" if self.run else None
 
     def of_current(self) -> Source:
-        """What asks for the log of the container's current run, whichever that is."""
+        """Return a source that reads the log of the container's current run."""
         return dataclasses.replace(self, previous=False, ended=False)
 
     def who(self) -> str:
@@ -79,7 +81,7 @@ class Source:
 
 
 def of(pods: Sequence[Object]) -> list[Source]:
-    """The runs that there are, in the order in which they are shown."""
+    """Return the existing runs, in the order in which they are shown."""
     found: list[Source] = []
     earlier: dict[int, int] = {}
     for pod in sorted(pods, key=lambda pod: str((pod.get("metadata") or {}).get("creationTimestamp"))):
@@ -103,14 +105,14 @@ def unread(
     ran: Collection[int],
     failures: int,
 ) -> Iterator[tuple[str, str]]:
-    """The nodes and attempts of which there is no log: a name for each, and words.
+    """Yield (name, message) for each node and attempt that has no log.
 
-    known:    the logs that there are, and those that were read before their pods went.
-    nodes:    of the job; 0 where that is not known.
-    together: the cluster restarts all pods at once. Others may each be in an attempt of their own.
-    restarts: so many attempts have surely failed.
-    ran:      the attempts in which all nodes have surely run.
-    failures: so many pods have failed, by the cluster's count.
+    known:    the existing logs, and those that were read before their pods went.
+    nodes:    the job's number of nodes; 0 if unknown.
+    together: the cluster restarts all pods at once. Otherwise each pod may be in an attempt of its own.
+    restarts: the number of attempts that have certainly failed.
+    ran:      the attempts in which all nodes have certainly run.
+    failures: the number of failed pods, by the cluster's count.
     """
     there = {(source.attempt, source.node) for source in known if source.rank is not None or source.tee}
     there |= {(_attempt_of(pod) or 0, node) for pod in pods if (node := names.node_of(pod)) is not None}
@@ -139,7 +141,7 @@ def _has_failed(pod: Object) -> bool:
 
 
 def lacks_beginning(source: Source, at: Position | None) -> bool:
-    """Return True if the beginning of the log, which was read up to that place, was removed before it was read."""
+    """Return True if the log's beginning was removed before it was read. `at`: it was read up to there."""
     if at is None:
         return source.greets and source.code == 0
     # A launcher that could not start, with a few lines of the interpreter's, has not greeted anybody.
@@ -147,12 +149,12 @@ def lacks_beginning(source: Source, at: Position | None) -> bool:
 
 
 def is_launchers(piece: Piece, *, goes_on: bool) -> bool:
-    """Whether the launcher wrote it; `goes_on`: it wrote the line before."""
+    """Return True if the launcher wrote the line. `goes_on`: it wrote the line before."""
     return piece.head.startswith(_LAUNCHER) or (goes_on and _REPORT.match(piece.head) is not None)
 
 
 def rank_of(source: Source, piece: Piece) -> tuple[int | None, bytes]:
-    """Who wrote a line that is not the launcher's, where that can be told, and the line as it was written."""
+    """Return the writer of a line that is not the launcher's (None if unknown), and the line as written."""
     if not source.tee:
         return source.rank, piece.data
     match = _RANK.match(piece.head)
@@ -162,7 +164,7 @@ def rank_of(source: Source, piece: Piece) -> tuple[int | None, bytes]:
 
 
 def goes_on(source: Source, piece: Piece) -> tuple[bool, bytes]:
-    """Whether it is a part of a longer line, and the part as it was written: see `_GOES_ON` in accel/launch/tee.py."""
+    """Return whether the line continues, and the data as written; see `_GOES_ON` in accel/launch/tee.py."""
     if source.tee and not piece.first and piece.data.endswith(_GOES_ON):
         return True, piece.data[: -len(_GOES_ON)]
     return piece.partial, piece.data
@@ -224,12 +226,12 @@ def _is_unknown(ended: Object | None) -> bool:
 
 
 def _launch(command: Sequence[str]) -> Sequence[str]:
-    """The launcher's own options."""
+    """Return the launcher's own options."""
     return command[: command.index("--")] if "--" in command else command
 
 
 def _attempt_of(pod: Object) -> int | None:
-    """The attempt that the pod was made for; None where the cluster does not restart all pods at once."""
+    """Return the attempt that created the pod; None if the cluster does not restart all pods at once."""
     label = _said(pod).get(names.RESTART_ATTEMPT, "")
     return int(label) if label.isdigit() else None
 

@@ -1,4 +1,4 @@
-"""The log of one run of a container, from the kubelet through the API server: what there is now, or as it is written.
+"""The log of one run of a container, from the kubelet through the API server: as it is now, or as it is written.
 
 https://kubernetes.io/docs/reference/kubernetes-api/workload-resources/pod-v1/#get-read-log-of-the-specified-pod
 """
@@ -39,9 +39,10 @@ logger = logging.getLogger(__name__)
 
 
 class Fetched:
-    """What there was of a log when it was asked for, on the disk where it is much.
+    """A log as it was when it was fetched, on disk if it is large.
 
-    absent: there is no such log any more; `for_now`: the kubelet says that it cannot find it, and may later.
+    absent:  there is no such log any more.
+    for_now: the kubelet cannot find it now, but may later.
     """
 
     def __init__(self, after: Position | None, *, own: bool, complete: bool, greets: bool = False) -> None:
@@ -53,12 +54,12 @@ class Fetched:
 
     @property
     def lost(self) -> bool:
-        """Whether the place from which it was to go on is no longer in it."""
+        """True if the log no longer contains the position to resume from."""
         return self._stamped.lost
 
     @property
     def untold(self) -> bool:
-        """Whether there is a gap that no piece has said."""
+        """True if there is a gap that no piece has reported."""
         return self._stamped.untold
 
     @property
@@ -67,7 +68,7 @@ class Fetched:
 
     @property
     def begins(self) -> bytes | None:
-        """The time of the first line of what came; None where nothing did."""
+        """The time of the first line, or None if the log is empty."""
         if self._file is None:
             return None
         at = self._file.tell()
@@ -85,7 +86,7 @@ class Fetched:
         self._file.seek(0)
 
     def pieces(self) -> Iterator[Piece]:
-        """Once."""
+        """Yield the pieces after the position. Can be called once."""
         if self._file is None:
             return
         with self._file as file:
@@ -94,7 +95,7 @@ class Fetched:
         yield from self._stamped.end(complete=self._complete)
 
     def close(self) -> None:
-        """Whether or not its pieces were taken."""
+        """Close the file, even if its pieces were not read."""
         if self._file is not None:
             self._file.close()
 
@@ -109,8 +110,10 @@ def fetch(
     complete: bool,
     most: int | None = None,
 ) -> Fetched:
-    """The log as it is now, after that place, or its first `most` bytes; with `complete`, also a last line that has no
-    end. Does not raise."""
+    """Fetch the log as it is now, after that position, or its first `most` bytes. Does not raise.
+
+    complete: include a last line without an ending.
+    """
     found = Fetched(after, own=own, complete=complete, greets=source.greets)
     try:
         stream = _open(api, native, source, after if own else None, follow=False, most=most)
@@ -134,14 +137,16 @@ def fetch(
 
 
 class Tail:
-    """A thread that reads a log as it is written and keeps it for its reader. A daemon.
+    """A daemon thread that reads a log as it is written and buffers it for its reader.
 
-    at:     the place up to which the reader has taken it.
-    holder: who takes from it now, where somebody does: another reader at the same place has one of its own.
-    over:   nothing more comes; `error`: why it broke off, None where the log ended.
-    lost:   the place from which it was to go on is no longer in the log.
-    behind: the last line came later after it was written than others before it.
-    opened: the kubelet has said which run's log it is; `checked`: the API server, after that, that it is this one's.
+    at:      the reader's position.
+    holder:  the current reader; another one at the same position has a stream of its own.
+    over:    nothing more comes.
+    error:   why it broke off; None if the log ended.
+    lost:    the log no longer contains the position to resume from.
+    behind:  the last line came later after it was written than others before it.
+    opened:  the kubelet has chosen the run whose log it sends.
+    checked: the API server has then confirmed that it is this run's.
     """
 
     def __init__(self, api: Api, native: Native, source: Source, after: Position | None, *, own: bool) -> None:
@@ -178,23 +183,23 @@ class Tail:
 
     @property
     def doubtful(self) -> bool:
-        """Whether another run may have begun that the API server does not know of yet."""
+        """True if another run may have begun that the API server does not know of yet."""
         return self.lost and not self._sure
 
     @property
     def to_be_checked(self) -> bool:
-        """Whether it is time to look if its run is still the current one."""
+        """True if it is time to check that its run is still the current one."""
         if not self.opened or self._sure:
             return False
         return not self.checked or (self.lost and time.monotonic() - self.begun_at > _DOUBT_S)
 
     def note_checked(self) -> None:
-        """It was looked at just now."""
+        """Note that the run was checked just now."""
         self._sure = self.lost and self.checked
         self.checked = True
 
     def take(self) -> list[Piece]:
-        """What has come since."""
+        """Return the pieces since the last call."""
         with self._lock:
             pieces, self._pieces, self._waiting = self._pieces, [], 0
             self._lock.notify_all()
@@ -203,14 +208,14 @@ class Tail:
         return pieces
 
     def take_last(self) -> list[Piece]:
-        """The line that had no end when the log ended."""
+        """Return the line that had no ending when the log ended."""
         last, self._last = self._last, []
         if last:
             self.at = last[-1].after
         return last
 
     def close(self) -> None:
-        """What has come may still be taken."""
+        """Close the stream. `take` still returns buffered pieces."""
         with self._lock:
             self._closed = True
             stream = self._stream
@@ -219,7 +224,7 @@ class Tail:
             stream.close()
 
     def rest(self) -> Iterator[Piece]:
-        """What comes until its end, as long as something comes every few seconds."""
+        """Yield the pieces until the log's end, or until none comes for 8 s."""
         last = time.monotonic()
         while not self.over and time.monotonic() - last < _JOIN_S:
             pieces = self.take()
@@ -259,8 +264,10 @@ class Tail:
                 self.error = NotFound(f"{self._api.where}: the kubelet has no log of {self.source.name}", status=404)
 
     def _checked(self, pieces: Sequence[Piece], idle_s: float) -> Iterator[Piece]:
-        """The pieces, with a gap where the kubelet has skipped lines: it does so, silently, for a reader that is two
-        rotations of the log behind. One that had to wait for the first piece was not."""
+        """Yield the pieces, with a gap where the kubelet has skipped lines.
+
+        It does so silently for a reader two rotations behind, but not for one that waited for the first piece.
+        """
         for number, piece in enumerate(pieces):
             before = self._pace.last
             leaps = self._pace.leaps(piece.after)
@@ -269,7 +276,7 @@ class Tail:
             yield piece
 
     def _holds(self, place: Position) -> bool:
-        """Whether the place is in the log as it is now: then what the stream gave next is what was written next."""
+        """Return True if the log still contains the position: the stream has then skipped nothing after it."""
         answer = fetch(self._api, self._native, self.source, place, complete=False, most=_LONGEST_TIME)
         with contextlib.closing(answer):
             if answer.error is not None or answer.absent:
@@ -282,7 +289,7 @@ class Tail:
         return held
 
     def _put(self, pieces: list[Piece]) -> bool:
-        """False when nobody takes them."""
+        """Buffer the pieces. Return False after `close`, or if no reader collects them for 120 s."""
         with self._lock:
             self._pieces += pieces
             self._waiting += sum(len(piece.data) for piece in pieces)
@@ -293,9 +300,9 @@ class Tail:
 
 
 class _Pace:
-    """How far behind its writer a reader is, by the times of the lines and ours, whose clocks may differ.
+    """A reader's delay behind the writer, by the times of the lines and of this machine, whose clocks may differ.
 
-    last: the place after the line before.
+    last: the position after the previous line.
     """
 
     def __init__(self) -> None:
@@ -309,11 +316,11 @@ class _Pace:
         return self._read - self._written - self._least > _BEHIND_S
 
     def note_sure(self) -> None:
-        """Nothing that follows is missing: the kubelet does not rotate a log twice in so short a time."""
+        """Note that no line is missing for 5 s: the kubelet does not rotate a log twice in that time."""
         self._sure_until = time.monotonic() + _SURE_S
 
     def leaps(self, place: Position) -> bool:
-        """Whether the line was written long after the one before it, and came soon after that."""
+        """Return True if the line was written long after the one before it but came soon after that."""
         self.last, second = place, place.stamp[:15]
         now = time.time()
         if second == self._second:

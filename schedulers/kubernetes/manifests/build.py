@@ -1,4 +1,4 @@
-"""A job as objects of a cluster: all of them, in the order in which they are made. Pure, all of it."""
+"""Pure functions that build all of a job's objects, in the order in which they are created."""
 
 from __future__ import annotations
 
@@ -43,9 +43,11 @@ BUILDERS: Mapping[str, _Builder] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Manifests:
-    """first:    what must be there before the job's object is made.
-    workload: the job's object. Whatever else there is belongs to it (`owned`), and goes when it goes.
-    then:     what its pods wait for, and may come after it.
+    """The objects of a job.
+
+    first:    created before the job's object.
+    workload: the job's object. It owns all others (`owned`), which are deleted with it.
+    then:     needed by its pods, and created after it.
     """
 
     first: tuple[Object, ...]
@@ -65,9 +67,9 @@ def build(
     target: str = "kubernetes",
     data: bytes | None = None,
 ) -> Manifests:
-    """The objects. With `data`, the packed code, the ConfigMaps that hold it are among them, where `code` says so.
+    """Build the objects. `data`, the packed code, is included in ConfigMaps if `code.kind` is configmap.
 
-    The user's patches are applied last. Raises SpecError for a job that cannot be one of this kind.
+    The user's patches are applied last. Raises SpecError for a job that cannot be of this kind.
     """
     check(spec, options, target)
     name = object_names.object_name(spec.name, job_id)
@@ -98,7 +100,7 @@ def build(
 
 
 def check(spec: JobSpec, options: KubernetesOptions, target: str) -> None:
-    """Raises SpecError for a job that cannot be one of this kind."""
+    """Raise SpecError for a job that cannot be of this kind."""
     pods.check(spec, options, target)
     validate.check_options(options, f"target {target}")
     if spec.max_nodes is not None and options.workload != "pytorchjob":
@@ -109,7 +111,7 @@ def check(spec: JobSpec, options: KubernetesOptions, target: str) -> None:
 
 
 def warnings(spec: JobSpec, options: KubernetesOptions) -> tuple[str, ...]:
-    """What the job will get otherwise than it may seem."""
+    """Return warnings about settings whose effect may surprise."""
     found = BUILDERS[options.workload].warnings(spec, options)
     found += tpu_slices.warnings(options, pods.node_selector(spec, options))
     if spec.resources.memory_gb is None or spec.resources.cpus is None:
@@ -118,8 +120,7 @@ def warnings(spec: JobSpec, options: KubernetesOptions) -> tuple[str, ...]:
 
 
 def stamped(made: Object, spec: JobSpec | None = None) -> Object:
-    """The object with its digest and, for machines that did not submit the job, its spec. An object that is there
-    already and has the same digest is this one."""
+    """Return the object with its digest, by which submits recognize it, and its spec for other machines."""
     metadata = made["metadata"]
     notes = {**(metadata.get("annotations") or {}), names.DIGEST: digest(made)}
     if spec is not None:
@@ -128,13 +129,13 @@ def stamped(made: Object, spec: JobSpec | None = None) -> Object:
 
 
 def digest(made: Mapping[str, Any]) -> str:
-    """Of an object as it was built: equal objects have equal ones."""
+    """Return the digest of an object as it was built: equal objects have equal digests."""
     text = json.dumps(made, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def owned(made: Object, workload: Mapping[str, Any]) -> Object:
-    """The object as belonging to the job's, which the cluster has given a uid: it is removed with it."""
+    """Return the object with the job's, which has a uid by now, as its owner: they are deleted together."""
     metadata = workload["metadata"]
     reference = {
         "apiVersion": workload["apiVersion"],
@@ -147,7 +148,7 @@ def owned(made: Object, workload: Mapping[str, Any]) -> Object:
 
 
 def files(made: Manifests) -> dict[str, str]:
-    """The objects as YAML, a file for each, named so that they sort in their order."""
+    """Return the objects as YAML, one file each, named so that they sort in their order."""
     found = {}
     for index, each in enumerate(made):
         found[f"kubernetes/{index}-{each['kind'].lower()}.yaml"] = to_yaml([each])
@@ -155,7 +156,7 @@ def files(made: Manifests) -> dict[str, str]:
 
 
 def to_yaml(objects: Sequence[Mapping[str, Any]]) -> str:
-    """One document for each, in the order of the keys as they were built; long texts are blocks."""
+    """Return one YAML document per object, with keys in insertion order and multi-line texts as blocks."""
     import yaml
 
     class Dumper(yaml.SafeDumper):
@@ -179,7 +180,7 @@ def to_yaml(objects: Sequence[Mapping[str, Any]]) -> str:
 def template(
     spec: JobSpec, options: KubernetesOptions, name: str, job_id: str, code: Code, target: str
 ) -> Callable[..., Object]:
-    """What makes the template of the job's pods, patched; of what only one kind of object needs it is told."""
+    """Return a function that builds the patched pod template. Its arguments are what one kind of object needs."""
     grouped = options.volcano_queue is not None and options.workload in ("job", "jobset")
     annotations = {GROUP_ANNOTATION: name} if grouped else None
     plain = functools.partial(pods.template, spec, options, name, job_id, code, annotations=annotations)

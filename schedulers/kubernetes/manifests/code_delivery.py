@@ -1,4 +1,4 @@
-"""How a job's code comes into its pods: what goes into their template for each way, and what else there must be."""
+"""Delivery of code to the pods: what each way adds to the pod template, and its further objects."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ os.rename(making, target)
 
 @dataclass(frozen=True, kw_only=True)
 class Code:
-    """Where a job's code is.
+    """The location of a job's code.
 
-    kind:   configmap (in `parts` of them), pvc, store, or image: nothing needs to be brought.
-    digest: sha256 of the packed code, in hexadecimal; what stands for it where nothing is packed yet.
+    kind:   configmap (in `parts` of them), pvc, store, or image: nothing needs to be delivered.
+    digest: sha256 of the packed code, in hexadecimal, or a placeholder before packing.
     """
 
     kind: Literal["configmap", "pvc", "store", "image"]
@@ -69,22 +69,22 @@ class Code:
 
     @property
     def file(self) -> str:
-        """Its name in a claim or an object store; the same content has the same."""
+        """The file's name in a claim or an object store; equal for equal content."""
         return f"{self.digest}.tar.gz"
 
 
 def planned(options: KubernetesOptions) -> Code:
-    """What can be said before anything is packed; of `auto`, that the code is small."""
+    """Return the location before anything is packed. `auto` assumes small code."""
     return Code(kind="configmap" if options.code == "auto" else options.code)
 
 
 def packed(tar: bytes) -> bytes:
-    """A snapshot as it travels; the same bytes for the same snapshot."""
+    """Compress a snapshot, to the same bytes for the same snapshot."""
     return gzip.compress(tar, mtime=0)
 
 
 def chosen(options: KubernetesOptions, size: int, digest: str, name: str) -> Code:
-    """The way for packed code of this size and digest. Raises SpecError when there is none."""
+    """Return the location for packed code of this size and digest. Raises SpecError if there is none."""
     kind = options.code
     if kind == "auto":
         larger: Literal["pvc", "store", "configmap"]
@@ -104,7 +104,7 @@ def digest_of(data: bytes) -> str:
 
 
 def config_maps(name: str, labels: Mapping[str, str], namespace: str | None, data: bytes) -> list[Object]:
-    """The ConfigMaps that hold packed code; `Code.parts` of them. They never change."""
+    """Return the immutable ConfigMaps of the packed code, `Code.parts` of them."""
     parts = [data[at : at + _PART] for at in range(0, len(data), _PART)] or [b""]
     return [
         {
@@ -123,7 +123,7 @@ def config_maps(name: str, labels: Mapping[str, str], namespace: str | None, dat
 
 
 def workdir(code: Code, options: KubernetesOptions, inside: str) -> str | None:
-    """The directory that the program runs in; None for the image's own."""
+    """Return the program's working directory; None for the image's own."""
     top = options.code_dir if code.kind == "image" else DIRECTORY
     if top is None:
         if inside != ".":
@@ -133,7 +133,7 @@ def workdir(code: Code, options: KubernetesOptions, inside: str) -> str | None:
 
 
 def volumes(code: Code, options: KubernetesOptions, name: str) -> list[Object]:
-    """What the pods need beside a directory of their own."""
+    """Return the volumes that the pods need for the code, besides a directory of their own."""
     if code.kind == "configmap":
         sources = [{"configMap": {"name": _config_map(name, index)}} for index in range(code.parts)]
         return [{"name": BRINGS, "projected": {"sources": sources}}]
@@ -146,8 +146,7 @@ def volumes(code: Code, options: KubernetesOptions, name: str) -> list[Object]:
 def init_containers(
     code: Code, options: KubernetesOptions, base: Object, python: str, mounted: Sequence[Object] = ()
 ) -> list[Object]:
-    """The containers that bring the code. `base` is what every container of the pod has: image, security, resources;
-    `mounted` are the mounts."""
+    """Return the containers that deliver the code. `base`: settings of all containers; `mounted`: their mounts."""
     if code.kind == "image":
         return []
     home: Object = {"name": "accel", "mountPath": _HOME}

@@ -1,4 +1,4 @@
-"""A job as an Indexed Job (`batch/v1`) and a headless Service: what every cluster has, without any operator.
+"""A job as an Indexed Job (`batch/v1`) and a headless Service, which every cluster has without an operator.
 
 https://kubernetes.io/docs/concepts/workloads/controllers/job/#completion-mode
 """
@@ -25,7 +25,7 @@ _FAIL_WITH_DISRUPTION = {"action": "FailJob", "onPodConditions": [{"type": "Disr
 def build(
     spec: JobSpec, options: KubernetesOptions, metadata: Object, job_id: str, template: Callable[..., Object]
 ) -> Object:
-    """The Job. A pod's index is its node's rank; `service` makes the names by which they find each other."""
+    """Build the Job. A pod's index is its node's rank; pods find each other by the names in `service`."""
     env = pods.world(spec, f"{metadata['name']}-0.{metadata['name']}")
     made = template(env=[*env, *([failures()] if spec.retry.max_restarts else [])])
     job = job_spec(spec, made, restarts=spec.retry.max_restarts * spec.nodes, service=metadata["name"])
@@ -46,7 +46,7 @@ def build(
 
 
 def failures() -> Object:
-    """How often the pods of this index have failed: the attempt. Empty where the cluster does not note it."""
+    """Return the variable with this index's failures, which is the attempt. Empty if the cluster does not count."""
     return {
         "name": "ACCEL_POD_FAILURES",
         "valueFrom": {"fieldRef": {"fieldPath": f"metadata.annotations['{_FAILURES}']"}},
@@ -54,15 +54,17 @@ def failures() -> Object:
 
 
 def _per_index(spec: JobSpec) -> Object:
-    """A limit for each index: only then does the Job note on a pod how often its predecessors have failed."""
+    """Return a limit per index: only then does the Job record earlier failures on a pod."""
     if not spec.retry.max_restarts:
         return {}
     return {"backoffLimitPerIndex": spec.retry.max_restarts, "maxFailedIndexes": 0}
 
 
 def job_spec(spec: JobSpec, template: Object, *, restarts: int, service: str | None = None, jobs: int = 1) -> Object:
-    """A JobSpec with a pod for each node, or for each of a share of them where several `jobs` have one, which fails
-    when more than `restarts` of its pods have failed."""
+    """Return a JobSpec with one pod for each node, or with several `jobs` for each node of its share.
+
+    The Job fails when more than `restarts` of its pods have failed.
+    """
     inside = {**template["spec"], "restartPolicy": "Never", **({"subdomain": service} if service else {})}
     container = inside["containers"][0]["name"]
     rule = {"containerName": container, "operator": "In", "values": list(FINAL)}
@@ -81,7 +83,7 @@ def job_spec(spec: JobSpec, template: Object, *, restarts: int, service: str | N
 
 
 def service(spec: JobSpec, options: KubernetesOptions, metadata: Object, job_id: str) -> Object:
-    """The Service, without an address of its own: each pod has a name in it before it is ready."""
+    """Build the headless Service, in which each pod has a name before it is ready."""
     return {
         "apiVersion": "v1",
         "kind": "Service",

@@ -26,7 +26,7 @@ _ATTEMPT = f"metadata.annotations['{names.RESTART_ATTEMPT}']"
 def build(
     spec: JobSpec, options: KubernetesOptions, metadata: Object, job_id: str, template: Callable[..., Object]
 ) -> Object:
-    """The JobSet: one Indexed Job of all nodes, or of each slice of TPUs, made anew for every attempt."""
+    """Build the JobSet: one Indexed Job of all nodes, or of each TPU slice, recreated for every attempt."""
     name = metadata["name"]
     master = f"{name}-{REPLICATED}-0-0.{name}"
     env = [*pods.world(spec, master), attempt(), *tpu_slices.variables(options, master)]
@@ -46,7 +46,7 @@ def build(
 
 
 def set_spec(spec: JobSpec, template: Object, jobs: int = 1) -> Object:
-    """What Trainer's runtimes say too."""
+    """Return the part of the spec that Trainer's runtimes have too."""
     policy: Object = {"maxRestarts": spec.retry.max_restarts}
     if spec.retry.max_restarts:
         policy["restartStrategy"] = "BlockingRecreate"  # no pod of an attempt meets one of the last
@@ -59,8 +59,10 @@ def set_spec(spec: JobSpec, template: Object, jobs: int = 1) -> Object:
 
 
 def why_for_good(made: Mapping[str, Any], codes: Iterable[int]) -> str:
-    """Why the Job of one that is `FAILED_FOR_GOOD` failed; `codes` are those of its pods, which a Job keeps unless its
-    time is over."""
+    """Return why the Job of a JobSet that is `FAILED_FOR_GOOD` failed.
+
+    codes: the exit codes of its pods, which a Job keeps unless its time is over.
+    """
     jobs = (made.get("spec") or {}).get("replicatedJobs") or []
     limited = any("activeDeadlineSeconds" in each.get("template", {}).get("spec", {}) for each in jobs)
     return _TIME_OVER if limited and not set(indexed.HOPELESS) & set(codes) else _HOPELESS

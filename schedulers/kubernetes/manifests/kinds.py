@@ -1,4 +1,4 @@
-"""Which kinds of jobs a cluster can run, from the API groups that it says it has."""
+"""The kinds of jobs that a cluster can run, by its API groups."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _PER_INDEX = (1, 28)
 
 
 def runnable(api_versions: Iterable[str]) -> list[str]:
-    """The kinds that a cluster with these API versions (`batch/v1`, `kubeflow.org/v1`, …) knows."""
+    """Return the kinds that a cluster with these API versions (`batch/v1`, `kubeflow.org/v1`, …) knows."""
     there = set(api_versions)
     return [kind for kind, builder in BUILDERS.items() if builder.API_VERSION in there]
 
 
 def check_kind(options: KubernetesOptions, api_versions: Iterable[str], target: str) -> None:
-    """Raises SpecError, naming the kinds that are there, when the cluster does not know the one that is asked for."""
+    """Raise SpecError, which names the available kinds, if the cluster lacks the requested kind or Volcano."""
     there = set(api_versions)
     wanted = BUILDERS[options.workload]
     if wanted.API_VERSION not in there:
@@ -48,8 +48,7 @@ def check_kind(options: KubernetesOptions, api_versions: Iterable[str], target: 
 def check_restarts(
     spec: JobSpec, options: KubernetesOptions, version: Callable[[], tuple[int, int] | None], target: str
 ) -> None:
-    """Raises SpecError for a Job with restarts in a Kubernetes that knows no limit for each index. `version` is called
-    for such a Job alone."""
+    """Raise SpecError for a Job with restarts before Kubernetes 1.28. `version` is called for such a Job only."""
     if options.workload == "job" and spec.retry.max_restarts and (there := version()) and there < _PER_INDEX:
         raise SpecError(
             f"target {target}: --max-restarts of workload job needs Kubernetes 1.28 (backoffLimitPerIndex), and the "

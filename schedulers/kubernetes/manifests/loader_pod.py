@@ -1,4 +1,4 @@
-"""The pod that puts code into a claim: it may be where the job's pods may be, and takes next to nothing of a node."""
+"""The pod that uploads code to a claim. It may run where the job's pods may, and uses few resources."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _STORAGE = "ephemeral-storage"
 
 
 def loader(spec: JobSpec, options: KubernetesOptions, job_id: str, target: str) -> Object:
-    """A pod that has the claim mounted for writing and waits, for whoever brings a snapshot through it (exec).
+    """Build a pod that mounts the claim for writing and waits for an upload through exec.
 
-    It ends by itself after ten minutes, and is no pod of the job's gang. Otherwise it is as the job's pods: nodes,
-    tolerations, accounts, labels, image, and what `pod_patch` makes of them. Raises SpecError.
+    It ends by itself after ten minutes and is not in the job's gang. It has the nodes, tolerations, accounts,
+    labels and image of the job's pods, and their `pod_patch`. Raises SpecError.
     """
     wanted = spec.resources
     small = dataclasses.replace(
@@ -63,7 +63,7 @@ def loader(spec: JobSpec, options: KubernetesOptions, job_id: str, target: str) 
 
 
 def _container(inside: Object, options: KubernetesOptions, target: str) -> Object:
-    """As the one that unpacks the code: it has the same interpreter, and no devices."""
+    """Return the loader's container, a copy of the unpacking one: same interpreter, no devices."""
     found = [each for each in inside.get("initContainers") or [] if each.get("name") == delivery.BRINGS]
     if not found:
         raise SpecError(

@@ -1,7 +1,7 @@
-"""A user's strategic merge patch, applied to what was built, and what may not come of it.
+"""Strategic merge patches of the built objects.
 
-The merge keys are those of the Kubernetes API (`x-kubernetes-patch-merge-key` in its OpenAPI), which a test compares;
-those of JobSet and Trainer are the keys of their lists (`x-kubernetes-list-map-keys`).
+The merge keys are those of the Kubernetes API (`x-kubernetes-patch-merge-key` in its OpenAPI), which a test
+compares; those of JobSet and Trainer are the keys of their lists (`x-kubernetes-list-map-keys`).
 https://kubernetes.io/docs/tasks/manage-kubernetes-objects/update-api-object-kubectl-patch/
 """
 
@@ -39,7 +39,7 @@ _ORDERS = ("replace", "delete", "merge")
 
 
 def apply(base: Mapping[str, Any], patch: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """A new object: `base` with the patch merged into it; null deletes. Raises SpecError, which begins with `where`."""
+    """Return `base` with the patch merged, as a new object; null deletes. Raises SpecError, prefixed with `where`."""
     merged = _map(dict(base), patch, where)
     if merged is None:
         raise SpecError(f"{where}: $patch: delete leaves nothing")
@@ -83,13 +83,13 @@ def _value(base: Any, patch: Any, key: str, where: str) -> Any:
 
 
 def _key_of(key: str, patch: Sequence[Mapping[str, Any]], base: Any) -> str:
-    """The ports of a Service go by `port`, those of a container by `containerPort`."""
+    """Return the merge key: `port` for the ports of a Service, `containerPort` for those of a container."""
     elements = [*patch, *(base if isinstance(base, list) else [])]
     return "port" if key == "containerPort" and elements and all("port" in each for each in elements) else key
 
 
 def _list(base: list[Any], patch: Sequence[Mapping[str, Any]], key: str, where: str) -> list[Any]:
-    """Elements that are there are merged, in their places; new ones come after them."""
+    """Merge existing elements in place and append new ones."""
     if any(each.get("$patch") == "replace" and len(each) == 1 for each in patch):
         return [_plain_map(each, where) for each in patch if "$patch" not in each]
     found = copy.deepcopy(base)
@@ -123,7 +123,7 @@ def _words(value: Any, where: str) -> Sequence[Any]:
 
 
 def _plain(value: Any, where: str) -> Any:
-    """The value as it will be in the object: without nulls. Raises SpecError for a directive that nothing reads."""
+    """Return the value without nulls. Raises SpecError for a directive without effect."""
     if isinstance(value, Mapping):
         return _plain_map(value, where)
     if isinstance(value, list):

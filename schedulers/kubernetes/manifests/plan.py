@@ -1,4 +1,4 @@
-"""What a submit will do, before any cluster is asked and any code packed."""
+"""The plan of a submit, made before any request and without packing the code."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ KIND = "kubernetes"
 
 
 def plan(spec: JobSpec, options: KubernetesOptions, job_id: str, target: str) -> Plan:
-    """The objects as YAML and what is done with them. Raises SpecError.
+    """Return the objects as YAML and the actions on them. Raises SpecError.
 
-    What only packing can tell is left open: the digest of the code, and where `code: auto` has a larger place than
-    ConfigMaps, whether it needs it.
+    Two things are left open until the code is packed: its digest, and with `code: auto` and a claim or store
+    whether that is needed.
     """
     code = delivery.planned(options)
     made = build.build(spec, options, job_id, code, target=target)
@@ -52,7 +52,7 @@ def _actions(
 
 
 def _command(made: build.Manifests, options: KubernetesOptions) -> tuple[str, ...]:
-    """What every pod runs, as the pod will see it."""
+    """Return the command of every pod, as the pod will see it."""
     for each in made:
         for _, template in validate.templates(each):
             for container in template["spec"]["containers"]:

@@ -1,4 +1,4 @@
-"""The pods of a job: one template for all kinds of objects that make pods."""
+"""The pod template of a job, the same for all kinds of objects that create pods."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _REFERENCE = "secret:NAME/KEY"
 
 
 def check(spec: JobSpec, options: KubernetesOptions, name: str) -> None:
-    """Raises SpecError for a job that no kind of object can run as it is described."""
+    """Raise SpecError for a job that no kind of object can run."""
     where = f"target {name}"
     if options.read_only_root_filesystem and spec.setup:
         raise SpecError(f"{where}: --setup installs, and read_only_root_filesystem lets nothing be installed: drop one")
@@ -71,12 +71,12 @@ def check(spec: JobSpec, options: KubernetesOptions, name: str) -> None:
 
 
 def processes(spec: JobSpec) -> int:
-    """Of each pod."""
+    """Return the number of processes of each pod."""
     return spec.procs_per_node or spec.resources.gpus or 1
 
 
 def world(spec: JobSpec, master: str) -> list[Object]:
-    """The job's nodes, as variables of its pods. The rank of each is from its own fields."""
+    """Return the variables that describe the job's nodes to its pods. Each node's rank is in the pod's own fields."""
     return [
         {"name": "ACCEL_NODES", "value": str(spec.nodes)},
         {"name": "ACCEL_MASTER", "value": master},
@@ -85,7 +85,7 @@ def world(spec: JobSpec, master: str) -> list[Object]:
 
 
 def backstop_s(spec: JobSpec) -> int | None:
-    """The cluster's time limit, some minutes after the launchers' own."""
+    """Return the cluster's time limit in seconds, some minutes after the launchers' own, or None."""
     return None if spec.time_limit_s is None else math.ceil(spec.time_limit_s + spec.grace_s) + _BACKSTOP_S
 
 
@@ -95,10 +95,11 @@ def meets(spec: JobSpec) -> bool:
 
 
 def rendezvous(spec: JobSpec, options: KubernetesOptions, metadata: Object, job_id: str) -> Object:
-    """The Service of node 0, made before any pod.
+    """Build the Service of node 0, created before any pod.
 
-    A pod's own name exists only once the pod has an address, and a name server that was asked before keeps "no such
-    name" for half a minute. This name exists from the beginning, and its address stays when the pod is replaced.
+    A pod's own name exists only once the pod has an address, and a name server that was queried before caches "no
+    such name" for half a minute. This name exists from the beginning, and its address stays when the pod is
+    replaced.
     """
     index = "training.kubeflow.org/replica-index" if options.workload == "pytorchjob" else names.COMPLETION_INDEX
     first = {index: "0", **({names.JOB_INDEX: "0"} if options.slices > 1 else {})}
@@ -119,7 +120,7 @@ def rendezvous_name(name: str) -> str:
 
 
 def container_name(options: KubernetesOptions) -> str:
-    """Of the container that trains; the operators look for it by this name."""
+    """Return the name of the training container, by which the operators find it."""
     return "node" if options.workload == "trainjob" else "pytorch"
 
 
@@ -135,7 +136,7 @@ def template(
     labels: Mapping[str, str] | None = None,
     annotations: Mapping[str, str] | None = None,
 ) -> Object:
-    """A PodTemplateSpec, but for its restart policy. `env` and `launch` are what only one kind of object needs."""
+    """Build a PodTemplateSpec without a restart policy. `env` and `launch`: what only one kind of object needs."""
     own = {**names.labels(spec.name, job_id), **(labels or {}), **options.labels}
     notes = {**(annotations or {}), **options.annotations}
     return {
@@ -218,8 +219,7 @@ def _main(
 
 
 def command(spec: JobSpec, options: KubernetesOptions, launch: Sequence[str] = ()) -> list[str]:
-    """What a pod runs: `accel launch`, after the commands of `setup`. Its output has `[rank N] ` before each line
-    where a pod has several ranks."""
+    """Return a pod's command: `setup`, then `accel launch`. With several ranks, `[rank N] ` begins each output line."""
     count = processes(spec)
     words = ["accel"] if options.python is None else [options.python, "-c", _ACCEL]
     words += ["launch", "--num_processes", str(count * spec.nodes), *launch]
@@ -240,7 +240,7 @@ def command(spec: JobSpec, options: KubernetesOptions, launch: Sequence[str] = (
 
 
 def _passed(words: list[str], spec: JobSpec, options: KubernetesOptions) -> list[str]:
-    """The command as the kind of object can hold it: as JSON where it or a variable has control characters."""
+    """Return the command, encoded as JSON if the object cannot hold its control characters."""
     env = {key: value for key, value in spec.env.items() if not _holds(value, options)}
     if not env and all(_holds(word, options) for word in words):
         return words
@@ -255,7 +255,7 @@ def _holds(text: str, options: KubernetesOptions) -> bool:
 
 
 def unexpanded(text: str) -> str:
-    """The text so that it arrives as it is: Kubernetes replaces `$(NAME)`, and `$$` is a dollar sign.
+    """Escape the text: Kubernetes expands `$(NAME)`, and `$$` is a dollar sign.
 
     https://kubernetes.io/docs/tasks/inject-data-application/define-command-argument-container/
     """
@@ -263,10 +263,10 @@ def unexpanded(text: str) -> str:
 
 
 def security(options: KubernetesOptions) -> Object:
-    """Of each container, by https://kubernetes.io/docs/concepts/security/pod-security-standards/.
+    """Return a container's security context.
 
-    Nothing of it is said for the pod as a whole: a container that the cluster adds, as a service mesh does, may need
-    another user.
+    It follows https://kubernetes.io/docs/concepts/security/pod-security-standards/. The pod as a whole has none:
+    a container that the cluster adds, as a service mesh does, may need another user.
     """
     found: Object = {"runAsUser": options.run_as_user, "runAsGroup": options.run_as_group}
     if options.read_only_root_filesystem:
@@ -310,12 +310,12 @@ def _environment(spec: JobSpec, options: KubernetesOptions, job_id: str) -> Iter
 
 
 def _own_home(options: KubernetesOptions) -> bool:
-    """Return True if the image's home cannot be written to, or is none of this user."""
+    """Return True if the image's home is read-only or not this user's."""
     return options.run_as_user is not None or options.read_only_root_filesystem
 
 
 def tmp_mounts(options: KubernetesOptions) -> list[Object]:
-    """/tmp as a volume of the pod where the image's cannot be written to, unless the options name another."""
+    """Return a mount for /tmp if the image's is read-only, unless the options mount another."""
     if not options.read_only_root_filesystem or any(
         posixpath.normpath(volume.mount) == "/tmp" for volume in options.volumes
     ):
@@ -324,7 +324,7 @@ def tmp_mounts(options: KubernetesOptions) -> list[Object]:
 
 
 def _own_fields(spec: JobSpec, options: KubernetesOptions, name: str) -> Iterator[Object]:
-    """What a launcher must know of its pod, to be told from its predecessors and to be found by the others."""
+    """Yield variables that distinguish a launcher from its predecessors and let the others find it."""
     yield {"name": "ACCEL_POD_UID", "valueFrom": {"fieldRef": {"fieldPath": "metadata.uid"}}}
     yield {"name": "ACCEL_STARTS", "value": _STARTS}
     if meets(spec):
@@ -339,16 +339,16 @@ def _own_fields(spec: JobSpec, options: KubernetesOptions, name: str) -> Iterato
 
 
 def _limit_codes(spec: JobSpec, options: KubernetesOptions) -> str:
-    """The exit codes of node 0 and of the others at the time limit, with which their logs stay.
+    """Return the exit codes of node 0 and of the others at the time limit that preserve their logs.
 
-    A job that fails deletes the pods that still run: so the others succeed, and node 0 goes last. The kubelets of a
-    PyTorchJob with restarts start again what fails: so all succeed.
+    A job that fails deletes the pods that still run: so the others succeed, and node 0 exits last. The kubelets
+    of a PyTorchJob with restarts restart what fails: so all succeed.
     """
     return "0,0" if options.workload == "pytorchjob" and spec.retry.max_restarts else f"{TIME_LIMIT},0"
 
 
 def _restarts_pods(spec: JobSpec, options: KubernetesOptions) -> bool:
-    """Return True if each pod that fails is started again by itself. In other jobs node 0's end tells how all ended."""
+    """Return True if each failed pod restarts by itself. In other jobs node 0's end shows how all ended."""
     return options.workload in ("pytorchjob", "job") and spec.retry.max_restarts > 0
 
 
@@ -363,7 +363,7 @@ def _secret(variable: str, reference: str, where: str) -> tuple[str, str]:
 
 
 def _resources(spec: JobSpec, options: KubernetesOptions, *, devices: bool) -> Object:
-    """The same as requests and limits: nothing of the node is shared, and nothing is taken away."""
+    """Return equal requests and limits: a pod's resources are neither shared nor withdrawn."""
     wanted = spec.resources
     found: dict[str, str] = {}
     if wanted.cpus is not None:

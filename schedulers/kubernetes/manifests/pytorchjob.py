@@ -22,11 +22,11 @@ API_VERSION, KIND, PLURAL = "kubeflow.org/v1", "PyTorchJob", "pytorchjobs"
 def build(
     spec: JobSpec, options: KubernetesOptions, metadata: Object, job_id: str, template: Callable[..., Object]
 ) -> Object:
-    """The object. One node is a master; several are workers only, to which the operator adds no init container: that
-    one looks up the master's name before it exists, and says nothing of its security. A world that may grow has an
-    elasticPolicy, under which the first worker that ends with 0 ends the job; without, all must.
+    """Build the PyTorchJob. `template` builds the pods' template from what only this kind needs.
 
-    `template` makes the pods' template out of what only this kind needs.
+    One node is a master. Several are workers only, to which the operator adds no init container: that one looks
+    up the master's name before it exists, and has no security context. An elastic job has an elasticPolicy, under
+    which the first worker that exits with 0 ends the job; without it, all must.
     """
     most = spec.max_nodes or spec.nodes
     replicas = {"Worker": most} if most > 1 else {"Master": 1}
@@ -54,7 +54,7 @@ def build(
 
 
 def rank() -> Object:
-    """The rank of a pod's node, from the label that the operator gives each pod."""
+    """Return the variable with the rank of a pod's node, from a label that the operator sets."""
     return {"name": "ACCEL_NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": f"metadata.labels['{REPLICA_INDEX}']"}}}
 
 

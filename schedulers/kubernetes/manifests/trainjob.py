@@ -1,7 +1,7 @@
 """A job as a TrainJob (`trainer.kubeflow.org/v1alpha1`) of Kubeflow Trainer v2, with a runtime of its own.
 
-A TrainJob may change little of a runtime that administrators made, and says nothing of restarts: so each has a
-TrainingRuntime beside it, which is made first. https://www.kubeflow.org/docs/components/trainer/
+A TrainJob can change little of an administrator's runtime, and cannot set restarts. So each has a
+TrainingRuntime, which is created first. https://www.kubeflow.org/docs/components/trainer/
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def build(
 def runtime(
     spec: JobSpec, options: KubernetesOptions, metadata: Object, labels: Object, template: Callable[..., Object]
 ) -> Object:
-    """The TrainingRuntime that the TrainJob of the same name runs by."""
+    """Build the TrainingRuntime of the TrainJob of the same name."""
     found = jobset.set_spec(spec, template(env=[jobset.attempt()]))
     job = found["replicatedJobs"][0]["template"]
     # How many pods there are, and for how long they may run, the TrainJob says.

@@ -1,5 +1,4 @@
-"""Whether what is said in Kubernetes' own words, and what a patch made of a job's objects, can be meant, before any
-server is asked."""
+"""Offline validation of raw Kubernetes options and patched manifests."""
 
 from __future__ import annotations
 
@@ -45,8 +44,10 @@ _KEYS: Mapping[str, Mapping[str, str]] = {
 
 
 def check_workload(made: Mapping[str, Any], built: Mapping[str, Any], where: str) -> None:
-    """Raises SpecError, which begins with `where`, when the patched object is no longer the job's, or holds what
-    Kubernetes does not know. Raises ConfigError when the package that knows is not there."""
+    """Raise SpecError if the patched object is no longer the job's or has unknown fields.
+
+    Its message begins with `where`. Raises ConfigError if the package with the models is not installed.
+    """
     _same(made, built, where)
     kind = str(built["kind"])
     for path, keys in _KEYS.get(kind, {}).items():
@@ -59,12 +60,12 @@ def check_workload(made: Mapping[str, Any], built: Mapping[str, Any], where: str
 
 
 def check_template(template: Any, where: str) -> None:
-    """The same for the template of pods alone."""
+    """Validate a pod template as `check_workload` does."""
     _validate(template, "V1PodTemplateSpec", where)
 
 
 def check_options(options: KubernetesOptions, where: str) -> None:
-    """The same for the options that are spelt as Kubernetes spells them."""
+    """Validate the options in Kubernetes' own syntax as `check_workload` does."""
     if options.affinity:
         _validate(options.affinity, "V1Affinity", f"{where}: affinity")
     for volume in options.volumes:
@@ -73,7 +74,7 @@ def check_options(options: KubernetesOptions, where: str) -> None:
 
 
 def templates(made: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The templates of pods in an object of any kind, each with its place."""
+    """Yield each pod template in an object of any kind, with its path."""
     spec = made.get("spec") or {}
     if made["kind"] == "PyTorchJob":
         for role, replica in (spec.get("pytorchReplicaSpecs") or {}).items():
@@ -121,7 +122,7 @@ def _refuse_unknown(value: Mapping[str, Any], keys: list[str], place: str) -> No
 
 
 def _validate(value: Any, model: str, where: str) -> None:
-    """By the models of Kubernetes' own client, whose versions before 37 have none."""
+    """Validate with the models of Kubernetes' own client, which has them since version 37."""
     import importlib
 
     try:
@@ -142,7 +143,7 @@ def _validate(value: Any, model: str, where: str) -> None:
 
 
 def _refuse_misnamed(value: Any, kind: Any, where: str) -> None:
-    """The models themselves take the names of Python's client as well (`node_selector`), which no server knows."""
+    """Raise SpecError for unknown keys, such as the Python client's (`node_selector`), which the models accept."""
     if isinstance(value, list):
         for index, inside in enumerate(value):
             _refuse_misnamed(inside, kind, f"{where}[{index}]")
@@ -158,7 +159,7 @@ def _refuse_misnamed(value: Any, kind: Any, where: str) -> None:
 
 
 def _types(annotation: Any) -> Iterator[Any]:
-    """The types that it is made of: `X` and `None` of `list[X] | None`."""
+    """Yield the types in an annotation: `X` and `None` for `list[X] | None`."""
     inside = get_args(annotation)
     if not inside:
         yield annotation

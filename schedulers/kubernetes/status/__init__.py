@@ -1,1 +1,1 @@
-"""The state of jobs, from what the cluster says of their objects, pods and events."""
+"""Job statuses, derived from the cluster's objects, pods and events."""

@@ -1,7 +1,7 @@
-"""The launcher's report of a failure, as the end of a container's log holds it.
+"""Parser of the launcher's failure report at the end of a container's log.
 
-Every node's launcher says which rank failed first, of all: the cluster's own times are too coarse to tell. The words
-are those of `accel/launch/failure.py`, and a test holds the two together.
+Each node's launcher names the rank that failed first on any node: the cluster's own times are too coarse. The
+wording is that of `accel/launch/failure.py`; a test compares the two.
 """
 
 from __future__ import annotations
@@ -39,7 +39,11 @@ _CAUSES: Mapping[str, Reason] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """who: the rank that failed first and its node, in words; `node` alone as a number, None where none failed."""
+    """A parsed failure report.
+
+    who:  the rank that failed first and its node, in words.
+    node: the number of that node; None if no rank failed.
+    """
 
     who: str
     node: int | None
@@ -48,7 +52,7 @@ class Report:
 
 
 def read(text: str) -> Report | None:
-    """The last report in a text; None where there is none."""
+    """Return the last report in a text, or None."""
     if _OUT_OF_TIME.search(text):
         return Report(who="", node=None, reason=Reason.TIME_LIMIT, message="its time limit passed")
     preempted = _last(_PREEMPTED, text)
@@ -74,7 +78,7 @@ def read(text: str) -> Report | None:
 
 
 def last_line(text: str) -> str:
-    """The last line that says what was wrong, where the beginning of a report is cut off, or where there is none."""
+    """Return the last line about the error, for a report whose beginning is cut off, or no report."""
     lines = [line for line in text.splitlines() if line.strip() and not (_ABOUT.match(line) or _GREETING.match(line))]
     return lines[-1].removeprefix("  | ").strip() if lines else ""
 

@@ -1,4 +1,4 @@
-"""Where a job is, from what the cluster says of its object, its pods and their events: dicts in, a `Status` out."""
+"""Status of a job, derived from its object, pods and events as dicts."""
 
 from __future__ import annotations
 
@@ -34,10 +34,13 @@ _UNKNOWN = "its pods are gone: whether its time limit ended it cannot be told"
 def status_of(
     workload: Object, pods: Sequence[Object] = (), events: Sequence[Object] = (), *, now: float | None = None
 ) -> Status:
-    """Where the job is. `pods` are its pods, `events` those of its object, its pods and what else belongs to it; `now`
-    is the cluster's time, which pods of a job that is over are judged by.
+    """Return the job's status.
 
-    Says what can be said of the job without pods and events; never fails for what it does not know.
+    pods:   the job's pods.
+    events: those of its object, its pods and everything else that belongs to it.
+    now:    the cluster's time, by which pods of a finished job are judged.
+
+    Derives what it can without pods and events, and never fails on unknown values.
     """
     workload, events = _without_nulls(workload), [_without_nulls(event) for event in events]
     kind, status = str(workload.get("kind")), workload.get("status") or {}
@@ -81,7 +84,7 @@ def status_of(
 
 
 def status_when_gone(kind: str, pods: Sequence[Object], now: float, *, ttl: bool = False) -> Status:
-    """The status of a job whose object is not there. `now`: the cluster's time; `ttl`: it removes jobs itself."""
+    """Return the status of a job whose object is gone. `now`: the cluster's time; `ttl`: it removes jobs itself."""
     pods = [pod for pod in pods if names.node_of(pod) is not None and pod_states.alive(pod, now)]
     if pods:
         state = State.RUNNING if any(map(pod_states.running, pods)) else State.QUEUED
@@ -94,7 +97,7 @@ def status_when_gone(kind: str, pods: Sequence[Object], now: float, *, ttl: bool
 
 
 def is_over(kind: str, workload: Object | None, pods: Sequence[Object], now: float) -> bool:
-    """Return True when neither the job (None: its object is gone) nor one of its pods will go on."""
+    """Return True if neither the job (None: its object is gone) nor any of its pods will continue."""
     return (status_when_gone(kind, pods, now) if workload is None else status_of(workload, pods, now=now)).state.final
 
 
@@ -132,7 +135,7 @@ def _failed(workload: Object, condition: Object, pods: Sequence[Object], attempt
 
 
 def _ending(final: Object, pods: Sequence[Object], now: float | None) -> bool:
-    """Return True while pods of a job that is over still end in order, each within its own grace."""
+    """Return True while pods of a finished job still terminate within their grace periods."""
     now = time.time() if now is None else now
     over_at = pod_states.moment(final.get("lastTransitionTime"))
     return any(pod_states.is_ending(pod, over_at, now) for pod in pods)
@@ -147,7 +150,7 @@ def _going(
     *,
     again: bool,
 ) -> Status:
-    """Of a job that is neither over nor held back. `again`: what has failed is started again."""
+    """Return the status of a job that is neither over nor suspended. `again`: failed pods are restarted."""
     going = [pod for pod in pods if not pod_states.over(pod)]
     running = [pod for pod in going if pod_states.running(pod)]
     wanted = nodes_of(workload)
@@ -191,7 +194,7 @@ def _held(workload: Object, attempt: int) -> Status:
 
 
 def _obstacle(workload: Object, pods: Sequence[Object], events: Sequence[Object], *, seen: bool) -> Meaning:
-    """What keeps pods from running; the gravest of what there is, of the lowest node."""
+    """Return what keeps pods from running: the gravest cause, on the lowest node."""
     found = [
         (reason, f"node {pod_states.node_of(pod)}: {what}")
         for pod in sorted(pods, key=pod_states.node_of)
@@ -204,7 +207,7 @@ def _obstacle(workload: Object, pods: Sequence[Object], events: Sequence[Object]
 
 
 def waits(pod: Object, events: Sequence[Object]) -> Iterable[Meaning]:
-    """What keeps this pod from running. `events` may be those of others too."""
+    """Yield the causes that keep this pod from running. `events` may include those of other objects."""
     status = pod.get("status") or {}
     lost = pod_states.reason_of(pod)
     if lost is not None:
@@ -246,7 +249,7 @@ def waits(pod: Object, events: Sequence[Object]) -> Iterable[Meaning]:
 
 
 def _refusals(workload: Object, events: Sequence[Object]) -> Iterable[Meaning]:
-    """What keeps pods from being made: said in events of the objects that make them."""
+    """Yield the cause that keeps pods from being created, from events of the objects that create them."""
     for event in _newest(events):
         refused = str(event.get("reason", "")).startswith(reasons.REFUSALS)
         if event.get("type") != "Warning" or not refused or _about(event, "Pod") is not None:
@@ -265,7 +268,7 @@ def _refusals(workload: Object, events: Sequence[Object]) -> Iterable[Meaning]:
 
 
 def _restarts(kind: str, status: Object, pods: Sequence[Object]) -> int:
-    """How often the job was started again, or will be when a Job's limit allows it."""
+    """Return the number of restarts, including one that a Job's limit may still forbid."""
     labels = [(pod.get("metadata") or {}).get("labels") or {} for pod in pods]
     counts = [int(label) for each in labels if (label := str(each.get(names.RESTART_ATTEMPT, ""))).isdigit()]
     if kind == "JobSet":
@@ -278,14 +281,13 @@ def _restarts(kind: str, status: Object, pods: Sequence[Object]) -> int:
 
 
 def _failures(pods: Sequence[Object]) -> int:
-    """How many pods of one node have failed."""
+    """Return the highest number of failed pods that one node has had."""
     nodes = [pod_states.node_of(pod) for pod in pods if pod_states.phase(pod) == "Failed"]
     return max(map(nodes.count, nodes), default=0)
 
 
 def _limit(workload: Object) -> int | None:
-    """How often the job may be started again; None where its object does not say. The kubelet may start a container
-    once more before an operator counts."""
+    """Return the allowed restarts, or None if unknown. The kubelet may restart once more before operators count."""
     spec, kind = workload.get("spec") or {}, workload.get("kind")
     if kind == "JobSet":
         policy = spec.get("failurePolicy")
@@ -308,7 +310,7 @@ def _limit(workload: Object) -> int | None:
 
 
 def _out_of_time(pod: Object) -> bool:
-    """Return True if the pod's launcher ended since the job's time limit had passed."""
+    """Return True if the pod's launcher exited because the job's time limit had passed."""
     for container in pod_states.containers(pod):
         ended = (container.get("state") or {}).get("terminated") or {}
         report = failure_report.read(str(ended.get("message") or ""))
@@ -318,7 +320,7 @@ def _out_of_time(pod: Object) -> bool:
 
 
 def _noted(workload: Object) -> Status | None:
-    """Why the job failed, as the first accel noted that saw its pods at its end."""
+    """Return the failure that accel recorded on the object while its pods existed, or None."""
     text = ((workload.get("metadata") or {}).get("annotations") or {}).get(names.END)
     with contextlib.suppress(ValueError, RecursionError):
         status = Status.from_json(json.loads(str(text)))
@@ -327,8 +329,7 @@ def _noted(workload: Object) -> Status | None:
 
 
 def _may_be_out_of_time(workload: Object) -> bool:
-    """Return True if it lasted long enough for launchers that end with 0 at the time limit: only their pods would tell
-    that from success."""
+    """Return True if the launchers may have exited with 0 at a time limit. Only their pods would show that."""
     specs = ((workload.get("spec") or {}).get("pytorchReplicaSpecs") or {}).values()
     env = {
         each.get("name"): each.get("value")
@@ -345,20 +346,20 @@ def _may_be_out_of_time(workload: Object) -> bool:
 
 
 def _starts_again(kind: str, restarts: int, limit: int | None) -> bool:
-    """Return True when another attempt follows what has failed, as far as the object says."""
+    """Return True if another attempt follows the failure, as far as the object shows."""
     if kind == "Job":
         return restarts > 0 and (limit is None or restarts <= limit)
     return limit is not None and restarts < limit
 
 
 def _cut_short(failed: Object, status: Object, pods: Sequence[Object]) -> bool:
-    """Whether the last attempt's pods were deleted as its time was over: the Job counts them, and they are gone."""
+    """Return True if the last attempt's pods were deleted at the deadline. The Job still counts them."""
     known = sum(pod_states.phase(pod) == "Failed" for pod in pods)
     return failed.get("reason") == "DeadlineExceeded" and int(status.get("failed") or 0) > known
 
 
 def nodes_of(workload: Object) -> int | None:
-    """How many nodes the job has at least; None where its object does not say."""
+    """Return the job's minimum number of nodes, or None if its object does not specify it."""
     spec = workload.get("spec") or {}
     kind = workload.get("kind")
     if kind == "PyTorchJob":
@@ -380,7 +381,7 @@ def _suspended(workload: Object) -> bool:
 
 
 def _unheard(pod: Object, events: Sequence[Object]) -> bool:
-    """Whether nothing has been heard of its node since it ran."""
+    """Return True if the pod's node has stopped reporting since the pod ran."""
     return pod_states.not_ready(pod) and any(
         event.get("reason") == "NodeNotReady" and _is_about(event, "Pod", pod) for event in events
     )
@@ -393,13 +394,13 @@ def lacks_pods(workload: Object, pods: Sequence[Object]) -> bool:
 
 
 def _about(event: Object, kind: str) -> str | None:
-    """The name of the object of that kind that the event is about, in either API of events."""
+    """Return the name of the event's object if it is of that kind, else None. Reads both APIs of events."""
     about = event.get("involvedObject") or event.get("regarding") or {}
     return str(about.get("name")) if about.get("kind") == kind else None
 
 
 def _is_about(event: Object, kind: str, thing: Object) -> bool:
-    """Return True when the event is about this object, and not about an earlier one of its name."""
+    """Return True if the event is about this object, not an earlier one of the same name."""
     about = event.get("involvedObject") or event.get("regarding") or {}
     uid = (thing.get("metadata") or {}).get("uid")
     return _about(event, kind) == pod_states.name(thing) and (not uid or about.get("uid") in (None, "", uid))
@@ -422,7 +423,7 @@ def _advised(said: str, image: str) -> str:
 
 
 def _without_nulls(value: Any) -> Any:
-    """The same without what is null: some clients keep it, and it means that nothing is said."""
+    """Return the value without nulls, which some clients keep for unset fields."""
     if isinstance(value, Mapping):
         return {key: _without_nulls(inside) for key, inside in value.items() if inside is not None}
     return [_without_nulls(inside) for inside in value if inside is not None] if isinstance(value, list) else value

@@ -23,10 +23,10 @@ _ECHOES = (143, 137)
 
 @dataclass(frozen=True, kw_only=True)
 class End:
-    """How a pod's container ended.
+    """The end of a pod's container.
 
-    who:   what failed first, in words: a node, or the rank that the launchers told of.
-    grade: how sure it is that this was the first: 0 what the cluster did to the pod, 1 what the launchers agreed on.
+    who:   what failed first, in words: a node, or the rank that the launchers reported.
+    grade: certainty that this came first, 0 the highest: 0 the cluster did it, 1 the launchers agree, 2 neither.
     """
 
     who: str
@@ -39,7 +39,7 @@ class End:
 
     @property
     def order(self) -> tuple[int, bool, str, int]:
-        """The first failure is no echo, and the earliest; seconds are as fine as the cluster tells."""
+        """The sort key, lowest for the first failure: no echo, and the earliest. Times are in whole seconds."""
         return self.grade, self.code in _ECHOES and self.reason is Reason.EXIT_CODE, self.when, self.node
 
     def __str__(self) -> str:
@@ -47,7 +47,7 @@ class End:
 
 
 def ends(pods: Sequence[Object]) -> list[End]:
-    """How the pods that failed did; one for each."""
+    """Return one end for each failed pod."""
     found = []
     for pod in pods:
         status = pod.get("status") or {}
@@ -66,7 +66,7 @@ def ends(pods: Sequence[Object]) -> list[End]:
 
 
 def last_end(container: Object, pod: Object) -> End | None:
-    """How a container ended that failed; of one that runs again, how it did before."""
+    """Return the end of a failed container, or the previous end of one that runs again; else None."""
     for key in ("state", "lastState"):
         ended = (container.get(key) or {}).get("terminated")
         if not ended or not ended.get("exitCode"):
@@ -92,7 +92,7 @@ def last_end(container: Object, pod: Object) -> End | None:
 
 
 def reason_of(pod: Object) -> Meaning | None:
-    """What the cluster did to the pod; None where it did nothing."""
+    """Return the reason why the cluster ended the pod, or None."""
     status = pod.get("status") or {}
     if reasons.OWN_STORAGE.search(str(status.get("message"))):
         return reasons.STORAGE
@@ -118,20 +118,22 @@ def _main_runs(pod: Object) -> bool:
 
 
 def not_ready(pod: Object) -> bool:
-    """Whether a pod that runs is said not to be ready: its node may be lost, which its warnings say."""
+    """Return True if a running pod is not ready: its node may be lost, as its warnings would show."""
     conditions = (pod.get("status") or {}).get("conditions") or []
     return running(pod) and any(each.get("type") == "Ready" and not true(each) for each in conditions)
 
 
 def alive(pod: Object, now: float) -> bool:
-    """Return True for a pod that runs or may still run, unless it was to end long ago (`now`: seconds since the
-    epoch): nobody removes the pods of a node that is lost."""
+    """Return True for a pod that runs or may still run, unless its deletion is overdue.
+
+    Nobody removes the pods of a lost node. `now`: seconds since the epoch.
+    """
     deadline = moment((pod.get("metadata") or {}).get("deletionTimestamp"))
     return not over(pod) and (deadline is None or now < deadline + _LATE_S)
 
 
 def moment(text: Any) -> float | None:
-    """A time of an API server (whole seconds, UTC) in seconds since the epoch; None for anything else."""
+    """Parse a time of an API server (whole seconds, UTC) to seconds since the epoch; None for anything else."""
     try:
         return datetime.datetime.strptime(f"{text}+0000", "%Y-%m-%dT%H:%M:%SZ%z").timestamp()
     except ValueError:
@@ -139,7 +141,7 @@ def moment(text: Any) -> float | None:
 
 
 def over(pod: Object) -> bool:
-    """Return True for a pod whose main container is not started again. The kubelet reports that before the phase."""
+    """Return True if the main container will not restart. The kubelet reports that before the phase."""
     for each in (pod.get("status") or {}).get("containerStatuses") or []:
         ended = (each.get("state") or {}).get("terminated")
         if ended and each.get("name") in names.MAIN:
@@ -150,7 +152,7 @@ def over(pod: Object) -> bool:
 
 
 def is_ending(pod: Object, over_at: float | None, now: float) -> bool:
-    """Return True for a pod that runs within its grace, after its deletion or after its job was over (`over_at`)."""
+    """Return True if the pod runs in its grace period, after its deletion or its job's end (`over_at`)."""
     if not _main_runs(pod):
         return False
     deadline = moment((pod.get("metadata") or {}).get("deletionTimestamp"))

@@ -1,4 +1,4 @@
-"""What the cluster says of jobs: from what is watched anyway, and from lists where nothing is."""
+"""Queries of jobs' statuses: from running watches, else from lists."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _may_not_note: set[str] = set()  # identities of connections
 
 
 def statuses(api: Api, natives: Sequence[Native], *, ttl: bool = False) -> tuple[dict[str, Status], dict[str, str]]:
-    """The status of each job; and why, of those that could not be asked about. `ttl`: the cluster removes jobs itself.
+    """Return the status of each job, and the reason for each job that could not be queried.
 
-    Raises an ApiError when the server refuses the question.
+    `ttl`: the cluster removes jobs by itself. Raises an ApiError when the server refuses the query.
     """
     found: dict[str, Status] = {}
     silent: dict[str, str] = {}
@@ -62,13 +62,13 @@ def statuses(api: Api, natives: Sequence[Native], *, ttl: bool = False) -> tuple
 
 
 def workload_of(api: Api, native: Native) -> Object | None:
-    """The job's object now; None when there is none."""
+    """Return the job's object as it is now, or None."""
     there = _of_its_name(api, native)
     return there if there is not None and native.owns(there) else None
 
 
 def replaced(api: Api, native: Native) -> bool:
-    """Return True if a later object has the name of the job's."""
+    """Return True if a later object now has the name of the job's object."""
     there = _of_its_name(api, native) if native.uid else None
     return there is not None and not native.owns(there)
 
@@ -78,7 +78,7 @@ def _of_its_name(api: Api, native: Native) -> Object | None:
 
 
 def pod_of(api: Api, native: Native, name: str) -> Object | None:
-    """One of the job's pods now; None when there is none of that name."""
+    """Return the job's pod of that name as it is now, or None."""
     return _got(api, api.path("v1", "pods", name, namespace=native.namespace))
 
 
@@ -90,19 +90,18 @@ def _got(api: Api, path: str) -> Object | None:
 
 
 def pods_of(api: Api, native: Native) -> list[Object]:
-    """The job's pods now."""
+    """Return the job's pods as they are now."""
     return list(listed(api, api.path("v1", "pods", namespace=native.namespace), {"labelSelector": native.selector}))
 
 
 def listed(api: Api, path: str, query: dict[str, str]) -> Iterator[Object]:
-    """All objects of a collection that are asked for, a page at a time."""
+    """Yield the selected objects of a collection, page by page."""
     for answer in api.pages(path, query):
         yield from answer.get("items") or []
 
 
 def _watched(api: Api, native: Native) -> tuple[Object, list[Object]] | None:
-    """The job's object and pods; None when they must be queried: nobody watches, or what is seen would be final, which
-    must be exact."""
+    """Return the job's object and pods from a watch, or None if they must be queried, as every final status must."""
     watcher = watch.running(api, native)
     seen = None if watcher is None else watcher.snapshot()
     if seen is None:
@@ -137,8 +136,7 @@ def _listed(api: Api, namespace: str, natives: Sequence[Native], *, ttl: bool) -
 def _with_warnings(
     api: Api, namespace: str, jobs: Mapping[Native, tuple[Object, list[Object]]], known: Mapping[Native, Status]
 ) -> dict[Native, Status]:
-    """The status of each job, which is known by its object and pods; of those that wait, also by what the cluster
-    warned of."""
+    """Return the statuses. Those of waiting jobs also consider the cluster's warnings."""
     waiting = [
         native
         for native, (workload, pods) in jobs.items()
@@ -156,8 +154,7 @@ def _with_warnings(
 
 
 def _status(api: Api, native: Native, workload: Object, pods: list[Object]) -> Status:
-    """The status of a job by its pods; of one that has failed, also by those that are gone, as they were last: an
-    operator that gives a job up deletes them at once, as does an eviction."""
+    """Return a job's status by its pods; if it failed, also by gone ones, which operators delete at once."""
     status = job_states.status_of(workload, pods, now=api.now())
     watcher = watch.running(api, native)
     if status.state is not State.FAILED or watcher is None:
@@ -170,8 +167,7 @@ def _status(api: Api, native: Native, workload: Object, pods: list[Object]) -> S
 
 
 def _note_end(api: Api, native: Native, workload: Object, status: Status) -> None:
-    """Keep with the job's object what only its pods say of a failure: they may be gone before it is. Not being allowed
-    to costs no more than that."""
+    """Record a failure that only pods show on the job's object: they may be gone first. Errors are only logged."""
     if status.state is not State.FAILED or api.identity in _may_not_note:
         return
     if job_states.status_of(workload, now=api.now()) == status:
@@ -187,7 +183,7 @@ def _note_end(api: Api, native: Native, workload: Object, status: Status) -> Non
 
 
 def _workloads(api: Api, namespace: str, natives: Sequence[Native]) -> dict[str, Object]:
-    """By name; all of them of one kind."""
+    """Return the objects of jobs of one kind, by name."""
     if len(natives) == 1:
         only = _of_its_name(api, natives[0])
         return {} if only is None else {natives[0].name: only}
@@ -202,7 +198,7 @@ def _workloads(api: Api, namespace: str, natives: Sequence[Native]) -> dict[str,
 
 
 def _warnings(api: Api, namespace: str, jobs: dict[Native, list[Object]]) -> dict[Native, list[Object]]:
-    """What the cluster warned of about these jobs. Not being allowed to see it leaves the reasons out."""
+    """Return the cluster's warnings about these jobs; none without permission to read events."""
     about = {native: watch.concerned(native, pods) for native, pods in jobs.items()}
     wanted = {name for each in about.values() for name in each}
     if not wanted:

@@ -1,9 +1,9 @@
-"""What Kubernetes' own words for pods, containers, jobs and events mean to us: tables, and nothing else.
+"""Tables that map Kubernetes' reasons for pods, containers, jobs and events to accel's.
 
 Pods and containers: https://kubernetes.io/docs/concepts/workloads/pods/pod-lifecycle/ and the kubelet's
 `pkg/kubelet/images/types.go`, `…/container/sync_result.go`, `…/lifecycle/predicate.go`; disruptions:
-https://kubernetes.io/docs/concepts/workloads/pods/disruptions/; Jobs: `k8s.io/api/batch/v1`; the training operator:
-`pkg/controller.v1/common/job.go`; JobSet: `pkg/constants`.
+https://kubernetes.io/docs/concepts/workloads/pods/disruptions/; Jobs: `k8s.io/api/batch/v1`;
+the training operator: `pkg/controller.v1/common/job.go`; JobSet: `pkg/constants`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""What an API server has of the jobs that this process waits for, kept up to date by one watch of each job's object and
-one of its pods, for all targets that ask the same server as the same user.
+"""Watches of the jobs that this process waits for: one of each job's object and one of its pods.
+
+All targets that use the same server as the same user share them.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ WARNINGS = "type=Warning"
 
 
 class Watcher:
-    """Of one job. Safe to use from several threads."""
+    """The watches of one job. Thread-safe."""
 
     def __init__(self, api: Api, native: Native) -> None:
         self.api, self._native = api, native
@@ -43,8 +44,10 @@ class Watcher:
             each.start()
 
     def wait(self, timeout_s: float) -> bool | None:
-        """Until the job's object says that the job is over, is gone, or the server has not answered for a while: True.
-        False when only the time is over, None when the server does not let it be watched."""
+        """Wait until the job is over or gone, or the server has not responded for a while.
+
+        Returns True then, False after the timeout, and None if the server does not allow the watch.
+        """
         for feed in self._feeds:  # what they know need not be queried
             feed.settled.wait(_SETTLE_S)
         if self._workloads.live and self._may_be_over():
@@ -57,7 +60,7 @@ class Watcher:
         return False
 
     def snapshot(self) -> tuple[Object | None, list[Object]] | None:
-        """The job's object (None: there is none) and its pods; None when that is not known now."""
+        """Return the job's object (None if there is none) and its pods, or None if that is unknown now."""
         if not all(feed.live for feed in self._feeds):
             return None
         workload = self._workloads.objects.get(self._native.name)
@@ -66,17 +69,17 @@ class Watcher:
         return workload, list(self._pods.objects.values())
 
     def deleted_pods(self) -> list[Object]:
-        """Pods that are gone, as they were seen last: an operator that gives a job up deletes them at once."""
+        """Return deleted pods as last seen: operators delete those of a failed job at once."""
         return list(self._pods.deleted.values())
 
     def stop(self) -> None:
-        """Ends the watches; whoever waits goes on as without them."""
+        """Stop the watches and wake up all callers of `wait`."""
         for feed in self._feeds:
             feed.stop()
         self._news.set()
 
     def _needed(self) -> bool:
-        """Return False, and end the other watch, where nobody has asked for a while."""
+        """Return False, and stop both watches, if nobody has used them for 60 s."""
         with _lock:
             if time.monotonic() - self.asked_at < _IDLE_S:
                 return True
@@ -95,14 +98,13 @@ class Watcher:
 
 
 def concerned(native: Native, pods: Sequence[Object]) -> list[str]:
-    """The names of the objects whose warnings say something of the job: its own, those that its controllers make on
-    the way to pods, and the pods."""
+    """Return the names of objects whose warnings concern the job: its own, its controllers', and its pods."""
     made = [] if native.workload in ("pytorchjob", "job") else [f"{native.name}-node-0"]
     return list(dict.fromkeys([native.name, *made, *map(name_of, pods)]))
 
 
 def lean_pod(pod: Object) -> Object:
-    """What is asked of pods, and no more: there may be thousands."""
+    """Return the pod reduced to the fields in use: there may be thousands of pods."""
     spec = pod.get("spec") or {}
     kept = {
         key: spec[key]
@@ -133,7 +135,7 @@ def _key(api: Api, native: Native) -> str:
 
 
 def shared(api: Api, native: Native) -> Watcher:
-    """The watcher of this job for this server and user in this process; made when there is none."""
+    """Return this process's watcher of the job for this server and user; create it if needed."""
     key = _key(api, native)
     with _lock:
         if key not in _watchers:
@@ -147,8 +149,7 @@ def running(api: Api, native: Native) -> Watcher | None:
 
 
 def release(api: Api, native: Native | None = None) -> None:
-    """Ends the watches of a job that is over, or all that go through the connections of this one; the next question
-    starts them anew."""
+    """Stop the watches of a finished job, or all over these connections. They restart when needed."""
     with _lock:
         one = None if native is None else _key(api, native)
         mine = [key for key, each in _watchers.items() if (each.api is api if one is None else key == one)]
@@ -158,7 +159,7 @@ def release(api: Api, native: Native | None = None) -> None:
 
 
 def _forget() -> None:
-    """In a child of this process: its threads are not there, and their connections are the parent's."""
+    """Drop all watches in a forked child: it has no threads, and the connections are its parent's."""
     global _lock
     _lock = threading.Lock()
     _watchers.clear()

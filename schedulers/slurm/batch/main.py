@@ -1,10 +1,12 @@
-"""The life of one start of a Slurm job, on its first node: it counts, starts the step that holds the nodes' launchers,
-waits for what they report, and says how the job ended, or that it is to be started again.
+"""One start of a Slurm job, on its first node.
+
+Counts the start, runs the step with the nodes' launchers, collects their reports, and writes how the job
+ended or requeues it.
 
     batch.py DIRECTORY           a job; its directory is on a file system that all nodes share
-    batch.py --array DIRECTORY   a task of an array: slurm/array.json in DIRECTORY lists the tasks' own directories
+    batch.py --array DIRECTORY   a task of an array: DIRECTORY/slurm/array.json lists the tasks' directories
 
-Ends with the exit code of the rank that failed first.
+Exits with the exit code of the rank that failed first.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ _MARKS = "ACCEL_"
 
 
 class Batch:
-    """One start. Its number is the attempt that its ranks begin with."""
+    """One start of a job. Its number is the first attempt of its ranks."""
 
     def __init__(self, directory: str) -> None:
         self.directory = directory
@@ -70,7 +72,7 @@ class Batch:
             return self._finish(outcome.not_started(self.settings, self.attempt, "setup", said))
 
     def _before(self) -> Document | None:
-        """Counts this start and raises the fence. How the job ends, if it is not to be started."""
+        """Count this start and raise the fence. Return the job's end if it must not start, else None."""
         shared_files.write(self._path("attempt"), f"{self.attempt}\n", self._path("spare"))
         names = slurm.node_names()
         self.master = slurm.address_of(self.settings["interface"]) or slurm.reachable(names[0])
@@ -137,7 +139,7 @@ class Batch:
         return self._finish(end.status)
 
     def _finish(self, status: Document) -> int:
-        """Writes how the job ended, once and for all. The exit code of this program."""
+        """Write the job's result, once and for all. Return this program's exit code."""
         path = os.path.join(self.directory, "exit.json")
         problem = shared_files.write_once(path, dict(status, observed_at=time.time()), self._path("spare"))
         # Without a result Slurm may start the job again, and its ranks need their secrets.
@@ -151,7 +153,7 @@ class Batch:
         return int(status["exit_code"] if status["exit_code"] is not None else status["state"] != "succeeded")
 
     def _newest(self) -> int:
-        """The number of the newest attempt that has begun; -1 when none has."""
+        """Return the number of the newest attempt that has begun, or -1."""
         starts = shared_files.lines(self._path("attempts.jsonl"))
         self._last_start = starts[-1]["attempt"] if starts else -1
         inside = logs.newest_attempt(os.path.join(self.directory, "logs", "launch.jsonl")) if starts else None
@@ -168,7 +170,7 @@ class Batch:
 
 
 def directory_of(words: list[str]) -> str:
-    """The directory of the job that this start belongs to."""
+    """Return the directory of this start's job."""
     if words[:1] != ["--array"]:
         return words[0]
     listed = shared_files.read(os.path.join(words[1], "slurm", "array.json"))

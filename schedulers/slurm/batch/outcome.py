@@ -1,10 +1,10 @@
-"""What became of a start of a Slurm job, from all that is known when its ranks have ended. Pure: nothing is done here.
+"""The outcome of a start of a Slurm job, computed without side effects once its ranks have ended.
 
-`Evidence` is what the first node has gathered; `conclude` says what follows from it:
+`Evidence` holds what the first node has collected; `conclude` returns what follows:
 
-finish   the job is over, and `status` is how
-again    it is to be started again, under the same id: Slurm is to be asked for it
-leave    Slurm starts it again by itself, or will say how it ended
+finish   the job is over, with `status`
+again    it is to be requeued in Slurm under the same id
+leave    Slurm restarts it by itself, or will report how it ended
 """
 
 from __future__ import annotations
@@ -28,11 +28,21 @@ _ECHO = re.compile(r"connection (closed|reset) by peer|broken pipe|socket|nccl|t
 
 
 class Evidence:
-    """settings: the job's. attempt: the newest that has run, restarts inside this start among them. names: the nodes',
-    by rank. reports: what each node said at its end, by rank. begun: the ranks of nodes that have begun. overdue: why
-    this program has ended the ranks' step, if it has. told: SIGTERM has come here. cancel: it was asked for through
-    accel. slurm: what `scontrol show job` said, None when it could not be asked. runs_before: as Slurm counts them.
-    srun: its exit code. words: the last that srun, or a node without a report, has said."""
+    """The facts about a start.
+
+    settings:    the job's.
+    attempt:     the newest that has run, including restarts within this start.
+    names:       the nodes' names, by rank.
+    reports:     each node's final report, by rank.
+    begun:       the ranks of nodes that have begun.
+    overdue:     why this program has ended the ranks' step, if it has.
+    told:        this program has received SIGTERM.
+    cancel:      the job was cancelled through accel.
+    slurm:       the record of `scontrol show job`; None if that failed.
+    runs_before: earlier runs, by Slurm's count.
+    srun:        its exit code.
+    words:       the last line of a node without a report, or a line of srun.
+    """
 
     def __init__(self, settings: Document, attempt: int, names: list[str]) -> None:
         self.settings = settings
@@ -89,8 +99,10 @@ def conclude(known: Evidence) -> Conclusion:
 
 
 def too_often(settings: Document, attempt: int, last: Document | None) -> Document:
-    """The end of a job that Slurm has started once more than it may be. `last` is how the start before was left;
-    None when its first node never said, which is what happens when that is lost."""
+    """Return the result of a job that Slurm has started once more than allowed.
+
+    last: how the previous start ended; None if its first node never reported, as when it is lost.
+    """
     known = Evidence(settings, attempt, [])
     why = last or {"reason": "node_failure", "message": "its first node was lost", "exit_code": None}
     message = "{}; {}".format(why["message"], _used_up(settings, attempt))
@@ -107,7 +119,7 @@ def cancelled(settings: Document, attempt: int) -> Document:
 
 
 def started_again(facts: dict[str, str], runs_before: int) -> bool:
-    """Whether Slurm is at it already: a node was lost, or taken away for another job, or somebody asked for it."""
+    """Return True if Slurm already restarts the job, after a lost or preempted node or by a user's request."""
     return int(facts.get("Restarts") or 0) > runs_before or facts["JobState"] == "PENDING"
 
 
@@ -121,7 +133,7 @@ def _left(known: Evidence) -> Conclusion:
 
 
 def _told(known: Evidence) -> Conclusion:
-    """The ranks were told to end from outside; why, only Slurm knows. It tells by what it says of the job."""
+    """Decide after a SIGTERM from outside. Only Slurm knows its reason, from its record of the job."""
     facts = known.slurm
     saved = any(report.get("preempted") for report in known.reports.values())
     code = REQUEUE if saved else _code(known) or _TOLD
@@ -148,8 +160,10 @@ def _told(known: Evidence) -> Conclusion:
 
 
 def _ended_in_slurm(known: Evidence, facts: dict[str, str], code: int | None) -> Conclusion:
-    """A job is COMPLETING whatever ended it, and scancel alone gives no reason. With another reason, Slurm's final
-    state, which comes after this program, tells more."""
+    """Decide for a job that Slurm has ended. Every ended job is COMPLETING, and only scancel has no reason.
+
+    With another reason, Slurm's final state, which comes after this program, is more precise.
+    """
     reason = facts.get("Reason", "None")
     if reason in ("None", "(null)"):
         return Conclusion("finish", _status(known, "cancelled", "user", "cancelled in Slurm (scancel)", code))
@@ -167,7 +181,7 @@ def _told_on_a_node(known: Evidence) -> bool:
 
 
 def _advice(known: Evidence) -> str:
-    """What to add, for a script that let the warning pass."""
+    """Return advice for a script that ignored the warning."""
     lacks = "call accelerator.checkpoint_on_preemption() after each step to leave a checkpoint"
     if not int(known.settings["max_restarts"]):
         lacks += ", and give --max-restarts to be started again from it"
@@ -189,7 +203,7 @@ def _used_up(settings: Document, starts: int) -> str:
 
 
 def _failed(known: Evidence) -> Document:
-    """The first failure, by the time that its node tells; else what is known of who is missing."""
+    """Return the first failure, by its node's clock; else what is known about the missing nodes."""
     told = [report["failure"] for report in known.reports.values() if report.get("failure")]
     first = _first(told)
     overdue = known.overdue
@@ -208,7 +222,7 @@ def _failed(known: Evidence) -> Document:
 
 
 def _first(failures: list[Document]) -> Document | None:
-    """A rank's before a launcher's; the earlier one."""
+    """Return the earliest failure, of a rank rather than a launcher."""
     ranks = [failure for failure in failures if failure["rank"] is not None]
     return min(ranks or failures, key=lambda failure: float(failure["time"]) or float("inf"), default=None)
 
@@ -227,7 +241,7 @@ def _without_reports(known: Evidence) -> Document:
 
 
 def _late(report: Document) -> bool:
-    """Nodes that gave up waiting say less than one that could not come."""
+    """Return True for a node that timed out in the rendezvous, which matters less than one that could not join."""
     return bool(report["refused"] == "rendezvous")
 
 
@@ -238,7 +252,7 @@ def _code(known: Evidence) -> int | None:
 
 
 def _killed(code: int) -> str:
-    """Says so of a launcher that a signal has ended: the last words in its log are then a rank's."""
+    """Return a message if a signal killed the launcher: the last line in its log is then a rank's."""
     return f"accel launch was killed by {signal.Signals(code - 128).name}" if code in (134, 137, 139) else ""
 
 

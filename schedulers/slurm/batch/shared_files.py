@@ -1,13 +1,14 @@
-"""Files in a job's directory on the shared file system: whole whenever they are read, and told apart from none.
+"""Files in a job's directory on the shared file system. Each is complete whenever it is read.
 
-slurm/settings.json    what to run; slurm/secrets.json values for the ranks' environment, removed when the job cannot be
-                       started again
-slurm/attempts.jsonl   a line for each start of the batch script; slurm/ends.jsonl one for each that was not the last
-slurm/attempt          the number of the newest start: whoever belongs to an earlier one is to stop (the fence)
-slurm/nodes/aN/R.begun node R has begun in the start numbered N; R.ready it has done its setup; R.warned it has passed a
-                       warning on; R.json how it ended
-slurm/cancel           asks for the end
-slurm/spare            space for the last words of a job whose disk is full
+slurm/settings.json    the settings
+slurm/secrets.json     values for the ranks' environment, removed when the job cannot be restarted
+slurm/attempts.jsonl   a line for each start of the batch script
+slurm/ends.jsonl       a line for each start that was not the last
+slurm/attempt          the number of the newest start: processes of an earlier one must stop (the fence)
+slurm/nodes/aN/R.begun node R has begun in start N; R.ready: its setup is done; R.warned: it has forwarded a
+                       warning; R.json: how it ended
+slurm/cancel           requests the end
+slurm/spare            space for the result of a job whose disk is full
 exit.json              how the job ended, written once
 """
 
@@ -32,7 +33,7 @@ _TRIES = 30
 
 
 def write(path: str, text: str, spare: str = "") -> None:
-    """Replaces the file in one step, on the disk when this returns. On a full disk `spare` makes room for it."""
+    """Replace the file atomically, and flush it to disk. On a full disk, `spare` is deleted to make room."""
     partial = f"{path}.{os.getpid()}.{os.urandom(4).hex()}"
     try:
         try:
@@ -58,15 +59,18 @@ def _create(path: str, text: str) -> None:
 
 
 def exists(path: str) -> bool:
-    """Whether the file is there now. Over NFS, one that was looked for in vain stays missing for as long as the
-    attributes of its directory are kept, half a minute and more; who opens that has them asked for (nfs(5))."""
+    """Return True if the file exists now.
+
+    NFS caches the absence of a file with its directory's attributes, for half a minute and more. Opening the
+    directory refreshes them (nfs(5)).
+    """
     with contextlib.suppress(OSError):
         os.close(os.open(os.path.dirname(path), os.O_RDONLY))
     return os.path.exists(path)
 
 
 def read(path: str) -> Any:
-    """The document in the file; None when there is none, or none that can be read."""
+    """Return the file's document, or None if it is missing or unreadable."""
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             return json.load(file)
@@ -75,7 +79,7 @@ def read(path: str) -> Any:
 
 
 def fenced(path: str, attempt: int) -> bool:
-    """Whether the file says that a later start than this one has begun; not, when it cannot be read just now."""
+    """Return True if the file names a later start than this one. False if it is unreadable now."""
     try:
         with open(path) as file:
             text = file.read().strip()
@@ -85,7 +89,7 @@ def fenced(path: str, attempt: int) -> bool:
 
 
 def lines(path: str, start: int = 0) -> list[Document]:
-    """The whole documents in the file from a byte on, a line each; what a crash has cut short is left out."""
+    """Return the documents in the file from byte `start` on, one per line, without truncated ones."""
     found = []
     try:
         with open(path, "rb") as file:
@@ -104,7 +108,7 @@ def lines(path: str, start: int = 0) -> list[Document]:
 
 
 def append(path: str, document: Document) -> None:
-    """Adds a line, after the end of one that a crash has cut short. Raises OSError."""
+    """Append a line, on a new line after one that a crash has truncated. Raises OSError."""
     line = json.dumps(dict(document, schema=SCHEMA)).encode() + b"\n"
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     try:
@@ -117,7 +121,7 @@ def append(path: str, document: Document) -> None:
 
 
 def reserve(path: str) -> None:
-    """Takes space now that `write` may need when there is none left."""
+    """Reserve the disk space that `write` may need later."""
     with contextlib.suppress(OSError), open(path, "wb") as file:
         file.write(b"~" * _SPARE)
         file.flush()
@@ -125,8 +129,7 @@ def reserve(path: str) -> None:
 
 
 def write_once(path: str, document: Document, spare: str) -> str | None:
-    """For how the job ended: a result that is there stays. What cannot be written is tried again for a while; why it
-    could not be is returned then."""
+    """Write the job's result unless there is one, with retries for 30 s. Return the error if that fails."""
     text = json.dumps(dict(document, schema=SCHEMA)) + "\n"
     problem = None
     for _ in range(_TRIES):

@@ -1,4 +1,4 @@
-"""What the first node asks of Slurm and of its own network."""
+"""Queries of Slurm and of the network, for the first node."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _FACT = re.compile(r"\b(JobState|Reason|Restarts|PreemptTime|TimeLimit)=(\S+)")
 
 
 class Problem(Exception):
-    """Why the job cannot be started; one line for people."""
+    """The job cannot be started. The message has one line."""
 
 
 def say(text: str) -> None:
@@ -42,13 +42,13 @@ def text_of(problem: Exception) -> str:
 
 
 def own_job() -> str:
-    """This job, for Slurm's commands. The number of an array's last task is that of the whole array too."""
+    """Return this job's id for Slurm's commands. An array's own number is also that of its last task."""
     array = os.environ.get("SLURM_ARRAY_JOB_ID")
     return "{}_{}".format(array, os.environ["SLURM_ARRAY_TASK_ID"]) if array else os.environ["SLURM_JOB_ID"]
 
 
 def node_names() -> list[str]:
-    """The nodes of the job, by rank."""
+    """Return the names of the job's nodes, by rank."""
     listed = os.environ["SLURM_JOB_NODELIST"]
     done = _call("scontrol", "show", "hostnames", listed)
     names = done.stdout.split() if done is not None and done.returncode == 0 else []
@@ -56,8 +56,7 @@ def node_names() -> list[str]:
 
 
 def reachable(name: str) -> str:
-    """A name or address of this node that the others can reach: its name in Slurm, or where that is none in the
-    network the address that Slurm has for it."""
+    """Return this node's address for the others: its name in Slurm or, if that does not resolve, its NodeAddr."""
     try:
         socket.getaddrinfo(name, None)
         return name
@@ -68,7 +67,7 @@ def reachable(name: str) -> str:
 
 
 def address_of(interface: str | None) -> str | None:
-    """The address of this node on a network interface; None when none is named. Raises Problem."""
+    """Return this node's address on a network interface, or None without one. Raises Problem."""
     if interface is None:
         return None
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -86,10 +85,10 @@ def address_of(interface: str | None) -> str | None:
 
 
 def hold_port(job: int) -> tuple[int, socket.socket]:
-    """A port of this node that no other job takes while the socket is open, and that the ranks' launcher can take.
+    """Bind a port of this node that no other job can bind while the socket is open, but the ranks' launcher can.
 
-    The socket is bound and does not listen. Bound so, a second one needs the consent of both (SO_REUSEADDR): whoever
-    looks for a free port does not give it, and a server does.
+    The socket does not listen. A second bind needs SO_REUSEADDR on both sockets: a search for a free port does
+    not set it, but a server does.
     """
     for number in range(PORTS):
         port = FIRST_PORT + (job + number) % PORTS
@@ -104,7 +103,7 @@ def hold_port(job: int) -> tuple[int, socket.socket]:
 
 
 def facts(job: str) -> dict[str, str] | None:
-    """What Slurm says of a job now; None when it cannot be asked."""
+    """Return Slurm's current record of a job, or None if the query fails."""
     for _ in range(2):
         done = _call("scontrol", "show", "job", "-o", job)
         if done is not None and done.returncode == 0:
@@ -116,11 +115,11 @@ def facts(job: str) -> dict[str, str] | None:
 
 
 def requeue(job: str, runs_before: int, told: Callable[[], bool]) -> str | None:
-    """Has Slurm start the job again, under the same id. Why it will not, when it will not.
+    """Requeue the job under the same id. Return None, or why Slurm refuses.
 
-    A controller that does not answer is given some minutes. Slurm may end the client that has asked it together with
-    this program, which is part of the job too: the question is then whether the job has been taken back, and where
-    Slurm ends it for another reason its own word for the job tells which.
+    Retries for some minutes while the controller does not respond. Slurm may kill the client with this program,
+    which is part of the job too; so this checks whether the job was requeued. If Slurm ends the job for another
+    reason, its record of the job shows that.
     """
     words = ""
     for pause in _PAUSES_S:
@@ -146,7 +145,7 @@ def cancel(job: str) -> bool:
 
 
 def await_end(told: Callable[[], bool]) -> None:
-    """Waits for the signal with which Slurm ends this program."""
+    """Wait for the signal with which Slurm ends this program."""
     deadline = time.monotonic() + _END_S
     while not told() and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -166,7 +165,7 @@ def _call(*argv: str) -> subprocess.CompletedProcess[str] | None:
 
 
 def _deafen() -> None:
-    """The SIGTERM that Slurm sends to all processes of the job spares a question that is being asked."""
+    """Ignore SIGTERM, which Slurm sends to all processes of the job, for the duration of a query."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 

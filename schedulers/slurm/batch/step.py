@@ -1,4 +1,4 @@
-"""The job's one step, srun with a launcher on each node, from its start to its end, and what is gathered meanwhile."""
+"""The job's one step: srun with a launcher on each node, and what is collected until it ends."""
 
 from __future__ import annotations
 
@@ -43,8 +43,7 @@ _DEAF = ["/bin/sh", "-c", 'trap "" USR1 USR2 URG; exec "$@"', "sh"]
 
 
 def _name_pickle(folder: str, env: dict[str, str]) -> None:
-    """Gives submitit's pickle the name that submitit looks for, which has a number that the submit, if it was killed
-    once sbatch had it, did not live to hear."""
+    """Link submitit's pickle under the job number that submitit expects, if the submit was killed before it did."""
     task = env.get("SLURM_ARRAY_TASK_ID")
     number = env["SLURM_JOB_ID"] if task is None else env["SLURM_ARRAY_JOB_ID"] + "_" + task
     before = "job.pkl" if task is None else f"job_{task}.pkl"
@@ -53,7 +52,7 @@ def _name_pickle(folder: str, env: dict[str, str]) -> None:
 
 
 class Step:
-    """`known` is filled in while it runs. `run`, then `finish`. `full`: the disk of the logs has been full."""
+    """The step: call `run`, then `finish`. Fills in `known` meanwhile. `full`: the logs' disk has been full."""
 
     def __init__(
         self,
@@ -74,7 +73,7 @@ class Step:
         self._kill_at: float | None = None
 
     def run(self) -> None:
-        """Returns when it is known how the ranks ended. Raises slurm.Problem when there is no srun."""
+        """Run until it is known how the ranks ended. Raises slurm.Problem when there is no srun."""
         os.makedirs(self._nodes, exist_ok=True)
         os.makedirs(self._logs, exist_ok=True)
         argv = [*self._settings["srun"], *_DEAF, *self._settings["submitit"]]
@@ -102,7 +101,7 @@ class Step:
         return self._clock.full
 
     def finish(self) -> None:
-        """Waits for the end of srun, if that is still to come: nodes have a little to do after they have reported."""
+        """Wait for the end of srun: nodes still have work after their reports."""
         self._watch(lambda: False)
 
     def _watch(self, enough: Callable[[], bool]) -> None:
@@ -115,7 +114,7 @@ class Step:
             self._end_when_due(self._srun)
 
     def _saved(self) -> bool:
-        """Whether all nodes have reported, and ask to be started again: to have that done nobody waits for srun."""
+        """Return True if all nodes have reported and request a restart: that need not wait for srun."""
         reports = self._known.reports
         return all(rank in reports and reports[rank].get("preempted") for rank in self._known.everybody)
 
@@ -134,7 +133,7 @@ class Step:
             self._known.words = self._last_words() or self._words.complaint or self._words.first
 
     def _look(self, now: bool = False) -> None:
-        """Takes in what has been written in the job's directory; each kind of file as often as it deserves."""
+        """Read new files in the job's directory, each kind at its own interval."""
         clock = time.monotonic()
         if self._told():
             self._mark("told")
@@ -171,7 +170,7 @@ class Step:
         return os.path.join(self._directory, "slurm", name)
 
     def _end_when_due(self, srun: subprocess.Popen[bytes]) -> None:
-        """Ends the step when it is clear that it does not end by itself."""
+        """End the step once it will not end by itself."""
         now = time.monotonic()
         if self._kill_at is None:
             if not self._due(now):
@@ -212,7 +211,7 @@ class Step:
         return now - self._since[event] >= seconds
 
     def _last_words(self) -> str:
-        """Of the first node that has ended without a report: an interpreter that was not there, a package."""
+        """Return the last line of the first node that ended without a report: a missing interpreter or package."""
         for rank in self._known.everybody:
             if rank not in self._known.reports:
                 words = logs.last_line(os.path.join(self._logs, f"node-{rank}.log"), _LONGEST_WORDS)
@@ -222,7 +221,7 @@ class Step:
 
 
 class _Words:
-    """What srun says: passed on, and the first complaint kept, and the first line of any kind."""
+    """srun's output: forwarded, with its first error and its first line kept."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd

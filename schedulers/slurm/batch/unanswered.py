@@ -1,4 +1,4 @@
-"""Tell a refusal of Slurm's from a command that did not reach its daemons: all of them exit with 1."""
+"""Classification of a Slurm command's failure as a refusal or a lost connection. All exit with 1."""
 
 from __future__ import annotations
 
@@ -25,5 +25,5 @@ _WORDS = re.compile(
 
 
 def is_unanswered(complaint: str) -> bool:
-    """Return True if the command may not have been heard: it may, or may not, have done what it was called for."""
+    """Return True if the command may not have reached the daemon. It may or may not have had its effect."""
     return _WORDS.search(complaint) is not None

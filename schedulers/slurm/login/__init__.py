@@ -1,1 +1,1 @@
-"""Programs for a machine that has Slurm's commands: standard library only, sent there or imported."""
+"""Programs for a machine with Slurm's commands: standard library only, sent there or imported."""

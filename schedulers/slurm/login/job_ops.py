@@ -1,6 +1,6 @@
-"""What is asked, on a machine that has Slurm's commands, of the Slurm jobs of this user.
+"""Operations on this user's Slurm jobs, on a machine with Slurm's commands.
 
-`accel` calls it in its own process on a login node; from elsewhere it is sent there (`main.py`).
+`accel` calls them in its own process on a login node; from elsewhere they are sent there (`main.py`).
 """
 
 from __future__ import annotations
@@ -48,11 +48,13 @@ OVER = (
 
 
 def status(root: str, step: Step, contents: list[bytes]) -> dict[str, Any]:
-    """What is known of each job, in the order they are asked for, with one squeue and at most one sacct for all.
+    """Return what is known of each job, in order, with one squeue and at most one sacct for all.
 
-    A job with `search` off is not looked for in accounting, none is with `accounting` off; `searched` tells of which
-    it was. `age_s` is the age of what squeue says. `unreachable` says why the queue, or accounting, could not be
-    asked; jobs with neither `exit` nor `said` are then not unknown.
+    With `search` off, a job is not searched for in accounting; with `accounting` off, none is. In the result:
+
+    searched:    accounting was searched for the job.
+    age_s:       the age of squeue's output.
+    unreachable: why the queue or accounting could not be queried. Jobs with neither `exit` nor `said` may exist.
     """
     asked = step["jobs"]
     answers = [_of_files(root, job) for job in asked]
@@ -87,7 +89,7 @@ def status(root: str, step: Step, contents: list[bytes]) -> dict[str, Any]:
 
 
 def _queue(root: str, waiting: list[Step], step: Step) -> slurm_queue.Answer:
-    """What squeue says, and of jobs that it does not name, what it says since they were submitted."""
+    """Return squeue's output; for jobs that it lacks, output from after their submission."""
     answer = slurm_queue.read(root, step)
     unnamed = [job for job in waiting if job["slurm"] not in answer.rows]
     newest = max((_submitted_at(root, job) for job in unnamed), default=0.0)
@@ -103,12 +105,12 @@ def _submitted_at(root: str, job: Step) -> float:
 
 
 def _whole(value: Any) -> int:
-    """The number, of files that may be damaged; 0 for what is none."""
+    """Return the value if it is a positive int, else 0: files may be damaged."""
     return value if isinstance(value, int) and value > 0 else 0
 
 
 def _look_again(root: str, job: Step, answer: dict[str, Any], *, answered: bool = False) -> None:
-    """It may have left its result since it was looked for. A job that Slurm, once `answered`, does not know is over."""
+    """Check again for a result. A job that Slurm, when `answered`, does not know is over."""
     directory = jobs.directory_of(root, job)
     state = "" if answer["said"] is None else answer["said"]["state"].split()[0].rstrip("+")
     ended = state == "CANCELLED" or (state in OVER and not _may_start_again(directory, answer))
@@ -121,8 +123,10 @@ def _look_again(root: str, job: Step, answer: dict[str, Any], *, answered: bool 
 
 
 def _may_start_again(directory: str, answer: dict[str, Any]) -> bool:
-    """Return True if Slurm can start a job again that is over: `scontrol requeue` does, until the controller has
-    forgotten the job, unless it was submitted with --no-requeue."""
+    """Return True if Slurm can restart a job that is over.
+
+    `scontrol requeue` does, until the controller forgets the job, unless it was submitted with --no-requeue.
+    """
     settings = jobs.document(os.path.join(directory, "slurm/settings.json"))
     most = settings.get("max_restarts") if isinstance(settings, dict) else None
     if answer["searched"] or not isinstance(most, int):
@@ -131,9 +135,9 @@ def _may_start_again(directory: str, answer: dict[str, Any]) -> bool:
 
 
 def ends(root: str, wanted: dict[str, Step], step: Step) -> Iterator[list[str]]:
-    """At each look, those of the wanted jobs, by their id, that have left a result, or that Slurm says are over.
+    """Yield, at each look, the ids of those `wanted` jobs that have left a result or that Slurm reports as over.
 
-    A result is looked for each time, which costs Slurm nothing; squeue is asked when its last answer is too old.
+    Each look checks for results, which costs Slurm nothing, and calls squeue only if its output is too old.
     """
     heard = looked = 0.0
     asks = True
@@ -201,7 +205,7 @@ def _take_accounts(root: str, waiting: list[tuple[Step, dict[str, Any]]], step: 
 
 
 def last_words(root: str, job: Step) -> str:
-    """The last that the batch script has printed."""
+    """Return the last line that the batch script printed."""
     path = os.path.join(jobs.directory_of(root, job), "logs/slurm.log")
     if "_" in job["slurm"]:
         path = os.path.join(marks(root, job)[1], "slurm", job["slurm"].partition("_")[2] + ".log")
@@ -210,7 +214,7 @@ def last_words(root: str, job: Step) -> str:
 
 
 def marks(root: str, job: Step) -> tuple[str, str]:
-    """The comment that the job carries, and its working directory: those of the first one, in an array."""
+    """Return the job's comment and working directory; in an array, those of its first job."""
     directory = jobs.directory_of(root, job)
     first = job["job"]
     if "_" in job["slurm"]:
@@ -221,9 +225,9 @@ def marks(root: str, job: Step) -> tuple[str, str]:
 
 
 def earlier(root: str, job: str, *, array: bool, clusters: str | None = None) -> str | None:
-    """The number that Slurm gave the job (or array) in a submit before this one; None when it surely never had it.
+    """Return Slurm's number for the job or array from an earlier submit, or None if Slurm surely never had it.
 
-    Raises commands.Unanswered when that cannot be told now.
+    Raises commands.Unanswered when that is unknown now.
     """
     directory = os.path.join(jobs.directory_of(root, {"job": job}), "slurm")
     noted = jobs.document(os.path.join(directory, "submitted.json"))
@@ -252,8 +256,7 @@ def earlier(root: str, job: str, *, array: bool, clusters: str | None = None) ->
 
 
 def find(root: str, step: Step, contents: list[bytes]) -> Any:
-    """The job as it was submitted and its number; None when there is no such job here. Of a job of an array, `first` is
-    the id of the first one and `at` its own place."""
+    """Return the job's spec and Slurm number, or None. In an array, `first` is the first job's id, `at` its index."""
     directory = jobs.directory_of(root, step)
     spec = jobs.document(os.path.join(directory, "slurm/spec.json"))
     if not isinstance(spec, dict):
@@ -268,10 +271,10 @@ def find(root: str, step: Step, contents: list[bytes]) -> Any:
 
 
 def cancel(root: str, step: Step, contents: list[bytes]) -> str:
-    """Asks for the job's orderly end, and says what was done: `over`, `gone`, `cancelled` or `asked`.
+    """Request the job's graceful end. Return what was done: `over`, `gone`, `cancelled` or `asked`.
 
-    A job that runs reads a file, and needs no controller for it. A signal would not do: Slurm sends it to srun too,
-    which then kills what it should let end.
+    A running job reads a file and needs no controller for it. Slurm would send a signal to srun too, which then
+    kills the step instead of letting it end.
     """
     directory = jobs.directory_of(root, step)
     if os.path.exists(os.path.join(directory, "exit.json")):
@@ -307,7 +310,7 @@ def cancel(root: str, step: Step, contents: list[bytes]) -> str:
 
 
 def _leave_word(directory: str) -> bool:
-    """Leaves the word for the batch program; True when it was left so long ago that nobody seems to read it."""
+    """Write the cancel file. Return True if it was written so long ago that nobody seems to read it."""
     path = os.path.join(directory, "slurm/cancel")
     try:
         age = time.time() - os.stat(path).st_mtime
@@ -320,7 +323,7 @@ def _leave_word(directory: str) -> bool:
 
 
 def leave_result(directory: str, native: str) -> None:
-    """Writes that the job was cancelled before it began, unless it has a result."""
+    """Write that the job was cancelled before it began, unless it has a result."""
     result = {"schema": 1, "state": "cancelled", "reason": "user", "native_state": native, "observed_at": time.time()}
     path = os.path.join(directory, "exit.json")
     partial = f"{path}.{os.getpid()}.{os.urandom(4).hex()}"
@@ -336,7 +339,7 @@ def leave_result(directory: str, native: str) -> None:
 
 
 def forget_secrets(directory: str) -> None:
-    """Of a job that will never read them."""
+    """Delete the secrets of a job that will never read them."""
     try:
         os.unlink(os.path.join(directory, "slurm/secrets.json"))
     except OSError:
@@ -344,7 +347,7 @@ def forget_secrets(directory: str) -> None:
 
 
 def clear(root: str, step: Step, contents: list[bytes]) -> dict[str, str]:
-    """Removes the directories of jobs that are over. Returns those that stay, and why."""
+    """Remove the directories of finished jobs. Return those that stay, and why."""
     kept: dict[str, str] = {}
     rows: list[Row] | None = None
     for job in step["jobs"]:
@@ -366,12 +369,12 @@ def clear(root: str, step: Step, contents: list[bytes]) -> dict[str, str]:
 
 
 def about(root: str, step: Step, contents: list[bytes]) -> dict[str, Any]:
-    """Where the root and the home directory are on this machine."""
+    """Return this machine's paths of the root and the home directory."""
     return {"root": os.path.abspath(root), "home": os.path.expanduser("~")}
 
 
 def check(root: str, step: Step, contents: list[bytes]) -> dict[str, Any]:
-    """What a job would meet: the version of Slurm, its partitions, accounting, and room for our files."""
+    """Return the cluster's version of Slurm, its partitions, its accounting, and whether our root is writable."""
     fields = commands.SEPARATOR.join(("%R", "%a", "%l", "%D", "%A", "%G"))
     found: dict[str, Any] = {"version": commands.call(["sinfo", "--version"]).strip(), "accounting": True, "root": None}
     text = commands.call(["sinfo", *commands.where(step), "--noheader", "-o", fields])

@@ -1,14 +1,14 @@
-"""Tells of the Slurm jobs of this user, on a machine that has Slurm's commands. One line of JSON comes in:
+"""Query or watch this user's Slurm jobs on a machine with Slurm's commands. Reads one line of JSON:
 
     {"root": "~/.accel", "do": [{"op": "status", "jobs": [{"job": "…", "slurm": "123"}]}]}
 
-One line comes out, `{"done": […]}` or `{"error": "…", "unreachable": false}`, and after it the bytes of the logs.
+Writes one line, `{"done": […]}` or `{"error": "…", "unreachable": false}`, and then the bytes of the logs.
 
     {"root": "~/.accel", "watch_s": 600, "clusters": null}
 
-is followed by jobs, a line each, `id number`; the id of each that is over comes out, a line each.
+is followed by one line per job, `id number`; the id of each finished job is written on a line.
 
-Sent to login nodes, with what it imports.
+Sent to login nodes, with its imports.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Slurm's commands, each called once for all that is asked of it, and what they print as rows.
+"""Slurm's commands, each called once for all jobs, and their output as rows.
 
-Beside `slurm.py`, which is sent with it to login nodes.
+Sent to login nodes with `job_ops.py`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _OF_A_JOB = ("SLURM_", "SBATCH_", "SRUN_", "SQUEUE_", "SACCT_", "SCANCEL_", "SCO
 
 
 class Unanswered(Exception):
-    """Slurm, or a part of it, cannot be asked now. One line for people."""
+    """Slurm, or a part of it, cannot be queried now. The message has one line."""
 
 
 class AccountingOff(Exception):
@@ -62,22 +62,22 @@ class AccountingOff(Exception):
 
 
 class Refused(Exception):
-    """A command does not do what it is asked. One line for people."""
+    """A command has failed for good. The message has one line."""
 
 
 class Missing(Refused):
-    """There is no such command here."""
+    """The command does not exist here."""
 
 
 def look_everywhere() -> None:
-    """Lets this process, which no login shell has started, find Slurm's commands where they usually are."""
+    """Add Slurm's usual directories to the PATH of this process, which no login shell has started."""
     known = os.environ.get("PATH", os.defpath).split(os.pathsep)
     more = [place for place in _PLACES if place not in known and os.path.isdir(place)]
     os.environ["PATH"] = os.pathsep.join([*known, *more])
 
 
 def queue(step: Step) -> list[Row]:
-    """All that squeue has of this user, those that have just ended too. Raises Unanswered."""
+    """Return all of this user's jobs in squeue, including those that have just ended. Raises Unanswered."""
     return queue_rows(queue_text(step))
 
 
@@ -88,7 +88,7 @@ def queue_text(step: Step) -> str:
 
 
 def queue_rows(text: str) -> list[Row]:
-    """Those of what `queue_text` has returned."""
+    """Return the rows of the output of `queue_text`."""
     return [row for row in map(_queue_row, text.split("\n")) if row is not None]
 
 
@@ -98,13 +98,15 @@ def _queue_row(line: str) -> Row | None:
 
 
 def is_ours(row: Row, comment: str, workdir: str) -> bool:
-    """Whether a job is the one that carries this comment or, where comments are changed, works in this directory."""
+    """Return True if the job has this comment, or this working directory where sites change comments."""
     return row["comment"] == comment or row["workdir"] in (workdir, workdir[: QUEUE["workdir"][1]])
 
 
 def accounts_of(numbers: list[str], step: Step) -> list[Row]:
-    """All runs of these jobs that accounting knows; an array is asked for as a whole, and thousands of jobs in several
-    calls, as no command line is long enough for all. Raises what `accounts` raises."""
+    """Return all runs of these jobs in accounting. Raises what `accounts` raises.
+
+    An array is queried as a whole, and thousands of jobs in several calls: command lines are limited.
+    """
     wanted = list(dict.fromkeys(number.partition("_")[0] for number in numbers))
     rows: list[Row] = []
     for start in range(0, len(wanted), _AT_ONCE):
@@ -113,8 +115,7 @@ def accounts_of(numbers: list[str], step: Step) -> list[Row]:
 
 
 def _of_elements(rows: list[Row], numbers: list[str]) -> Iterator[Row]:
-    """The rows of array elements that have none of their own. Those that never began share one, such as `74_[48-499]`,
-    or `74` where none of the array began."""
+    """Yield rows for array elements without their own: unstarted ones share `74_[48-499]`, or `74` if none began."""
     own = {row["id"] for row in rows}
     waiting: dict[str, list[str]] = {}
     for number in numbers:
@@ -133,7 +134,7 @@ def _of_elements(rows: list[Row], numbers: list[str]) -> Iterator[Row]:
 
 
 def accounts(chosen: list[str], step: Step) -> list[Row]:
-    """All runs of the chosen jobs that accounting knows. Raises Unanswered, AccountingOff."""
+    """Return all runs of the selected jobs in accounting. Raises Unanswered, AccountingOff."""
     fields = ",".join(ACCOUNT.values())
     words = ["--allocations", "--duplicates", "--noheader", "--parsable2", f"--delimiter={SEPARATOR}", "-o", fields]
     rows = []
@@ -146,18 +147,17 @@ def accounts(chosen: list[str], step: Step) -> list[Row]:
 
 
 def _unfolded(code: str) -> str:
-    """sacct takes 128 from an exit code of 128 and more. What can be told by that is 143, of those that were ended by
-    SIGTERM: no program ends with 15 by itself."""
+    """Undo sacct's subtraction of 128 where it is certain: from 143 (SIGTERM), as no program exits with 15."""
     return "143:0" if code == "15:0" else code
 
 
 def where(step: Step) -> list[str]:
-    """The cluster that is meant, where one submits to several."""
+    """Return the option for the selected cluster, if there are several."""
     return ["-M", str(step["clusters"])] if step.get("clusters") else []
 
 
 def _asked(argv: list[str]) -> str:
-    """A question in which there is nothing that could be refused: whatever goes wrong, there is no answer now."""
+    """Call a command that cannot be refused: every failure is temporary and raises Unanswered."""
     try:
         return call(argv)
     except Missing:
@@ -167,7 +167,7 @@ def _asked(argv: list[str]) -> str:
 
 
 def call(argv: list[str], timeout_s: float = ANSWER_S) -> str:
-    """What a command of Slurm's prints. Raises Unanswered, AccountingOff, and Refused for what it refuses."""
+    """Return the output of a Slurm command. Raises Unanswered, AccountingOff, and Refused for a refusal."""
     env = {
         name: value
         for name, value in os.environ.items()
@@ -193,7 +193,7 @@ def call(argv: list[str], timeout_s: float = ANSWER_S) -> str:
 
 
 def words_of(stderr: str) -> str:
-    """A command's complaint as one line, without its name before each part of it."""
+    """Return a command's error output as one line, without the command's name before each part."""
     parts = [re.sub(r"^\w+: (error: |fatal: )?", "", line.strip()) for line in stderr.splitlines() if line.strip()]
     text = "; ".join(dict.fromkeys(parts)) or "it says nothing"
     text = "".join(sign if sign.isprintable() else "?" for sign in text)
@@ -203,5 +203,5 @@ def words_of(stderr: str) -> str:
 
 
 def wait_status(raw: str) -> str:
-    """`exit:signal` out of the status that wait(2) gives."""
+    """Return `exit:signal` for a status of wait(2)."""
     return f"{int(raw) >> 8}:{int(raw) & 127}" if raw.isdigit() else raw

@@ -1,8 +1,8 @@
-"""What squeue says of all jobs of this user, asked once for all processes that want to know.
+"""A cache of squeue's output for all jobs of this user, shared by all processes.
 
-Whoever asks leaves the answer in the root, and others read it until it is too old: however many wait for jobs, Slurm
-is asked every 1.5 s at most, and less often where it takes long to answer. Beside `slurm.py`, which is sent with it to
-login nodes.
+Each caller writes the output to the root, and others read it until it is too old. So Slurm is queried every
+1.5 s at most, however many processes wait, and less often if it responds slowly. Sent to login nodes with
+`job_ops.py`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 class Answer:
-    """What squeue printed, or why it could not be asked, and when: `asked_at` is before it was."""
+    """squeue's output, or why it failed. `asked_at`: a time before the call."""
 
     def __init__(self, asked_at: float, took_s: float, error: str, text: str) -> None:
         self.asked_at = asked_at
@@ -46,11 +46,11 @@ class Answer:
 
     @functools.cached_property
     def rows(self) -> dict[str, Row]:
-        """By the job's number."""
+        """The rows by job number."""
         return {row["id"]: row for row in commands.queue_rows(self.text)}
 
     def stands(self, since: float) -> bool:
-        """Whether it need not be asked again. One from another machine, whose clock is ahead, does not stand."""
+        """Return True if it is still valid. One from a machine whose clock is ahead is not."""
         pace_s = max(PACE_S, min(SLOWEST_S, self.took_s * (_REST_OF_ERROR if self.error else _REST)))
         return since <= self.asked_at and 0 <= time.time() - self.asked_at - self.took_s < pace_s
 
@@ -59,8 +59,7 @@ _held: dict[str, Answer] = {}
 
 
 def read(root: str, step: Step, since: float = 0.0) -> Answer:
-    """What squeue says now, or has said a moment ago, but after `since` (of this machine's clock). Raises Unanswered,
-    Refused."""
+    """Return squeue's output, new or cached, from after `since` (our clock). Raises Unanswered, Refused."""
     path = _path(root, step)
     answer = _held.get(path)
     if answer is None or not answer.stands(since):
@@ -78,7 +77,7 @@ def read(root: str, step: Step, since: float = 0.0) -> Answer:
 
 
 def forget(root: str, step: Step) -> None:
-    """What was said is not so any more: a job was taken out of the queue."""
+    """Drop the cached output: a job was removed from the queue."""
     path = _path(root, step)
     _held.pop(path, None)
     with contextlib.suppress(OSError):
@@ -86,7 +85,7 @@ def forget(root: str, step: Step) -> None:
 
 
 def taken(lock: int) -> bool:
-    """Whether the file is locked for us now, or nothing can be locked on its file system. Raises OSError."""
+    """Return True if the file is now locked for us, or its file system has no locks. Raises OSError."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -98,7 +97,7 @@ def taken(lock: int) -> bool:
 
 
 def _path(root: str, step: Step) -> str:
-    """Another one for each user and each cluster."""
+    """Return the cache's path, which differs for each user and each cluster."""
     whose = [os.getuid(), step.get("clusters"), os.environ.get("SLURM_CONF")]
     return os.path.join(root, f"slurm-queue-{zlib.crc32(json.dumps(whose).encode()):08x}")
 
@@ -123,7 +122,7 @@ def _load(path: str) -> Answer | None:
 
 
 def _save(path: str, answer: Answer) -> None:
-    """Whole or not at all; where it cannot be, each process asks for itself."""
+    """Write the cache atomically. If that fails, each process queries for itself."""
     head = {"asked_at": answer.asked_at, "took_s": answer.took_s, "error": answer.error}
     partial = f"{path}.{os.getpid()}.{os.urandom(4).hex()}"
     content = (json.dumps(head) + "\n" + answer.text).encode("utf-8", "surrogateescape")
@@ -138,7 +137,7 @@ def _save(path: str, answer: Answer) -> None:
 
 @contextlib.contextmanager
 def _alone(path: str) -> Iterator[None]:
-    """Holds the lock, where there can be one; not waiting for ever for a process that may have been stopped."""
+    """Hold the lock if possible. Continue without it after 30 s: its holder may have been stopped."""
     lock = -1
     try:
         with contextlib.suppress(OSError):
