@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 EVERY_TEST_NEEDS = ("pyproject.toml", "constraints.txt")
 # Modules named here are loaded early, or looked up in sys.modules: whoever needs them names them too.
 IGNORED_STRINGS = {
-    "tests/conftest.py", "tests/shares.py", "tests/warm.py", "accel/world/available.py", "accel/launch/preload.py",
+    "tests/conftest.py", "tests/shares.py", "tests/warm.py", "accel/world/available.py", "accel/launch/fork_server.py",
 }  # fmt: skip
 # Imported only where a test names one of the words.
 ON_REQUEST = {

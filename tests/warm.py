@@ -33,7 +33,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn, Protocol
 
-from accel.launch.exit import leave
+from accel.launch.worker import leave
 
 ROOT = Path(__file__).parents[1]
 MARK = "ACCEL_TEST_MARK"  # a variable of 32 characters by which /proc/PID/environ tells whose process it is

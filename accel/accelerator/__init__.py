@@ -26,14 +26,11 @@ from accel.accelerator.arguments import (
     sharding,
 )
 from accel.accelerator.checkpoints import CheckpointControl
-from accel.accelerator.communication import ProcessControl
-from accel.accelerator.dimensions import Dimensions
-from accel.accelerator.loaders import LoadingControl
+from accel.accelerator.communication import Dimensions, ProcessControl
 from accel.accelerator.preemption import PreemptionControl
-from accel.accelerator.profiling import ProfileControl
 from accel.accelerator.run import Run
-from accel.accelerator.trackers import TrackingControl
-from accel.accelerator.training import TrainingControl
+from accel.accelerator.trackers import ProfileControl, TrackingControl
+from accel.accelerator.training import LoadingControl, TrainingControl
 from accel.errors import ArgumentError
 from accel.exit_codes import REQUEUE
 from accel.logging import get_logger
@@ -54,8 +51,7 @@ from accel.precision import choose_precision
 from accel.state import AcceleratorState, GradientState, refuse_unbuilt
 from accel.training.accumulation import Window
 from accel.training.compile import compile_regions, compile_regions_in_place, compiles, dynamo
-from accel.training.optimizer import AcceleratedOptimizer
-from accel.training.scheduler import AcceleratedScheduler
+from accel.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from accel.world.available import is_bitsandbytes_multi_backend_available, is_xpu_available
 
 # An object, and whether it is put on the device; None: as the `Accelerator` says.

@@ -14,9 +14,8 @@ from torch.utils.hooks import RemovableHandle
 from accel.accelerator.run import Part
 from accel.checkpoint.all_ranks import together
 from accel.checkpoint.contents import Contents, Piece
-from accel.checkpoint.full_disk import reporting_full_disk
-from accel.checkpoint.save_load import keeps, save
-from accel.checkpoint.weights import refuse_unsavable, save_spread_weights, save_weights
+from accel.checkpoint.durable import reporting_full_disk
+from accel.checkpoint.weights import keeps, refuse_unsavable, save, save_spread_weights, save_weights
 from accel.checkpoint.writer import Checkpoints, logger
 from accel.errors import ArgumentError, CheckpointError, one_of
 
@@ -243,7 +242,7 @@ class CheckpointControl(Part):
     def _whole_state(self, model: torch.nn.Module) -> dict[str, Any]:
         inside = self.strategy.unwrap(model)
         if any(hasattr(part, "_hf_hook") for part in inside.modules()):
-            from accel.big_models.full_state_dict import get_state_dict_offloaded_model
+            from accel.big_models.load import get_state_dict_offloaded_model
 
             state: dict[str, Any] = get_state_dict_offloaded_model(inside)
             return state

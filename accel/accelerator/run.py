@@ -14,8 +14,7 @@ from accel.plugins import ProjectConfiguration
 from accel.precision.base import Precision
 from accel.state import AcceleratorState, GradientState
 from accel.training.accumulation import Window
-from accel.training.optimizer import AcceleratedOptimizer
-from accel.training.scheduler import AcceleratedScheduler
+from accel.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 
 
 @dataclass(kw_only=True)

@@ -1,16 +1,20 @@
-"""The part of `Accelerator` that runs experiment trackers."""
+"""The part of `Accelerator` that keeps records of training: trackers, on the processes they run on, and profiles."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from contextlib import suppress
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from accel.accelerator.run import Part
 from accel.errors import ArgumentError, StateError, nearest
+from accel.plugins import ProfileKwargs
 
 if TYPE_CHECKING:
+    from torch.profiler import profile
+
     from accel.tracking.base import GeneralTracker
     from accel.tracking.isolation import Guard
     from accel.tracking.registry import Choice
@@ -176,3 +180,31 @@ def _runs_everywhere(tracker: GeneralTracker) -> bool:
         return True
     owner = next(kind for kind in type(tracker).__mro__ if "main_process_only" in vars(kind))
     return not owner.__module__.startswith("accel.tracking.")
+
+
+# Profiles, by `torch.profiler`.
+
+PROFILE_PATTERN_NAME = "profile_{suffix}.json"
+
+
+class ProfileControl(Part):
+    """The part of `Accelerator` that profiles."""
+
+    profile_handler: ProfileKwargs | None = None
+
+    @contextmanager
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[profile]:
+        """Profile the block with ``profile_handler``, by default the one given to `Accelerator`; yield the profiler.
+
+        With ``output_trace_dir`` every process writes ``profile_<rank>.json`` there if the block ends without an
+        error, and waits until all have.
+        """
+        handler = profile_handler or self.profile_handler or ProfileKwargs()
+        with handler.build() as profiler:
+            yield profiler
+        if handler.output_trace_dir is None:
+            return
+        os.makedirs(handler.output_trace_dir, exist_ok=True)
+        name = PROFILE_PATTERN_NAME.format(suffix=self.state.process_index)
+        profiler.export_chrome_trace(os.path.join(handler.output_trace_dir, name))
+        self.state.wait_for_everyone()

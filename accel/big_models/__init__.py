@@ -10,27 +10,26 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 _NAMES_IN = {
-    "align": "AlignDevicesHook align_module_device has_offloaded_params",
-    "attach_hooks": "attach_align_device_hook attach_align_device_hook_on_blocks attach_execution_device_hook",
+    "align": "AlignDevicesHook align_module_device attach_align_device_hook attach_align_device_hook_on_blocks "
+    "attach_execution_device_hook has_offloaded_params",
     "max_memory": "available_host_memory get_balanced_memory get_max_memory get_module_leaves",
     "casting": "LayerwiseCastingHook attach_layerwise_casting_hooks",
     "device_map": "check_device_map check_tied_parameters_on_same_device clean_device_map fallback_allocate "
     "get_module_size_with_ties infer_auto_device_map",
-    "device_names": "as_device check_device_same",
+    "devices": "as_device check_device_same",
     "dispatch": "cpu_offload cpu_offload_with_hook disk_offload dispatch_model load_checkpoint_and_dispatch",
-    "memory_estimate": "Estimate estimate_model estimate_training_usage",
+    "sizes": "Estimate calculate_maximum_sizes compute_module_sizes compute_module_total_buffer_size "
+    "convert_file_size_to_int dtype_byte_size estimate_model estimate_training_usage get_max_layer_size",
     "hooks": "CpuOffload ModelHook SequentialHook UserCpuOffloadHook add_hook_to_module remove_hook_from_module "
     "remove_hook_from_submodules",
     "init": "init_empty_weights init_on_device",
-    "load": "load_checkpoint_in_model load_offloaded_weights",
+    "load": "get_state_dict_from_offload get_state_dict_offloaded_model load_checkpoint_in_model "
+    "load_offloaded_weights",
     "module_tensors": "check_tied_parameters_in_config find_tied_parameters get_non_persistent_buffers "
     "id_tensor_storage named_module_tensors retie_parameters set_module_tensor_to_device",
     "offload": "OffloadedWeightsLoader PrefixedDataset extract_submodules_state_dict load_offloaded_weight "
     "offload_state_dict offload_weight save_offload_index",
     "checkpoint_shards": "load_state_dict",
-    "sizes": "calculate_maximum_sizes compute_module_sizes compute_module_total_buffer_size convert_file_size_to_int "
-    "dtype_byte_size get_max_layer_size",
-    "full_state_dict": "get_state_dict_from_offload get_state_dict_offloaded_model",
 }
 _HOME_OF = {name: f"accel.big_models.{module}" for module, names in _NAMES_IN.items() for name in names.split()}
 
@@ -100,11 +99,13 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from accel.big_models.align import AlignDevicesHook, align_module_device, has_offloaded_params
-    from accel.big_models.attach_hooks import (
+    from accel.big_models.align import (
+        AlignDevicesHook,
+        align_module_device,
         attach_align_device_hook,
         attach_align_device_hook_on_blocks,
         attach_execution_device_hook,
+        has_offloaded_params,
     )
     from accel.big_models.casting import LayerwiseCastingHook, attach_layerwise_casting_hooks
     from accel.big_models.checkpoint_shards import load_state_dict
@@ -116,7 +117,7 @@ if TYPE_CHECKING:
         get_module_size_with_ties,
         infer_auto_device_map,
     )
-    from accel.big_models.device_names import as_device, check_device_same
+    from accel.big_models.devices import as_device, check_device_same
     from accel.big_models.dispatch import (
         cpu_offload,
         cpu_offload_with_hook,
@@ -124,7 +125,6 @@ if TYPE_CHECKING:
         dispatch_model,
         load_checkpoint_and_dispatch,
     )
-    from accel.big_models.full_state_dict import get_state_dict_from_offload, get_state_dict_offloaded_model
     from accel.big_models.hooks import (
         CpuOffload,
         ModelHook,
@@ -135,14 +135,18 @@ if TYPE_CHECKING:
         remove_hook_from_submodules,
     )
     from accel.big_models.init import init_empty_weights, init_on_device
-    from accel.big_models.load import load_checkpoint_in_model, load_offloaded_weights
+    from accel.big_models.load import (
+        get_state_dict_from_offload,
+        get_state_dict_offloaded_model,
+        load_checkpoint_in_model,
+        load_offloaded_weights,
+    )
     from accel.big_models.max_memory import (
         available_host_memory,
         get_balanced_memory,
         get_max_memory,
         get_module_leaves,
     )
-    from accel.big_models.memory_estimate import Estimate, estimate_model, estimate_training_usage
     from accel.big_models.module_tensors import (
         check_tied_parameters_in_config,
         find_tied_parameters,
@@ -162,11 +166,14 @@ if TYPE_CHECKING:
         save_offload_index,
     )
     from accel.big_models.sizes import (
+        Estimate,
         calculate_maximum_sizes,
         compute_module_sizes,
         compute_module_total_buffer_size,
         convert_file_size_to_int,
         dtype_byte_size,
+        estimate_model,
+        estimate_training_usage,
         get_max_layer_size,
     )
 

@@ -14,8 +14,8 @@ from typing import Protocol
 import torch
 
 from accel.big_models.device_map import device_of
-from accel.big_models.device_names import CPU, Device, as_device
-from accel.big_models.tensor_files import SafetensorsFile
+from accel.big_models.devices import CPU, Device, as_device
+from accel.big_models.offload import SafetensorsFile
 from accel.errors import CheckpointError
 
 # Newest format first: where a folder has several, safetensors, which can hold no code, is what is loaded.

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from accel.big_models.device_names import Device
+from accel.big_models.devices import Device
 from accel.big_models.max_memory import Budget, MaxMemory, get_max_memory
 from accel.big_models.module_tensors import check_tied_parameters_in_config, find_tied_parameters
 from accel.big_models.sizes import (

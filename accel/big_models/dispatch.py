@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from accel.big_models.align import AlignDevicesHook
-from accel.big_models.attach_hooks import attach_align_device_hook, attach_align_device_hook_on_blocks
+from accel.big_models.align import AlignDevicesHook, attach_align_device_hook, attach_align_device_hook_on_blocks
 from accel.big_models.checkpoint_shards import some
 from accel.big_models.device_map import check_device_map, infer_auto_device_map
-from accel.big_models.device_names import META, Device, accelerator_type, is_offload
+from accel.big_models.devices import META, Device, accelerator_type, is_offload
 from accel.big_models.hooks import CpuOffload, UserCpuOffloadHook, add_hook_to_module
 from accel.big_models.load import load_checkpoint_in_model
 from accel.big_models.max_memory import MaxMemory, get_balanced_memory

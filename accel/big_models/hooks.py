@@ -13,8 +13,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
-from accel.big_models.device_names import CPU, Device, accelerator_type, as_device, check_device_same
-from accel.big_models.move import move
+from accel.big_models.devices import CPU, Device, accelerator_type, as_device, check_device_same, move
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 

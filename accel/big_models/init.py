@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
-from accel.big_models.device_names import Device, as_device
+from accel.big_models.devices import Device, as_device
 from accel.big_models.module_tensors import like_parameter
 from accel.world.environment import read_flag
 

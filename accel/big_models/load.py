@@ -1,4 +1,4 @@
-"""Loading a checkpoint into a model, one tensor at a time, each directly to its device."""
+"""Load a checkpoint into a model, each tensor straight to where it belongs; collect an offloaded model's state dict."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from accel.big_models.align import align_module_device, has_offloaded_params
 from accel.big_models.checkpoint_shards import CheckpointFiles, Shard, find_files, in_memory, place_in_file, some
 from accel.big_models.device_map import check_tied_parameters_on_same_device, device_of, warn_if_untied
-from accel.big_models.device_names import CPU, META, Device, as_device, dtype_named
+from accel.big_models.devices import CPU, META, Device, as_device, dtype_named
 from accel.big_models.module_tensors import (
     find_tied_parameters,
     is_real,
@@ -291,3 +292,46 @@ def load_offloaded_weights(model: nn.Module, index: Index | None, offload_folder
         set_module_tensor_to_device(
             model, name, CPU, value=in_memory(value, CPU), fp16_statistics=statistics, clear_cache=False
         )
+
+
+# The whole state dict of a model whose weights are spread and offloaded.
+
+
+def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
+    """Return the state dict of ``model`` with every tensor on the host, moved there module by module.
+
+    A weight offloaded to disk is memory-mapped. Tensors without values anywhere are omitted, with a warning.
+    """
+    found: dict[str, Any] = {}
+    order = list(model.state_dict())
+    for path, module in model.named_modules():
+        prefix = f"{path}." if path else ""
+        with align_module_device(module, "cpu" if has_offloaded_params(module) else None):
+            for name, value in module.state_dict(prefix=prefix).items():
+                if isinstance(value, torch.Tensor):
+                    if value.device == META or name in found:
+                        continue
+                    value = value.to("cpu")
+                found.setdefault(name, value)
+    empty = [name for name in order if name not in found]
+    if empty:
+        logger.warning("left out of the state dict, because they hold no numbers: %s", some(empty))
+    return {name: found[name] for name in order if name in found}
+
+
+def get_state_dict_from_offload(
+    module: nn.Module,
+    module_name: str,
+    state_dict: dict[str, Any],
+    device_to_put_offload: Device = "cpu",
+) -> dict[str, Any]:
+    """Fill in, and return, the entries of ``state_dict`` that belong to ``module``.
+
+    ``module_name`` is the name of one of its tensors. Offloaded weights are moved to ``device_to_put_offload``.
+    """
+    path = module_name.rpartition(".")[0]
+    with align_module_device(module, device_to_put_offload if has_offloaded_params(module) else None):
+        for name, value in module.state_dict(prefix=f"{path}." if path else "").items():
+            if name in state_dict:
+                state_dict[name] = value
+    return state_dict

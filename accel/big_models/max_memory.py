@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from accel.big_models.device_names import accelerator_type
+from accel.big_models.devices import accelerator_type
 from accel.big_models.sizes import Dtype, class_names, compute_module_sizes, convert_file_size_to_int
 from accel.errors import ArgumentError, nearest
 

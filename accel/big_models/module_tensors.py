@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accel.big_models.device_names import META, Device, as_device, check_device_same, dtype_named
+from accel.big_models.devices import META, Device, as_device, check_device_same, dtype_named
 from accel.errors import ArgumentError, nearest
 
 TiedParams = dict[int, dict[torch.device, torch.Tensor]]

@@ -4,8 +4,7 @@ and its like (`accelerator/checkpoints.py`).
 
 from __future__ import annotations
 
-from accel.checkpoint.save_load import load, save
-from accel.checkpoint.weights import clean_state_dict_for_safetensors
+from accel.checkpoint.weights import clean_state_dict_for_safetensors, load, save
 from accel.checkpoint.writer import Checkpoints
 
 __all__ = ["Checkpoints", "clean_state_dict_for_safetensors", "load", "save"]

@@ -11,7 +11,14 @@ from typing import Any, Literal
 
 import torch
 
-from accel.checkpoint.chunks import Saved, own_chunks
+from accel.checkpoint.chunks import (
+    Saved,
+    fill_module,
+    fill_optimizer,
+    fill_whole_optimizer,
+    own_chunks,
+    split_optimizer,
+)
 from accel.checkpoint.durable import Digest
 from accel.checkpoint.file_names import (
     EXTRA,
@@ -28,11 +35,8 @@ from accel.checkpoint.file_names import (
     numbered_name,
     random_states_name,
 )
-from accel.checkpoint.random_states import random_states, set_random_states
-from accel.checkpoint.restore import load_module, load_optimizer
-from accel.checkpoint.spread import fill_module, fill_optimizer, fill_whole_optimizer, split_optimizer
-from accel.checkpoint.tensors import read_tensors, write_tensors
-from accel.checkpoint.torch_files import read_object, write_safe_object
+from accel.checkpoint.tensors import load_module, load_optimizer, read_tensors, write_tensors
+from accel.checkpoint.torch_files import random_states, read_object, set_random_states, write_safe_object
 from accel.checkpoint.weights import read_weights
 from accel.errors import CheckpointError
 from accel.logging import get_logger

@@ -18,8 +18,8 @@ import torch
 
 from accel.checkpoint.all_ranks import together
 from accel.checkpoint.chunks import Saved
-from accel.checkpoint.save_load import load
 from accel.checkpoint.tensors import TYPES
+from accel.checkpoint.weights import load
 from accel.errors import CheckpointError
 from accel.state import PartialState
 

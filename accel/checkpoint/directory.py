@@ -1,4 +1,4 @@
-"""Atomic replacement of directories.
+"""Directories that are whole or not there, and the manifest that proves it: each file with its length and digest.
 
 A checkpoint is written under a draft name next to its final path and renamed when it is complete. A
 predecessor in that path is renamed first and deleted last, so that one complete checkpoint exists at every
@@ -11,15 +11,134 @@ moment; `recover` moves it to the final path.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import secrets
 import shutil
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from accel.checkpoint.durable import fsync_directory
-from accel.checkpoint.manifest import NAME, damage, read_manifest
+from accel.checkpoint.durable import BLOCK, Digest, block_checksum, fsync_directory
+from accel.checkpoint.file_names import MANIFEST, rank_of_chunks
+from accel.checkpoint.torch_files import write_bytes
 from accel.errors import CheckpointError
+
+# The manifest. Where it holds true, the directory is whole.
+
+NAME = MANIFEST
+SCHEMA = 2
+_READERS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """The files of a checkpoint, the number of its writers, and an id that all copies of one save share."""
+
+    num_processes: int
+    save: str | None = None
+    files: dict[str, Digest] = field(default_factory=dict)
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write the manifest, the last file of a checkpoint, and flush it to the disk."""
+    document: dict[str, Any] = {
+        "schema": SCHEMA,
+        "num_processes": manifest.num_processes,
+        "save": manifest.save,
+        "files": {name: {"bytes": d.length, "crc32": d.crc32} for name, d in sorted(manifest.files.items())},
+    }
+    document["manifest_crc32"] = _own_checksum(document)
+    write_bytes(folder / NAME, json.dumps(document, indent=1).encode())
+
+
+def _own_checksum(document: dict[str, Any]) -> str:
+    rest = {key: value for key, value in document.items() if key != "manifest_crc32"}
+    return f"{zlib.crc32(json.dumps(rest, sort_keys=True).encode()):08x}"
+
+
+def read_manifest(folder: Path) -> Manifest | None:
+    """Read the manifest in ``folder``; None if there is none. Raises `CheckpointError` if it is damaged."""
+    try:
+        document = json.loads((folder / NAME).read_bytes())
+        if document["schema"] > SCHEMA:
+            raise CheckpointError(
+                f"{folder / NAME} was written by a newer accel (schema {document['schema']}): update accel"
+            )
+        if document["schema"] < SCHEMA:
+            raise CheckpointError(
+                f"{folder / NAME} was written by an older accel (schema {document['schema']}), which this one cannot "
+                "verify: delete that file to load the rest unverified"
+            )
+        if document["manifest_crc32"] != _own_checksum(document):
+            raise ValueError("its checksum differs")
+        files = {name: Digest(entry["bytes"], entry["crc32"]) for name, entry in document["files"].items()}
+        return Manifest(num_processes=document["num_processes"], save=document.get("save"), files=files)
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{folder / NAME} is damaged: {error}") from error
+
+
+def damage(folder: Path) -> str | None:
+    """Return the first problem of the checkpoint in ``folder`` in one line, or ``None`` if every file is intact."""
+    return misfit(folder) or differing(folder)
+
+
+def misfit(folder: Path) -> str | None:
+    """Like `damage`, but compare only the lengths of the files."""
+    try:
+        manifest = read_manifest(folder)
+    except CheckpointError as error:
+        return str(error)
+    if manifest is None:
+        return f"{folder} has no {NAME}"
+    problems = (_measure(folder / name, digest) for name, digest in manifest.files.items())
+    return next(filter(None, problems), None)
+
+
+def _measure(path: Path, digest: Digest) -> str | None:
+    try:
+        length = path.stat().st_size
+    except FileNotFoundError:
+        return f"{path} is missing"
+    except OSError as error:
+        return f"{path} cannot be read: {error.strerror}"
+    return None if length == digest.length else f"{path} has {length} bytes where {digest.length} were written"
+
+
+def differing(folder: Path, part: int = 0, parts: int = 1) -> str | None:
+    """Return one line about the first file with a changed block, or None. Blocks are read in parallel.
+
+    If ``parts`` processes call this, each reads its own blocks; files of chunks are divided by the rank in their
+    names.
+    """
+    manifest = read_manifest(folder)
+    blocks = [
+        (folder / name, number, digest.crc32[8 * number : 8 * number + 8])
+        for name, digest in (manifest.files.items() if manifest else ())
+        for number in range(-(-digest.length // BLOCK))
+        if (number if (rank := rank_of_chunks(name)) is None else rank) % parts == part
+    ]
+    with ThreadPoolExecutor(min(_READERS, os.cpu_count() or 1)) as pool:
+        futures = [pool.submit(_compare, *block) for block in blocks]
+        found = next(filter(None, (future.result() for future in futures)), None)
+        pool.shutdown(cancel_futures=True)  # one is enough to know: the rest is not read
+    return found
+
+
+def _compare(path: Path, number: int, expected: str) -> str | None:
+    try:
+        found = block_checksum(path, number)
+    except OSError as error:
+        return f"{path} cannot be read: {error.strerror}"
+    return None if found == expected else f"{path} is not as it was written (its checksum differs)"
+
+
+# The directory.
 
 _GONE = re.compile(r"\..+\.gone-[0-9a-f]{8}")
 _ASIDE = re.compile(r"\.(.+)\.(?:draft|old)-[0-9a-f]{8}")

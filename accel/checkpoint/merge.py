@@ -11,10 +11,9 @@ import torch
 
 from accel.checkpoint.chunks import Saved
 from accel.checkpoint.dcp import METADATA, DcpFolder
-from accel.checkpoint.durable import fsync_directory
+from accel.checkpoint.directory import damage
+from accel.checkpoint.durable import fsync_directory, reporting_full_disk
 from accel.checkpoint.file_names import CHUNKS, MANIFEST, SAFE_WEIGHTS_NAME, WEIGHTS_NAME
-from accel.checkpoint.full_disk import reporting_full_disk
-from accel.checkpoint.manifest import damage
 from accel.checkpoint.tensors import TYPES, write_tensors
 from accel.checkpoint.torch_files import replacing, write_object
 from accel.errors import CheckpointError

@@ -1,33 +1,109 @@
-"""Collective saving and loading: after every step all processes agree that it succeeded."""
+"""Save and load on all processes together, with one copy for all or one on each node; all agree that it went well."""
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from accel.checkpoint import fence
 from accel.checkpoint.all_ranks import Result, refuse_absent, side_group, together
-from accel.checkpoint.background import Background
+from accel.checkpoint.background import Background, Staging
 from accel.checkpoint.contents import Contents, Piece
-from accel.checkpoint.directory import delete_given_up, leftovers, numbered, publish, recover, remove, start_draft
-from accel.checkpoint.durable import Digest, fsync_directory, settle
+from accel.checkpoint.directory import (
+    Manifest,
+    delete_given_up,
+    differing,
+    leftovers,
+    misfit,
+    numbered,
+    publish,
+    read_manifest,
+    recover,
+    remove,
+    start_draft,
+    write_manifest,
+)
+from accel.checkpoint.durable import Digest, fsync_directory, reporting_full_disk, settle
 from accel.checkpoint.file_names import CHECKPOINT_PREFIX, MANIFEST, random_states_name
-from accel.checkpoint.full_disk import reporting_full_disk
-from accel.checkpoint.manifest import Manifest, differing, read_manifest, write_manifest
-from accel.checkpoint.node_copies import Copy, copy_in
-from accel.checkpoint.save_load import keeps
-from accel.checkpoint.staging import Staging
+from accel.checkpoint.weights import keeps
 from accel.errors import CheckpointError
 from accel.logging import get_logger
 from accel.plugins import ProjectConfiguration
 from accel.state import PartialState
-from accel.world import project_root
+from accel.world import environment
 
 logger = get_logger(__name__)
+
+# The fence: an attempt that has a successor must not write any more.
+#
+# A scheduler that loses a node starts the job again elsewhere while its first processes may still run there.
+# Such a process must not replace a checkpoint that the new start has written.
+
+FENCE, ATTEMPT = "ACCEL_FENCE", "ACCEL_ATTEMPT"
+
+
+def check_fence() -> None:
+    """Raise `CheckpointError` if a later start of this job has begun. Without a scheduler's fence nothing happens.
+
+    ``ACCEL_FENCE`` names a file with the number of the newest start, ``ACCEL_ATTEMPT`` is that of this one. A
+    missing file blocks nobody; an unreadable one raises `OSError`.
+    """
+    name = os.environ.get(FENCE)
+    if not name:
+        return
+    try:
+        newest = Path(name).read_text().strip()
+    except FileNotFoundError:
+        return
+    own = os.environ.get(ATTEMPT, "0")
+    if newest.isdigit() and own.isdigit() and int(newest) > int(own):
+        raise CheckpointError(
+            f"start {newest} of this job has begun ({name}), and this process belongs to start {own}: "
+            "it leaves the checkpoints alone"
+        )
+
+
+# Nodes without a common file system: each keeps a whole copy.
+#
+# Any file of a copy may be missing or from an earlier save, because the program that copies it to the next
+# start of the nodes works file by file (see `accel.world.environment`) and may be interrupted.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Copy:
+    """A node's copy of a checkpoint: the id of its save, and its problem if there is one."""
+
+    folder: str
+    save: str | None = None
+    problem: str | None = None
+
+
+def copy_in(place: Path, num_processes: int) -> Copy:
+    """Return this node's copy of the checkpoint in ``place``, checked only by file lengths.
+
+    If another number of processes wrote the checkpoint, a new node has no copy: it uses that of node 0.
+    """
+    folder = environment.own_copy(place)
+    if not folder.is_dir() and folder != place and _written_by(place) not in (None, num_processes):
+        folder = place
+    problem = misfit(folder) if folder.is_dir() else f"{folder} is not there"
+    manifest = None if problem else read_manifest(folder)
+    return Copy(folder=str(folder), save=manifest.save if manifest else None, problem=problem)
+
+
+def _written_by(folder: Path) -> int | None:
+    try:
+        manifest = read_manifest(folder)
+    except CheckpointError:
+        return None
+    return manifest.num_processes if manifest else None
+
+
+# The writer.
 
 _Publish: TypeAlias = Callable[[dict[str, Digest]], None]
 
@@ -48,7 +124,7 @@ class Checkpoints:
     @property
     def on_each_node(self) -> bool:
         """True if every node keeps a checkpoint of its own."""
-        return self.config.save_on_each_node or project_root.root() is not None
+        return self.config.save_on_each_node or environment.project_root() is not None
 
     @property
     def keeper(self) -> bool:
@@ -58,7 +134,7 @@ class Checkpoints:
     def next_place(self) -> Path:
         """Return the path of the next automatically named checkpoint. Raises `CheckpointError` if it exists."""
         place = self.config.checkpoints / f"{CHECKPOINT_PREFIX}{self.config.iteration}"
-        if project_root.own(place).exists() and place not in self._passed_over:
+        if environment.own_copy(place).exists() and place not in self._passed_over:
             raise CheckpointError(f"{place} exists: load_state() first to go on from it, or set save_iteration")
         return place
 
@@ -83,7 +159,7 @@ class Checkpoints:
         """
         refuse_absent("save_state", self._roll_call)
         self.wait()
-        place = project_root.own(place.resolve())
+        place = environment.own_copy(place.resolve())
         drafts = self._saving(place, lambda: self._start(place))
         draft = Path(self._own(drafts))
         publish = partial(self._publish, draft, place, str(drafts[0])[-8:], prune)
@@ -100,7 +176,7 @@ class Checkpoints:
     def _start(self, place: Path) -> str | None:
         if not self.keeper:
             return None
-        fence.check()  # before it deletes what looks like drafts that were given up
+        check_fence()  # before it deletes what looks like drafts that were given up
         return str(start_draft(place))
 
     def _save_beside(
@@ -158,7 +234,7 @@ class Checkpoints:
             if folder.is_dir():
                 fsync_directory(folder)
         write_manifest(draft, Manifest(num_processes=self.state.num_processes, save=save, files=files))
-        fence.check()
+        check_fence()
         publish(draft, place)
         if not prune:
             return
@@ -201,7 +277,7 @@ class Checkpoints:
         return copies
 
     def _find(self, asked: Path) -> Copy:
-        place = project_root.own(asked.resolve())
+        place = environment.own_copy(asked.resolve())
         done = recover(place)
         if done is not None:
             logger.warning(done)
@@ -221,7 +297,7 @@ class Checkpoints:
         """Return the newest checkpoint with a complete copy of the same save on every node."""
         checkpoints = self.config.checkpoints.resolve()
         held = self._copies(
-            lambda: [number for number, _ in numbered(project_root.own(checkpoints), CHECKPOINT_PREFIX)]
+            lambda: [number for number, _ in numbered(environment.own_copy(checkpoints), CHECKPOINT_PREFIX)]
         )
         problems: list[str] = []
         for number in sorted({number for numbers in held for number in numbers or ()}, reverse=True):

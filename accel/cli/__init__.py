@@ -107,7 +107,7 @@ def _dispatch(words: Sequence[str]) -> int:
     module = importlib.import_module(COMMANDS[name][0])
     if hasattr(module, "run_argv"):
         return int(module.run_argv(rest))
-    from .parser import Parser
+    from .arguments import Parser
 
     parser = Parser(name, COMMANDS[name][1], getattr(module, "EXAMPLES", ""))
     module.add_arguments(parser)

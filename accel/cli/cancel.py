@@ -2,22 +2,22 @@
 
 stdout has a line for each job: its id, a tab, its state.
 
---json  {"jobs": […]}, each in the shape of `accel.cli.job_format`.
+--json  {"jobs": […]}, each in the shape of `accel.cli.output`.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from . import exit_status, job_args
-from .output import note, print_json
+from . import arguments, exit_status
+from .output import note, print_json, record_json
 
 if TYPE_CHECKING:
     from argparse import Namespace
 
     from schedulers.jobs.handle import Job
 
-    from .parser import Parser
+    from .arguments import Parser
 
 EXAMPLES = """\
   accel cancel @last
@@ -33,13 +33,11 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("jobs", metavar="JOB", nargs="+", help="an id, a unique prefix of one, or @last")
     parser.add_argument("--no-wait", action="store_true", help="ask for the end and return")
     parser.add_argument("--json", action="store_true", help="answer in JSON")
-    job_args.add_arguments(parser)
+    arguments.add_job_arguments(parser)
 
 
 def run(args: Namespace) -> int:
-    from .job_format import record_json
-
-    jobs = job_args.find_all("accel cancel", args.jobs, args)
+    jobs = arguments.find_jobs("accel cancel", args.jobs, args)
     code = exit_status.OK
     asked = [job for job in jobs if _ask(job)]  # all are asked before any is waited for: their graces run together
     for job in asked:

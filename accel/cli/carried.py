@@ -33,7 +33,7 @@ def launch_variables(options: Mapping[str, Any]) -> dict[str, str]:
     """Return a worker's variables in the form that a launch reads."""
     from accel.settings import BY_NAME
     from accel.settings.env_variables import variables
-    from accel.settings.values import typed
+    from accel.settings.setting import typed
 
     env = variables(options)
     env.pop("ACCELERATE_CONFIG_DS_FIELDS", None)  # the launch says it anew

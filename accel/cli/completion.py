@@ -17,7 +17,7 @@ from . import exit_status
 if TYPE_CHECKING:
     from argparse import Namespace
 
-    from .parser import Parser
+    from .arguments import Parser
 
 EXAMPLES = """\
   accel completion bash > ~/.local/share/bash-completion/completions/accel
@@ -83,7 +83,7 @@ _VERBS = {
     "config": [("default", "write the defaults"), ("update", "rewrite an older file")],
 }
 # Where a command's options are, if not in its own module.
-_OPTIONS = {"submit": "accel.cli.submit_options", "launch": "accel.launch.flags"}
+_OPTIONS = {"submit": "accel.cli.submit", "launch": "accel.launch.flags"}
 
 
 def add_arguments(parser: Parser) -> None:
@@ -161,7 +161,7 @@ def _parser(command: str) -> Parser:
     import importlib
 
     from . import COMMANDS
-    from .parser import Parser
+    from .arguments import Parser
 
     parser = Parser(command, "")
     module = importlib.import_module(_OPTIONS.get(command, COMMANDS[command][0]))

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
     from accel.settings.wizard import Machine
 
+    from .arguments import Parser
     from .config_target import Written
-    from .parser import Parser
 
 EXAMPLES = """\
   accel config                                         ask, and write the file
@@ -97,7 +97,7 @@ def _check(args: Namespace) -> None:
 
 def _write_default(args: Namespace, path: str) -> int:
     from accel.settings import BY_NAME
-    from accel.settings.values import BadValue, read
+    from accel.settings.setting import BadValue, read
 
     if os.path.exists(path):
         raise UsageError(_COMMAND, f"{path} is there already: `accel config` writes it anew, `update` keeps it")
@@ -149,10 +149,10 @@ def _made(path: str, answers: Mapping[str, Any], machine: Machine) -> _Made:
     from accel.settings.config_file import to_document
     from accel.settings.wizard import values_of
 
-    from . import config_check, config_target
+    from . import config_target
 
     values = values_of(answers, machine)
-    wrong = config_check.refused(values)
+    wrong = config_target.launch_refusal(values)
     if wrong:
         raise UsageError(_COMMAND, wrong)
     return _Made(path, to_document(values), config_target.written(answers))
@@ -188,12 +188,12 @@ def _text(path: str, document: Mapping[str, Any]) -> str:
 
 def _answered(path: str, machine: Machine) -> dict[str, Any]:
     """Return the answers in a file, with defaults for the rest. Raises UsageError with the line."""
-    from accel.settings.values import BadValue, as_written
+    from accel.settings.setting import BadValue, as_written
     from accel.settings.wizard import QUESTIONS, open_question
     from schedulers.config.yaml_file import YamlFile
     from schedulers.errors import ConfigError, nearest
 
-    from . import config_check
+    from . import config_target
 
     try:
         file = YamlFile("/dev/stdin" if path == "-" else path)
@@ -214,7 +214,7 @@ def _answered(path: str, machine: Machine) -> dict[str, Any]:
             raise UsageError(_COMMAND, f"{file.shown}: no answer to {question.name}: {question.text}")
         try:
             answer = question.understood(given.get(question.name, offered))
-            config_check.check(question, answer, answers, machine)
+            config_target.check_answer(question, answer, answers, machine)
         except BadValue as error:
             where = file.where_key(question.name) if question.name in given else file.shown
             raise UsageError(_COMMAND, f"{where}: {question.name}: {error}") from None

@@ -53,7 +53,7 @@ def ask(
     """
     from accel.settings.wizard import open_question, still_asked
 
-    from . import config_check
+    from . import config_target
 
     answers: dict[str, Any] = {}
     before = dict(offered)  # and what was answered before going back
@@ -66,7 +66,7 @@ def ask(
                 if question is None:
                     return answers if _confirmed(files(answers)) else None
                 default = before.get(question.name, question.offered(answers, machine))
-                check = partial(config_check.check, question, before=answers, machine=machine)
+                check = partial(config_target.check_answer, question, before=answers, machine=machine)
                 answer = _one(question, default, check)
                 answers[question.name] = before[question.name] = answer
                 order.append(question.name)
@@ -88,7 +88,7 @@ def _introduce(machine: Machine) -> None:
 
 def _one(question: Question, offered: Any, check: Callable[[Any], None]) -> Any:
     """Prompt until `check` accepts the answer. Choices that `check` rejects are not shown."""
-    from accel.settings.values import typed
+    from accel.settings.setting import typed
 
     word = {True: "yes", False: "no"}.get(offered, str(offered)) if isinstance(offered, bool) else str(offered)
     first, rest = choices(question, word, check)
@@ -104,7 +104,7 @@ def choices(question: Question, offered: str, check: Callable[[Any], None]) -> t
 
     If `check` rejects all, all are returned, and its message explains why. Both are empty for typed answers.
     """
-    from accel.settings.values import BadValue
+    from accel.settings.setting import BadValue
 
     accepted: list[tuple[str, str]] = []
     for option in question.choices():
@@ -118,7 +118,7 @@ def choices(question: Question, offered: str, check: Callable[[Any], None]) -> t
 
 
 def _chosen(question: Question, first: Options, rest: Options, offered: str, check: Callable[[Any], None]) -> Any:
-    from accel.settings.values import BadValue
+    from accel.settings.setting import BadValue
 
     options = (*first, (OTHER, "another one")) if rest else first
     while True:
@@ -161,7 +161,7 @@ def _menu(text: str, options: Options, offered: str) -> str:
 
 
 def _line(question: Question, offered: str, check: Callable[[Any], None]) -> Any:
-    from accel.settings.values import BadValue
+    from accel.settings.setting import BadValue
 
     def judge(text: str) -> None:
         if not text and not question.may_be_empty:
@@ -176,7 +176,7 @@ def _typed(text: str, offered: str, judge: Callable[[str], None]) -> str:
     from prompt_toolkit import prompt
     from prompt_toolkit.validation import Validator
 
-    from accel.settings.values import BadValue
+    from accel.settings.setting import BadValue
 
     if _is_plain():
         return _plain_line(text, offered, judge)
@@ -223,7 +223,7 @@ def _fitting(text: str) -> str:
 
 def _plain_menu(text: str, options: Options, offered: str) -> str:
     """Number the options and read a number or a value."""
-    from accel.settings.values import BadValue
+    from accel.settings.setting import BadValue
 
     values = [value for value, _ in options]
     numbers = {str(number): value for number, value in enumerate(values, 1)}
@@ -239,7 +239,7 @@ def _plain_menu(text: str, options: Options, offered: str) -> str:
 
 def _plain_line(text: str, default: str, judge: Callable[[str], None]) -> str:
     """Read a line for which `judge` raises no BadValue; an empty one is the default, `<` raises Back."""
-    from accel.settings.values import BadValue
+    from accel.settings.setting import BadValue
 
     while True:
         typed = input(f"{text.rstrip(' ')} [{default}] " if default else text).strip() or default

@@ -1,4 +1,4 @@
-"""The target that `accel config` writes: an entry of `accel.yaml`, validated as for `--target`."""
+"""Write a target into `accel.yaml` for `accel config`, and check each answer as `--target` or `accel launch` would."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from .argv import UsageError
 
 if TYPE_CHECKING:
-    from accel.settings.prompt import Question
+    from accel.settings.prompts import Machine, Question
+
 
 _COMMAND = "accel config"
 # The options of each kind, and what judges them.
@@ -42,7 +43,7 @@ def has_project() -> bool:
 
 def offered() -> dict[str, Any]:
     """Return answers from the existing entries, the first of each kind, as defaults. Raises UsageError."""
-    from accel.settings.target_prompts import KINDS, answers_of_entry
+    from accel.settings.prompts import KINDS, answers_of_entry
 
     found: dict[str, Any] = {}
     for kind in KINDS:
@@ -55,8 +56,8 @@ def offered() -> dict[str, Any]:
 
 def check(question: Question, answer: Any, answers: Mapping[str, Any]) -> None:
     """Raise BadValue for an answer that is invalid for a target of this kind, after the other answers."""
-    from accel.settings.target_prompts import entry_of
-    from accel.settings.values import BadValue
+    from accel.settings.prompts import entry_of
+    from accel.settings.setting import BadValue
 
     if question.name == "target":
         _check_name(str(answer), str(answers["place"]))
@@ -69,7 +70,7 @@ def check(question: Question, answer: Any, answers: Mapping[str, Any]) -> None:
 
 def written(answers: Mapping[str, Any]) -> Written | None:
     """Return the file with the target that the answers describe, or None without a target. Raises UsageError."""
-    from accel.settings.target_prompts import entry_of
+    from accel.settings.prompts import entry_of
 
     made = entry_of(answers)
     if made is None:
@@ -98,7 +99,7 @@ def _edited(text: str, name: str, held: Mapping[str, Any], whole: Mapping[str, A
 
 def _asked(answers: Mapping[str, Any]) -> set[str]:
     """Return the options that the answers determine, including those left empty."""
-    from accel.settings.target_prompts import TARGET_QUESTIONS
+    from accel.settings.prompts import TARGET_QUESTIONS
 
     spoken = {q.target[1] for q in TARGET_QUESTIONS if q.target is not None and q.name in answers}
     return {"kind", *(("cpu",) if "device" in answers else ()), *spoken, *(("hostfile",) if "hosts" in spoken else ())}
@@ -122,7 +123,7 @@ def _read(path: str, name: str) -> tuple[str, dict[str, Any]]:
 
 
 def _check_name(name: str, kind: str) -> None:
-    from accel.settings.values import BadValue
+    from accel.settings.setting import BadValue
     from schedulers.target import BUILT_IN
 
     known = _known().get(name)
@@ -185,3 +186,55 @@ def _project_file() -> str | None:
     from schedulers.config.named_targets import config_files
 
     return next((path for path in reversed(config_files()) if path != _user_file()), None)
+
+
+# Check answers against all that `accel launch`, or a target, refuses.
+
+# What is taken for granted of questions that are still to be asked, so that their answers are not missed.
+_LAUNCH_ASKED_LATER = {"rdzv_backend": "c10d", "offload_optimizer_nvme_path": ".", "offload_param_nvme_path": "."}
+_MACHINE = {"machine_rank": 0, "main_process_ip": ""}
+
+
+def check_answer(question: Question, answer: Any, before: Mapping[str, Any], machine: Machine) -> None:
+    """Raise BadValue for an answer that contradicts the earlier ones or is invalid."""
+    from accel.settings.setting import BadValue
+    from accel.settings.wizard import values_of
+
+    check(question, answer, before)
+    said = {**before, question.name: answer}
+    values = values_of(said, machine)
+    if "num_processes" not in said:
+        values.pop("num_processes", None)
+    wrong = launch_refusal({**_LAUNCH_ASKED_LATER, **(_MACHINE if "num_machines" in said else {}), **values})
+    if wrong:
+        raise BadValue(wrong.removeprefix(f"{_shown(question)} "))
+
+
+def launch_refusal(values: Mapping[str, Any]) -> str | None:
+    """Return why `accel launch` would reject a file with `values` on any machine, or None."""
+    from accel.launch.errors import Refused
+    from accel.launch.external import started_once
+    from accel.launch.machines import check_spread, place
+    from accel.settings.config_file import Entry
+    from accel.settings.contradictions import contradictions
+    from accel.settings.precedence import resolve
+
+    entries = {name: Entry(value, (name,)) for name, value in values.items()}
+    options = {name: found.value for name, found in resolve({}, {}, entries, lambda keys: keys[0]).items()}
+    wrong = contradictions(options)
+    if wrong:
+        return wrong
+    if options["compute_environment"] == "AMAZON_SAGEMAKER" and options["num_machines"] is not None:
+        options |= _MACHINE  # which SageMaker says
+    try:
+        check_spread(options["num_processes"], 1)
+        place(started_once(options), {})
+    except Refused as error:
+        return str(error)
+    return None
+
+
+def _shown(question: Question) -> str:
+    from accel.settings import BY_NAME
+
+    return BY_NAME[question.name].shown if question.name in BY_NAME else ""

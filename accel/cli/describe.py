@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from schedulers.printable import one_line, printable
 
-from . import exit_status, job_args
-from .output import moment, print_fields, print_json
+from . import arguments, exit_status
+from .output import moment, phrase, print_fields, print_json
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from schedulers.job import JobSpec
     from schedulers.store.record import Event, Record
 
-    from .parser import Parser
+    from .arguments import Parser
 
 EXAMPLES = """\
   accel describe @last
@@ -34,11 +34,11 @@ EXAMPLES = """\
 def add_arguments(parser: Parser) -> None:
     parser.add_argument("job", metavar="JOB", help="an id, a unique prefix of one, or @last")
     parser.add_argument("--json", action="store_true", help="answer in JSON")
-    job_args.add_arguments(parser)
+    arguments.add_job_arguments(parser)
 
 
 def run(args: Namespace) -> int:
-    job = job_args.find("accel describe", args.job, args)
+    job = arguments.find_job("accel describe", args.job, args)
     job.status()
     if args.json:
         print_json(job.describe())
@@ -48,8 +48,6 @@ def run(args: Namespace) -> int:
 
 
 def _print(record: Record) -> None:
-    from .job_format import phrase
-
     plan = record.plan()
     target = record.target if record.target == record.kind else f"{record.target} ({record.kind})"
     print_fields(
@@ -95,8 +93,6 @@ def _spec_fields(spec: JobSpec) -> list[tuple[str, str]]:
 
 def _event_fields(events: Sequence[Event]) -> list[tuple[str, str]]:
     from schedulers.job import Status
-
-    from .job_format import phrase
 
     fields = []
     for event in events:

@@ -12,15 +12,22 @@ missing package is null; "answers" is true, false, or null for a kind of target 
 from __future__ import annotations
 
 import os
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from . import exit_status, option_values
+from . import arguments, exit_status
 from .output import print_fields, print_json
 
 if TYPE_CHECKING:
     from argparse import Namespace
 
-    from .parser import Parser
+    from schedulers.config.named_targets import NamedTarget
+
+    from .arguments import Parser
+
 
 EXAMPLES = """\
   accel env
@@ -39,7 +46,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--timeout",
         metavar="TIME",
-        type=option_values.duration,
+        type=arguments.duration,
         default=10.0,
         help="for the targets to answer (default: 10s)",
     )
@@ -57,7 +64,7 @@ def run(args: Namespace) -> int:
 
 def gather(config_file: str | None, limit_s: float) -> dict[str, Any]:
     """Return everything as plain values. Raises UsageError if a named configuration file cannot be read."""
-    from accel.diagnostics import machine, packages
+    from accel.diagnostics import machine
     from accel.diagnostics.redaction import secrets_of, without_secrets
     from accel.diagnostics.subprocess_probe import Asked
 
@@ -67,9 +74,9 @@ def gather(config_file: str | None, limit_s: float) -> dict[str, Any]:
     known = secrets_of([dict(os.environ), config, *options])
     told = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_TOLD) or name in _TOLD_NAMES}
     return {
-        "accel": packages.version_of("accel-launch") or "not installed: run from a source tree",
+        "accel": machine.version_of("accel-launch") or "not installed: run from a source tree",
         "machine": machine.describe(),
-        "packages": packages.versions(),
+        "packages": machine.package_versions(),
         "torch": torch.answer(_TORCH_LIMIT_S),
         "nvidia": driver.answer(_DRIVER_LIMIT_S),
         "config": without_secrets(config, known=known),
@@ -105,11 +112,9 @@ def _targets(limit_s: float) -> tuple[list[dict[str, Any]], str | None, list[dic
     from schedulers.config.named_targets import known_targets
     from schedulers.errors import SchedulerError
 
-    from .ping import ask
-
     try:
         targets = known_targets()
-        found = ask(targets, limit_s)
+        found = ask_targets(targets, limit_s)
     except SchedulerError as error:
         return [], " ".join(str(error).split()), []
     return [{**vars(answer)} for answer in found], None, [dict(target.options) for target in targets]
@@ -175,3 +180,68 @@ def _told(target: dict[str, Any]) -> str:
     return (
         f"{said} in {target['seconds']:.1f} s ({where}){message}" if target["answers"] else f"{said} ({where}){message}"
     )
+
+
+# Ask all targets at the same time whether they answer, and wait for none longer than a limit.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """A target's response. ``answers`` is None for a kind of target that is not set up here, which is no error."""
+
+    name: str
+    kind: str
+    source: str
+    answers: bool | None
+    message: str
+    seconds: float
+
+
+def ask_targets(targets: Sequence[NamedTarget], limit_s: float) -> list[Answer]:
+    """Return a response per target, in order, after ``limit_s`` seconds at most.
+
+    Changes nothing there. A query that is still running is abandoned and dies with this process.
+    """
+    found: dict[int, Answer] = {}
+    began = time.monotonic()
+
+    def one(index: int, target: NamedTarget) -> None:
+        answers, message = _ask(target)
+        found[index] = _answer(target, answers, message, time.monotonic() - began)
+
+    threads = [
+        threading.Thread(target=one, args=pair, name=f"ask {pair[1].name}", daemon=True) for pair in enumerate(targets)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, began + limit_s - time.monotonic()))
+    late = f"no answer in {limit_s:g} s"
+    done = dict(found)
+    return [done.get(index) or _answer(target, False, late, limit_s) for index, target in enumerate(targets)]
+
+
+def _answer(target: NamedTarget, answers: bool | None, message: str, seconds: float) -> Answer:
+    return Answer(
+        name=target.name, kind=target.kind, source=target.source, answers=answers, message=message, seconds=seconds
+    )
+
+
+def _ask(named: NamedTarget) -> tuple[bool | None, str]:
+    from schedulers.config.named_targets import load_target
+    from schedulers.errors import SchedulerError
+    from schedulers.store.store import Store
+    from schedulers.target import Checks
+
+    set_up = named.file is not None
+    try:
+        target = load_target(named.name, Store.default().jobs)
+        if isinstance(target, Checks):
+            found = target.check()
+            return (False, "; ".join(found.failures)) if found.failures else (True, "; ".join(found.warnings))
+        target.poll([])
+    except SchedulerError as error:
+        return False if set_up else None, " ".join(str(error).split())
+    except Exception as error:  # a plug-in, or an SDK's own way to fail
+        return False if set_up else None, " ".join(f"{type(error).__name__}: {error}".split())
+    return True, ""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from . import exit_status, option_values
+from . import arguments, exit_status
 from .argv import UsageError
 from .output import note, print_json, print_rows
 from .require_torch import has_torch
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from accel.estimate.report import Report
 
-    from .parser import Parser
+    from .arguments import Parser
 
 EXAMPLES = """\
   accel estimate-memory bert-base-cased
@@ -52,12 +52,10 @@ def add_arguments(parser: Parser) -> None:
     group.add_argument("--dtypes", metavar="TYPE", nargs="+", action="extend", choices=DTYPES, help=types)
     group = parser.add_argument_group("how it is trained")
     count = "processes that share the training, one a device (default: this machine's accelerators)"
-    group.add_argument("--num_processes", metavar="N", type=option_values.count, help=count)
-    group.add_argument(
-        "--batch_size", metavar="N", type=option_values.count, default=1, help="on each device (default: 1)"
-    )
+    group.add_argument("--num_processes", metavar="N", type=arguments.count, help=count)
+    group.add_argument("--batch_size", metavar="N", type=arguments.count, default=1, help="on each device (default: 1)")
     length = "tokens in each sample (default: 512, or what the model can take)"
-    group.add_argument("--sequence_length", metavar="N", type=option_values.count, help=length)
+    group.add_argument("--sequence_length", metavar="N", type=arguments.count, help=length)
     checkpoint = "activations are computed again in the backward"
     group.add_argument("--activation_checkpointing", action="store_true", help=checkpoint)
     group = parser.add_argument_group("how to answer")
@@ -134,7 +132,7 @@ def _print(found: Report, *, verbose: bool) -> None:
 
 
 def _shared(found: Report) -> Iterator[tuple[str, ...]]:
-    from accel.estimate.per_process import TITLES
+    from accel.estimate.report import TITLES
     from accel.memory import convert_bytes
 
     for need in found.needs:

@@ -9,11 +9,11 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from . import exit_status, job_args
+from . import arguments, exit_status
 from .output import note, print_json, progress
 
 if TYPE_CHECKING:
-    from .parser import Parser
+    from .arguments import Parser
 
 EXAMPLES = """\
   accel fetch @last
@@ -24,12 +24,12 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("job", metavar="JOB", help="an id, a unique prefix of one, or @last")
     parser.add_argument("--output", metavar="DIR", help="where to (default: ./NAME-ID); it must not be there yet")
     parser.add_argument("--json", action="store_true", help="answer in JSON")
-    job_args.add_arguments(parser)
+    arguments.add_job_arguments(parser)
 
 
 def run(args: Namespace) -> int:
     """Download the results. Raises NotReady, SpecError and the target's errors."""
-    job = job_args.find("accel fetch", args.job, args)
+    job = arguments.find_job("accel fetch", args.job, args)
     directory = Path(args.output or f"{job.name}-{job.id}")
     with progress():
         found = job.fetch(directory)

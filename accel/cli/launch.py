@@ -1,9 +1,10 @@
-"""`accel launch`: run a script on this machine, one rank per accelerator, alone or as one of several machines."""
+"""`accel launch`: run a script on this machine, a rank per accelerator, or print its settings (`--explain`)."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from . import exit_status
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from accel.launch.worker import Program
     from accel.settings import Setting
     from accel.settings.precedence import Nodes, Value
+
 
 SUMMARY = "Run a script here and now, one process per accelerator"
 
@@ -30,8 +32,8 @@ def run_argv(argv: Sequence[str]) -> int:
     """Parse `accel launch`'s own flags, which end at the program, and run it. Return its exit code."""
     from accel.launch.flags import add_arguments
 
+    from .arguments import Parser
     from .argv import UsageError
-    from .parser import Parser
 
     parser = Parser("launch", SUMMARY, EXAMPLES, usage="accel launch [OPTIONS] SCRIPT [ARGUMENTS]")
     add_arguments(parser, defaults_too=False)
@@ -47,7 +49,6 @@ def _explain(found: Mapping[str, Value]) -> int:
     from accel.launch.errors import Refused
 
     from .argv import UsageError
-    from .explain import explain
 
     try:
         return explain(found, settled(found))
@@ -118,13 +119,13 @@ def _on_pod(options: Mapping[str, Any], program: Program) -> int:
 
 def _on_sagemaker(found: Mapping[str, Value], options: Mapping[str, Any], words: list[str]) -> int:
     """Submit the job that the file describes and follow it to its end. Return its exit code."""
-    from . import sagemaker_file, submit
+    from . import submit, submit_config
     from .argv import UsageError
     from .output import note
 
     entry = ["-m"] if options["module"] else ["--no-python"] if options["no_python"] else []
-    settings, warnings = sagemaker_file.use_keys(found)
-    carried = sagemaker_file.carry(_COMMAND, settings, "" if entry else words[0])
+    settings, warnings = submit_config.use_keys(found)
+    carried = submit_config.from_sagemaker_config(_COMMAND, settings, "" if entry else words[0])
     for line in (*warnings, *carried.notes):
         note(line)
     restarts = ["--max-restarts", str(options["max_restarts"] or 0)]
@@ -156,7 +157,7 @@ def resolved(
     """Return every setting with the source of its value. Raises UsageError for invalid or contradictory values."""
     from accel.settings.contradictions import contradictions
     from accel.settings.precedence import resolve
-    from accel.settings.values import BadValue
+    from accel.settings.setting import BadValue
 
     from .argv import UsageError
 
@@ -227,3 +228,66 @@ def settled(found: Mapping[str, Value]) -> dict[str, Any]:
 
 def _is_deepspeeds(setting: Setting) -> bool:
     return setting.name == "gradient_accumulation_steps" or "deepspeed" in setting.used_by
+
+
+# `--explain`: each setting with its value and where the value comes from.
+
+# Where these say nothing, their variable reaches the program as somebody has set it.
+_INHERITED = ("num_cpu_threads_per_process", "gpu_ids")
+_INHERITED_BY_SAGEMAKER = ("aws_access_key_id", "aws_secret_access_key", "profile")
+_SECRET = ("aws_access_key_id", "aws_secret_access_key")
+
+
+def explain(found: Mapping[str, Value], options: Mapping[str, Any], env: Mapping[str, str] = os.environ) -> int:
+    """Print the settings, those not at their defaults first. Raises Refused as `accel launch` would here."""
+    from .output import print_rows
+
+    held = {**found, **dict(_inherited(found, options, env)), **dict(_found_out(found, options, env))}
+    rows = [(name, _shown(name, value.value), value.source) for name, value in held.items() if name != "explain"]
+    rows.sort(key=lambda row: row[2] == "default")
+    print_rows(("setting", "value", "from"), rows, on_terminal=rows)
+    return exit_status.OK
+
+
+def _inherited(
+    found: Mapping[str, Value], options: Mapping[str, Any], env: Mapping[str, str]
+) -> Iterator[tuple[str, Value]]:
+    from accel.launch import alias_env
+    from accel.settings import BY_NAME
+    from accel.settings.precedence import Value
+
+    on_sagemaker = options["compute_environment"] == "AMAZON_SAGEMAKER"
+    for name in (*_INHERITED, *(_INHERITED_BY_SAGEMAKER if on_sagemaker else ())):
+        variable = BY_NAME[name].env
+        if found[name].value is None and env.get(variable):
+            yield name, Value(env[variable], f"environment variable {variable}", "environment")
+    if not found["compat"].value and alias_env.is_asked(env):
+        yield "compat", Value(True, f"environment variable {alias_env.FLAG}", "environment")
+
+
+def _found_out(
+    found: Mapping[str, Value], options: Mapping[str, Any], env: Mapping[str, str]
+) -> Iterator[tuple[str, Value]]:
+    """Yield the values that a launch derives itself where nothing sets them."""
+    from accel.launch.external import planned, starts_here
+    from accel.launch.worker import Program
+
+    if not starts_here(options):
+        return
+    run = planned(options, Program(argv=[sys.executable], entry="command"), env)  # whatever the program is
+    if found["num_processes"].value is None and run.nodes == run.max_nodes and not options["tpu"]:
+        yield "num_processes", found["num_processes"]._replace(value=run.processes * run.nodes)
+    threads = "num_cpu_threads_per_process"
+    if found[threads].value is None and "OMP_NUM_THREADS" in run.env:
+        yield threads, found[threads]._replace(value=run.env["OMP_NUM_THREADS"])
+
+
+def _shown(name: str, value: Any) -> str:
+    if value is None:
+        return ""
+    if name in _SECRET:
+        return "(not shown)"
+    from accel.diagnostics.redaction import without_secrets
+
+    value = without_secrets(value)
+    return str(value).lower() if isinstance(value, bool) else str(value)

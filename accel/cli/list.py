@@ -12,7 +12,7 @@ not stored; `accel status JOB --target NAME` stores one. If the target cannot be
 longer has it, a line on stderr reports that, and the jobs known here are shown. A target without known jobs
 is then an error.
 
---json  {"jobs": […], "older": N}: each job in the shape of `accel.cli.job_format`, or {"id", "state":
+--json  {"jobs": […], "older": N}: each job in the shape of `accel.cli.output`, or {"id", "state":
 "damaged", "message"}; `older` counts the jobs that --limit left out.
 """
 
@@ -22,9 +22,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from . import exit_status, job_args, option_values
+from . import arguments, exit_status
 from .argv import UsageError
-from .output import age, moment, note, print_json, print_rows
+from .output import age, moment, note, print_json, print_rows, record_json
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from schedulers.store.record import Damaged, Record
     from schedulers.store.store import Store
 
-    from .parser import Parser
+    from .arguments import Parser
 
 EXAMPLES = """\
   accel list --state running --state queued
@@ -50,11 +50,9 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--target", metavar="NAME", help="only jobs of this target, those of other machines too")
     option = "with --target: an option of it, typed as in accel.yaml; repeatable"
     parser.add_argument(
-        "--option", metavar="KEY=VALUE", type=option_values.option, action="append", default=[], help=option
+        "--option", metavar="KEY=VALUE", type=arguments.target_option, action="append", default=[], help=option
     )
-    parser.add_argument(
-        "--limit", metavar="N", type=option_values.count, default=50, help="at most N jobs (default: 50)"
-    )
+    parser.add_argument("--limit", metavar="N", type=arguments.count, default=50, help="at most N jobs (default: 50)")
     parser.add_argument("--all", action="store_true", help="every job there is")
     parser.add_argument("--json", action="store_true", help="answer in JSON")
 
@@ -109,7 +107,7 @@ def _elsewhere(args: Namespace, store: Store, known: Mapping[str, Record | Damag
 
     if args.target is None:
         return []
-    options = job_args.options_of("accel list", args)
+    options = arguments.target_options("accel list", args)
     try:
         return jobs_elsewhere(args.target, store, known, options)
     except SchedulerError as error:
@@ -137,8 +135,6 @@ def _wanted(job: Record | Damaged, args: Namespace) -> bool:
 
 def _json(job: Record | Damaged) -> dict[str, Any]:
     from schedulers.store.record import Damaged
-
-    from .job_format import record_json
 
     if isinstance(job, Damaged):
         return {"id": job.id, "state": "damaged", "message": job.reason}

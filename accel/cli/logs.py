@@ -1,4 +1,4 @@
-"""`accel logs JOB`: print or follow the output of a job's ranks.
+"""`accel logs JOB`: print or follow what a job's ranks wrote; `accel submit --follow` uses the same printer.
 
 stdout gets exactly the ranks' bytes, with `[rank N] ` before each line if there are several ranks. Messages
 of `accel launch` itself, such as its report of a failure, go to stderr.
@@ -19,20 +19,28 @@ last have "partial": true. `--since CURSOR` continues exactly after the line, or
 
 from __future__ import annotations
 
+import base64
 import contextlib
-from typing import TYPE_CHECKING
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
-from . import exit_status, job_args, option_values
+from schedulers.printable import printable
+
+from . import arguments, exit_status
 from .argv import UsageError
-from .output import note
+from .output import note, print_json
 
 if TYPE_CHECKING:
     from argparse import Namespace
     from collections.abc import Collection
 
+    from schedulers.job import Cursor, JobSpec, LogLine
     from schedulers.jobs.handle import Job
 
-    from .parser import Parser
+    from .arguments import Parser
+
 
 EXAMPLES = """\
   accel logs -f @last
@@ -46,18 +54,14 @@ Exits with 1 when lines are missing, because a machine that has some does not an
 def add_arguments(parser: Parser) -> None:
     parser.add_argument("job", metavar="JOB", help="an id, a unique prefix of one, or @last")
     parser.add_argument("-f", "--follow", action="store_true", help="go on until the job has ended")
-    parser.add_argument(
-        "--rank", metavar="N", type=option_values.count, action="append", help="only this rank; repeatable"
-    )
+    parser.add_argument("--rank", metavar="N", type=arguments.count, action="append", help="only this rank; repeatable")
     parser.add_argument(
         "--since", metavar="WHEN", type=_since, help="only the last 10m, 2h, …; or what follows a cursor of --json"
     )
-    parser.add_argument(
-        "--tail", metavar="N", type=option_values.count, help="only the last N lines of each rank so far"
-    )
+    parser.add_argument("--tail", metavar="N", type=arguments.count, help="only the last N lines of each rank so far")
     parser.add_argument("--no-prefix", action="store_true", help="never put [rank N] before a line")
     parser.add_argument("--json", action="store_true", help="answer in JSON, a line each, with cursors")
-    job_args.add_arguments(parser)
+    arguments.add_job_arguments(parser)
 
 
 def _since(text: str) -> str | float:
@@ -68,15 +72,13 @@ def _since(text: str) -> str | float:
     from argparse import ArgumentTypeError
 
     try:
-        return time.time() - option_values.duration(text)
+        return time.time() - arguments.duration(text)
     except ArgumentTypeError:
         raise ArgumentTypeError(f"neither a duration (10m, 2h) nor a log cursor of --json: {text!r}") from None
 
 
 def run(args: Namespace) -> int:
-    from .stream import LogPrinter, has_many_ranks, say_how_to_stop, say_that_it_waits, why_it_waits
-
-    job = job_args.find("accel logs", args.job, args)
+    job = arguments.find_job("accel logs", args.job, args)
     _check_ranks(job, args.rank or ())
     prefix = False if args.no_prefix else has_many_ranks(job, args.rank)
     since = job.cursor(args.since)
@@ -97,10 +99,157 @@ def run(args: Namespace) -> int:
 
 def _check_ranks(job: Job, ranks: Collection[int]) -> None:
     """Raise UsageError for a rank that the job cannot have."""
-    from .stream import most_ranks
-
     most = most_ranks(job.spec)
     beyond = [rank for rank in ranks if most is not None and rank >= most]
     if beyond:
         there = "one rank: 0" if most == 1 else f"ranks 0 to {(most or 0) - 1}"
         raise UsageError("accel logs", f"--rank {beyond[0]}: job {job.id} has {there}")
+
+
+# Print log lines byte for byte, and tell people on stderr what a followed job waits for.
+
+_LOOK_S = 0.75
+
+
+class LogPrinter:
+    """A printer of log lines: the ranks' to stdout, the launcher's (its report of a failure) to stderr.
+
+    prefix: put `[rank N] ` before every rank's line; this also terminates an unterminated last line, which would
+            otherwise run into the next rank's. None: from the first line of a rank other than 0.
+    json:   print all lines as JSON on stdout, each with the cursor after it.
+
+    `complete` is False once a line reported missing lines; `printed` is True after the first line.
+    """
+
+    def __init__(self, *, prefix: bool | None, json: bool, since: Cursor | None, flush: bool) -> None:
+        from schedulers.job import Cursor
+
+        self._prefix = prefix
+        self._json = json
+        self._flush = flush
+        self._cursor = Cursor.parse(str(since or ""))
+        self._unended = False
+        self._going_on: tuple[str, int] | None = None  # source and rank of the line that the last piece is of
+        self.complete = True
+        self.printed = False
+
+    def print(self, lines: Iterable[LogLine]) -> None:
+        for line in lines:
+            self.printed = True
+            self.complete = self.complete and line.stream != "missing"
+            if self._json:
+                self._print_json(line)
+            elif line.rank is None:
+                self._print_launcher(_bytes(line))
+            else:
+                self._print_rank(line.rank, line)
+            if self._flush:
+                sys.stdout.flush()
+        if self._prefix:
+            self._end_line()
+
+    def _print_json(self, line: LogLine) -> None:
+        self._cursor.advance(line)
+        print_json(line_json(line) | {"cursor": str(self._cursor)}, one_line=True)
+
+    def _print_rank(self, rank: int, line: LogLine) -> None:
+        if self._prefix is None and rank:
+            self._prefix = True
+        data = _bytes(line)
+        if self._prefix and self._going_on != (line.source, rank):
+            self._end_line()
+            data = f"[rank {rank}] ".encode() + data
+        sys.stdout.buffer.write(data)
+        self._unended = not data.endswith((b"\n", b"\r"))
+        self._going_on = (line.source, rank) if line.partial else None
+
+    def _print_launcher(self, data: bytes) -> None:
+        if self._prefix:
+            self._end_line()
+        sys.stdout.flush()
+        # Without prefixes stdout holds the job's bytes alone, so a half line there is ended where people look.
+        sys.stderr.buffer.write(b"\n" * (self._unended and sys.stdout.isatty()) + data)
+        sys.stderr.flush()
+
+    def _end_line(self) -> None:
+        if self._unended:
+            sys.stdout.buffer.write(b"\n")
+            self._unended = False
+            self._going_on = None
+
+
+def line_json(line: LogLine) -> dict[str, Any]:
+    """Return a line as JSON values. If it is not UTF-8, `base64` has its exact bytes; a piece is `partial`."""
+    data = _bytes(line)
+    text = data.decode(errors="replace")
+    exact = {} if text.encode() == data else {"base64": base64.b64encode(data).decode()}
+    partial = {"partial": True} if line.partial else {}
+    return {"rank": line.rank, "attempt": line.attempt, "stream": line.stream, "text": text} | exact | partial
+
+
+def has_many_ranks(job: Job, ranks: Sequence[int] | None) -> bool | None:
+    """Return True if several ranks may write lines, so that each needs a prefix; None if unknown."""
+    if ranks is not None:
+        return len(set(ranks)) > 1
+    spec = job.spec
+    most = most_ranks(spec)
+    return most > 1 if most is not None else (spec.max_nodes or spec.nodes) > 1 or None
+
+
+def most_ranks(spec: JobSpec) -> int | None:
+    """Return the job's largest world size; None if each node starts one rank per accelerator that it finds."""
+    each = spec.procs_per_node or spec.resources.gpus
+    return (spec.max_nodes or spec.nodes) * each if each else None
+
+
+@contextlib.contextmanager
+def why_it_waits(job: Job) -> Iterator[None]:
+    """Report on stderr during the block why the job is queued, if that lasts, and again after changes."""
+    over = threading.Event()
+    threading.Thread(target=_say_why, args=(job, over), name="why it waits", daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
+
+
+def say_that_it_waits(job: Job) -> None:
+    """Print a line on stderr if the job has not started, or waits for a restart."""
+    from schedulers.errors import SchedulerError
+    from schedulers.job import State
+
+    waiting = (State.SUBMITTING, State.QUEUED)
+    status = job.record.status
+    if status.state in waiting and job.native_id is not None:
+        with contextlib.suppress(SchedulerError, OSError):  # the last known state is said then
+            status = job.status()
+    if status.state in waiting:
+        note(f"job {job.id} is {status.state.value}" + (f": {status.message}" if status.message else ""))
+
+
+def _say_why(job: Job, over: threading.Event) -> None:
+    from schedulers.job import State
+
+    said = before = ""
+    while not over.wait(_LOOK_S):
+        status = job.record.status  # as whoever follows the job has asked for it
+        now = ""
+        if status.state is State.SUBMITTING:
+            now = "submitting"
+        elif status.state is State.QUEUED and status.message:
+            now = f"queued: {status.message}"
+        if now and now == before and now != said:
+            said = now
+            note(f"job {job.id} is {now}")
+        before = now
+
+
+def say_how_to_stop(job: Job) -> None:
+    """Print a note after Ctrl-C that the job goes on, with the commands to follow and cancel it."""
+    note(f"job {job.id} goes on; follow it again: accel logs -f {job.id}; cancel it: accel cancel {job.id}")
+
+
+def _bytes(line: LogLine) -> bytes:
+    """Return the line's bytes. A message of the target itself is made printable."""
+    text = printable(line.text) if line.stream == "missing" else line.text
+    return text.encode("utf-8", "surrogateescape")

@@ -16,7 +16,7 @@ from .require_torch import has_torch
 if TYPE_CHECKING:
     from argparse import Namespace
 
-    from .parser import Parser
+    from .arguments import Parser
 
 EXAMPLES = """\
   accel merge-weights checkpoint/pytorch_model_fsdp_0 merged

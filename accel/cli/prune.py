@@ -13,14 +13,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from . import exit_status, option_values
+from . import arguments, exit_status
 from .argv import UsageError
 from .output import counted, note, print_json
 
 if TYPE_CHECKING:
     from argparse import Namespace
 
-    from .parser import Parser
+    from .arguments import Parser
 
 EXAMPLES = """\
   accel prune --older-than 30d
@@ -32,10 +32,8 @@ A damaged record is deleted only when its JOB is named."""
 
 def add_arguments(parser: Parser) -> None:
     parser.add_argument("jobs", metavar="JOB", nargs="*", help="an id, a unique prefix of one, or @last")
-    parser.add_argument(
-        "--older-than", metavar="TIME", type=option_values.duration, help="jobs submitted before: 30d, 2w"
-    )
-    parser.add_argument("--keep", metavar="N", type=option_values.count, help="all but the newest N jobs")
+    parser.add_argument("--older-than", metavar="TIME", type=arguments.duration, help="jobs submitted before: 30d, 2w")
+    parser.add_argument("--keep", metavar="N", type=arguments.count, help="all but the newest N jobs")
     parser.add_argument("--dry-run", action="store_true", help="print what would be deleted, and delete nothing")
     parser.add_argument("--json", action="store_true", help="answer in JSON")
 
@@ -48,8 +46,8 @@ def run(args: Namespace) -> int:
     from schedulers.errors import StoreError
     from schedulers.jobs.handle import list_jobs
     from schedulers.jobs.prune import prune
+    from schedulers.store.snapshot import prune_snapshots
     from schedulers.store.store import Store
-    from schedulers.store.unused_snapshots import prune_snapshots
 
     list_jobs()  # a job that nobody has asked about since it ended still counts as running in its record
     store = Store.default()

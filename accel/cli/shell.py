@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from . import exit_status, job_args, option_values
+from . import arguments, exit_status
 from .argv import UsageError
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from schedulers.job import JobSpec
     from schedulers.jobs.handle import Job
 
-    from .parser import Parser
+    from .arguments import Parser
 
 EXAMPLES = """\
   accel shell @last
@@ -34,17 +34,17 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("job", metavar="JOB", help="an id, a unique prefix of one, or @last")
     parser.add_argument("command", metavar="-- COMMAND", nargs="*", help="what to run there, instead of a shell")
     place = parser.add_mutually_exclusive_group()
-    place.add_argument("--rank", metavar="N", type=option_values.count, help="where this rank runs (default: rank 0)")
-    place.add_argument("--node", metavar="N", type=option_values.count, help="on this node of the job, counted from 0")
+    place.add_argument("--rank", metavar="N", type=arguments.count, help="where this rank runs (default: rank 0)")
+    place.add_argument("--node", metavar="N", type=arguments.count, help="on this node of the job, counted from 0")
     parser.add_argument("--json", action="store_true", help="answer in JSON, with what the command printed")
-    job_args.add_arguments(parser)
+    arguments.add_job_arguments(parser)
 
 
 def run(args: Namespace) -> int:
     """Open the shell or run the command. Raises UsageError and the target's errors."""
     if args.json and not args.command:
         raise UsageError(_COMMAND, "--json is for a command: accel shell JOB --json -- COMMAND")
-    job = job_args.find(_COMMAND, args.job, args)
+    job = arguments.find_job(_COMMAND, args.job, args)
     node = _node(job.spec, args.rank, args.node)
     _check_runs(job)
     if args.json:

@@ -1,6 +1,6 @@
 """`accel status JOB`: show the state of a job.
 
---json  one object, in the shape of `accel.cli.job_format`.
+--json  one object, in the shape of `accel.cli.output`.
 """
 
 from __future__ import annotations
@@ -8,13 +8,13 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from . import exit_status, job_args
-from .output import age, moment, print_fields, print_json
+from . import arguments, exit_status
+from .output import age, moment, phrase, print_fields, print_json, record_json
 
 if TYPE_CHECKING:
     from argparse import Namespace
 
-    from .parser import Parser
+    from .arguments import Parser
 
 EXAMPLES = """\
   accel status @last
@@ -29,13 +29,11 @@ as well."""
 def add_arguments(parser: Parser) -> None:
     parser.add_argument("job", metavar="JOB", help="an id, a unique prefix of one, or @last")
     parser.add_argument("--json", action="store_true", help="answer in JSON")
-    job_args.add_arguments(parser)
+    arguments.add_job_arguments(parser)
 
 
 def run(args: Namespace) -> int:
-    from .job_format import phrase, record_json
-
-    job = job_args.find("accel status", args.job, args)
+    job = arguments.find_job("accel status", args.job, args)
     status = job.status()
     record = job.record
     if args.json:

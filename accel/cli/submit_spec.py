@@ -60,12 +60,12 @@ def build_spec(args: Namespace, program: Sequence[str], carried: Carried | None 
 
 
 def _carried(args: Namespace, script: str) -> Carried:
-    from . import submit_settings
+    from . import submit_config
     from .output import note
 
     if args.config_file is None:
         return Carried({})
-    carried = submit_settings.of_file(args.config_file, script)
+    carried = submit_config.from_config_file(args.config_file, script)
     for line in carried.notes:
         note(line)
     return carried

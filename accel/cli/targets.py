@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from . import exit_status, job_args, option_values
+from . import arguments, exit_status
 from .argv import UsageError
 from .output import note, print_json, print_rows
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from argparse import Namespace
     from collections.abc import Mapping
 
-    from .parser import Parser
+    from .arguments import Parser
 
 EXAMPLES = """\
   accel targets
@@ -40,12 +40,12 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("check", nargs="*", metavar="check NAME", help="examine the machines of this target")
     option = "with check: an option of the target, typed as in accel.yaml; repeatable"
     parser.add_argument(
-        "--option", metavar="KEY=VALUE", type=option_values.option, action="append", default=[], help=option
+        "--option", metavar="KEY=VALUE", type=arguments.target_option, action="append", default=[], help=option
     )
     parser.add_argument("--hosts", metavar="LIST", help="with check: these machines, as for submit")
     parser.add_argument("--hostfile", metavar="FILE", help="with check: the machines in this file")
     gpus = "with check: GPUs that each machine must have"
-    parser.add_argument("--gpus", metavar="N", type=option_values.count, help=gpus)
+    parser.add_argument("--gpus", metavar="N", type=arguments.count, help=gpus)
     parser.add_argument("--json", action="store_true", help="answer in JSON")
 
 
@@ -88,7 +88,7 @@ def _check(args: Namespace) -> int:
     if len(names) > 1:
         raise UsageError(_CHECK, f"one target at a time, not {' '.join(names)!r}")
     try:
-        target = load_target(names[0], Store.default().jobs, overrides=job_args.options_of(_CHECK, args))
+        target = load_target(names[0], Store.default().jobs, overrides=arguments.target_options(_CHECK, args))
     except ConfigError as error:
         raise UsageError(_CHECK, str(error)) from None
     if not isinstance(target, Checks):

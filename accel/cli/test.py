@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from accel.launch.signals import Told
 from schedulers.processes import die_with_parent
 
-from . import exit_status, option_values
+from . import arguments, exit_status
 from .argv import UsageError
 from .output import note, print_json
 from .require_torch import torch_is_installed
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from argparse import Namespace
     from collections.abc import Sequence
 
-    from .parser import Parser
+    from .arguments import Parser
 
 EXAMPLES = """\
   accel test
@@ -47,7 +47,7 @@ _MODULE = "accel.sanity"
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.add_argument("--num_processes", metavar="N", type=option_values.count, help="only on N processes")
+    parser.add_argument("--num_processes", metavar="N", type=arguments.count, help="only on N processes")
     parser.add_argument("--cpu", action="store_true", help="on the CPU even where there is a GPU")
     file = "with the settings of this file (default: the one that `accel config` writes, if it is there)"
     parser.add_argument("--config_file", metavar="FILE", help=file)

@@ -18,7 +18,7 @@ from .output import note, print_json
 if TYPE_CHECKING:
     from argparse import Namespace
 
-    from .parser import Parser
+    from .arguments import Parser
 
 EXAMPLES = """\
   accel to-fsdp2 --config_file fsdp.yaml --output_file fsdp2.yaml

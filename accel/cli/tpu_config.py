@@ -20,7 +20,7 @@ from .output import note
 if TYPE_CHECKING:
     from argparse import Namespace
 
-    from .parser import Parser
+    from .arguments import Parser
 
 EXAMPLES = """\
   accel tpu-config --tpu_name pod1 --tpu_zone us-central2-b --command "pip list"

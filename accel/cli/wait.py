@@ -2,7 +2,7 @@
 
 stdout has a line for each job once it has ended: its id, a tab, its state.
 
---json  {"jobs": […]}, each in the shape of `accel.cli.job_format`, ended or not.
+--json  {"jobs": […]}, each in the shape of `accel.cli.output`, ended or not.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from . import exit_status, job_args, option_values
-from .output import note, print_json
+from . import arguments, exit_status
+from .output import note, outcome, print_json, record_json
 
 if TYPE_CHECKING:
     from argparse import Namespace
 
     from schedulers.jobs.handle import Job
 
-    from .parser import Parser
+    from .arguments import Parser
 
 _FRESH_S = 5.0
 EXAMPLES = """\
@@ -31,20 +31,17 @@ Exits with the first job's code that is not 0: that of its first failing rank, 1
 
 def add_arguments(parser: Parser) -> None:
     parser.add_argument("jobs", metavar="JOB", nargs="+", help="an id, a unique prefix of one, or @last")
-    parser.add_argument(
-        "--timeout", metavar="TIME", type=option_values.duration, help="stop waiting after 90 (s), 30m, 2h"
-    )
+    parser.add_argument("--timeout", metavar="TIME", type=arguments.duration, help="stop waiting after 90 (s), 30m, 2h")
     parser.add_argument("--json", action="store_true", help="answer in JSON")
-    job_args.add_arguments(parser)
+    arguments.add_job_arguments(parser)
 
 
 def run(args: Namespace) -> int:
     from schedulers.jobs import handle
 
-    from .job_format import record_json
-    from .stream import say_how_to_stop
+    from .logs import say_how_to_stop
 
-    jobs = job_args.find_all("accel wait", args.jobs, args)
+    jobs = arguments.find_jobs("accel wait", args.jobs, args)
     deadline = None if args.timeout is None else time.monotonic() + args.timeout
     codes = []
     refreshed = float("-inf")
@@ -63,8 +60,6 @@ def run(args: Namespace) -> int:
 
 
 def _wait(job: Job, deadline: float | None, *, quiet: bool) -> int:
-    from .job_format import outcome
-
     try:
         status = job.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
     except TimeoutError:

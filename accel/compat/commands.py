@@ -20,7 +20,7 @@ from accel.launch.flags import add_arguments
 from accel.launch.signals import run_child
 from accel.launch.worker import Program
 from accel.settings import BY_NAME, defaults
-from accel.settings.values import typed
+from accel.settings.setting import typed
 
 cache_dir = default_folder()
 default_config_file = default_json_config_file = default_yaml_config_file = f"{cache_dir}/default_config.yaml"

@@ -50,7 +50,7 @@ class Finder:
         """Yield Accelerate's distribution, for `importlib.metadata`."""
         name = getattr(context, "name", None)
         if name is None or re.sub(r"[-_.]+", "-", name).lower() == NAME:
-            from accel.compat.distribution import Answered
+            from accel.compat.mirror import Answered
 
             yield Answered()
 

@@ -15,17 +15,17 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from accel.checkpoint import save
 from accel.checkpoint.all_ranks import together
-from accel.checkpoint.chunks import Saved
-from accel.checkpoint.dcp import DcpFolder, write_dcp
-from accel.checkpoint.file_names import OPTIMIZER_NAME, numbered_name
-from accel.checkpoint.spread import (
+from accel.checkpoint.chunks import (
     Names,
+    Saved,
     fill_module,
     fill_optimizer,
     fill_whole_optimizer,
     outline_of,
     split_optimizer,
 )
+from accel.checkpoint.dcp import DcpFolder, write_dcp
+from accel.checkpoint.file_names import OPTIMIZER_NAME, numbered_name
 from accel.checkpoint.torch_files import read_object
 from accel.compat.constants import FSDP_MODEL_NAME
 from accel.compat.helpers import is_peft_model

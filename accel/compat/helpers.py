@@ -1,4 +1,4 @@
-"""Helpers for code written for Accelerate; accel itself does not use them."""
+"""Helpers that only code written for Accelerate asks for, those about precision among them."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
 
-from accel.big_models.device_names import dtype_named as _get_proper_dtype  # noqa: F401 - diffusers' tests import it
+from accel.big_models.devices import dtype_named as _get_proper_dtype  # noqa: F401 - diffusers' tests import it
 from accel.errors import CollectiveError
 from accel.parallel.unwrap import extract_model_from_parallel
+from accel.plugins import AutocastKwargs
+from accel.precision import choose_precision
 from accel.pytree import send_to_device
+from accel.state import AcceleratorState
 from accel.training.compile import compile_regions_in_place
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -79,3 +82,27 @@ def get_parameters_from_modules(
         pattern = re.compile(modules)
         modules = [inner.to(device) for name, inner in model.named_modules() if pattern.fullmatch(name)]
     return {parameter for inner in modules or () for parameter in inner.parameters()}
+
+
+# Helpers about precision.
+
+
+def get_mixed_precision_context_manager(
+    native_amp: bool = False, autocast_kwargs: AutocastKwargs | None = None
+) -> AbstractContextManager[Any]:
+    """Return a context in this run's mixed precision (`AcceleratorState`); an empty one without ``native_amp``."""
+    if not native_amp:
+        return nullcontext()
+    state = AcceleratorState()
+    return choose_precision(state.mixed_precision, state.device, autocast_kwargs, None).autocast(None)
+
+
+def get_grad_scaler(distributed_type: Any = None, **kwargs: Any) -> torch.amp.GradScaler:
+    """Return a gradient scaler for this machine's kind of accelerator; ``kwargs`` are `torch.amp.GradScaler`'s."""
+    device = torch.accelerator.current_accelerator() if hasattr(torch, "accelerator") else None
+    return torch.amp.GradScaler(device.type if device is not None else "cuda", **kwargs)
+
+
+def get_fsdp2_grad_scaler(**kwargs: Any) -> torch.amp.GradScaler:
+    """Return a `torch.amp.GradScaler`, which also scales the gradients of sharded models."""
+    return torch.amp.GradScaler(**kwargs)

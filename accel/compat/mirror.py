@@ -1,9 +1,12 @@
-"""Modules that stand for Accelerate's: each name is fetched from its home in accel at its first use."""
+"""Stand-ins for Accelerate: its modules, whose names are fetched from accel when first asked for, and its metadata."""
 
 from __future__ import annotations
 
 import sys
 from importlib import import_module
+from importlib.metadata import Distribution
+from os import PathLike
+from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
 
@@ -69,3 +72,23 @@ def _is_import_from(frame: FrameType) -> bool:
 
     code = frame.f_code.co_code
     return 0 <= frame.f_lasti < len(code) and dis.opname[code[frame.f_lasti]] == "IMPORT_FROM"
+
+
+# The distribution that `importlib.metadata` finds.
+
+_FILES = {
+    "METADATA": f"Metadata-Version: 2.1\nName: {NAME}\nVersion: {VERSION}\nSummary: answered by accel.compat\n",
+    "top_level.txt": f"{NAME}\n",
+}
+
+
+class Answered(Distribution):
+    """A distribution with two metadata texts and no files."""
+
+    def read_text(self, filename: str | PathLike[str]) -> str | None:
+        """Return the text of a metadata file, or ``None``."""
+        return _FILES.get(str(filename))
+
+    def locate_file(self, path: str | PathLike[str]) -> Path:
+        """Return the path that a file of the distribution would have."""
+        return Path(__file__).parent / path

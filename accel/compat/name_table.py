@@ -34,7 +34,7 @@ TABLE: dict[str, dict[str, str]] = {
         "accel.compat.commands": "cache_dir default_config_file default_json_config_file default_yaml_config_file "
         "load_config_from_file",
     },
-    "accelerate.commands.estimate": {"accel.big_models.memory_estimate": "estimate_training_usage"},
+    "accelerate.commands.estimate": {"accel.big_models.sizes": "estimate_training_usage"},
     "accelerate.commands.launch": {"accel.compat.commands": "launch_command launch_command_parser main"},
     "accelerate.data_loader": {
         "accel.data": "BatchSamplerShard DataLoaderAdapter DataLoaderDispatcher DataLoaderShard DataLoaderStateMixin "
@@ -55,7 +55,7 @@ TABLE: dict[str, dict[str, str]] = {
         "accel.compat.helpers": "move_to_device",
     },
     "accelerate.parallelism_config": {"accel.plugins.parallelism": "ParallelismConfig"},
-    "accelerate.scheduler": {"accel.training.scheduler": "AcceleratedScheduler"},
+    "accelerate.scheduler": {"accel.training.optimizer": "AcceleratedScheduler"},
     "accelerate.state": {"accel.state": "AcceleratorState GradientState PartialState do_nothing is_initialized"},
     "accelerate.test_utils": {},
     "accelerate.test_utils.testing": {
@@ -85,7 +85,7 @@ TABLE: dict[str, dict[str, str]] = {
         "accel.checkpoint.file_names": "MODEL_NAME OPTIMIZER_NAME RNG_STATE_NAME SAFE_MODEL_NAME "
         "SAFE_WEIGHTS_INDEX_NAME SAFE_WEIGHTS_NAME SAFE_WEIGHTS_PATTERN_NAME SAMPLER_NAME SCALER_NAME SCHEDULER_NAME "
         "WEIGHTS_INDEX_NAME WEIGHTS_NAME WEIGHTS_PATTERN_NAME",
-        "accel.accelerator.profiling": "PROFILE_PATTERN_NAME",
+        "accel.accelerator.trackers": "PROFILE_PATTERN_NAME",
         "accel.compat.constants": "BETA_CP_AVAILABLE_PYTORCH_VERSION BETA_SP_AVAILABLE_DEEPSPEED_VERSION "
         "BETA_TP_AVAILABLE_PYTORCH_VERSION BETA_TP_AVAILABLE_TRANSFORMERS_VERSION CUDA_DISTRIBUTED_TYPES "
         "DTENSOR_PYTORCH_VERSION ELASTIC_LOG_LINE_PREFIX_TEMPLATE_PYTORCH_VERSION FSDP2_PYTORCH_VERSION "
@@ -120,8 +120,7 @@ TABLE: dict[str, dict[str, str]] = {
     "accelerate.utils.fsdp_utils": {
         "accel.compat.fsdp_checkpoints": "load_fsdp_model load_fsdp_optimizer save_fsdp_model save_fsdp_optimizer",
         "accel.compat.helpers": "disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading "
-        "get_parameters_from_modules",
-        "accel.compat.precision": "get_fsdp2_grad_scaler",
+        "get_fsdp2_grad_scaler get_parameters_from_modules",
         "accel.checkpoint.merge": "merge_fsdp_weights",
     },
     "accelerate.utils.imports": {
@@ -153,8 +152,7 @@ TABLE: dict[str, dict[str, str]] = {
         "get_state_dict_offloaded_model has_offloaded_params id_tensor_storage infer_auto_device_map "
         "load_checkpoint_in_model load_offloaded_weights load_state_dict named_module_tensors retie_parameters "
         "set_module_tensor_to_device",
-        "accel.compat.helpers": "_get_proper_dtype is_peft_model",
-        "accel.compat.precision": "get_grad_scaler get_mixed_precision_context_manager",
+        "accel.compat.helpers": "_get_proper_dtype get_grad_scaler get_mixed_precision_context_manager is_peft_model",
     },
     "accelerate.utils.offload": {
         "accel.big_models": "extract_submodules_state_dict load_offloaded_weight offload_state_dict offload_weight "

@@ -10,9 +10,8 @@ from accel.data.batch_sampler import BatchSamplerShard, Share
 from accel.data.dispatcher import DataLoaderDispatcher
 from accel.data.iterable import IterableDatasetShard
 from accel.data.loader import DataLoaderShard, PreparedLoader
-from accel.data.prepare import prepare_data_loader
+from accel.data.prepare import SkipBatchSampler, SkipDataLoader, prepare_data_loader, skip_first_batches
 from accel.data.shuffle import SeedableRandomSampler
-from accel.data.skip_batches import SkipBatchSampler, SkipDataLoader, skip_first_batches
 from accel.data.torch_loader import get_sampler
 
 # Accelerate's names for what its loaders have in common, here one class.

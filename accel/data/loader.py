@@ -15,12 +15,20 @@ from accel.collectives.rng import host_rng_state, set_host_rng_state, synchroniz
 from accel.data.batch_sampler import BatchSamplerShard
 from accel.data.iterable import IterableDatasetShard, Marked
 from accel.data.loader_state import Progress
-from accel.data.lookahead import Lookahead, window_depth
 from accel.data.rows import count_rows
 from accel.data.shard_math import Share
 from accel.data.shuffle import OrderRng
-from accel.data.to_device import mover
-from accel.data.torch_loader import alter, blank, get_sampler, make_loader, seeding_aside, stateful_kind
+from accel.data.torch_loader import (
+    Lookahead,
+    alter,
+    blank,
+    get_sampler,
+    make_loader,
+    mover,
+    seeding_aside,
+    stateful_kind,
+    window_depth,
+)
 from accel.enums import RNGType
 from accel.errors import ArgumentError
 from accel.state import GradientState

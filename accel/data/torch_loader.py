@@ -1,18 +1,23 @@
-"""Creating and changing torch's loaders, which prepared loaders wrap."""
+"""Parts of the prepared loaders: torch's own loader made and changed, reading ahead, batches put on a device."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from accel.data.batch_sampler import BatchSamplerShard
 from accel.errors import ArgumentError
+from accel.pytree import send_to_device
+from accel.state import GradientState, PartialState
+from accel.world import xla
 
 
 def alter(loader: DataLoader[Any], **attributes: Any) -> None:
@@ -96,3 +101,92 @@ def get_sampler(dataloader: DataLoader[Any]) -> Any:
     """Return the sampler inside ``dataloader``, prepared or not; ``None`` if its batch sampler has none."""
     outer = dataloader.sampler if isinstance(dataloader.sampler, BatchSampler) else dataloader.batch_sampler
     return getattr(outer, "sampler", None)
+
+
+# Read ahead as far as the end of an accumulation window must be known, and no further.
+
+
+def window_depth(state: GradientState) -> int:
+    """Return the number of batches to buffer so that a window cut short by the end is known at its first batch."""
+    plugin = state.plugin
+    return max(1, plugin.num_steps - 1) if plugin.sync_with_dataloader else 1
+
+
+class Lookahead(Iterator[Any]):
+    """An iterator over ``source`` that buffers ``depth()`` items after the current one.
+
+    ``snapshot`` is called after each item is read; `snapshot_here` is its result for the current item, the state
+    from which to resume after it.
+    """
+
+    def __init__(
+        self, source: Iterator[Any], depth: Callable[[], int], snapshot: Callable[[], Any] | None = None
+    ) -> None:
+        self._source = source
+        self._depth = depth
+        self._snapshot = snapshot
+        self._held: deque[tuple[Any, Any]] = deque()
+        self.exhausted = False
+        self.snapshot_here: Any = None
+
+    def fill(self) -> None:
+        """Read until the buffer is full or the source ends."""
+        wanted = self._depth()
+        while not self.exhausted and len(self._held) < wanted:
+            self._read()
+
+    def _read(self) -> None:
+        try:
+            item = next(self._source)
+        except StopIteration:
+            self.exhausted = True
+            return
+        self._held.append((item, None if self._snapshot is None else self._snapshot()))
+
+    def peek(self) -> Any:
+        """Return the next item, or ``None`` if there is none."""
+        return self._held[0][0] if self._held else None
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __next__(self) -> Any:
+        if not self._held:
+            self.fill()
+            if not self._held:
+                raise StopIteration
+        item, self.snapshot_here = self._held.popleft()
+        self.fill()
+        return item
+
+
+# Put batches on a device, at little more than the cost of asking torch.
+
+
+def mover(device: torch.device, non_blocking: bool) -> Callable[[Any], Any]:
+    """Return `send_to_device` for one device, with a fast path for tensors and for dicts and lists of them."""
+
+    def move(batch: Any) -> Any:
+        kind = type(batch)
+        if kind is Tensor:
+            return batch.to(device)
+        if kind is dict:
+            return {key: item.to(device) if type(item) is Tensor else move(item) for key, item in batch.items()}
+        if kind is list:
+            return [item.to(device) if type(item) is Tensor else move(item) for item in batch]
+        return send_to_device(batch, device)
+
+    if PartialState._shared_state.get("backend") == xla.BACKEND:
+        return _Recording(move)
+    return partial(send_to_device, device=device, non_blocking=True) if non_blocking else move
+
+
+class _Recording:
+    """A move that ends torch_xla's recording of the previous batch: one graph per step, not one per epoch."""
+
+    def __init__(self, move: Callable[[Any], Any]) -> None:
+        self._move = move
+
+    def __call__(self, batch: Any) -> Any:
+        xla.sync()
+        return self._move(batch)

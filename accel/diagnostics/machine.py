@@ -1,4 +1,4 @@
-"""The machine: system, Python, processors, memory."""
+"""Describe this machine and what is installed: system, Python, processors, memory, versions of packages."""
 
 from __future__ import annotations
 
@@ -61,3 +61,32 @@ def _shared_memory() -> str:
     except OSError:
         return ""
     return f"{found.f_bavail * found.f_frsize / 2**30:.1f} GiB free"
+
+
+# Versions of packages by their metadata alone: a package that cannot be imported still has one.
+
+PACKAGES = (
+    *("torch", "numpy", "safetensors", "torchdata", "torchvision", "torch_xla", "torchao", "triton"),
+    *("accelerate", "transformers", "huggingface_hub", "tokenizers", "datasets", "peft", "trl", "timm"),
+    *("deepspeed", "bitsandbytes", "transformer_engine", "megatron-core", "flash_attn"),
+    *("fabric", "paramiko", "submitit", "kubernetes", "boto3", "sagemaker", "google-cloud-tpu"),
+    *("tensorboard", "wandb", "mlflow", "trackio", "comet_ml", "aim", "clearml", "dvclive", "swanlab"),
+    *("msgspec", "pathspec", "platformdirs", "PyYAML", "rich"),
+)
+
+
+def package_versions() -> dict[str, str | None]:
+    """Return the version of each distribution; ``None`` if not installed."""
+    return {name: version_of(name) for name in PACKAGES}
+
+
+def version_of(name: str) -> str | None:
+    """Return the installed version, ``None`` without one, or a note that its metadata are damaged."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return str(version(name) or "installed, its metadata name no version")
+    except PackageNotFoundError:
+        return None
+    except Exception as error:
+        return f"installed, its metadata cannot be read ({type(error).__name__})"

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from accel.errors import AccelError
-from accel.estimate.model_source import Subject, on_meta
+from accel.estimate.find import Subject, on_meta
 
 # float32 throughout; computing in bfloat16 on float32 weights (autocast); weights themselves in bfloat16
 Way = Literal["float32", "autocast", "bfloat16"]

@@ -1,20 +1,332 @@
-"""Resolution of a name to a model: a file, a directory, a factory, or a name on the Hub."""
+"""Find the model that a name means: a safetensors file, a directory, a factory, or a name on the Hub or in timm."""
 
 from __future__ import annotations
 
 import inspect
+import json
+import math
 import os
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
+import torch
 from torch import nn
 
-from accel.errors import ArgumentError, one_of
-from accel.estimate import hub
-from accel.estimate.model_source import NotFound, Subject
-from accel.estimate.safetensors_files import of_directory, of_file
-from accel.estimate.transformers_models import of_config
+from accel.checkpoint.tensors import TYPES
+from accel.errors import AccelError, ArgumentError, nearest, one_of
+
+# A model that `accel estimate-memory` is asked about: how it is made, and on what it computes.
+
+
+class NotFound(AccelError):
+    """There is no such model, or it cannot be built."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A model to be built.
+
+    make:   builds it on the current default device, all of it new each time.
+    inputs: a batch for it (batch size, sequence length), as keyword arguments of a training forward; None if
+        nothing describes them. Raises `NotFound` for a model with unknown inputs.
+    """
+
+    name: str
+    library: str
+    make: Callable[[], nn.Module]
+    inputs: Callable[[nn.Module, int, int], Mapping[str, Any]] | None
+    longest: int | None = None
+
+
+def on_meta(subject: Subject) -> nn.Module:
+    """Return the model on the meta device, in float32. Raises `NotFound` if it cannot be built so."""
+    from accel.big_models.init import init_empty_weights
+
+    try:
+        with init_empty_weights(include_buffers=True):
+            model = subject.make()
+    except AccelError:
+        raise
+    except Exception:  # some read a tensor's value while they are made: only their parameters are then without memory
+        try:
+            with init_empty_weights(include_buffers=False):
+                model = subject.make()
+        except Exception as error:
+            said = " ".join(f"{type(error).__name__}: {error}".split())
+            raise NotFound(f"{subject.name} cannot be made: {said}") from error
+    return model.to(torch.float32)
+
+
+# Safetensors files alone: their headers name every tensor, its type and its shape.
+
+_MAX_HEADER = 100_000_000  # as the format's own reader has it
+_BY_NAME = {name: kind for kind, name in TYPES.items()}
+
+
+def of_safetensors_file(path: str) -> Subject:
+    """Return the model of a safetensors file, or of the index of several. Raises `NotFound` if it is neither."""
+    if not path.endswith(".index.json"):
+        return _of_tensors(path, read_header(path))
+    try:
+        with open(path, "rb") as file:
+            names = sorted(set(json.load(file)["weight_map"].values()))
+    except OSError as error:
+        raise NotFound(f"{path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise NotFound(f"{path} is no index of safetensors files") from None
+    return _of_files(path, [os.path.join(os.path.dirname(path), os.path.basename(str(name))) for name in names])
+
+
+def of_safetensors_directory(path: str) -> Subject:
+    """Return the model of all safetensors files in a directory. Raises `NotFound` if there are none."""
+    names = sorted(name for name in os.listdir(path) if name.endswith(".safetensors"))
+    if not names:
+        raise NotFound(f"{path} has neither a config.json nor a safetensors file")
+    return _of_files(path, [os.path.join(path, name) for name in names])
+
+
+def _of_files(name: str, paths: list[str]) -> Subject:
+    tensors: dict[str, tuple[torch.dtype, list[int]]] = {}
+    for path in paths:
+        tensors |= read_header(path)
+    return _of_tensors(name, tensors)
+
+
+def read_header(path: str) -> dict[str, tuple[torch.dtype, list[int]]]:
+    """Return type and shape of each tensor. Raises `NotFound`."""
+    try:
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            left = os.fstat(file.fileno()).st_size - 8
+            header: dict[str, Any] = json.loads(file.read(length)) if 0 < length <= min(left, _MAX_HEADER) else {}
+            entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+            found = {name: (_BY_NAME[entry["dtype"]], [*entry["shape"]]) for name, entry in entries.items()}
+            whole = sum(kind.itemsize * math.prod(shape) for kind, shape in found.values()) == left - length
+    except OSError as error:
+        raise NotFound(f"{path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
+        whole = False
+    if not whole:
+        raise NotFound(f"{path} is not a safetensors file, or it is damaged")
+    return found
+
+
+def _of_tensors(name: str, tensors: dict[str, tuple[torch.dtype, list[int]]]) -> Subject:
+    def make() -> nn.Module:
+        root = nn.Module()
+        for key, (kind, shape) in tensors.items():
+            *path, last = key.split(".")
+            place = root
+            for part in path:
+                if part not in place._modules:
+                    place.add_module(part, nn.Module())
+                place = place.get_submodule(part)
+            held = torch.empty(shape, dtype=kind, device="meta")
+            if kind.is_floating_point or kind.is_complex:
+                place.register_parameter(last, nn.Parameter(held))
+            else:
+                place.register_buffer(last, held)
+        return root
+
+    return Subject(name=name, library="safetensors", make=make, inputs=None)
+
+
+# Models of transformers, made from their configuration.
+
+_PREDICTS_TOKENS = ("ForCausalLM", "ForMaskedLM", "ForConditionalGeneration", "LMHeadModel", "ForTokenClassification")
+_PREDICTS_CLASSES = ("ForSequenceClassification", "ForImageClassification", "ForAudioClassification")
+
+
+def of_config(name: str, folder: str, config: Mapping[str, Any], *, trust_remote_code: bool = False) -> Subject:
+    """Return the model of the class that ``config`` names first, the one of its weights. Raises `NotFound`."""
+    if find_spec("transformers") is None:
+        raise NotFound(f"{name} is a model of transformers: pip install transformers")
+    try:
+        import transformers
+        from transformers import AutoConfig
+    except Exception as error:
+        raise NotFound(f"{name}: transformers cannot be imported: {type(error).__name__}: {error}") from None
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # of settings that take no memory
+    remote = bool(config.get("auto_map")) and config.get("model_type") not in transformers.CONFIG_MAPPING
+    if remote and not trust_remote_code:
+        raise NotFound(f"{name} is defined by code of its own: read it, and if you trust it, give --trust_remote_code")
+    try:
+        known = AutoConfig.from_pretrained(name if remote else folder, trust_remote_code=remote)
+    except Exception as error:
+        said = str(error).strip().split("\n")[0]
+        raise NotFound(f"{name}: its config.json is of no model that transformers knows: {said}") from None
+    named = next((n for n in config.get("architectures") or [] if hasattr(transformers, str(n))), None)
+
+    def make() -> nn.Module:
+        if remote:
+            return _of_remote_code(transformers, known)
+        if named is not None:
+            made: nn.Module = getattr(transformers, named)(known)
+            return made
+        found: nn.Module = transformers.AutoModel.from_config(known, dtype=torch.float32)  # type: ignore[no-untyped-call]
+        return found
+
+    text = known.get_text_config()
+    return Subject(
+        name=name,
+        library="transformers",
+        make=make,
+        inputs=transformers_inputs,
+        longest=getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None),
+    )
+
+
+def _of_remote_code(transformers: Any, known: Any) -> nn.Module:
+    kinds = [kind for kind in known.auto_map if kind.startswith("AutoModel")]
+    kind = next((kind for kind in kinds if "For" in kind), "AutoModel")
+    made: nn.Module = getattr(transformers, kind).from_config(known, dtype=torch.float32, trust_remote_code=True)
+    return made
+
+
+def transformers_inputs(model: nn.Module, batch: int, length: int) -> Mapping[str, Any]:
+    """Return the inputs of ``model`` in a training step. Raises `NotFound` for an unknown kind of model."""
+    config: Any = model.config
+    kind = type(model).__name__
+    tokens = torch.zeros(batch, length, dtype=torch.long)
+    main = getattr(model, "main_input_name", "input_ids")
+    if main == "input_ids":
+        given = {"input_ids": tokens}
+    elif main == "pixel_values":
+        size = getattr(config, "image_size", 224)
+        height, width = size if isinstance(size, (list, tuple)) else (size, size)
+        given = {"pixel_values": torch.zeros(batch, getattr(config, "num_channels", 3), height, width)}
+    elif main == "input_features" and hasattr(config, "max_source_positions"):
+        frames = 2 * int(config.max_source_positions)
+        given = {"input_features": torch.zeros(batch, int(config.num_mel_bins), frames)}
+    elif main == "input_values":
+        given = {"input_values": torch.zeros(batch, length)}
+    else:
+        raise NotFound(f"what a {kind} computes on ({main}) is not known here")
+    if kind.endswith(_PREDICTS_TOKENS) and main in ("input_ids", "input_features"):
+        return {**given, "labels": tokens}
+    if kind.endswith(_PREDICTS_CLASSES):
+        return {**given, "labels": torch.zeros(batch, dtype=torch.long)}
+    if getattr(config, "is_encoder_decoder", False):
+        given["decoder_input_ids"] = tokens
+    return given
+
+
+# Models on the Hugging Face Hub, of which only config.json is fetched, and those that timm knows.
+
+
+def fetch_config(name: str) -> str:
+    """Return the folder of the Hub's cache with the config.json of ``name``, downloading it if needed.
+
+    Raises `NotFound` with a line for each cause: no such name, no access, no network.
+    """
+    if find_spec("huggingface_hub") is None:
+        raise NotFound(f"{name} is no file or directory, and a name on the Hub needs: pip install huggingface_hub")
+    try:
+        from huggingface_hub import constants, errors, hf_hub_download
+        from huggingface_hub.utils import logging
+    except Exception as error:
+        raise NotFound(f"{name}: huggingface_hub cannot be imported: {type(error).__name__}: {error}") from None
+
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # it would tell of every attempt
+    where = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+    try:
+        return _without_network(name) or os.path.dirname(hf_hub_download(name, "config.json"))
+    except errors.GatedRepoError:
+        raise NotFound(f"{name} is gated: ask for access on its page, then log in: hf auth login") from None
+    except errors.RepositoryNotFoundError:
+        raise NotFound(
+            f"{name}: no such file, directory or model on {where}; a private one needs: hf auth login"
+        ) from None
+    except (_Unreachable, errors.LocalEntryNotFoundError):
+        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{where} cannot be reached"
+        raise NotFound(f"{name}: {why}, and its config.json is not in the cache") from None
+    except errors.EntryNotFoundError:
+        raise NotFound(f"{name} has no config.json on {where}: name one of its safetensors files instead") from None
+    except errors.HFValidationError:
+        raise NotFound(f"{name!r} is no file or directory here, and no name that a model on the Hub can have") from None
+    except (OSError, errors.HfHubHTTPError) as error:
+        raise NotFound(f"{name}: {where} failed: {' '.join(str(error).split())}") from None
+
+
+class _Unreachable(Exception):
+    pass
+
+
+def _without_network(name: str) -> str | None:
+    """Return the cache's folder at once if the Hub does not respond: `hf_hub_download` retries for half a minute.
+
+    None if it responds, whatever the response. Raises `_Unreachable` if the cache has nothing either.
+    """
+    from huggingface_hub import errors, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+
+    try:
+        get_hf_file_metadata(hf_hub_url(name, "config.json"))
+    except (errors.HfHubHTTPError, errors.EntryNotFoundError, errors.HFValidationError):
+        return None
+    except Exception:  # the connection's own errors: requests', httpx's or the system's, by the version of the package
+        cached = try_to_load_from_cache(name, "config.json")
+        if not isinstance(cached, str):
+            raise _Unreachable from None
+        return os.path.dirname(cached)
+    return None
+
+
+def read_config(folder: str) -> Mapping[str, Any]:
+    path = os.path.join(folder, "config.json")
+    try:
+        with open(path, "rb") as file:
+            found = json.load(file)
+    except OSError as error:
+        raise NotFound(f"{path}: {error.strerror}") from None
+    except ValueError as error:
+        raise NotFound(f"{path} is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise NotFound(f"{path} does not describe a model")
+    return found
+
+
+def timm_knows(name: str) -> bool:
+    """Return True if timm can be imported and has a model of that name."""
+    if find_spec("timm") is None:
+        return False
+    try:
+        timm: Any = import_module("timm")
+    except Exception:
+        return False
+    return bool(timm.is_model(name))
+
+
+def of_timm(name: str, config: Mapping[str, Any] | None = None) -> Subject:
+    """Return a model of timm, by its name or by a config.json in timm's form. Raises `NotFound`."""
+    if find_spec("timm") is None:
+        raise NotFound(f"{name} is a model of timm: pip install timm")
+    try:
+        timm: Any = import_module("timm")
+    except Exception as error:
+        raise NotFound(f"{name}: timm cannot be imported: {type(error).__name__}: {error}") from None
+    config = config or {}
+    architecture = str(config.get("architecture", name.partition(":")[2] or name))
+    if not timm.is_model(architecture):
+        raise NotFound(f"{architecture}: timm has no such model{nearest(architecture, timm.list_models())}")
+    given = {key: config[key] for key in ("num_classes", "global_pool") if key in config} | config.get("model_args", {})
+
+    def inputs(model: nn.Module, batch: int, length: int) -> Mapping[str, Any]:
+        shape = (getattr(model, "pretrained_cfg", None) or {}).get("input_size", (3, 224, 224))
+        return {"x": torch.zeros(batch, *shape)}
+
+    return Subject(
+        name=name,
+        library="timm",
+        make=lambda: timm.create_model(architecture, pretrained=False, **given),
+        inputs=inputs,
+    )
+
+
+# Names.
 
 LIBRARIES = ("transformers", "timm")
 
@@ -28,7 +340,7 @@ def find(name: str, library: str | None = None, *, trust_remote_code: bool = Fal
         module = os.path.splitext(os.path.normpath(name))[0].replace(os.sep, ".")
         raise NotFound(f"{name} is code: name what makes the model in it, as in {module}:FACTORY")
     if name.endswith((".safetensors", ".safetensors.index.json")) or os.path.isfile(name):
-        return of_file(name)
+        return of_safetensors_file(name)
     if os.path.isdir(name):
         return _of_directory(name, library, trust_remote_code)
     if name.startswith((".", "/", "~")):
@@ -36,9 +348,9 @@ def find(name: str, library: str | None = None, *, trust_remote_code: bool = Fal
     module, colon, factory = name.partition(":")
     if colon and module not in ("hf-hub", "hf_hub"):
         return of_factory(name, module, factory)
-    if library == "timm" or (library is None and "/" not in name and hub.timm_knows(name)):
-        return hub.of_timm(name)
-    folder = hub.fetch_config(name.removeprefix("hf-hub:").removeprefix("hf_hub:"))
+    if library == "timm" or (library is None and "/" not in name and timm_knows(name)):
+        return of_timm(name)
+    folder = fetch_config(name.removeprefix("hf-hub:").removeprefix("hf_hub:"))
     return _by_config(name, folder, library, trust_remote_code)
 
 
@@ -48,15 +360,15 @@ def _of_directory(path: str, library: str | None, trust_remote_code: bool) -> Su
 
         if library or find_spec("transformers") or not any(n.endswith(".safetensors") for n in os.listdir(path)):
             return _by_config(path, path, library, trust_remote_code)
-    return of_directory(path)
+    return of_safetensors_directory(path)
 
 
 def _by_config(name: str, folder: str, library: str | None, trust_remote_code: bool) -> Subject:
-    config = hub.read_config(folder)
+    config = read_config(folder)
     if library is None:
         library = "timm" if "architecture" in config and "model_type" not in config else "transformers"
     if one_of(library, LIBRARIES, what="--library_name") == "timm":
-        return hub.of_timm(name, config)
+        return of_timm(name, config)
     return of_config(name, folder, config, trust_remote_code=trust_remote_code)
 
 

@@ -17,7 +17,7 @@ from accel.exit_codes import REQUEUE
 from schedulers.node.redaction import hide
 from schedulers.processes import signal_name
 
-from . import cgroup
+from . import limits
 
 SCHEMA = 1
 
@@ -239,7 +239,7 @@ def error_in_log(path: str | None) -> dict[str, Any] | None:
 
 def oom_kill_count() -> int:
     """Return the number of OOM kills in this control group; 0 if unknown."""
-    for text in cgroup.values("memory", v2="memory.events", v1="memory.oom_control"):
+    for text in limits.cgroup_values("memory", v2="memory.events", v1="memory.oom_control"):
         with contextlib.suppress(ValueError):
             return int(dict(line.split() for line in text.splitlines()).get("oom_kill", 0))
     return 0

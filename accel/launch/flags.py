@@ -12,7 +12,7 @@ from typing import Any
 
 from accel.settings import GROUPS as ALL
 from accel.settings import Setting, defaults
-from accel.settings.values import BadValue, read, typed
+from accel.settings.setting import BadValue, read, typed
 
 GROUPS: dict[str, tuple[Setting, ...]] = {
     group.title: flags for group in ALL if (flags := tuple(setting for setting in group.settings if setting.flag))
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, defaults_too: bool = True)
     """Add every flag to `parser`, in its groups, spelled with `_` and with `-`.
 
     Without `defaults_too`, the parsed namespace holds only flags that were given, and only `_` is accepted:
-    `accel.cli.parser` treats both spellings alike.
+    `accel.cli.arguments` treats both spellings alike.
     """
     if defaults_too:
         parser.set_defaults(**defaults())

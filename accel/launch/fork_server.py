@@ -1,4 +1,4 @@
-"""The fork server: a process with torch loaded that forks every rank and outlives the launcher's death.
+"""The fork server: a process that has torch loaded, forks every rank from itself, and outlives the launcher's death.
 
     launcher (elastic agent) ──socket──► fork server ──fork──► rank 0 … N-1
 
@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import json
 import os
+import re
 import select
 import signal
 import socket
@@ -22,12 +24,54 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NoReturn
 
 from schedulers.processes import adopt_orphans, descendants, signal_name, wake_pipe
 
-from . import watchdog
+from . import alias_env, watchdog
 from .worker import WARNINGS, Program, enter_rank, refuse, run
+
+# Modules that the server loads beside torch, so that the ranks need not each load them for themselves.
+
+# The first optimizer that a process makes imports torch._dynamo: 1.4 s, once here instead of once a rank. A program
+# that makes none should not wait for it; so its text is asked, and being wrong costs only time.
+_TRAINS = re.compile(rb"\boptim\b|\bAdamW?\b|\bSGD\b|accelerat|transformers|lightning|\baccel\b|torch\.compile")
+_MIRRORED = re.compile(rb"^\s*(?:from|import)\s+(?:accelerate|transformers|peft|trl)\b", re.MULTILINE)
+_OURS = re.compile(rb"^\s*(?:from|import)\s+accel\b", re.MULTILINE)
+
+
+def modules_for(program: Program) -> list[str]:
+    """Return the names of the modules that the program will probably import."""
+    text = _text(program)
+    names = ["torch._dynamo"] if _TRAINS.search(text) else []
+    # Under `accel.compat` ours is what stands behind their names.
+    ours = _OURS.search(text) or (alias_env.is_asked(os.environ) and _MIRRORED.search(text))
+    return [*names, "accel.accelerator", "safetensors.torch"] if ours else names
+
+
+def preload(program: Program) -> None:
+    """Import the program's likely modules, ignoring missing ones, which are the program's concern."""
+    for name in modules_for(program):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+
+
+def _text(program: Program) -> bytes:
+    path = program.argv[0]
+    if program.entry == "module":
+        # Beside the caller, where `python -m` looks first. An installed module is not read: finding it would import
+        # its parents, which are the program's own.
+        parts = program.argv[0].split(".")
+        found = [Path(*parts).with_suffix(".py"), Path(*parts, "__main__.py")]
+        path = next((str(file) for file in found if file.is_file()), "")
+    try:
+        return Path(path).read_bytes() if path.endswith(".py") else b""
+    except OSError:
+        return b""
+
+
+# The server, and the launcher's side of it.
 
 _LEFTOVER_GRACE_S = 2.0
 _SWEEP_INTERVAL_S = 0.05

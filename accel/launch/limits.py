@@ -1,4 +1,4 @@
-"""The number of ranks that this machine's kernel and this user's limits allow."""
+"""Limits of this machine: those of its kernel and this user, and what control groups of either version say."""
 
 from __future__ import annotations
 
@@ -6,8 +6,46 @@ import os
 import resource
 from collections.abc import Iterator
 
-from . import cgroup
 from .errors import Refused
+
+# Control groups.
+
+
+def cgroup_values(controller: str, *, v2: str, v1: str) -> Iterator[str]:
+    """Yield the text of a controller's file in this process's control group and in each group above it.
+
+    The file's name is ``v2`` or ``v1``, by the system's version. Yields nothing if it cannot be read.
+    """
+    try:
+        with open("/proc/self/cgroup") as file:
+            groups = [line.rstrip("\n").split(":", 2) for line in file]
+    except OSError:
+        return
+    for _, controllers, path in groups:
+        if not controllers:
+            root, name = "/sys/fs/cgroup", v2
+        elif controller in controllers.split(","):
+            root, name = f"/sys/fs/cgroup/{controller}", v1
+        else:
+            continue
+        while True:
+            text = _text(f"{root}{path.rstrip('/')}/{name}")
+            if text is not None:
+                yield text
+            if path in ("/", ""):
+                break
+            path = path.rpartition("/")[0]
+
+
+def _text(path: str) -> str | None:
+    try:
+        with open(path) as file:
+            return file.read()
+    except OSError:
+        return None
+
+
+# The number of ranks that this machine has room for.
 
 
 def check_room(processes: int, total: int | None) -> None:
@@ -36,6 +74,6 @@ def _limits() -> Iterator[tuple[int, str]]:
                 yield int(file.read()), f"kernel.{name}"
         except (OSError, ValueError):
             continue
-    for text in cgroup.values("pids", v2="pids.max", v1="pids.max"):
+    for text in cgroup_values("pids", v2="pids.max", v1="pids.max"):
         if text.strip().isdigit():
             yield int(text), "pids.max of its control group"

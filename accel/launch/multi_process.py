@@ -23,10 +23,9 @@ from .agent import GangAgent, RankSettings
 from .console import log_path, recorder, said_again, say
 from .elastic import ElasticRendezvous, is_this_machine
 from .errors import LaunchError, Refused, RendezvousFailed
-from .fork_server import ForkServer, ServerGone
+from .fork_server import ForkServer, ServerGone, preload
 from .peers import LOST_AFTER_S, STAY_S, Peers
 from .plan import Launch
-from .preload import preload
 from .rendezvous import DEFAULT_TIMEOUT_S, GangRendezvous, reach_node_0
 from .tee import Tee, parse
 from .worker import WARNINGS

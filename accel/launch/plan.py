@@ -1,4 +1,4 @@
-"""The plan of a launch on this node, made from the flags of `accel launch`. Nothing is started here."""
+"""Plan what this node starts, and with which variables, from the flags of `accel launch`; start nothing."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from accel.settings.contradictions import contradictions
+from accel.settings.env_variables import variables
 from schedulers.topology import Topology
 
-from . import alias_env, deadline, incarnation, watchdog, worker_env
+from . import alias_env, deadline, incarnation, watchdog
 from .deadline import Deadline
 from .devices import VISIBLE, Devices, available_cpus, find, only_cpu
 from .errors import CannotRun, Refused
@@ -92,7 +93,7 @@ def plan(options: Mapping[str, Any], program: Program, env: Mapping[str, str] = 
     processes = _per_node(options["num_processes"], nodes, devices)
     _check_gpus(processes, devices, options)
     check_room(processes, options["num_processes"])
-    extra = worker_env.training(options, devices) | worker_env.threads(
+    extra = training_variables(options, devices) | thread_variables(
         options["num_cpu_threads_per_process"], processes, devices, env
     )
     if options["compat"] or alias_env.is_asked(env):
@@ -217,3 +218,32 @@ def _pairs(text: str) -> dict[str, str]:
         if not key or not equals:
             raise Refused(f"--rdzv_conf takes key=value pairs with commas between them, not {text!r}")
     return {key.strip(): value.strip() for key, _, value in pairs}
+
+
+# Variables of workers: how a script is to train, and what keeps a node from being overrun.
+
+# Ways whose launcher in Accelerate leaves the choice of the device to the runtime.
+_OWN_DEVICE = ("use_deepspeed", "use_fsdp", "use_megatron_lm", "tpu")
+
+
+def training_variables(options: Mapping[str, Any], devices: Devices) -> dict[str, str]:
+    """Return the `ACCELERATE_*` variables that `Accelerator()` reads, accel's and Hugging Face's alike.
+
+    `options` are the values of the settings, by name. A setting that is not given leaves its variable as it is.
+    """
+    env = variables(options)
+    if options["cpu"] or (devices.kind == "cpu" and not any(options[name] for name in _OWN_DEVICE)):
+        # Hugging Face's runtime forms no world on a machine without a GPU unless it is told that CPUs are meant.
+        env["ACCELERATE_USE_CPU"] = "true"
+    if options["gpu_ids"] not in (None, "", "all") and devices.kind in VISIBLE:
+        env[VISIBLE[devices.kind]] = str(options["gpu_ids"])
+    return env
+
+
+def thread_variables(asked: int | None, processes: int, devices: Devices, env: Mapping[str, str]) -> dict[str, str]:
+    """Return `OMP_NUM_THREADS`: an equal share of this node's processors per rank, unless it is set already."""
+    if asked is not None:
+        return {"OMP_NUM_THREADS": str(asked)}
+    if "OMP_NUM_THREADS" in env or processes == 1:
+        return {}
+    return {"OMP_NUM_THREADS": str(max(1, devices.cpus // processes))}

@@ -20,8 +20,7 @@ from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStore
 
 from .errors import LaunchError, RendezvousFailed
 from .incarnation import Incarnation, latest
-from .peers import LOST_AFTER_S, STAY_S, Peers
-from .store_client import Patience, StoreSilent
+from .peers import LOST_AFTER_S, STAY_S, Patience, Peers, StoreSilent
 
 LOOPBACK = "127.0.0.1"
 DEFAULT_TIMEOUT_S = 300.0

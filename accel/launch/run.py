@@ -9,7 +9,7 @@ import uuid
 from dataclasses import replace
 from typing import NoReturn
 
-from . import incarnation, pid1, watchdog
+from . import incarnation, signals, watchdog
 from .console import cannot_run, recorder, say
 from .errors import LaunchError, Refused, RendezvousFailed
 from .plan import Launch
@@ -38,7 +38,7 @@ def launch(run: Launch) -> int:
     if run.alone:
         os.environ.update(_world_of_one(run))
         if run.log_dir is None and run.deadline is None:
-            code = pid1.stay() if os.getpid() == 1 else None
+            code = signals.stay_as_pid1() if os.getpid() == 1 else None
             if code is not None:
                 return code
             _become(run.program, launch_id)

@@ -1,16 +1,21 @@
-"""The setup of a rank between the fork and the first line of the user's program."""
+"""Run one rank from the fork to the first line of the user's program, and end one that is to be started again."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import ctypes
 import faulthandler
+import gc
 import io
 import json
 import os
 import random
 import runpy
 import signal
+import stat
 import sys
+import threading
 import time
 import traceback
 import types
@@ -22,7 +27,6 @@ from accel.exit_codes import REQUEUE
 from schedulers.processes import die_with_parent
 
 from . import alias_env
-from .exit import leave
 
 _RESET = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD)
 WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
@@ -243,3 +247,33 @@ def _user_frames(error: BaseException) -> TracebackType | None:
         frames = frames.tb_next
     # All ours: a script that could not be read or compiled. The last frames say nothing that the message does not.
     return frames
+
+
+# End a rank that is to be started again, quickly: a scheduler, and those who wait for the job, are waiting.
+
+
+def leave(code: int) -> NoReturn:
+    """Exit as multiprocessing's forked processes do: join threads, run exit handlers, flush open files.
+
+    Skips the teardown of modules, which costs each rank 0.3 s with torch loaded.
+    """
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        _flush_files()
+    finally:
+        os._exit(code)
+
+
+def _flush_files() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    objects = gc.get_objects()
+    kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, io.IOBase)}
+    for file in objects:
+        if type(file) in kinds:
+            with contextlib.suppress(Exception):  # closed, a full disk, or a class of the program's own
+                if stat.S_ISREG(os.fstat(file.fileno()).st_mode):  # a pipe might never take it
+                    file.flush()
+    ctypes.CDLL(None).fflush(None)

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from accel.enums import DDPCommunicationHookType, DynamoBackend
 from accel.errors import ArgumentError, nearest, one_of
 from accel.kwargs import KwargsHandler as KwargsHandler
-from accel.world.environment import read_flag
-from accel.world.project_root import under_root
+from accel.world.environment import read_flag, under_project_root
 
 if TYPE_CHECKING:
     from torch.profiler import ProfilerActivity, profile
@@ -206,8 +205,8 @@ class ProjectConfiguration:
 
     def set_directories(self, project_dir: str | None = None) -> None:
         """Set ``project_dir``, and also ``logging_dir`` if it is not given."""
-        self.project_dir = under_root(project_dir)
-        self.logging_dir = self.project_dir if self.logging_dir is None else under_root(self.logging_dir)
+        self.project_dir = under_project_root(project_dir)
+        self.logging_dir = self.project_dir if self.logging_dir is None else under_project_root(self.logging_dir)
 
     @property
     def checkpoints(self) -> Path:

@@ -7,14 +7,25 @@ questionnaire of `accel config` and the pages in `docs/reference` are all genera
 
 from __future__ import annotations
 
-from .deepspeed import DEEPSPEED
-from .fp8 import FP8
-from .fsdp import FSDP
-from .hardware_use import DYNAMO, HARDWARE, RESOURCES, WAYS
-from .megatron import MEGATRON
-from .multi_node import FAILURES, MACHINES, MPI, PROGRAM, RENDEZVOUS
-from .parallelism import PARALLELISM
-from .sagemaker_tpu import FILE, SAGEMAKER, TPU
+from .schema import (
+    DEEPSPEED,
+    DYNAMO,
+    FAILURES,
+    FILE,
+    FP8,
+    FSDP,
+    HARDWARE,
+    MACHINES,
+    MEGATRON,
+    MPI,
+    PARALLELISM,
+    PROGRAM,
+    RENDEZVOUS,
+    RESOURCES,
+    SAGEMAKER,
+    TPU,
+    WAYS,
+)
 from .setting import Group, Setting
 
 __all__ = ["BY_NAME", "GROUPS", "Group", "Setting", "defaults", "group_of"]

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from . import BY_NAME, GROUPS, Setting
-from .values import BadValue, as_written, read
+from .setting import BadValue, as_written, read
 
 # section -> key -> setting.
 _SECTIONS: dict[str, dict[str, Setting]] = {}

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from . import GROUPS
-from .setting import Group, Setting
-from .values import written
+from .setting import Group, Setting, written
 
 # Settings whose variables the launcher works out itself: they depend on the machine, not on the setting alone.
 _ELSEWHERE = {"cpu", "gpu_ids", "main_process_ip", "main_process_port", "num_cpu_threads_per_process", "rdzv_id",

@@ -9,7 +9,7 @@ from . import BY_NAME, GROUPS
 from .config_file import UNSAID_PROCESSES, Entry
 from .contradictions import PAIRS, WAYS, is_given
 from .env_variables import is_on
-from .values import BadValue, read
+from .setting import BadValue, read
 
 _READ = ("ACCELERATE_", "FSDP_", "MEGATRON_LM_", "PARALLELISM_CONFIG_")
 _WAY_OF = {"MULTI_CPU": "cpu", "DEEPSPEED": "use_deepspeed", "FSDP": "use_fsdp", "XLA": "tpu",

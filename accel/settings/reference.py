@@ -10,8 +10,7 @@ import sys
 from collections.abc import Iterator
 
 from . import GROUPS, Group, Setting
-from .setting import LAUNCHERS
-from .values import expected, typed
+from .setting import LAUNCHERS, expected, typed
 
 _MADE = "<!-- Made from accel/settings by `python -m accel.settings.reference docs/reference`: change it there. -->"
 _FLAGS = """\

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from . import BY_NAME
-from .prompt import Answers, Machine, Question, answered, ask, at_least, both
-from .target_prompts import KINDS, TARGET_QUESTIONS
+from .prompts import KINDS, TARGET_QUESTIONS, Answers, Machine, Question, answered, ask, at_least, both
 
 __all__ = ["QUESTIONS", "Answers", "Machine", "Question", "answers_of", "open_question", "still_asked", "values_of"]
 

@@ -6,8 +6,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from accel.tracking.base import GeneralTracker, on_main_process
-from accel.tracking.plain_values import leave_out, plain, scalars
+from accel.tracking.base import GeneralTracker, leave_out, on_main_process, plain, scalars
 
 
 class AimTracker(GeneralTracker):

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from accel.tracking.base import GeneralTracker, on_main_process
-from accel.tracking.plain_values import is_number, leave_out, scalars, table_rows
+from accel.tracking.base import GeneralTracker, is_number, leave_out, on_main_process, scalars, table_rows
 
 _SERIES = ("eval", "test", "train")
 

@@ -1,20 +1,51 @@
-"""Isolation of training from trackers: outages and long waits cause warnings, other errors are raised."""
+"""Isolate training from trackers: try the server first, survive outages, report long waits, raise the rest."""
 
 from __future__ import annotations
 
 import errno
 import logging
+import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 from accel.errors import AccelError, TrackerError
 from accel.tracking.base import GeneralTracker
-from accel.tracking.reachability import reach
 
 logger = logging.getLogger(__name__)
+
+# Reach the server first: some packages try for minutes or for ever.
+
+TIMEOUT_S = 10.0
+_PORTS = {"http": 80, "https": 443}
+
+
+def reach(url: str, timeout: float = TIMEOUT_S) -> None:
+    """Connect to the host and port of an http(s) ``url``, and disconnect.
+
+    Does nothing for other addresses and behind a proxy. Raises `ConnectionError` if the name does not resolve,
+    the connection is refused, or nothing responds within ``timeout`` seconds.
+    """
+    parts = urlsplit(url)
+    host, port = parts.hostname, parts.port or _PORTS.get(parts.scheme)
+    if host is None or port is None or parts.scheme not in _PORTS or _proxied(parts.scheme, host):
+        return
+    try:
+        socket.create_connection((host, port), timeout).close()
+    except OSError as error:
+        raise ConnectionError(f"{host}:{port} cannot be reached: {error.strerror or error}") from error
+
+
+def _proxied(scheme: str, host: str) -> bool:
+    proxies = getproxies()
+    return (scheme in proxies or "all" in proxies) and not proxy_bypass(host)
+
+
+# Outages and long waits.
 
 SLOW_S = 10.0
 FIRST_PAUSE_S = 15.0

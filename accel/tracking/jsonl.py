@@ -19,8 +19,7 @@ from typing import Any
 from uuid import uuid4
 
 from accel.errors import ArgumentError, TrackerError
-from accel.tracking.base import GeneralTracker, on_main_process
-from accel.tracking.plain_values import plain, scalar
+from accel.tracking.base import GeneralTracker, on_main_process, plain, scalar
 
 logger = logging.getLogger(__name__)
 

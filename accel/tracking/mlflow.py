@@ -7,8 +7,7 @@ import os
 from typing import Any
 
 from accel.errors import ArgumentError
-from accel.tracking.base import GeneralTracker, on_main_process
-from accel.tracking.plain_values import is_number, leave_out, plain, scalars
+from accel.tracking.base import GeneralTracker, is_number, leave_out, on_main_process, plain, scalars
 from accel.world.environment import read_flag
 
 # MLflow's own words for its server's state: mlflow/protos/databricks.proto, ErrorCode.

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from accel.tracking.base import on_main_process
-from accel.tracking.plain_values import leave_out, scalars
-from accel.tracking.run_tracker import RunTracker
+from accel.tracking.base import RunTracker, leave_out, on_main_process, scalars
 
 
 class SwanLabTracker(RunTracker):

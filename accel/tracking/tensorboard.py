@@ -6,8 +6,7 @@ import os
 import time
 from typing import Any
 
-from accel.tracking.base import GeneralTracker, on_main_process
-from accel.tracking.plain_values import is_number, leave_out, plain, scalars
+from accel.tracking.base import GeneralTracker, is_number, leave_out, on_main_process, plain, scalars
 
 _HYPERPARAMETERS = (bool, int, float, str)
 

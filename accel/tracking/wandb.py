@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from accel.tracking.base import on_main_process
-from accel.tracking.plain_values import scalars
-from accel.tracking.run_tracker import RunTracker
+from accel.tracking.base import RunTracker, on_main_process, scalars
 
 _OFFLINE = ("offline", "dryrun", "disabled")
 

@@ -1,4 +1,4 @@
-"""Parsing and validation of the process environment, the only contract between a launcher and the runtime.
+"""The process environment, the one contract between a launcher and the runtime, read into values and checked.
 
 Does not import torch. Functions named ``read_…`` are pure: they take the mapping that they read. Those from
 `patch_environment` on use this process's own, and exist for scripts written for Accelerate.
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import wraps
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from accel.errors import ArgumentError, WorldError
@@ -294,3 +295,39 @@ def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
 def are_libraries_initialized(*library_names: str) -> list[str]:
     """Return those of ``library_names`` that this process has imported."""
     return [name for name in library_names if name in sys.modules]
+
+
+# ``ACCEL_PROJECT_ROOT``: a directory of each node for the files of a run.
+#
+# The platform copies it, file by file, to one place and back, as SageMaker does with ``/opt/ml/checkpoints``:
+# when the nodes start again, all of them have all files. So files of two nodes must not have the same name.
+
+PROJECT_ROOT = "ACCEL_PROJECT_ROOT"
+
+
+def project_root() -> Path | None:
+    """Return the directory in ``ACCEL_PROJECT_ROOT``, if set. Raises `ArgumentError` for a relative one."""
+    name = os.environ.get(PROJECT_ROOT)
+    if not name:
+        return None
+    if not os.path.isabs(name):
+        raise ArgumentError(f"environment variable {PROJECT_ROOT}={name!r} must be an absolute path")
+    return Path(name).resolve()
+
+
+def under_project_root(directory: str | None) -> str | None:
+    """Return a directory of the project: a relative one is under ``ACCEL_PROJECT_ROOT``, if that is set."""
+    above = project_root() if directory is not None else None
+    return directory if above is None or directory is None else str(above / directory)
+
+
+def own_copy(place: Path) -> Path:
+    """Return the path of this node's copy of ``place``.
+
+    Under ``ACCEL_PROJECT_ROOT`` node 0 uses ``place``, and node N ``node-N``.
+    """
+    above = project_root()
+    rank = read_int(os.environ, "GROUP_RANK", minimum=0)
+    if above is None or not rank or not place.is_relative_to(above):
+        return place
+    return above / f"node-{rank}" / place.relative_to(above)

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 from ..errors import ConfigError, NotReady, SpecError, SubmitError, Unreachable
 from ..job import Cursor, JobSpec, LogLine, Resources, Retry, State, Status
 from ..store.store import Damaged, Record, Store
-from .apply import absorb, cut_off
 from .follow import Pause, follow, read_once
-from .poll import group, poll_all, restore
+from .poll import absorb, cut_off, find_submitted, group, poll_all, recover, restore
 from .submit import admit, default_name, places, prepare, send
 
 if TYPE_CHECKING:
@@ -326,7 +325,6 @@ class Job:
         intent was written), the process counts as alive for a minute. A rejection is in the status.
         """
         from ..target import Finds
-        from .recovery import find_submitted
 
         with self.record.submission(blocking=False) as ours:
             status = self.record.reload().status
@@ -483,8 +481,6 @@ class Job:
         A job whose submit was cut off is looked up on its target first.
         """
         if self.record.reload().native_id is None and not self.record.status.state.final and cut_off(self.record):
-            from .recovery import recover
-
             recover(self.record, self._target())
         if not isinstance(since, (int, float)):
             return Cursor.parse(str(since)) if since is not None else Cursor()

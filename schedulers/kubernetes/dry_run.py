@@ -12,11 +12,10 @@ from typing import Any
 
 from ..errors import SpecError, SubmitError
 from ..job import JobSpec
-from . import submit
+from . import code_upload, submit
 from .client.api import Api
 from .client.errors import ApiError, Forbidden
-from .code import upload
-from .manifests import build, kinds, loader_pod
+from .manifests import build
 from .manifests import code_delivery as delivery
 from .options import KubernetesOptions
 
@@ -34,8 +33,8 @@ def review(api: Api, spec: JobSpec, options: KubernetesOptions, job_id: str) -> 
     Raises Unreachable, ConfigError, SnapshotError.
     """
     try:
-        kinds.check_kind(options, api.versions(), api.target)
-        kinds.check_restarts(spec, options, api.version, api.target)
+        build.check_kind(options, api.versions(), api.target)
+        build.check_restarts(spec, options, api.version, api.target)
         made = _built(api, spec, options, job_id)
     except Forbidden:
         made = _built(api, spec, options, job_id)  # the answer to each object will say it
@@ -50,13 +49,13 @@ def review(api: Api, spec: JobSpec, options: KubernetesOptions, job_id: str) -> 
 def _built(api: Api, spec: JobSpec, options: KubernetesOptions, job_id: str) -> list[delivery.Object]:
     """Return the objects as `submit` creates them, without their owner. Raises SpecError."""
     with tempfile.TemporaryDirectory(prefix="accel-") as scratch:
-        _, data = upload.pack(spec, options, Path(scratch), None)
+        _, data = code_upload.pack(spec, options, Path(scratch), None)
     code = delivery.Code(kind="image")
     if data is not None:
         code = delivery.chosen(options, len(data), delivery.digest_of(data), api.target)
     carried = data if code.kind == "configmap" else None
     made = build.build(spec, options, job_id, code, target=api.target, data=carried)
-    loaders = [loader_pod.loader(spec, options, job_id, api.target)] if code.kind == "pvc" else []
+    loaders = [build.loader_pod(spec, options, job_id, api.target)] if code.kind == "pvc" else []
     return [build.stamped(each, spec if each is made.workload else None) for each in (*loaders, *made)]
 
 
@@ -83,10 +82,8 @@ def _lines(api: Api, made: delivery.Object) -> Iterator[str]:
 def _claim_lines(api: Api, made: delivery.Object) -> Iterator[str]:
     """Check the pod that uploads the code to a claim."""
     if made["kind"] == "Pod":
-        from .code import pvc
-
         try:
-            pvc.check(api, made)
+            code_upload.check_claim(api, made)
         except SubmitError as error:
             yield str(error)
 

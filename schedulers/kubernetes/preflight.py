@@ -11,7 +11,7 @@ from ..errors import SpecError
 from ..target import Checked
 from .client.api import Api
 from .client.errors import ApiError, Forbidden, NotFound
-from .manifests import kinds
+from .manifests import build
 from .manifests.build import BUILDERS, POD_GROUP
 from .manifests.trainjob import API_VERSION, RUNTIME_PLURAL
 from .options import KubernetesOptions, gpu_resource
@@ -49,9 +49,9 @@ def check(api: Api, options: KubernetesOptions, gpus: int) -> Checked:
 
 def _kinds(api: Api, options: KubernetesOptions, report: _Report) -> None:
     versions = api.versions()
-    report.rows.append(["workloads", ", ".join(kinds.runnable(versions)) or "none"])
+    report.rows.append(["workloads", ", ".join(build.runnable(versions)) or "none"])
     try:
-        kinds.check_kind(options, versions, api.target)
+        build.check_kind(options, versions, api.target)
     except SpecError as error:
         report.failures.append(str(error))
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from ..errors import SubmitError, Unreachable
 from . import names
-from .client.api import Api
+from .client.api import Api, hang_up
 from .manifests import pods
 from .native_id import Native
 from .options import KubernetesOptions
@@ -103,8 +103,6 @@ def run(api: Api, native: Native, options: KubernetesOptions, node: int, argv: S
         binary=True,
     )  # fmt: skip
     from websocket import WebSocketException  # there, now that there is a connection
-
-    from .client.exec import hang_up
 
     session = _Session(client, framed=not terminal)
     try:

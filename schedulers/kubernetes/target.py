@@ -56,19 +56,18 @@ class KubernetesTarget:
         Raises SubmitError when the cluster refuses it, and nothing of it is left there; SpecError, ConfigError;
         Unreachable when the outcome is unknown or incomplete: the same call finds out.
         """
-        from . import cluster_ref, submit
-        from .code import upload
+        from . import cluster_ref, code_upload, submit
         from .native_id import Native
 
         spec = JobSpec.from_json(plan.settings["spec"])
         earlier = cluster_ref.read(self._jobs, plan.job_id)
         api = self._cluster(earlier).api
         self._check_kind(api, spec, sent=earlier is not None)
-        digest, data = upload.pack(spec, self._options, self._jobs.parent, earlier.snapshot if earlier else None)
+        digest, data = code_upload.pack(spec, self._options, self._jobs.parent, earlier.snapshot if earlier else None)
         placed = cluster_ref.placed(api.access, digest)
         if placed != earlier:
             cluster_ref.write(self._jobs, plan.job_id, placed)
-        code, carried = upload.bring(api, spec, self._options, plan.job_id, data)
+        code, carried = code_upload.bring(api, spec, self._options, plan.job_id, data)
         made = submit.submit(api, spec, self._options, plan.job_id, code, carried)
         return str(Native.of(self._options.workload, {"namespace": api.namespace, **made["metadata"]}, plan.job_id))
 
@@ -79,11 +78,11 @@ class KubernetesTarget:
         may be there, and all errors but Forbidden become Unreachable.
         """
         from .client.errors import Forbidden, Unauthorized
-        from .manifests import kinds
+        from .manifests import build
 
         try:
-            kinds.check_kind(self._options, api.versions(), self.name)
-            kinds.check_restarts(spec, self._options, api.version, self.name)
+            build.check_kind(self._options, api.versions(), self.name)
+            build.check_restarts(spec, self._options, api.version, self.name)
         except Forbidden:
             pass  # then the answer to what is made will say it
         except (Unreachable, Unauthorized, ConfigError) as error:

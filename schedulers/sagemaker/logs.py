@@ -16,8 +16,7 @@ from typing import Any
 from ..job import Cursor, LogLine
 from .aws import Aws, Refused
 from .entry import END
-from .native_id import Native
-from .status import describe
+from .status import Native, describe
 
 GROUP = "/aws/sagemaker/TrainingJobs"
 _STREAM = re.compile(r"(?P<host>algo-(?P<number>\d+))-(?P<began>\d+)\Z")

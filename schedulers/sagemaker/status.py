@@ -1,4 +1,4 @@
-"""Statuses of training jobs, from the API."""
+"""States of training jobs, from what the API says of them, and the id by which a job is named."""
 
 from __future__ import annotations
 
@@ -7,13 +7,37 @@ import itertools
 import re
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from ..errors import Unreachable
+from ..errors import SpecError, Unreachable
 from ..job import Reason, State, Status
 from ..printable import one_line
 from .aws import Aws, Refused
-from .native_id import Native
+
+# The id: `REGION/TRAINING JOB/JOB/CREATED`, the last in seconds since the epoch.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Native:
+    region: str
+    name: str
+    job_id: str
+    created_at: int
+
+    def __str__(self) -> str:
+        return f"{self.region}/{self.name}/{self.job_id}/{self.created_at}"
+
+    @classmethod
+    def parse(cls, text: str) -> Native:
+        """Parse the output of `str`. Raises SpecError."""
+        words = text.split("/")
+        if len(words) != 4 or not all(words) or not words[3].isdecimal():
+            raise SpecError(f"{text!r} is not the id of a job of a sagemaker target (region/name/job/created)")
+        return cls(region=words[0], name=words[1], job_id=words[2], created_at=int(words[3]))
+
+
+# States.
 
 _PAGE = 100
 # What AWS says of a job that is not over, by its secondary status -> state, reason, words.

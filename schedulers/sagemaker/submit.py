@@ -15,12 +15,11 @@ from ..errors import SubmitError, UnknownJob, Unreachable
 from ..job import JobSpec
 from ..store import own_wheel, snapshot
 from ..target import Found, Listed
-from . import limits, request, upload
+from . import request, s3
 from .aws import Aws, Refused, split
 from .entry import digest_of
-from .native_id import Native
 from .options import KIND, SageMakerOptions
-from .status import describe
+from .status import Native, describe
 
 _ID = re.compile(r"[0-9a-z]{8,20}\Z")
 progress = logging.getLogger("schedulers.progress")
@@ -30,7 +29,7 @@ def submit(aws: Aws, spec: JobSpec, options: SageMakerOptions, job_id: str, home
     """Create the training job, once. Raises SubmitError, SpecError, ConfigError; Unreachable if it may exist."""
     account = aws.resolved()
     made = request.build(spec, options, job_id, account, aws.where.removeprefix("target "))
-    limits.check(made, aws.where.removeprefix("target "))
+    request.check_limits(made, aws.where.removeprefix("target "))
     settings = request.settings(spec, options, job_id)
     stamped = request.stamped(made, settings)
     found = _earlier(aws, stamped)
@@ -57,18 +56,18 @@ def _bring(
 ) -> None:
     """Upload the files of the code channel to S3."""
     root, brought = request.root(options, account), request.brought(options, account, job_id)
-    upload.check_bucket(aws, root, given=options.s3_output_path is not None)
+    s3.check_bucket(aws, root, given=options.s3_output_path is not None)
     with tempfile.TemporaryDirectory() as directory:
         wheel = own_wheel.write(Path(directory))
         digests = {}
-        for path, name in ((upload.packed(tar), request.CODE), (wheel, wheel.name)):
+        for path, name in ((s3.packed(tar), request.CODE), (wheel, wheel.name)):
             digests[name] = digest_of(str(path))
-            key = upload.put_content(aws, root, path, digests[name], _told)
-            upload.copy(aws, root, key, brought + name)
+            key = s3.put_content(aws, root, path, digests[name], _told)
+            s3.copy(aws, root, key, brought + name)
     entry = importlib.resources.files(__package__).joinpath(request.ENTRY).read_bytes()
-    upload.put(aws, brought + request.ENTRY, entry)
+    s3.put(aws, brought + request.ENTRY, entry)
     text = json.dumps({**settings, "files": digests, "wheel": wheel.name}, indent=2)
-    upload.put(aws, brought + request.SETTINGS, text.encode())
+    s3.put(aws, brought + request.SETTINGS, text.encode())
 
 
 def _told(sent: int, size: int) -> None:

@@ -16,14 +16,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from ..errors import ConfigError, SchedulerError, SpecError, StoreError, Unreachable
 from ..job import Cursor, JobSpec, LogLine, Status
 from ..target import Found, Listed, Plan, TargetContext, parse_ids
-from . import limits, request
 from . import options as meaning
-from .native_id import Native
+from . import request
 from .options import KIND, SageMakerOptions
+from .status import Native, Poller, describe, stop
 
 if TYPE_CHECKING:
     from .aws import Aws
-    from .status import Poller
 
 _PLUGIN = "session-manager-plugin"
 _PLUGIN_PAGE = (
@@ -50,8 +49,6 @@ class SageMakerTarget:
 
     @functools.cached_property
     def _poller(self) -> Poller:
-        from .status import Poller
-
         return Poller(self._aws)
 
     @staticmethod
@@ -65,9 +62,9 @@ class SageMakerTarget:
         meaning.check(spec, options, self.name)
         account = request.planned(options)
         made = request.build(spec, options, job_id, account, self.name)
-        limits.check(made, self.name)
+        request.check_limits(made, self.name)
         settings = request.settings(spec, options, job_id)
-        unknown = limits.unknown_type(options.instance_type)
+        unknown = request.unknown_type(options.instance_type)
         return Plan(
             target=self.name,
             kind=KIND,
@@ -118,22 +115,18 @@ class SageMakerTarget:
 
     def cancel(self, native_id: str) -> None:
         """Cancel the job: SIGTERM, 120 s, SIGKILL. Raises Unreachable, Refused."""
-        from .status import stop
-
         stop(self._aws, Native.parse(native_id))
 
     def fetch(self, native_id: str, directory: Path) -> list[str]:
-        from .fetch import fetch
+        from .s3 import fetch_artefacts
 
-        return fetch(self._aws, Native.parse(native_id), directory)
+        return fetch_artefacts(self._aws, Native.parse(native_id), directory)
 
     def shell(self, native_id: str, node: int, argv: Sequence[str], *, terminal: bool) -> int:
         """Open a shell through AWS's Session Manager plug-in, which reads the session's token from its environment.
 
         Raises SpecError for a command and for a job without remote debugging, ConfigError, Refused, Unreachable.
         """
-        from .status import describe
-
         native = Native.parse(native_id)
         if argv:
             raise SpecError("SageMaker opens shells only: Session Manager returns no exit code of a command")
@@ -160,15 +153,15 @@ class SageMakerTarget:
 
     def review(self, plan: Plan) -> list[str]:
         """Resolve what the plan leaves open. Return a line if that, or the request, is invalid. Raises Unreachable."""
-        from . import upload
+        from . import s3
 
         spec = JobSpec.from_json(plan.settings["spec"])
         try:
             account = self._aws.resolved()
             made = request.build(spec, self._options, plan.job_id, account, self.name)
-            limits.check(made, self.name)
+            request.check_limits(made, self.name)
             root = request.root(self._options, account)
-            upload.check_bucket(self._aws, root, given=self._options.s3_output_path is not None)
+            s3.check_bucket(self._aws, root, given=self._options.s3_output_path is not None)
         except Unreachable:
             raise
         except SchedulerError as error:
@@ -187,6 +180,6 @@ class SageMakerTarget:
 
     def clear(self, jobs: Mapping[str, str | None]) -> list[str]:
         """Delete the files that these jobs' containers read. Artefacts stay, and AWS keeps the jobs."""
-        from . import upload
+        from . import s3
 
-        return upload.remove(self._aws, self._options, list(jobs))
+        return s3.remove(self._aws, self._options, list(jobs))

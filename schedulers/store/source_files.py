@@ -1,17 +1,151 @@
-"""The files of a code directory to ship: those that git would track, less those that `ignore_rules` leaves out."""
+"""List the files of a code directory that are shipped: what git would track, less ignored files and secrets."""
 
 from __future__ import annotations
 
 import os
+import posixpath
+import re
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from ..errors import SnapshotError
-from . import ignore_rules
 from . import paths as store_paths
-from .ignore_rules import IGNORE_FILE, Rules
+
+if TYPE_CHECKING:
+    from pathspec import GitIgnoreSpec
+
+
+# Files that are not shipped: ignored ones, what is never code, and what looks like a secret.
+
+IGNORE_FILE = ".accelignore"
+DOCKER_FILE = ".dockerignore"
+
+# Names of files and directories that hold credentials, in any case; `*` is any part of a name. The one list of them.
+SECRETS = (".env*", ".netrc", ".npmrc", ".pypirc", ".ssh", ".aws", "*.pem", "*.key", "credentials.json",
+           "id_rsa*", "id_ecdsa*", "id_ed25519*", "id_dsa*")  # fmt: skip
+
+# Never code, so left out where there is no git; `!name` in .accelignore takes one back.
+NEVER_CODE = (
+    ".git",
+    ".hg/",
+    ".svn/",
+    "__pycache__/",
+    "*.pyc",
+    ".ipynb_checkpoints/",
+    ".mypy_cache/",
+    ".pytest_cache/",
+)
+
+# Tested against every path, where pathspec would take a second for 100,000.
+_SECRET = re.compile(
+    "(?:^|/)(?:" + "|".join(re.escape(name).replace(r"\*", "[^/]*") for name in SECRETS) + ")(?:/|$)",
+    re.DOTALL | re.IGNORECASE,
+)
+_SHOWN = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """A user's rules for one directory.
+
+    ignored:  returns True for a path that the user leaves out; a directory's path ends with `/`.
+    accepted: returns True for a path that `!name` in .accelignore includes again.
+    """
+
+    ignored: Callable[[str], bool]
+    accepted: Callable[[str], bool]
+
+
+def is_secret(path: str) -> bool:
+    """Return True for a path that looks like a secret."""
+    return _SECRET.search(path) is not None
+
+
+def read_rules(top: str, *, git: bool, image: bool) -> Rules:
+    """Read `.accelignore`, and for an image `.dockerignore`. Raises SnapshotError for a pattern that is wrong."""
+    lines = _lines(top, IGNORE_FILE)
+    docker = _docker(top, _lines(top, DOCKER_FILE)) if image else None
+    if git and not lines and docker is None:
+        return Rules(ignored=lambda path: False, accepted=lambda path: False)
+    ignored = _spec(top, [*(() if git else NEVER_CODE), *lines])
+    own = _spec(top, lines)
+    return Rules(
+        ignored=lambda path: ignored.match_file(path) or (docker is not None and docker(path)),
+        accepted=lambda path: own.check_file(path).include is False,
+    )
+
+
+def warnings_of(left: Sequence[str], accepted: Sequence[str], tracked: Sequence[str]) -> list[str]:
+    """Return the warnings about paths that look like secrets.
+
+    left:     not shipped.
+    accepted: shipped, because .accelignore includes them again.
+    tracked:  shipped, because git tracks them.
+    """
+    remedy = f"To leave one out, add its name to {IGNORE_FILE}"
+    found = {
+        f"left out, named like secrets. To ship one, add `!NAME` to {IGNORE_FILE}": left,
+        f"named like secrets, and shipped, as `!NAME` in {IGNORE_FILE} takes them back": accepted,
+        f"named like secrets, and shipped, as git tracks them. {remedy}": tracked,
+    }
+    return [f"{_some(paths)}: {message}" for message, paths in found.items() if paths]
+
+
+def _some(paths: Sequence[str]) -> str:
+    paths = sorted(paths)
+    more = f" and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else ""
+    return ", ".join(map(repr, paths[:_SHOWN])) + more
+
+
+def _lines(top: str, name: str) -> list[str]:
+    path = os.path.join(top, name)
+    try:
+        with open(path, encoding="utf-8", errors="surrogateescape") as file:
+            return file.read().splitlines()
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise SnapshotError(f"cannot read {path!r}: {error.strerror}") from error
+
+
+def _spec(top: str, lines: Sequence[str], name: str = IGNORE_FILE) -> GitIgnoreSpec:
+    import pathspec
+
+    try:
+        return pathspec.GitIgnoreSpec.from_lines(lines)
+    except ValueError as error:
+        raise SnapshotError(f"{os.path.join(top, name)}: {error}") from None
+
+
+def _docker(top: str, lines: Sequence[str]) -> Callable[[str], bool] | None:
+    """Return a function that returns True for a path that .dockerignore leaves out, or None without such a file.
+
+    https://docs.docker.com/build/concepts/context/#dockerignore-files: patterns start at the top, a pattern that
+    matches a directory matches all below it, and the last pattern that matches counts, below such a directory too.
+    """
+    patterns = []
+    for line in map(str.strip, lines):
+        if not line or line.startswith("#"):
+            continue
+        text = posixpath.normpath(line.removeprefix("!").strip()).lstrip("/")
+        if text != ".":
+            patterns.append((not line.startswith("!"), _spec(top, [f"/{text}"], DOCKER_FILE)))
+    if not patterns:
+        return None
+    takes_back = any(not leaves_out for leaves_out, _ in patterns)
+
+    def left_out(path: str) -> bool:
+        if path.endswith("/") and takes_back:
+            return False  # something below it may be taken back
+        matching = (leaves_out for leaves_out, spec in reversed(patterns) if spec.match_file(path))
+        return next(matching, False)
+
+    return left_out
+
+
+# Files that are.
 
 # What accel makes in ACCEL_HOME.
 _IN_HOME = ("jobs", "snapshots", "local")
@@ -55,7 +189,7 @@ def list_code(top: str, home: str | None = None, *, image: bool = False) -> tupl
         top, {os.path.realpath(each) for each in (home, store_paths.data_home()) if each is not None}
     )
     git = _git_files(top, warnings)
-    rules = ignore_rules.read(top, git=git is not None, image=image)
+    rules = read_rules(top, git=git is not None, image=image)
     secrets: list[str] = []
     accepted: list[str] = []
     tracked: list[str] = []
@@ -70,14 +204,14 @@ def list_code(top: str, home: str | None = None, *, image: bool = False) -> tupl
         if git is not None and rules.ignored(path):
             continue
         kind = None
-        if ignore_rules.is_secret(path):
+        if is_secret(path):
             kind = accepted if rules.accepted(path) else tracked if each.tracked else secrets
         entry = None if kind is secrets else _entry(top, path, warnings)
         if entry is not None:
             entries.append(entry)
         if kind is not None and (kind is secrets or entry is not None):
             kind.append(path)
-    return entries, warnings + ignore_rules.warnings(secrets, accepted, tracked)
+    return entries, warnings + warnings_of(secrets, accepted, tracked)
 
 
 def _own_directories(top: str, homes: Iterable[str]) -> tuple[str, ...]:
@@ -231,7 +365,7 @@ def _walk(top: str, own: tuple[str, ...], rules: Rules, warnings: list[str], sec
             kept += 1
             if not is_directory:
                 found.append(_Path(path))
-            elif ignore_rules.is_secret(path) and not rules.accepted(f"{path}/"):
+            elif is_secret(path) and not rules.accepted(f"{path}/"):
                 secrets.append(path)
             elif os.path.exists(os.path.join(entry.path, "pyvenv.cfg")):
                 warnings.append(f"{path!r} is left out: it is a virtual environment")

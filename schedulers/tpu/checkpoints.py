@@ -6,7 +6,7 @@ folder,
 
     URI/PATH/SAVE/node-N/FILE
 
-PATH is the checkpoint's path under ACCEL_PROJECT_ROOT (`accel.world.project_root`), and SAVE the word that
+PATH is the checkpoint's path under ACCEL_PROJECT_ROOT (`accel.world.environment`), and SAVE the word that
 all hosts' copies of one save have in their manifests.
 """
 

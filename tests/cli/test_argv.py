@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from accel.cli.arguments import Parser
 from accel.cli.argv import UsageError, split
-from accel.cli.parser import Parser
-from accel.cli.submit_options import add_arguments
+from accel.cli.submit import add_arguments
 
 OPTIONS = {"-h": False, "--json": False, "--name": True, "--max-restarts": True, "-f": False, "--num_processes": True}
 

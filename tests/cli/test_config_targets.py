@@ -14,7 +14,7 @@ import yaml
 
 from accel.cli import config_target, exit_status, main
 from accel.cli.yaml_edit import with_value
-from accel.settings.target_prompts import KINDS, TARGET_QUESTIONS
+from accel.settings.prompts import KINDS, TARGET_QUESTIONS
 from schedulers.config.named_targets import known_targets
 
 OURS = """\

@@ -19,12 +19,11 @@ from typing import Any
 import pytest
 import yaml
 
-from accel.cli import config_check
+from accel.cli import config_target
 from accel.cli.config_prompts import OTHER, choices
 from accel.settings.config_file import to_document
-from accel.settings.prompt import Machine, Question
-from accel.settings.target_prompts import entry_of
-from accel.settings.values import typed
+from accel.settings.prompts import Machine, Question, entry_of
+from accel.settings.setting import typed
 from accel.settings.wizard import open_question, values_of
 from tests.marks import long
 from tests.needs import package
@@ -184,7 +183,7 @@ BRANCHES: dict[str, dict[str, Any]] = {
 
 def keys(question: Question, wanted: Any, offered: Any, before: dict[str, Any]) -> list[str]:
     """What a person types for an answer, one a screen."""
-    check = partial(config_check.check, question, before=before, machine=HERE)
+    check = partial(config_target.check_answer, question, before=before, machine=HERE)
     first, rest = ([value for value, _ in options] for options in choices(question, _word(offered), check))
     if rest:
         first.append(OTHER)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from accel.cli import exit_status, ping
+from accel.cli import env, exit_status
 from accel.diagnostics.redaction import HIDDEN, secrets_of, without_secrets
 from tests.nvml import fake_gpus
 
@@ -160,7 +160,7 @@ def test_a_target_that_is_slow_or_broken_holds_nothing_up(accel: Accel, no_torch
 
 
 def test_no_targets_no_answers() -> None:
-    assert ping.ask([], 1.0) == []
+    assert env.ask_targets([], 1.0) == []
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ transformers = package("transformers")
 from safetensors.torch import save_file  # noqa: E402
 
 from accel.cli import exit_status, main  # noqa: E402
-from accel.estimate import per_process  # noqa: E402
+from accel.estimate import report  # noqa: E402
 from accel.estimate.activations import step_bytes  # noqa: E402
 
 from .conftest import ROOT  # noqa: E402
@@ -39,7 +39,7 @@ def test_the_table(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
     sizes, needs = said.out.strip().split("\n\n")
     assert [line.split("\t")[0] for line in sizes.splitlines()] == ["float32", "int4"]
     assert sizes.splitlines()[1].endswith("\tN/A")
-    assert [line.split("\t")[1] for line in needs.splitlines()] == list(per_process.TITLES.values())
+    assert [line.split("\t")[1] for line in needs.splitlines()] == list(report.TITLES.values())
     assert "4 processes, batch 1 on each, sequences of 512" in said.err
     assert "largest layer: " in said.err
     assert "LlamaDecoderLayer by LlamaDecoderLayer" in said.err

@@ -25,12 +25,11 @@ transformers = package("transformers")
 
 from torch import nn  # noqa: E402
 
-from accel.estimate import per_process  # noqa: E402
+from accel.estimate import report as per_process  # noqa: E402
 from accel.estimate.activations import measure, step_bytes  # noqa: E402
-from accel.estimate.find import find  # noqa: E402
-from accel.estimate.model_source import on_meta  # noqa: E402
+from accel.estimate.find import find, on_meta  # noqa: E402
+from accel.estimate.find import transformers_inputs as inputs_of  # noqa: E402
 from accel.estimate.report import report, shape_of, size_of  # noqa: E402
-from accel.estimate.transformers_models import inputs as inputs_of  # noqa: E402
 
 from .conftest import ROOT  # noqa: E402
 from .models import CONFIGS, described  # noqa: E402
@@ -108,7 +107,7 @@ import contextlib, gc, json, sys
 import torch
 from torch.profiler import ProfilerActivity, profile
 from accel.estimate.find import find
-from accel.estimate.transformers_models import inputs as inputs_of
+from accel.estimate.find import transformers_inputs as inputs_of
 
 MARK = 12345677  # bytes that nothing else takes
 

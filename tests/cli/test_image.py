@@ -15,8 +15,8 @@ import pytest
 import yaml
 
 from accel import __version__
-from accel.cli import exit_status
-from accel.cli.image import builders, config_entry, context, dockerfile, kaniko
+from accel.cli import exit_status, image
+from accel.cli.image import builders, context, dockerfile, kaniko
 from schedulers.store import own_wheel
 
 from ..clusters.docker import Docker
@@ -344,7 +344,7 @@ def test_the_wheel_is_one_that_pip_takes(tmp_path: Path) -> None:
 
 def test_only_the_image_changes_in_accel_yaml() -> None:
     text = "targets:\n  b: {kind: local}  # b\n  a:\n    image: old  # o\n    kind: kubernetes\n"
-    assert config_entry.changed(text, "a", "i@sha256:0") == text.replace("old", "i@sha256:0")
+    assert image.with_image(text, "a", "i@sha256:0") == text.replace("old", "i@sha256:0")
 
 
 def clean(text: str) -> tuple[int, str]:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel.cli import option_values
+from accel.cli import arguments
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ from accel.cli import option_values
     ],
 )
 def test_durations(text: str, seconds: float) -> None:
-    assert option_values.duration(text) == seconds
+    assert arguments.duration(text) == seconds
 
 
 @pytest.mark.parametrize(
@@ -39,13 +39,13 @@ def test_durations(text: str, seconds: float) -> None:
 )
 def test_what_is_not_a_duration(text: str) -> None:
     with pytest.raises(ArgumentTypeError, match="not a duration"):
-        option_values.duration(text)
+        arguments.duration(text)
 
 
 @given(st.text())
 def test_any_text_is_a_length_of_time_or_refused(text: str) -> None:
     with contextlib.suppress(ArgumentTypeError):
-        assert option_values.duration(text) >= 0
+        assert arguments.duration(text) >= 0
 
 
 @pytest.mark.parametrize(
@@ -53,13 +53,13 @@ def test_any_text_is_a_length_of_time_or_refused(text: str) -> None:
     [("16", 16.0), ("16G", 16.0), ("16gb", 16.0), ("16 GiB", 16.0), ("512M", 0.5), ("1.5T", 1536.0), ("1048576K", 1.0)],
 )
 def test_memory(text: str, gigabytes: float) -> None:
-    assert option_values.memory(text) == gigabytes
+    assert arguments.memory(text) == gigabytes
 
 
 @pytest.mark.parametrize("text", ["", "G", "-1", "16X", "16GG", "sixteen", "1e3"])
 def test_what_is_not_an_amount_of_memory(text: str) -> None:
     with pytest.raises(ArgumentTypeError, match="not an amount of memory"):
-        option_values.memory(text)
+        arguments.memory(text)
 
 
 @pytest.mark.parametrize(
@@ -77,19 +77,19 @@ def test_what_is_not_an_amount_of_memory(text: str) -> None:
     ],
 )
 def test_target_options_are_typed_as_yaml(text: str, pair: tuple[str, Any]) -> None:
-    assert option_values.option(text) == pair
+    assert arguments.target_option(text) == pair
 
 
 @pytest.mark.parametrize(
     ("convert", "text", "message"),
     [
-        (option_values.option, "hosts=[a", "the value of hosts is not a YAML value"),
-        (option_values.option, "hosts", "expects KEY=VALUE, not 'hosts'"),
-        (option_values.key_value, "=x", "expects KEY=VALUE"),
-        (option_values.whole, "1.5", "not a whole number: '1.5'"),
-        (option_values.whole, "", "not a whole number: ''"),
+        (arguments.target_option, "hosts=[a", "the value of hosts is not a YAML value"),
+        (arguments.target_option, "hosts", "expects KEY=VALUE, not 'hosts'"),
+        (arguments.key_value, "=x", "expects KEY=VALUE"),
+        (arguments.whole, "1.5", "not a whole number: '1.5'"),
+        (arguments.whole, "", "not a whole number: ''"),
         (
-            option_values.environment,
+            arguments.environment,
             "ACCEL_TEST_UNSET",
             "is not set here; give its value: --env ACCEL_TEST_UNSET=VALUE",
         ),
@@ -102,14 +102,14 @@ def test_wrong_values_are_refused(convert: Callable[[str], object], text: str, m
 
 def test_a_variable_is_taken_as_given_or_from_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCEL_TEST_SET", "a=b\n")
-    assert option_values.environment("ACCEL_TEST_SET") == ("ACCEL_TEST_SET", "a=b\n")
-    assert option_values.environment("ACCEL_TEST_SET=") == ("ACCEL_TEST_SET", "")
-    assert option_values.environment("X=1=2") == ("X", "1=2")
+    assert arguments.environment("ACCEL_TEST_SET") == ("ACCEL_TEST_SET", "a=b\n")
+    assert arguments.environment("ACCEL_TEST_SET=") == ("ACCEL_TEST_SET", "")
+    assert arguments.environment("X=1=2") == ("X", "1=2")
 
 
 def test_a_secret_given_by_value_is_refused_without_being_repeated() -> None:
-    assert option_values.secret("TOKEN=env:HF_TOKEN") == ("TOKEN", "env:HF_TOKEN")
-    assert option_values.secret("KEY=file:/run/k") == ("KEY", "file:/run/k")
+    assert arguments.secret("TOKEN=env:HF_TOKEN") == ("TOKEN", "env:HF_TOKEN")
+    assert arguments.secret("KEY=file:/run/k") == ("KEY", "file:/run/k")
     with pytest.raises(ArgumentTypeError) as caught:
-        option_values.secret("TOKEN=hf_abcdef")
+        arguments.secret("TOKEN=hf_abcdef")
     assert "abcdef" not in str(caught.value)

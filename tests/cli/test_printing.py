@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from accel import cli
-from accel.cli import output, stream
+from accel.cli import logs, output
 from schedulers.errors import SubmitError
 from schedulers.job import JobSpec, LogLine, Reason, State, Status
 from schedulers.store.store import Store
@@ -66,7 +66,7 @@ def test_a_table_on_a_terminal_has_no_escapes_of_its_cells(monkeypatch: pytest.M
 def test_a_jobs_own_lines_keep_their_bytes_and_a_targets_message_does_not(
     capfdbinary: pytest.CaptureFixture[bytes],
 ) -> None:
-    printer = stream.LogPrinter(prefix=False, json=False, since=None, flush=True)
+    printer = logs.LogPrinter(prefix=False, json=False, since=None, flush=True)
     colored = "\x1b[32mloss 0.5\x1b[0m\r"
     printer.print([LogLine(rank=0, text=colored, source="a", position="1")])
     printer.print([LogLine(rank=None, stream="missing", text=f"accel: {EVIL}\n", source="b", position="1")])

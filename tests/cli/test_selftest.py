@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from accel.cli import exit_status, main
+from accel.cli.arguments import Parser
 from accel.cli.launch import resolved
-from accel.cli.parser import Parser
 from accel.cli.test import add_arguments, launches
 from accel.selftest.__main__ import CHECKS, chosen
 from schedulers.processes import Identity

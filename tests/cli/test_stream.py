@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from accel.cli.stream import LogPrinter
+from accel.cli.logs import LogPrinter
 from schedulers.job import Cursor, LogLine
 
 

@@ -8,9 +8,9 @@ import pytest
 import yaml
 
 from accel.cli import exit_status, main
-from accel.cli.parser import Parser
-from accel.cli.submit_options import add_arguments
-from accel.cli.submit_settings import of_file
+from accel.cli.arguments import Parser
+from accel.cli.submit import add_arguments
+from accel.cli.submit_config import from_config_file
 from accel.cli.submit_spec import build_spec
 from accel.settings import BY_NAME
 from accel.settings.config_file import Entry, read_document
@@ -38,7 +38,7 @@ NOT_CARRIED = {"num_processes", "num_machines", "distributed_type", "multi_gpu",
 @pytest.mark.parametrize("text", FILES)
 def test_a_launch_reads_back_what_the_file_says(text: str, tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text(text)
-    carried = of_file(str(tmp_path / "c.yaml"))
+    carried = from_config_file(str(tmp_path / "c.yaml"))
     entries: dict[str, Entry] = read_document(yaml.safe_load(text))
     there = resolve({}, carried.env, {}, str)
     here = resolve({}, {}, entries, str)
@@ -84,7 +84,7 @@ def test_a_file_for_a_tpu_is_for_a_tpu_target(
     monkeypatch.chdir(tmp_path)
     Path("c.yaml").write_text(XLA)
     Path("train.py").touch()
-    carried = of_file("c.yaml")
+    carried = from_config_file("c.yaml")
     assert (carried.kind, carried.procs_per_node, carried.gpus) == ("tpu", 4, None)
     assert carried.options == {"name": "pod1", "zone": "us-east1-d", "main_training_function": "go"}
     assert (carried.env["A"], carried.env["ACCELERATE_MIXED_PRECISION"]) == ("1=2", "bf16")

@@ -144,7 +144,7 @@ import accel.compat, accelerate.scheduler
 from accelerate.scheduler import *
 print("AcceleratedScheduler" in dir(accelerate.scheduler), AcceleratedScheduler.__module__)
 """
-    assert said("-c", code) == "True accel.training.scheduler"
+    assert said("-c", code) == "True accel.training.optimizer"
 
 
 def test_the_import_costs_what_accel_costs() -> None:

@@ -15,7 +15,7 @@ import pytest
 from accel.launch import rendezvous
 from accel.launch.errors import RendezvousFailed
 from accel.launch.incarnation import Incarnation
-from accel.launch.store_client import Patience, StoreSilent
+from accel.launch.peers import Patience, StoreSilent
 from tests.clusters.fixtures import _hosts
 from tests.clusters.ssh import SshHosts
 from tests.ports import free_port

@@ -16,7 +16,7 @@ from accel.launch.errors import Refused
 from accel.launch.multi_process import Signals
 from schedulers.job import Reason
 from schedulers.kubernetes.manifests import pods
-from schedulers.kubernetes.status import failure_report
+from schedulers.kubernetes.status import pod_states
 from tests.ports import free_port
 
 from .conftest import Launcher
@@ -52,7 +52,7 @@ def test_ranks_end_when_the_limit_has_passed(launcher: Launcher, tmp_path: Path,
     assert done.code == 86, done
     assert "saved in attempt 1" in done.out
     assert OVER in done.err
-    assert failure_report.read(done.err) is not None
+    assert pod_states.read_report(done.err) is not None
     launcher.nothing_left()
 
 
@@ -133,6 +133,6 @@ def test_a_rank_keeps_no_limit() -> None:
 
 def test_the_words_are_those_that_the_cluster_is_asked_for() -> None:
     assert pods.TIME_LIMIT == TIME_LIMIT
-    report = failure_report.read(f"something\n{OVER}\n")
+    report = pod_states.read_report(f"something\n{OVER}\n")
     assert report is not None
     assert report.reason is Reason.TIME_LIMIT

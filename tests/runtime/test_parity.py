@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-import accel.accelerator.profiling
+import accel.accelerator.trackers
 import accel.collectives.rng
 import accel.enums
 import accel.launch.function

@@ -16,8 +16,7 @@ from accel.errors import PrecisionError, StateError
 from accel.plugins import AutocastKwargs, GradScalerKwargs
 from accel.precision import HalfPrecision, LowPrecision, choose_precision
 from accel.precision.outputs import ConvertOutputsToFp32, convert_outputs_to_fp32
-from accel.training.optimizer import AcceleratedOptimizer
-from accel.training.scheduler import AcceleratedScheduler
+from accel.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 
 from .worlds import outcomes, run, run_one
 

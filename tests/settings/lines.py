@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import accel.launch.plan
+from accel.cli.arguments import Parser
 from accel.cli.launch import resolved
-from accel.cli.parser import Parser
 from accel.launch import external
 from accel.launch.devices import Devices, only_cpu, visible
 from accel.launch.flags import add_arguments

@@ -9,13 +9,12 @@ from pathlib import Path
 import pytest
 
 from accel.cli import main
+from accel.cli.arguments import Parser
 from accel.cli.launch import resolved
-from accel.cli.parser import Parser
 from accel.launch.flags import add_arguments
 from accel.settings import BY_NAME, GROUPS
 from accel.settings.reference import pages
-from accel.settings.setting import KINDS, LAUNCHERS
-from accel.settings.values import read, typed
+from accel.settings.setting import KINDS, LAUNCHERS, read, typed
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT / "docs/reference"

@@ -14,10 +14,10 @@ from typing import NamedTuple
 import pytest
 
 from accel.cli import COMMANDS
-from accel.cli.parser import Parser
+from accel.cli.arguments import Parser
 from accel.launch.flags import GROUPS
 from accel.settings import BY_NAME
-from accel.settings.values import typed
+from accel.settings.setting import typed
 
 from . import test_flags
 from .lines import given

@@ -10,20 +10,27 @@ holds the objects that build it in a cluster, as YAML. The builder's output goes
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .. import exit_status, option_values
+from schedulers.config.named_targets import config_files, known_targets
+from schedulers.errors import ConfigError, nearest
+from schedulers.target import load_kind
+
+from .. import arguments, atomic_write, exit_status
+from ..arguments import Parser
 from ..argv import UsageError
 from ..output import note, print_json
 
 if TYPE_CHECKING:
     from argparse import Namespace
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
-    from ..parser import Parser
+    from yaml.nodes import MappingNode
+
     from .builders import Build
     from .context import Project
+
 
 EXAMPLES = """\
   accel image build --tag registry.example.org/team/train:1 --push --write cluster
@@ -49,7 +56,7 @@ def add_arguments(parser: Parser) -> None:
     argument = "an argument of the Dockerfile: TORCH_INDEX, PYTHON_IMAGE, …; repeatable"
     pairs: dict[str, Any] = {
         "metavar": "NAME=VALUE",
-        "type": option_values.key_value,
+        "type": arguments.key_value,
         "action": "append",
         "default": [],
     }
@@ -69,7 +76,6 @@ def add_arguments(parser: Parser) -> None:
 def run_argv(argv: Sequence[str]) -> int:
     """Build the image. Raises UsageError, SpecError, ConfigError, SnapshotError, BuildError."""
     from .. import COMMANDS
-    from ..parser import Parser
 
     ours, more = list(argv), []
     if "--" in ours:
@@ -84,11 +90,11 @@ def _build(args: Namespace, more: list[str]) -> int:
     import tempfile
     from pathlib import Path
 
-    from . import builders, config_entry, context
+    from . import builders, context
 
     directory = _directory(args)
     project, arguments = _project(args, directory)
-    file = config_entry.check(args.write) if args.write else None
+    file = check_config_entry(args.write) if args.write else None
     builder = builders.choose(args.builder)
     labels = _labels(args, directory)
     if args.print and builder != builders.KANIKO:
@@ -105,7 +111,7 @@ def _build(args: Namespace, more: list[str]) -> int:
     digest = builders.push(builder, args.tag) if args.push else None
     image = args.tag if digest is None else f"{builders.repository(args.tag)}@{digest}"
     if file is not None:
-        config_entry.write(file, args.write, image)
+        write_config_entry(file, args.write, image)
         note(f"{file}: target {args.write} runs this image")
     if args.json:
         shown = {"image": image, "tag": args.tag, "digest": digest, "builder": builder}
@@ -192,14 +198,14 @@ def _labels(args: Namespace, directory: Path) -> dict[str, str]:
 
     from accel import __version__
 
-    from .source import revision, url
+    from .context import origin_url, revision
 
     epoch = _epoch()
     created = time.gmtime(time.time() if epoch is None else epoch)
     found = {
         "org.opencontainers.image.created": time.strftime("%Y-%m-%dT%H:%M:%SZ", created),
         "org.opencontainers.image.revision": revision(directory),
-        "org.opencontainers.image.source": url(directory),
+        "org.opencontainers.image.source": origin_url(directory),
         "dev.accel.version": __version__,
     }
     return {**{key: value for key, value in found.items() if value}, **dict(args.label)}
@@ -255,3 +261,42 @@ def _in_cluster(args: Namespace, wanted: Build) -> int:
     note("kubectl replace --force -f it; the message of its pod's end is the digest: image: NAME@DIGEST in accel.yaml")
     note(f"its ConfigMaps stay: kubectl delete configmaps --selector {names.JOB_ID}={name}")
     return exit_status.OK
+
+
+# The image of a target, written into the accel.yaml that describes it; all else in the file stays as it is.
+
+
+def check_config_entry(target: str) -> Path:
+    """Return the file that describes the target. Raises ConfigError if none does, or if the target has no image."""
+    described = {each.name: each for each in known_targets() if each.file is not None}
+    if target not in described:
+        known = f" (targets: {', '.join(described)})" if described else ""
+        raise ConfigError(
+            f"--write {target}: no accel.yaml has a target of that name{nearest(target, described)}{known}"
+        )
+    found = described[target]
+    if "image" not in load_kind(found.kind).Options.__dataclass_fields__:
+        raise ConfigError(f"--write {target}: {found.source}: a {found.kind} target keeps no image; give it to submit")
+    # The one that wins is the one that is shown.
+    return Path(next(path for path in reversed(config_files()) if _mapping(Path(path).read_text(), target) is not None))
+
+
+def write_config_entry(path: Path, target: str, image: str) -> None:
+    """Set the target's `image` in the file. Raises ConfigError, UsageError."""
+    atomic_write.write("image build", [(str(path), with_image(path.read_text(), target, image))])
+
+
+def with_image(text: str, target: str, image: str) -> str:
+    from ..yaml_edit import with_value
+
+    return with_value(text, ("targets", target, "image"), image)
+
+
+def _mapping(text: str, target: str) -> MappingNode | None:
+    """Return the YAML node of the target, or None."""
+    import yaml
+
+    node = yaml.compose(text, Loader=yaml.SafeLoader)
+    for step in ("targets", target):
+        node = next((value for key, value in getattr(node, "value", None) or () if key.value == step), None)
+    return node if isinstance(node, yaml.MappingNode) else None

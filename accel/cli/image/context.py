@@ -1,4 +1,4 @@
-"""The build context: Dockerfile, accel as a wheel, and the project's requirements and code."""
+"""Build context of an image: the Dockerfile, accel as a wheel, the project's requirements, code and origin."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import importlib.metadata
 import os
 import re
 import shutil
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
 from schedulers.errors import ConfigError
 from schedulers.printable import without_password
 from schedulers.store import own_wheel
-from schedulers.store.source_files import list_code
+from schedulers.store.source_files import git_environment, list_code
 
 from . import dockerfile
 
@@ -130,3 +131,32 @@ def _copy(code: Path, destination: Path) -> list[str]:
             shutil.copyfile(os.path.join(top, entry.path), made)
             made.chmod(entry.mode)
     return warnings
+
+
+# The project's origin, for the image's labels.
+
+
+def revision(directory: Path) -> str:
+    """Return the commit, with `-dirty` for a changed work tree; "" without git or a first commit."""
+    commit = _git(directory, "rev-parse", "HEAD")
+    if not commit:
+        return ""
+    return f"{commit}-dirty" if _git(directory, "status", "--porcelain", "--", ".") else commit
+
+
+def origin_url(directory: Path) -> str:
+    """Return the remote `origin` without user and password, or ""."""
+    return without_password(_git(directory, "remote", "get-url", "origin"))
+
+
+def _git(directory: Path, *words: str) -> str:
+    try:
+        done = subprocess.run(
+            ["git", "-c", "core.fsmonitor=false", "-C", str(directory), *words],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            env=git_environment(),
+        )
+    except FileNotFoundError:
+        return ""
+    return done.stdout.decode(errors="replace").strip() if done.returncode == 0 else ""

@@ -1,4 +1,4 @@
-"""A client of one API server as one user, with plain dictionaries, over the official client's `ApiClient`.
+"""One API server as one user: plain dictionaries there and back, over the official client's `ApiClient`.
 
 Importing that takes 0.25 s, which only the first request pays.
 """
@@ -19,9 +19,45 @@ from ..options import KubernetesOptions
 from . import kubeconfig
 from .credentials import Credentials
 from .errors import Forbidden, NotFound, error_of, unreachable, warnings_of
+from .kubeconfig import Access
 
 if TYPE_CHECKING:
     import urllib3
+
+
+# Exec: a program in a container that runs, over the official client's websocket.
+
+
+def open_exec(
+    configuration: Any, access: Access, shown: list[tuple[str, str]], url: str, where: str, *, binary: bool
+) -> Any:
+    """Return the client's WSClient. `shown`: the authentication headers. Raises ApiError, Unreachable, ConfigError."""
+    import websocket
+    from kubernetes.stream import ws_client
+
+    # It passes these two headers on and no others: those of impersonation follow in lines of their own.
+    protocols = f"{ws_client.V5_CHANNEL_PROTOCOL},{ws_client.V4_CHANNEL_PROTOCOL}"
+    more = "".join(f"\r\n{name}: {value}" for name, value in shown if name != "authorization")
+    headers = {**dict(shown), "sec-websocket-protocol": protocols + more}
+    opened: Any = ws_client.WSClient
+    try:
+        return opened(configuration, "ws" + url.removeprefix("http"), headers, capture_all=False, binary=binary)
+    except websocket.WebSocketBadStatusException as error:
+        body = error.resp_body or b""
+        raise error_of(error.status_code, bytes(body), where=where, who=access.who) from None
+    except (websocket.WebSocketException, OSError) as error:
+        raise unreachable(error, where, access.shown, configuration.proxy) from None
+
+
+def hang_up(client: Any) -> None:
+    """Shut the connection down without a closing handshake. Raises OSError, WebSocketException.
+
+    The handshake would block, and leaves the socket open if the server is gone first.
+    """
+    client.sock.shutdown()
+
+
+# Requests and watches.
 
 _WAITS_S = (0.1, 0.4, 1.0)
 _LONGEST_WAIT_S = 5.0
@@ -180,8 +216,6 @@ class Api:
 
         Raises ApiError, Unreachable, ConfigError.
         """
-        from .exec import connect
-
         query: dict[str, str | Sequence[str]] = {
             "command": list(argv), "stdout": "true", "stderr": "false" if tty else "true",
             "stdin": str(stdin).lower(), "tty": str(tty).lower(),
@@ -190,7 +224,7 @@ class Api:
             query["container"] = container
         url = self._url(self.path("v1", "pods", pod, "exec", namespace), query)
         shown = self._credentials().headers()
-        return connect(self._credentials().configuration(), self.access, shown, url, self.where, binary=binary)
+        return open_exec(self._credentials().configuration(), self.access, shown, url, self.where, binary=binary)
 
     def close(self) -> None:
         """Close the idle connections. They are reopened when needed."""

@@ -1,11 +1,12 @@
-"""Pure functions that build all of a job's objects, in the order in which they are created."""
+"""A job as objects of a cluster, in the order in which they are made: pure functions."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,7 +15,8 @@ from ...errors import SpecError
 from ...job import JobSpec
 from .. import names, tpu_slices
 from ..options import KubernetesOptions
-from . import indexed, jobset, patch, pods, pytorchjob, trainjob, validate
+from . import code_delivery as delivery
+from . import indexed, jobset, pods, pytorchjob, trainjob, validate
 from .code_delivery import Code, Object
 
 GROUP_ANNOTATION = "scheduling.k8s.io/group-name"
@@ -190,7 +192,7 @@ def template(
 
     def patched(**more: Any) -> Object:
         built = plain(**more)
-        made = patch.apply(built, options.pod_patch, where)
+        made = validate.apply_patch(built, options.pod_patch, where)
         validate.check_template(made, where)
         _check_container(made, options, where)
         _check_labels(made, built, where)
@@ -200,7 +202,7 @@ def template(
 
 
 def _patched(workload: Object, options: KubernetesOptions, where: str) -> Object:
-    made = patch.apply(workload, options.patch, where)
+    made = validate.apply_patch(workload, options.patch, where)
     validate.check_workload(made, workload, where)
     for (place, template), (_, built) in zip(validate.templates(made), validate.templates(workload), strict=False):
         _check_container(template, options, f"{where}: {place}")
@@ -232,3 +234,124 @@ def _pod_group(spec: JobSpec, options: KubernetesOptions, metadata: Object) -> O
     if options.priority_class:
         group["priorityClassName"] = options.priority_class
     return {"apiVersion": POD_GROUP, "kind": "PodGroup", "metadata": metadata, "spec": group}
+
+
+# The pod that puts code into a claim: it may be where the job's pods may be, and takes next to nothing of a node.
+
+_LIVES_S = 600
+_CPUS, _MEMORY_GB = 1, 1.0
+# What only pods that train need, beside their containers and volumes.
+_NOT_ITS_OWN = ("initContainers", "resourceClaims", "schedulingGates")
+_STORAGE = "ephemeral-storage"
+
+
+def loader_pod(spec: JobSpec, options: KubernetesOptions, job_id: str, target: str) -> Object:
+    """Build a pod that mounts the claim for writing and waits for an upload through exec.
+
+    It ends by itself after ten minutes and is not in the job's gang. It has the nodes, tolerations, accounts,
+    labels and image of the job's pods, and their `pod_patch`. Raises SpecError.
+    """
+    wanted = spec.resources
+    small = dataclasses.replace(
+        wanted,
+        cpus=None if wanted.cpus is None else min(_CPUS, wanted.cpus),
+        memory_gb=None if wanted.memory_gb is None else min(_MEMORY_GB, wanted.memory_gb),
+    )
+    name = object_names.object_name(spec.name, job_id)
+    spec = dataclasses.replace(spec, resources=small)
+    pod = template(spec, options, name, job_id, delivery.Code(kind="pvc"), target)()
+    metadata, inside = pod["metadata"], pod["spec"]
+    notes = dict(metadata.get("annotations") or {})
+    notes.pop(GROUP_ANNOTATION, None)
+    own: Object = {
+        **{key: value for key, value in inside.items() if key not in _NOT_ITS_OWN},
+        "restartPolicy": "Never",
+        "activeDeadlineSeconds": _LIVES_S,
+        "terminationGracePeriodSeconds": 0,
+        "automountServiceAccountToken": False,
+        "containers": [_container(inside, options, target)],
+        "volumes": [{"name": delivery.BRINGS, "persistentVolumeClaim": {"claimName": options.code_claim}}],
+    }
+    if options.volcano_queue:
+        own.pop("schedulerName", None)
+    place = {"namespace": options.namespace} if options.namespace else {}
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {
+            "name": f"{name}-loader",
+            **place,
+            "labels": metadata["labels"],
+            **({"annotations": notes} if notes else {}),
+        },
+        "spec": own,
+    }
+
+
+def _container(inside: Object, options: KubernetesOptions, target: str) -> Object:
+    """Return the loader's container, a copy of the unpacking one: same interpreter, no devices."""
+    found = [each for each in inside.get("initContainers") or [] if each.get("name") == delivery.BRINGS]
+    if not found:
+        raise SpecError(
+            f"target {target}: pod_patch: the container {delivery.BRINGS!r}, which brings the code, must stay"
+        )
+    made: Object = {
+        **found[0],
+        "name": "loader",
+        "command": [options.python or "python3", "-c", f"import time; time.sleep({_LIVES_S})"],
+        "volumeMounts": [{"name": delivery.BRINGS, "mountPath": delivery.PACKED}],
+    }
+    if _STORAGE in options.resources:  # a quota that counts it wants to know it of every pod
+        amount = {_STORAGE: str(options.resources[_STORAGE])}
+        known = made.get("resources") or {}
+        made["resources"] = {kind: {**known.get(kind, {}), **amount} for kind in ("requests", "limits")}
+    return made
+
+
+# Kinds of jobs that a cluster can run, from the API groups that it says it has.
+
+# What makes a cluster know a kind.
+_INSTALLED_BY: Mapping[str, str] = {
+    "pytorchjob": "Kubeflow's training operator, 1.7 to 1.9",
+    "jobset": "the JobSet controller",
+    "trainjob": "Kubeflow Trainer v2",
+    "job": "Kubernetes itself",
+}
+_VOLCANO = "scheduling.volcano.sh"
+# From it on a Job has `backoffLimitPerIndex`, without which its pods cannot tell their attempt.
+_PER_INDEX = (1, 28)
+
+
+def runnable(api_versions: Iterable[str]) -> list[str]:
+    """Return the kinds that a cluster with these API versions (`batch/v1`, `kubeflow.org/v1`, …) knows."""
+    there = set(api_versions)
+    return [kind for kind, builder in BUILDERS.items() if builder.API_VERSION in there]
+
+
+def check_kind(options: KubernetesOptions, api_versions: Iterable[str], target: str) -> None:
+    """Raise SpecError, which names the available kinds, if the cluster lacks the requested kind or Volcano."""
+    there = set(api_versions)
+    wanted = BUILDERS[options.workload]
+    if wanted.API_VERSION not in there:
+        group = wanted.API_VERSION.partition("/")[0]
+        others = sorted(each for each in there if each.partition("/")[0] == group)
+        found = runnable(there)
+        why = f"it has {', '.join(others)}" if others else f"{_INSTALLED_BY[options.workload]} is not installed there"
+        remedy = f"use workload: {' or '.join(found)}" if found else "and it knows no other kind that accel can make"
+        raise SpecError(f"target {target}: the cluster has no {wanted.API_VERSION} ({why}); {remedy}")
+    grouped = options.volcano_queue is not None and options.workload in ("job", "jobset")
+    if grouped and not any(each.partition("/")[0] == _VOLCANO for each in there):
+        raise SpecError(
+            f"target {target}: volcano_queue: the cluster has no {_VOLCANO}: Volcano is not installed there"
+        )
+
+
+def check_restarts(
+    spec: JobSpec, options: KubernetesOptions, version: Callable[[], tuple[int, int] | None], target: str
+) -> None:
+    """Raise SpecError for a Job with restarts before Kubernetes 1.28. `version` is called for such a Job only."""
+    if options.workload == "job" and spec.retry.max_restarts and (there := version()) and there < _PER_INDEX:
+        raise SpecError(
+            f"target {target}: --max-restarts of workload job needs Kubernetes 1.28 (backoffLimitPerIndex), and the "
+            f"cluster has {there[0]}.{there[1]}; use workload: jobset or pytorchjob"
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ...job import JobSpec
 from ...target import Plan
 from ..options import KubernetesOptions
-from . import build, loader_pod, pods, validate
+from . import build, pods, validate
 from . import code_delivery as delivery
 
 KIND = "kubernetes"
@@ -21,7 +21,7 @@ def plan(spec: JobSpec, options: KubernetesOptions, job_id: str, target: str) ->
     made = build.build(spec, options, job_id, code, target=target)
     files = build.files(made)
     if code.kind == "pvc":
-        files["kubernetes/code-pod.yaml"] = build.to_yaml([loader_pod.loader(spec, options, job_id, target)])
+        files["kubernetes/code-pod.yaml"] = build.to_yaml([build.loader_pod(spec, options, job_id, target)])
     return Plan(
         target=target,
         kind=KIND,

@@ -12,7 +12,7 @@ from typing import Any
 from ...job import Reason, State, Status
 from .. import names
 from ..manifests import indexed, jobset
-from . import failure_report, pod_states, reasons
+from . import pod_states, reasons
 from .pod_states import joined, true
 from .reasons import Meaning
 
@@ -313,7 +313,7 @@ def _out_of_time(pod: Object) -> bool:
     """Return True if the pod's launcher exited because the job's time limit had passed."""
     for container in pod_states.containers(pod):
         ended = (container.get("state") or {}).get("terminated") or {}
-        report = failure_report.read(str(ended.get("message") or ""))
+        report = pod_states.read_report(str(ended.get("message") or ""))
         if container.get("name") in names.MAIN and report is not None and report.reason is Reason.TIME_LIMIT:
             return True
     return False

@@ -1,16 +1,99 @@
-"""Single pods of a job: whether they run, and how their containers ended."""
+"""Single pods of a job: whether they run, how their containers ended, and the launcher's report of a failure."""
 
 from __future__ import annotations
 
 import datetime
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ...job import Reason
 from .. import names
-from . import failure_report, reasons
+from . import reasons
 from .reasons import Meaning
+
+# The launcher's report of a failure, as the end of a container's log holds it.
+#
+# Each node's launcher names the rank that failed first on any node: the cluster's own times are too coarse. The
+# wording is that of `accel/launch/failure.py`; a test compares the two.
+
+_FIRST = re.compile(
+    r"^accel launch: (?P<who>rank \d+|the launcher) on node (?P<node>\d+) \(.*?\) failed first"
+    r"(, in attempt \d+)?: (?P<how>.*)$",
+    re.MULTILINE,
+)
+_PREEMPTED = re.compile(r"^accel launch: preempted( in attempt \d+)?: (?P<why>.*) \(exit code \d+\)$", re.MULTILINE)
+_OUT_OF_TIME = re.compile(r"^accel launch: the time limit of \d+ s is over", re.MULTILINE)
+_TRACE = re.compile(r"^  \| (?P<line>\S.*)$", re.MULTILINE)
+_FIELD = re.compile(r"^  (?P<name>error|cause|remedy): +(?P<text>.*)$", re.MULTILINE)
+_ABOUT = re.compile(r"  (log|others|cause|remedy): ")
+_GREETING = re.compile(r"accel launch: \d+ nodes, node 0 at ")
+
+# A part of the cause that the report names -> what that means.
+_CAUSES: Mapping[str, Reason] = {
+    "memory is full": Reason.OUT_OF_MEMORY,
+    "the memory limit of its control group was reached": Reason.OUT_OF_MEMORY,
+    "a port that the program wants is in use": Reason.RENDEZVOUS,
+    "a rank waited for others that did not come": Reason.RENDEZVOUS,
+    "a package is ": Reason.SETUP,
+    "this torch does not fit the GPU or driver": Reason.SETUP,
+    "the command was not found": Reason.SETUP,
+    "the command may not be executed": Reason.SETUP,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """A parsed failure report.
+
+    who:  the rank that failed first and its node, in words.
+    node: the number of that node; None if no rank failed.
+    """
+
+    who: str
+    node: int | None
+    reason: Reason
+    message: str
+
+
+def read_report(text: str) -> Report | None:
+    """Return the last report in a text, or None."""
+    if _OUT_OF_TIME.search(text):
+        return Report(who="", node=None, reason=Reason.TIME_LIMIT, message="its time limit passed")
+    preempted = _last(_PREEMPTED, text)
+    found = _last(_FIRST, text)
+    if preempted is not None and (found is None or preempted.start() > found.start()):
+        return Report(who="", node=None, reason=Reason.PREEMPTED, message=preempted["why"])
+    if found is None:
+        return None
+    rest = text[found.end() :]
+    fields = {each["name"]: each["text"] for each in _FIELD.finditer(rest)}
+    trace = [each["line"] for each in _TRACE.finditer(rest)]
+    said = fields.get("error") or (trace[-1] if trace else found["how"])
+    cause = fields.get("cause", "")
+    lost = found["who"] == "the launcher"
+    reason = Reason.NODE_FAILURE if lost else Reason.EXIT_CODE
+    reason = next((meaning for part, meaning in _CAUSES.items() if part in cause), reason)
+    return Report(
+        who=f"{found['who']} on node {found['node']}",
+        node=int(found["node"]),
+        reason=reason,
+        message=f"{said} ({cause})" if cause else said,
+    )
+
+
+def last_line(text: str) -> str:
+    """Return the last line about the error, for a report whose beginning is cut off, or no report."""
+    lines = [line for line in text.splitlines() if line.strip() and not (_ABOUT.match(line) or _GREETING.match(line))]
+    return lines[-1].removeprefix("  | ").strip() if lines else ""
+
+
+def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
+    return next(iter([*pattern.finditer(text)][-1:]), None)
+
+
+# Pods.
 
 Object = Mapping[str, Any]
 
@@ -76,9 +159,9 @@ def last_end(container: Object, pod: Object) -> End | None:
         reason, what = reasons.TERMINATED.get(word, (Reason.EXIT_CODE, ""))
         text = str(ended.get("message") or "")
         node, when = node_of(pod), str(ended.get("finishedAt") or "")
-        said = "" if word == "OOMKilled" else failure_report.last_line(text)
+        said = "" if word == "OOMKilled" else last_line(text)
         who, grade = f"node {node}", 2 if reason is Reason.EXIT_CODE else 0
-        report = failure_report.read(text) if called in names.MAIN else None
+        report = read_report(text) if called in names.MAIN else None
         if called not in names.MAIN:
             reason = Reason.SETUP
             what = "the code could not be brought" if called.startswith("accel-") else f"container {called} failed"

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from accel import Accelerator, ProjectConfiguration
-from accel.checkpoint.manifest import damage
-from accel.checkpoint.staging import Staging
+from accel.checkpoint.background import Staging
+from accel.checkpoint.directory import damage
 from accel.errors import CheckpointError
 
 from ..small import fill, simple, value_of

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from accel import ProjectConfiguration
-from accel.checkpoint.manifest import NAME, damage
+from accel.checkpoint.directory import NAME, damage
 from accel.errors import CheckpointError
 from tests.marks import long
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from accel import Accelerator
-from accel.checkpoint import fence, manifest, writer
+from accel.checkpoint import directory, writer
 from accel.errors import CheckpointError
 
 
@@ -17,8 +17,8 @@ from accel.errors import CheckpointError
 def newest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     file = tmp_path / "attempt"
     file.write_text("1\n")
-    monkeypatch.setenv(fence.FENCE, str(file))
-    monkeypatch.setenv(fence.ATTEMPT, "1")
+    monkeypatch.setenv(writer.FENCE, str(file))
+    monkeypatch.setenv(writer.ATTEMPT, "1")
     return file
 
 
@@ -37,17 +37,17 @@ def prepared() -> Accelerator:
 def test_the_newest_start_may_write(newest: Path, text: str, refused: bool) -> None:
     newest.write_text(text)
     if not refused:
-        fence.check()
+        writer.check_fence()
         return
     with pytest.raises(CheckpointError, match=f"start {text} of this job has begun .* belongs to start 1"):
-        fence.check()
+        writer.check_fence()
 
 
 def test_a_fence_that_is_gone_bars_nobody(newest: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     newest.unlink()
-    fence.check()
-    monkeypatch.delenv(fence.FENCE)
-    fence.check()
+    writer.check_fence()
+    monkeypatch.delenv(writer.FENCE)
+    writer.check_fence()
 
 
 def test_a_save_is_refused_before_anything_is_touched(newest: Path, tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_a_save_is_refused_before_anything_is_touched(newest: Path, tmp_path: Pa
 
 
 def test_a_save_under_way_is_not_put_in_place(newest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = manifest.write_manifest
+    write = directory.write_manifest
 
     def late(*given: object) -> None:
         write(*given)  # type: ignore[arg-type]

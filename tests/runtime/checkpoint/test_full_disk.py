@@ -17,8 +17,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from accel import Accelerator
-from accel.checkpoint.durable import write_durably
-from accel.checkpoint.full_disk import reporting_full_disk
+from accel.checkpoint.durable import reporting_full_disk, write_durably
 from accel.errors import ArgumentError, CheckpointError
 from tests.needs import missing
 

@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel import Accelerator, DataLoaderConfiguration, ProjectConfiguration, set_seed
+from accel.checkpoint.directory import NAME, Manifest, damage, write_manifest
 from accel.checkpoint.durable import BLOCK, DurableFile, digest_of, write_durably
-from accel.checkpoint.manifest import NAME, Manifest, damage, write_manifest
 from tests.marks import long
 from tests.needs import package
 

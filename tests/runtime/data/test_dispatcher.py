@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from accel import Accelerator, DataLoaderConfiguration, set_seed, skip_first_batches
 from accel.data import DataLoaderDispatcher, prepare_data_loader
-from accel.data.batch_split import Dealer
+from accel.data.dispatcher import Dealer
 from accel.data.transfer import Decoder, Encoder
 from accel.errors import DataError
 from accel.plugins import GradientAccumulationPlugin

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from accel import Accelerator
 from accel.accelerator import Accelerator as Façade
 from accel.checkpoint.chunks import Saved
-from accel.checkpoint.manifest import damage, differing
+from accel.checkpoint.directory import damage, differing
 from accel.errors import ArgumentError, CheckpointError
 from accel.plugins import ProjectConfiguration
 from accel.plugins.fsdp import FullyShardedDataParallelPlugin

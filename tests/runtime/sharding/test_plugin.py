@@ -25,7 +25,7 @@ from accel.errors import AccelError, ArgumentError
 from accel.plugins.fsdp import PREFETCHES, STATES, STRATEGIES, WRAPS
 from accel.plugins.fsdp import FullyShardedDataParallelPlugin as Plugin
 from accel.plugins.parallelism import ParallelismConfig
-from accel.settings.fsdp import FSDP
+from accel.settings.schema import FSDP
 
 
 @pytest.fixture(autouse=True)

@@ -10,8 +10,7 @@ import pytest
 
 from accel.errors import TrackerError
 from accel.tracking import isolation as guards
-from accel.tracking.isolation import Guard, is_outage
-from accel.tracking.reachability import reach
+from accel.tracking.isolation import Guard, is_outage, reach
 from accel.tracking.wandb import WandBTracker
 
 from ..worlds import free_port

@@ -16,8 +16,7 @@ from accel import Accelerator, DataLoaderConfiguration, GradientAccumulationPlug
 from accel.errors import AccelError
 from accel.gradient_state import GradientState
 from accel.plugins import GradScalerKwargs
-from accel.training.optimizer import AcceleratedOptimizer
-from accel.training.scheduler import AcceleratedScheduler
+from accel.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 
 from ..worlds import run, run_one
 

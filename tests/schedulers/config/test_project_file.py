@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from schedulers.config import named_targets, project_file
+from schedulers.config import named_targets
 from schedulers.config.named_targets import config_files, known_targets, resolve_target, skipped_files
 from schedulers.errors import UnknownTarget
 from tests.needs import missing
@@ -29,7 +29,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("ACCEL_CONFIG_HOME", str(tmp_path / "no configuration"))
     monkeypatch.delenv("ACCEL_CONFIG_TRUST", raising=False)
-    monkeypatch.setattr(project_file, "_warned", set())
+    monkeypatch.setattr(named_targets, "_warned", set())
     top = tmp_path / "top"
     top.mkdir()
     return top
@@ -73,7 +73,7 @@ def test_without_a_root_the_search_stays_on_one_file_system(tree: Path, monkeypa
     lay(tree, "accel.yaml", "disk/a/")
     assert found(tree, "disk/a") == ["accel.yaml"]
     inside = os.path.realpath(tree / "disk")
-    monkeypatch.setattr(project_file, "_device", lambda path: 2 if path.startswith(inside) else 1)
+    monkeypatch.setattr(named_targets, "_device", lambda path: 2 if path.startswith(inside) else 1)
     assert found(tree, "disk/a") == []
     lay(tree, ".git/")
     assert found(tree, "disk/a") == ["accel.yaml"]  # a project may be mounted in parts

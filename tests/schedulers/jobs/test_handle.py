@@ -17,8 +17,8 @@ import pytest
 import schedulers
 from schedulers.errors import ConfigError, SpecError, StoreError, SubmitError, UnknownJob, Unreachable
 from schedulers.job import JobSpec, LogLine, Reason, State, Status
-from schedulers.jobs.apply import absorb
 from schedulers.jobs.handle import Job, dry_run, find, list_jobs, submit, submit_async, submit_spec
+from schedulers.jobs.poll import absorb
 from schedulers.store.store import Damaged, Record, Store
 
 from .test_handle_target import install_shell

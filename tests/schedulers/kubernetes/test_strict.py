@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from schedulers import JobSpec, Resources, Retry
-from schedulers.kubernetes.manifests import build, loader_pod
+from schedulers.kubernetes.manifests import build
 from schedulers.kubernetes.manifests import code_delivery as delivery
 from schedulers.kubernetes.options import KubernetesOptions
 from tests.needs import package
@@ -75,8 +75,8 @@ def test_jobs_and_services_are_known_to_every_version(version: str) -> None:
 
 def test_the_loader_of_a_claim() -> None:
     place = {"code": "pvc", "code_claim": "snapshots"}
-    assert strict.errors(loader_pod.loader(SPECS["one node"], least(**place), JOB_ID, "k")) == []
-    assert strict.errors(loader_pod.loader(everything_spec(), everything("job", **place), JOB_ID, "k")) == []
+    assert strict.errors(build.loader_pod(SPECS["one node"], least(**place), JOB_ID, "k")) == []
+    assert strict.errors(build.loader_pod(everything_spec(), everything("job", **place), JOB_ID, "k")) == []
 
 
 def test_the_check_is_strict() -> None:

@@ -20,7 +20,7 @@ import pytest
 import schedulers
 from schedulers import Job, JobSpec, Reason, State, Status, Unreachable
 from schedulers.errors import SubmitError
-from schedulers.jobs.apply import cut_off
+from schedulers.jobs.poll import cut_off
 from schedulers.jobs.prune import prune
 from schedulers.local import job_files
 from schedulers.local.job_files import JobFiles, progress_document

@@ -15,7 +15,7 @@ import schedulers
 from schedulers import Job, State
 from schedulers.errors import SubmitError
 from schedulers.jobs.prune import prune
-from schedulers.sagemaker import upload
+from schedulers.sagemaker import s3
 from schedulers.store.store import Store
 from tests.clusters.sagemaker import SageMaker
 
@@ -117,7 +117,7 @@ def test_the_life_of_a_job_needs_what_they_allow(
     assert job.cancel().state is State.CANCELLED
     assert job.fetch(tmp_path / "fetched") == ["model"]
     sagemaker.client("s3").create_multipart_upload(Bucket=sagemaker.bucket, Key="team/accel/content/abc")
-    monkeypatch.setattr(upload, "_ORPHAN_S", -1.0)
+    monkeypatch.setattr(s3, "_ORPHAN_S", -1.0)
     assert prune(Store.default(), ids=[job.id]).left == ()
     assert needed(sagemaker, "launcher") == allowed("launcher.json")
     assert needed(sagemaker, "execution-role", AWS_OWN) == allowed("execution.json")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from schedulers import Resources, Retry, SpecError
-from schedulers.sagemaker import images, limits, request
+from schedulers.sagemaker import images, request
 from schedulers.sagemaker import options as meaning
 from schedulers.sagemaker.options import SageMakerOptions
 from tests.needs import package
@@ -73,7 +73,7 @@ def test_each_option_reaches_the_request() -> None:
     """An option that is forgotten changes nothing."""
     package("botocore")
     whole = build(options(**EVERYTHING), nodes=4)
-    limits.check(whole, "aws")
+    request.check_limits(whole, "aws")
     assert whole["InputDataConfig"][2]["DataSource"]["FileSystemDataSource"]["FileSystemId"] == "fs-0123456789a"
     assert whole["AlgorithmSpecification"]["MetricDefinitions"] == [{"Name": "loss", "Regex": "loss=([0-9.]+)"}]
     assert "RetryStrategy" not in whole
@@ -141,15 +141,15 @@ def test_what_sagemaker_cannot_run(given: dict[str, Any], wanted: dict[str, Any]
 def test_the_limits_of_the_api_are_named_by_what_broke_them(given: dict[str, Any], said: str) -> None:
     package("botocore")
     with pytest.raises(SpecError) as raised:
-        limits.check(build(options(**given)), "aws")
+        request.check_limits(build(options(**given)), "aws")
     assert said in str(raised.value)
 
 
 def test_an_instance_type_that_is_newer_than_botocore_is_a_warning() -> None:
     package("botocore")
-    limits.check(build(options(instance_type="ml.m5.xlargee")), "aws")
-    assert limits.unknown_type("ml.m5.xlarge") is None
-    said = limits.unknown_type("ml.m5.xlargee")
+    request.check_limits(build(options(instance_type="ml.m5.xlargee")), "aws")
+    assert request.unknown_type("ml.m5.xlarge") is None
+    said = request.unknown_type("ml.m5.xlargee")
     assert said == "instance_type: botocore lists no ml.m5.xlargee; did you mean 'ml.m5.xlarge'?"
 
 

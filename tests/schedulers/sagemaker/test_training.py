@@ -17,7 +17,7 @@ from schedulers import Job, Reason, State
 from schedulers.config.named_targets import load_target
 from schedulers.errors import ConfigError, NotReady, SubmitError
 from schedulers.jobs.prune import prune
-from schedulers.sagemaker import logs, upload
+from schedulers.sagemaker import logs, s3
 from schedulers.store.store import Store
 from tests.clusters.sagemaker import SageMaker
 from tests.waiting import until
@@ -102,14 +102,14 @@ def test_prune_removes_what_only_the_job_needed(
     """And uploads that nobody goes on with; what the job has left stays."""
     job = submit("echo 1 > $SM_MODEL_DIR/weights")
     assert job.wait(120).state is State.SUCCEEDED, sagemaker.diagnose()
-    s3 = sagemaker.client("s3")
-    s3.create_multipart_upload(Bucket=sagemaker.bucket, Key="team/accel/content/abc")
-    monkeypatch.setattr(upload, "_ORPHAN_S", -1.0)
+    client = sagemaker.client("s3")
+    client.create_multipart_upload(Bucket=sagemaker.bucket, Key="team/accel/content/abc")
+    monkeypatch.setattr(s3, "_ORPHAN_S", -1.0)
     assert prune(Store.default(), ids=[job.id]).left == ()
-    keys = [each["Key"] for each in s3.list_objects_v2(Bucket=sagemaker.bucket)["Contents"]]
+    keys = [each["Key"] for each in client.list_objects_v2(Bucket=sagemaker.bucket)["Contents"]]
     assert not [key for key in keys if "/jobs/" in key]
     assert [key for key in keys if key.endswith("/output/model.tar.gz")]
-    assert "Uploads" not in s3.list_multipart_uploads(Bucket=sagemaker.bucket)
+    assert "Uploads" not in client.list_multipart_uploads(Bucket=sagemaker.bucket)
 
 
 def test_the_first_error_is_the_job_s(sagemaker: SageMaker, submit: Submit) -> None:

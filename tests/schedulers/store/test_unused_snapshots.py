@@ -13,9 +13,8 @@ from schedulers.errors import StoreError
 from schedulers.job import JobSpec, State, Status
 from schedulers.jobs import handle
 from schedulers.store.record import Record
-from schedulers.store.snapshot import Snapshot, pack
+from schedulers.store.snapshot import Snapshot, pack, prune_snapshots
 from schedulers.store.store import Store
-from schedulers.store.unused_snapshots import prune_snapshots
 
 from .test_store import FINAL, create
 

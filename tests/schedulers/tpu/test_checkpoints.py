@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 import schedulers
-from accel.checkpoint import manifest
+from accel.checkpoint import directory
 from accel.checkpoint.durable import Digest
-from accel.world import project_root
+from accel.world import environment
 from schedulers import SpecError, State
 from schedulers.tpu import checkpoints, node_request
 from schedulers.tpu.checkpoints import Bucket, Save, Uploads, restore
@@ -109,12 +109,12 @@ def saved(place: Path, save: str, text: str = "weights") -> Path:
     (place / "model").write_text(text)
     (place / "below/state").write_bytes(os.urandom(1000))
     files = {str(p.relative_to(place)): Digest(p.stat().st_size, "0") for p in place.rglob("*") if p.is_file()}
-    manifest.write_manifest(place, manifest.Manifest(num_processes=2, save=save, files=files))
+    directory.write_manifest(place, directory.Manifest(num_processes=2, save=save, files=files))
     return place
 
 
 def test_the_names_are_accels() -> None:
-    assert (checkpoints.MANIFEST, checkpoints.ROOT) == (manifest.NAME, project_root.ROOT)
+    assert (checkpoints.MANIFEST, checkpoints.ROOT) == (directory.NAME, environment.PROJECT_ROOT)
 
 
 def test_two_hosts_make_a_checkpoint_whole(store: Store, tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_two_hosts_make_a_checkpoint_whole(store: Store, tmp_path: Path) -> None
     hosts[1].look()
     folder = "out/checkpoints/checkpoint_0/aaaaaaaa"
     assert store.names() == [
-        f"{folder}/node-{n}/{name}" for n in (0, 1) for name in (manifest.NAME, "below/state", "model")
+        f"{folder}/node-{n}/{name}" for n in (0, 1) for name in (directory.NAME, "below/state", "model")
     ]
     assert list(bucket.whole()) == [Save("out/checkpoints/checkpoint_0", "aaaaaaaa")]
     for node, was in ((0, first), (1, other)):
@@ -174,7 +174,7 @@ def test_what_was_uploaded_in_part_is_completed_and_only_that(store: Store, tmp_
     Uploads(Bucket(URI), str(tmp_path), 0, 1).look()
     blob: Any = package("google.cloud.storage").Client().bucket("results").get_blob
     before = blob("run/best/aaaaaaaa/node-0/model").generation
-    store.delete(manifest.NAME)
+    store.delete(directory.NAME)
     store.delete("below/state")
     Uploads(Bucket(URI), str(tmp_path), 0, 1).look()
     assert store.whole() == ["best"]
@@ -183,9 +183,9 @@ def test_what_was_uploaded_in_part_is_completed_and_only_that(store: Store, tmp_
 
 def test_a_file_that_is_not_whole_is_not_restored(store: Store, tmp_path: Path) -> None:
     place = saved(tmp_path / "h0/best", "aaaaaaaa")
-    document = json.loads((place / manifest.NAME).read_text())
+    document = json.loads((place / directory.NAME).read_text())
     document["files"]["model"]["bytes"] += 1
-    (place / manifest.NAME).write_text(json.dumps(document))
+    (place / directory.NAME).write_text(json.dumps(document))
     Uploads(Bucket(URI), str(tmp_path / "h0"), 0, 1).look()
     with pytest.raises(checkpoints.Failed, match="best/aaaaaaaa/node-0/model has not the 8 bytes of its manifest"):
         restore(Bucket(URI), str(tmp_path / "new"), 0)
@@ -238,7 +238,7 @@ def test_new_hosts_go_on_to_the_bit(store: Store, tmp_path: Path) -> None:
     whole = result(gang(tmp_path, "whole", 6, "gs://results/whole"))
     result(gang(tmp_path, "first", 4))
     assert store.whole() == [f"out/checkpoints/checkpoint_{number}" for number in range(4)]
-    store.delete("run/out/checkpoints/checkpoint_3", "node-1", manifest.NAME)
+    store.delete("run/out/checkpoints/checkpoint_3", "node-1", directory.NAME)
     again = gang(tmp_path, "second", 6)
     assert "checkpoints/checkpoint_2 is restored from gs://results/run" in again[0][1]
     assert "first step 3" in again[0][1]
@@ -272,7 +272,7 @@ def test_a_preempted_job_goes_on_on_the_next_slice(
     try:
         job = begin(text, "run")
         until(lambda: job.status() and len(store.whole()) == 3, "three checkpoints are whole")
-        store.delete("/out/checkpoints/checkpoint_2/", "/node-0/", manifest.NAME)
+        store.delete("/out/checkpoints/checkpoint_2/", "/node-0/", directory.NAME)
         tpu.preempt(f"accel-{job.id}-0")
         ends = [(job, job.wait(180))]
         alone = begin(f"exec {sys.executable} train.py 5", "alone")

@@ -17,7 +17,7 @@ from accel.cli import main
 from schedulers import Job, Reason, State
 from schedulers.config.named_targets import load_target
 from schedulers.errors import SubmitError, Unreachable
-from schedulers.jobs import apply
+from schedulers.jobs import poll
 from schedulers.tpu import created, node_request
 from tests import needs
 from tests.clusters.tpu import LAUNCHER, SERVICE_ACCOUNT, Tpu
@@ -116,7 +116,7 @@ def test_what_the_api_refuses_is_not_asked_for_again(tpu: Tpu, create: Submit, m
     tpu.up()
     tpu.allow("CreateNode")
     tpu.quota(True)
-    monkeypatch.setattr(apply, "ABANDONED_S", 0.0)  # this process has given up the submit
+    monkeypatch.setattr(poll, "ABANDONED_S", 0.0)  # this process has given up the submit
     job = schedulers.find("@last")
     assert job.wait(90).state is State.SUCCEEDED
     empty(tpu)

@@ -9,8 +9,8 @@ import yaml
 
 from schedulers import JobSpec, Resources, SpecError
 from schedulers.kubernetes.manifests import build, plan
+from schedulers.kubernetes.manifests.build import loader_pod
 from schedulers.kubernetes.manifests.code_delivery import Code
-from schedulers.kubernetes.manifests.loader_pod import loader
 from schedulers.kubernetes.options import KubernetesOptions
 from tests.needs import package
 from tests.schedulers.kubernetes.support import JOB_ID, everything, everything_spec, least
@@ -19,7 +19,7 @@ CLAIM = {"code": "pvc", "code_claim": "snapshots"}
 
 
 def of(spec: JobSpec, given: KubernetesOptions) -> dict[str, Any]:
-    return loader(spec, given, JOB_ID, "k")
+    return loader_pod(spec, given, JOB_ID, "k")
 
 
 def test_it_is_placed_as_the_job_s_pods_are() -> None:

@@ -16,7 +16,7 @@ import pytest
 import schedulers
 from schedulers import Job, State, SubmitError
 from schedulers.errors import SpecError
-from schedulers.kubernetes.code import pvc as claiming
+from schedulers.kubernetes import code_upload as claiming
 from tests.clusters.kubernetes import IMAGE, Kubernetes
 from tests.marks import long
 from tests.needs import package

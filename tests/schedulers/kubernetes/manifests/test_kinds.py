@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from schedulers import JobSpec, Retry, SpecError
-from schedulers.kubernetes.manifests.kinds import check_kind, check_restarts, runnable
+from schedulers.kubernetes.manifests.build import check_kind, check_restarts, runnable
 from tests.schedulers.kubernetes.support import least
 
 _PLAIN = ["v1", "apps/v1", "batch/v1"]

@@ -13,7 +13,7 @@ from schedulers import JobSpec, Resources, SpecError
 from schedulers.kubernetes.manifests import build as builder
 from schedulers.kubernetes.manifests import code_delivery as delivery
 from schedulers.kubernetes.manifests import validate as validation
-from schedulers.kubernetes.manifests.patch import MERGE_KEYS, apply
+from schedulers.kubernetes.manifests.validate import MERGE_KEYS, apply_patch
 from tests.needs import package
 from tests.schedulers.kubernetes.support import JOB_ID, KINDS, least
 
@@ -88,7 +88,7 @@ _POD: dict[str, Any] = {
 )
 def test_semantics(patch: dict[str, Any], path: str, expected: Any) -> None:
     before = copy.deepcopy(_POD)
-    found: Any = apply(_POD, patch, "patch")
+    found: Any = apply_patch(_POD, patch, "patch")
     for step in path.split("."):
         found = (
             found[int(step)]
@@ -103,7 +103,7 @@ def test_semantics(patch: dict[str, Any], path: str, expected: Any) -> None:
 
 def test_the_ports_of_a_service_go_by_port() -> None:
     service = {"spec": {"ports": [{"port": 80, "name": "a"}]}}
-    made = apply(service, {"spec": {"ports": [{"port": 80, "targetPort": 8080}]}}, "patch")
+    made = apply_patch(service, {"spec": {"ports": [{"port": 80, "targetPort": 8080}]}}, "patch")
     assert made["spec"]["ports"] == [{"port": 80, "name": "a", "targetPort": 8080}]
 
 
@@ -123,7 +123,7 @@ def test_the_ports_of_a_service_go_by_port() -> None:
 )
 def test_what_is_no_patch(patch: dict[str, Any], message: str) -> None:
     with pytest.raises(SpecError) as caught:
-        apply(_POD, patch, "patch")
+        apply_patch(_POD, patch, "patch")
     assert str(caught.value).startswith(message)
 
 

@@ -9,7 +9,7 @@ import pytest
 from accel.launch import failure as failures
 from accel.launch.failure import Exit, Failure, diagnose
 from schedulers import Reason, State
-from schedulers.kubernetes.status import failure_report
+from schedulers.kubernetes.status import pod_states
 from schedulers.kubernetes.status.job_states import status_of
 from tests.schedulers.kubernetes.shapes import condition, pod, terminated, workload
 
@@ -22,8 +22,8 @@ def failure(code: int = 1, type_: str = "ValueError", message: str = "no data", 
     return diagnose(one, node=1, host="run1-1", attempt=2, oom_kills=oom_kills, others="rank 0 ended by SIGTERM")
 
 
-def read(one: Failure) -> failure_report.Report:
-    found = failure_report.read(f"[rank 3] epoch 1\n{one.text()}\n")
+def read(one: Failure) -> pod_states.Report:
+    found = pod_states.read_report(f"[rank 3] epoch 1\n{one.text()}\n")
     assert found is not None
     return found
 
@@ -71,13 +71,13 @@ def test_a_preemption_and_a_node_that_went_silent() -> None:
 
 
 def test_a_text_without_one() -> None:
-    assert failure_report.read("Traceback\naccel launch: 2 nodes, node 0 at a:29500") is None
+    assert pod_states.read_report("Traceback\naccel launch: 2 nodes, node 0 at a:29500") is None
 
 
 def test_a_report_whose_beginning_is_cut_off() -> None:
     text = failure().text()
-    assert failure_report.last_line(text[text.index("line 3") :]) == "ValueError: no data"
-    assert failure_report.last_line("  others: rank 0 ended by SIGTERM\n") == ""
+    assert pod_states.last_line(text[text.index("line 3") :]) == "ValueError: no data"
+    assert pod_states.last_line("  others: rank 0 ended by SIGTERM\n") == ""
 
 
 def test_all_nodes_tell_of_the_same_failure() -> None:

@@ -1,4 +1,4 @@
-"""Code in a PersistentVolumeClaim, named by its digest and uploaded through a pod that mounts the claim."""
+"""Pack a job's code and put it where its pods fetch it: ConfigMaps, a claim, or an object store."""
 
 from __future__ import annotations
 
@@ -6,16 +6,111 @@ import contextlib
 import logging
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
-from ...errors import SchedulerError, SubmitError, Unreachable
-from ...printable import one_line
-from .. import submit
-from ..client.api import Api
-from ..client.errors import ApiError, Forbidden, NotFound
-from ..manifests.build import stamped
-from ..manifests.code_delivery import Code, Object
-from ..status import reasons
+from ..errors import SchedulerError, SubmitError, Unreachable
+from ..job import JobSpec
+from ..printable import one_line
+from ..store import snapshot
+from . import submit
+from .client.api import Api, hang_up
+from .client.errors import ApiError, Forbidden, NotFound
+from .manifests import build
+from .manifests import code_delivery as delivery
+from .manifests.build import stamped
+from .manifests.code_delivery import Code, Object
+from .options import KubernetesOptions, ObjectStore
+from .status import reasons
+
+logger = logging.getLogger(__name__)
+
+# Pack and upload.
+
+
+def pack(spec: JobSpec, options: KubernetesOptions, home: Path, earlier: str | None) -> tuple[str | None, bytes | None]:
+    """Return the digest of the code directory and the packed code; (None, None) if the image has the code.
+
+    `earlier`: the digest of an earlier submit, used again while its snapshot exists. Raises SnapshotError.
+    """
+    if options.code == "image":
+        return None, None
+    kept = None if earlier is None else home / "snapshots" / f"{earlier}.tar"
+    if kept is not None and kept.exists():
+        return earlier, _read(kept)
+    packed = snapshot.pack(Path(spec.code), home)
+    return packed.digest, _read(packed.path)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return delivery.packed(path.read_bytes())
+    except OSError as error:
+        raise SubmitError(f"{path}: {(error.strerror or str(error)).lower()}") from None
+
+
+def bring(
+    api: Api, spec: JobSpec, options: KubernetesOptions, job_id: str, data: bytes | None
+) -> tuple[delivery.Code, bytes | None]:
+    """Upload the code. Return its location, and the data that the job's own objects must carry or None.
+
+    Raises SpecError, SubmitError, Unreachable.
+    """
+    if data is None:
+        return delivery.Code(kind="image"), None
+    code = delivery.chosen(options, len(data), delivery.digest_of(data), api.target)
+    if code.kind == "pvc":
+        put_in_claim(api, build.loader_pod(spec, options, job_id, api.target), code, data)
+        return code, None
+    if code.kind == "store" and options.code_store is not None:
+        put_in_object_store(options.code_store, code, data, api.target)
+        return code, None
+    return code, data if code.kind == "configmap" else None
+
+
+# An object store that speaks the S3 API: code is named by its digest, so what is there once is never sent again.
+
+_MISSING = ("404", "NoSuchKey", "NotFound")
+
+
+def put_in_object_store(store: ObjectStore, code: Code, data: bytes, target: str) -> None:
+    """Upload the code with our credentials, unless it is there. Raises SubmitError: nothing was created yet."""
+    where = f"target {target}: code_store {store.url}"
+    try:
+        import boto3
+        from botocore.config import Config
+        from botocore.exceptions import BotoCoreError, ClientError
+    except ImportError:
+        raise SubmitError(f"{where}: the package boto3 is not installed: pip install 'accel-launch[s3]'") from None
+    parts = urlsplit(store.url)
+    key = "/".join([*(word for word in parts.path.split("/") if word), code.file])
+    config = Config(retries={"mode": "standard", "max_attempts": 3}, connect_timeout=10, read_timeout=60)
+    try:
+        # Not the package's own session, which keeps what it found of credentials for ever.
+        client = boto3.Session().client("s3", endpoint_url=store.endpoint, region_name=store.region, config=config)
+        if not _there(client, parts.netloc, key, len(data)):
+            client.put_object(Bucket=parts.netloc, Key=key, Body=data, ContentType="application/gzip")
+    except ClientError as error:
+        said = error.response.get("Error", {})
+        raise SubmitError(f"{where}: {said.get('Code')}: {said.get('Message') or error}") from None
+    except (BotoCoreError, ValueError) as error:
+        raise SubmitError(f"{where}: {' '.join(str(error).split())}") from None
+
+
+def _there(client: Any, bucket: str, key: str, size: int) -> bool:
+    from botocore.exceptions import ClientError
+
+    try:
+        return bool(client.head_object(Bucket=bucket, Key=key)["ContentLength"] == size)
+    except ClientError as error:
+        # Who may write and not list is told 403 of what is not there: the PUT says whether that was all.
+        if error.response.get("Error", {}).get("Code") in (*_MISSING, "403"):
+            return False
+        raise
+
+
+# A PersistentVolumeClaim, written through a pod that has it mounted; code is named by its digest.
 
 # A volume may have to be attached, and an image pulled.
 _START_S = 600.0
@@ -24,8 +119,6 @@ _LOOK_S = 5.0  # before it is said why it does not start, and said again
 _IDLE_S = 60.0
 _PIECE = 256 << 10
 _STDOUT, _STDERR = 1, 2
-
-logger = logging.getLogger(__name__)
 
 # Runs in the pod. Exec cannot end the input alone, so the length is told; nobody who looks sees half.
 READER = """\
@@ -67,10 +160,10 @@ finally:
 """
 
 
-def put(api: Api, pod: Object, code: Code, data: bytes) -> None:
+def put_in_claim(api: Api, pod: Object, code: Code, data: bytes) -> None:
     """Upload the code to the claim and delete the pod. Raises SubmitError, and Unreachable when interrupted."""
     name = pod["metadata"]["name"]
-    check(api, pod)
+    check_claim(api, pod)
     try:
         _started(api, pod)
         mount = pod["spec"]["containers"][0]["volumeMounts"][0]["mountPath"]
@@ -85,7 +178,7 @@ def put(api: Api, pod: Object, code: Code, data: bytes) -> None:
             submit.delete(api, pod)
 
 
-def check(api: Api, pod: Object) -> None:
+def check_claim(api: Api, pod: Object) -> None:
     """Raise SubmitError if the claim does not exist: the pod would wait for it forever."""
     claim = str(pod["spec"]["volumes"][0]["persistentVolumeClaim"]["claimName"])
     try:
@@ -143,8 +236,8 @@ class _Delay:
 
     def told(self, there: Mapping[str, Any], what: str) -> str:
         """Return `what` with the reason of the scheduler, the kubelet or, if they have none, their events."""
-        from ..status import job_states, watch
-        from ..status import query as queries
+        from .status import job_states, watch
+        from .status import query as queries
 
         query = {"fieldSelector": f"{watch.WARNINGS},involvedObject.name={self._pod['metadata']['name']}"}
         events: list[dict[str, Any]] = []
@@ -192,8 +285,6 @@ def _obstacle(pod: Mapping[str, Any]) -> str | None:
 def _send(api: Api, pod: str, argv: list[str], data: bytes) -> None:
     client = api.connect(pod, argv, container="loader", stdin=True, binary=True)
     from websocket import WebSocketException  # there, now that there is a connection
-
-    from ..client.exec import hang_up
 
     said = _Said(client, api)
     try:

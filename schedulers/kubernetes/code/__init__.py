@@ -1,1 +1,0 @@
-"""Delivery of a job's code to its pods."""
